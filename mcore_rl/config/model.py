@@ -1,0 +1,137 @@
+"""The shape of a model."""
+
+from typing import Literal
+
+from mcore_rl.config.section import Section
+
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "llama", "qwen3")
+Family = Literal["qwen3_moe", "mixtral", "deepseek_v3", "llama", "qwen3"]
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+class MoEConfig(Section):
+    """Experts and router; ignored by the dense families, which refuse `num_experts > 0`."""
+
+    num_experts: int = 0
+    """Routed experts of a layer; 0: a dense model."""
+    top_k: int = 2
+    """Experts a token is sent to."""
+    ffn_hidden_size: int = 0
+    """Inner width of one routed expert."""
+    shared_experts: int = 0
+    """Experts that every token passes, as one MLP of `shared_experts * ffn_hidden_size` (deepseek_v3)."""
+    first_dense_layers: int = 0
+    """How many of the first layers keep a dense MLP of width `model.ffn_hidden_size`."""
+    normalize_top_k: bool = True
+    """The gates of the chosen experts sum to one (Hugging Face's `norm_topk_prob`)."""
+    num_groups: int = 0
+    """Expert groups of group-limited routing (deepseek_v3); 0: none."""
+    top_groups: int = 0
+    """Groups a token may choose experts from; 0: none."""
+    routed_scaling: float = 1.0
+    """Factor on the routed experts' gates (deepseek_v3's `routed_scaling_factor`)."""
+    balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "expert_bias"] = "aux_loss"
+    """How the load is evened out; `expert_bias`: without a loss, by arXiv 2408.15664."""
+    aux_loss_coeff: float = 1e-3
+    """Weight of the balance loss when `balance` ends in `aux_loss`."""
+    expert_bias_rate: float = 1e-3
+    """Step of the expert bias, arXiv 2408.15664's u."""
+    z_loss_coeff: float = 0.0
+    """Weight of the router z-loss (arXiv 2202.08906)."""
+    capacity_factor: float = 0.0
+    """Tokens an expert takes, as a multiple of the even share; the rest is dropped. 0: no token is dropped."""
+    dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
+    """How tokens travel to their experts; `deepep` needs CUDA and the deep_ep package."""
+
+
+class MLAConfig(Section):
+    """Multi-head latent attention (arXiv 2405.04434); used by deepseek_v3."""
+
+    q_lora_rank: int = 0
+    """Rank of the query's down-projection; 0: queries are projected directly."""
+    kv_lora_rank: int = 512
+    """Rank of the shared key-value latent."""
+    qk_nope_head_dim: int = 128
+    """Query/key width of a head without position."""
+    qk_rope_head_dim: int = 64
+    """Query/key width of a head with rotary position."""
+    v_head_dim: int = 128
+    """Value width of a head."""
+
+
+class RopeConfig(Section):
+    """Rotary position embedding."""
+
+    theta: float = 10000.0
+    """Base of the wavelengths."""
+    scaling: Literal["none", "yarn", "llama3"] = "none"
+    """How the wavelengths are stretched beyond the first training length."""
+    factor: float = 1.0
+    """How far, for `yarn` and `llama3`."""
+    original_length: int = 4096
+    """Positions of the first training, for `yarn`."""
+    beta_fast: float = 32.0
+    """YaRN: rotations above which a wavelength is left alone."""
+    beta_slow: float = 1.0
+    """YaRN: rotations below which a wavelength is fully stretched."""
+    mscale: float = 1.0
+    """YaRN: temperature of the rotary part."""
+    mscale_all_dim: float = 0.0
+    """YaRN: temperature of the whole softmax (deepseek_v3)."""
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer of a known family."""
+
+    family: Family = "qwen3_moe"
+    """The architecture; Hugging Face's `model_type` of the same name."""
+    num_layers: int = 4
+    """Transformer layers, MTP layers not counted."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    num_heads: int = 8
+    """Query heads."""
+    num_kv_heads: int = 4
+    """Key/value heads (query groups)."""
+    head_dim: int = 32
+    """Width of a head (deepseek_v3 takes its widths from `mla`)."""
+    ffn_hidden_size: int = 512
+    """Inner width of a dense MLP."""
+    vocab_size: int = 512
+    """Tokens of the tokenizer, before padding."""
+    vocab_multiple: int = 128
+    """The embedding is padded to a multiple of this, so that every mesh has the same rows."""
+    max_position: int = 4096
+    """Longest sequence the model is meant for."""
+    norm_eps: float = 1e-6
+    """Epsilon of every RMSNorm."""
+    tied_embeddings: bool = False
+    """Input and output embedding are one weight."""
+    attention_dropout: float = 0.0
+    """Probability."""
+    hidden_dropout: float = 0.0
+    """Probability."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+    mtp_layers: int = 0
+    """Multi-token-prediction layers (deepseek_v3, arXiv 2412.19437)."""
+    mtp_loss_coeff: float = 0.1
+    """Weight of their loss."""
+    rope: RopeConfig = RopeConfig()
+    moe: MoEConfig = MoEConfig()
+    mla: MLAConfig = MLAConfig()
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether some layer routes tokens to experts."""
+        return self.moe.num_experts > 0
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it routes tokens to experts."""
+        return tuple(self.is_moe and i >= self.moe.first_dense_layers for i in range(self.num_layers))

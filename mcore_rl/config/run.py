@@ -1,0 +1,102 @@
+"""What one run does: the whole of a config file."""
+
+from typing import Literal
+
+from mcore_rl.config.data import DataConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.section import Section
+
+
+class PlatformConfig(Section):
+    """What the run computes on, and with which layers."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where there is one."""
+    precision: Literal["bf16", "fp32"] = "fp32"
+    """Of weights and activations; gradients and optimizer state are fp32 in both."""
+    layers: Literal["auto", "torch", "te"] = "auto"
+    """`te`: TransformerEngine's; `torch`: ours; `auto`: `te` where it is importable and there is CUDA."""
+    fp8: Literal["none", "hybrid", "e4m3"] = "none"
+    """8-bit matrix products; needs layers = "te"."""
+    deterministic: bool = False
+    """Refuse or replace algorithms whose result depends on timing."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping."""
+    recompute_modules: tuple[
+        Literal["core_attn", "moe", "moe_act", "layernorm", "mla_up_proj", "mlp", "shared_experts"], ...
+    ] = ("core_attn",)
+    """For `selective`."""
+    recompute_layers: int = 1
+    """For `full`: layers between two kept activations."""
+    timeout_s: float = 600.0
+    """A collective that waits longer ends the run."""
+
+
+class TrainConfig(Section):
+    """Steps, batches and evaluation."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run."""
+    global_batch: int = 8
+    """Sequences of one step, over all ranks."""
+    micro_batch: int = 1
+    """Sequences of one forward pass on one rank."""
+    ramp_start: int = 0
+    """Sequences of the first steps when the batch grows; 0: no ramp."""
+    ramp_increment: int = 0
+    """By how many sequences it grows at a time."""
+    ramp_samples: int = 0
+    """Sequences after which it has reached `global_batch`."""
+    seed: int = 1234
+    """Of the initial weights, the order of the data, and dropout."""
+    eval_interval: int = 0
+    """Steps between evaluations; 0: only at the end."""
+    eval_batches: int = 4
+    """Batches of `global_batch` sequences an evaluation reads; 0: no evaluation."""
+    max_skipped: int = 10
+    """Steps in a row whose loss or gradient is not finite before the run gives up; each is skipped and reported."""
+
+
+class CheckpointConfig(Section):
+    """Saving and resuming."""
+
+    interval: int = 0
+    """Steps between checkpoints; 0: only at the end and on a stop request."""
+    keep: int = 2
+    """Complete checkpoints to keep; older ones are deleted; 0: all."""
+    asynchronous: bool = True
+    """A background process writes while training goes on."""
+    load: str = ""
+    """A checkpoint (or a folder of them) to start from when the run has none of its own."""
+    load_optimizer: bool = True
+    """Whether `load` brings optimizer, schedule and data position too, or only the weights."""
+
+
+class LogConfig(Section):
+    """What is told while the run goes on; metrics.jsonl is always written."""
+
+    interval: int = 1
+    """Steps between two lines."""
+    tensorboard: bool = False
+    """Also write TensorBoard events to `<run_dir>/tensorboard`."""
+    wandb_project: str = ""
+    """Also log to this Weights & Biases project; empty: not."""
+    peak_tflops: float = 0.0
+    """Dense peak of one rank's device, for MFU; 0: known GPUs by name, otherwise measured at start."""
+
+
+class PretrainConfig(Section):
+    """`mcore-rl pretrain`."""
+
+    run_dir: str = "runs/pretrain"
+    """Where everything of this run is written; one run, one folder, one writer."""
+    platform: PlatformConfig = PlatformConfig()
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

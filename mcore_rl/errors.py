@@ -1,0 +1,21 @@
+"""The errors that are the user's to mend. Each message says what it got, what it wanted, and what to do."""
+
+
+class McoreRlError(Exception):
+    """Base of the errors below: printed without a traceback, exit status 2."""
+
+
+class ConfigError(McoreRlError):
+    """A setting that is unknown, of the wrong type, or at odds with another."""
+
+
+class DataError(McoreRlError):
+    """Training data or a tokenizer that is missing, corrupt, or does not fit."""
+
+
+class CheckpointError(McoreRlError):
+    """A checkpoint that is missing, incomplete, foreign, or could not be written."""
+
+
+class EngineError(McoreRlError):
+    """A rollout engine that failed."""
