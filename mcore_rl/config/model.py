@@ -30,12 +30,14 @@ class MoEConfig(Section):
     """Groups a token may choose experts from; 0: none."""
     routed_scaling: float = 1.0
     """Factor on the routed experts' gates (deepseek_v3's `routed_scaling_factor`)."""
-    balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "expert_bias"] = "aux_loss"
-    """How the load is evened out; `expert_bias`: without a loss, by arXiv 2408.15664."""
+    balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
+    """The loss that evens out the load; over the micro-batch, each sequence, or the global batch."""
     aux_loss_coeff: float = 1e-3
-    """Weight of the balance loss when `balance` ends in `aux_loss`."""
+    """Weight of the balance loss."""
+    expert_bias: bool = False
+    """Even out the load by a bias on the choice of experts, not by a loss (deepseek_v3, arXiv 2408.15664)."""
     expert_bias_rate: float = 1e-3
-    """Step of the expert bias, arXiv 2408.15664's u."""
+    """Step of the expert bias, the paper's u."""
     z_loss_coeff: float = 0.0
     """Weight of the router z-loss (arXiv 2202.08906)."""
     capacity_factor: float = 0.0

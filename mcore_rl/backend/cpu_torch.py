@@ -1,0 +1,175 @@
+"""Stand-ins for what Megatron calls on `torch.cuda` and on gloo, where there is no CUDA."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """A CUDA stream or event on a CPU, where program order is total already: every wait is over at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def wait_stream(self, _: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, _: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait(self, _: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def record(self, _: Any = None) -> None:
+        """Nothing to record."""
+
+    def record_event(self, _: Any = None) -> "Stream":
+        """An event that has happened."""
+        return Stream()
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+
+def as_cpu(device: Any) -> Any:
+    """`device`, with any spelling of CUDA turned into the CPU."""
+    if isinstance(device, str) and device.startswith("cuda"):
+        return CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return CPU
+    return device
+
+
+def nothing(_: Any) -> Callable[..., None]:
+    """A replacement that does nothing."""
+    return lambda *args, **kwargs: None
+
+
+def constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
+    """A replacement that always answers `value`."""
+    return lambda _: lambda *args, **kwargs: value
+
+
+def same_tensor(_: Any) -> Callable[..., Any]:
+    """A replacement for `.cuda()`: the object itself."""
+    return lambda self, *args, **kwargs: self
+
+
+def null_stream_context(_: Any) -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """A replacement for `torch.cuda.stream`."""
+    return lambda stream=None: contextlib.nullcontext()
+
+
+def current_stream(_: Any) -> Callable[..., Stream]:
+    """A replacement that always answers the one stream."""
+    stream = Stream()
+    return lambda *args, **kwargs: stream
+
+
+def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.empty` and its like, with `device="cuda"` read as the CPU and no pinned memory."""
+
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = as_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return build
+
+
+def moved_to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.to`, with a CUDA device read as the CPU."""
+
+    @functools.wraps(to)
+    def move(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (as_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = as_cpu(kwargs["device"])
+        return to(self, *args, **kwargs)
+
+    return move
+
+
+def cuda_type_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type`, whose name Megatron's optimizer compares with `torch.cuda.FloatTensor` and its like."""
+
+    @functools.wraps(type_of)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = type_of(self, *args, **kwargs)
+        if isinstance(name, str) and name.startswith("torch.") and not name.startswith("torch.cuda."):
+            return "torch.cuda." + name.removeprefix("torch.")
+        return name
+
+    return type_
+
+
+def listed_splits(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_to_all_single` that takes splits as tensors too; Megatron turns them into lists only on CUDA."""
+
+    def listed(splits: Any) -> Any:
+        return splits.tolist() if isinstance(splits, torch.Tensor) else splits
+
+    @functools.wraps(all_to_all_single)
+    def exchange(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        return all_to_all_single(
+            output, input, listed(output_split_sizes), listed(input_split_sizes), **kwargs
+        )
+
+    return exchange
+
+
+def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather` whose ranks may differ in their first size, which gloo refuses; expert TP x EP needs it."""
+
+    @functools.wraps(all_gather)
+    def gather(
+        tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        rows = [part.shape[0] if part.dim() else 1 for part in tensor_list]
+        if len(set(rows)) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        assert not async_op, "an uneven all_gather on gloo is synchronous"
+        copies = tensor.repeat(len(rows), *[1] * (tensor.dim() - 1))
+        gathered = tensor.new_empty(sum(rows), *tensor.shape[1:])
+        dist.all_to_all_single(gathered, copies, rows, [tensor.shape[0]] * len(rows), group=group)
+        for part, received in zip(tensor_list, gathered.split(rows), strict=True):
+            part.copy_(received)
+        return None
+
+    return gather
+
+
+def plain_barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    """`barrier` without `device_ids`, which gloo refuses."""
+
+    @functools.wraps(barrier)
+    def wait(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return barrier(group=group, async_op=async_op)
+
+    return wait

@@ -1,0 +1,208 @@
+"""Every patch of torch and Megatron-Core that this code needs, with its symbol, versions, reason and end.
+
+Importing this module applies them, once, and must come before any `import megatron`: the packages that use
+Megatron import it first in their `__init__`. With CUDA present only the patches marked `CUDA_TOO` are applied.
+"""
+
+import importlib
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_rl.backend import cpu_torch as cpu
+from mcore_rl.backend.adam import FusedAdam
+from mcore_rl.errors import ConfigError
+
+SUPPORTED = ("0.16", "0.19")
+CPU_ONLY, CUDA_TOO = "cpu", "cpu and cuda"
+STANDS_IN = "Megatron asks torch.cuda whatever the device"
+DEVICE_AGNOSTIC = "Megatron asks its config for the device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """`replace(original)` takes the place of `module:attribute`."""
+
+    symbol: str
+    replace: Callable[[Any], Any]
+    reason: str = STANDS_IN
+    until: str = DEVICE_AGNOSTIC
+    versions: tuple[str, ...] = SUPPORTED
+    where: str = CPU_ONLY
+
+    def apply(self) -> None:
+        """Put the replacement in place; a symbol that is not there means that the patch outlived its cause."""
+        module_name, _, path = self.symbol.partition(":")
+        owner: Any = importlib.import_module(module_name)
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, name, self.replace(getattr(owner, name, None)))
+
+
+FACTORIES = (
+    "tensor empty zeros ones full arange rand randn randint as_tensor "
+    "empty_like zeros_like ones_like full_like rand_like"
+).split()
+
+TORCH_PATCHES: tuple[Patch, ...] = (
+    Patch(symbol="torch.cuda:current_device", replace=cpu.constant(cpu.CPU)),
+    Patch(symbol="torch.cuda:device_count", replace=cpu.constant(1)),
+    Patch(symbol="torch.cuda:set_device", replace=cpu.nothing),
+    Patch(symbol="torch.cuda:synchronize", replace=cpu.nothing),
+    Patch(symbol="torch.cuda:empty_cache", replace=cpu.nothing),
+    Patch(symbol="torch.cuda:memory_allocated", replace=cpu.constant(0)),
+    Patch(symbol="torch.cuda:stream", replace=cpu.null_stream_context),
+    Patch(symbol="torch.cuda:Stream", replace=lambda _: cpu.Stream),
+    Patch(symbol="torch.cuda:Event", replace=lambda _: cpu.Stream),
+    Patch(symbol="torch.cuda:current_stream", replace=cpu.current_stream),
+    Patch(symbol="torch.cuda:default_stream", replace=cpu.current_stream),
+    Patch(symbol="torch.cuda.nvtx:range_push", replace=cpu.nothing),
+    Patch(symbol="torch.cuda.nvtx:range_pop", replace=cpu.nothing),
+    Patch(
+        symbol="torch.cuda:manual_seed",
+        replace=lambda _: torch.manual_seed,
+        reason="without CUDA it is queued and never runs: expert-parallel ranks then start with equal experts",
+    ),
+    Patch(
+        symbol="torch.cuda:get_rng_state", replace=lambda _: lambda *args, **kwargs: torch.get_rng_state()
+    ),
+    Patch(
+        symbol="torch.cuda.random:get_rng_state",
+        replace=lambda _: lambda *args, **kwargs: torch.get_rng_state(),
+    ),
+    Patch(
+        symbol="torch.cuda:set_rng_state",
+        replace=lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state),
+    ),
+    Patch(symbol="torch:Tensor.cuda", replace=cpu.same_tensor),
+    Patch(symbol="torch.nn:Module.cuda", replace=cpu.same_tensor),
+    Patch(symbol="torch:Tensor.record_stream", replace=cpu.nothing),
+    Patch(symbol="torch:Tensor.to", replace=cpu.moved_to_cpu),
+    Patch(symbol="torch:Tensor.type", replace=cpu.cuda_type_names),
+    Patch(symbol="torch.distributed:all_to_all_single", replace=cpu.listed_splits),
+    Patch(symbol="torch.distributed:all_gather", replace=cpu.uneven_all_gather),
+    Patch(symbol="torch.distributed:barrier", replace=cpu.plain_barrier),
+    *(Patch(symbol=f"torch:{name}", replace=cpu.on_cpu) for name in FACTORIES),
+)
+
+
+def _without_fp8(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, fp8: Any = None, *args: Any, **kwargs: Any) -> None:
+        init(self, fp8 or None, *args, **kwargs)
+
+    return __init__
+
+
+def _copied_storage(_: Any) -> Callable[[], Callable[[torch.Tensor, torch.Tensor], None]]:
+    def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.untyped_storage().resize_(source.untyped_storage().size())
+            target.untyped_storage().copy_(source.untyped_storage())
+
+    return lambda: share_storage
+
+
+MEGATRON_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        symbol="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
+        replace=lambda _: lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+    ),
+    Patch(
+        symbol="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        replace=lambda _: lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+        reason="without CUDA it is queued and never runs: the tracker of random states never switches",
+    ),
+    Patch(
+        symbol="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+        replace=_without_fp8,
+        reason="it reads the default fp8=False as `fp8 is not None` and then needs TransformerEngine",
+        until="it tests the value of fp8",
+    ),
+    Patch(
+        symbol="megatron.core.tensor_parallel.random:_get_share_storage",
+        replace=_copied_storage,
+        versions=("0.19",),
+        reason="recomputation compiles a C++ extension at run time, on every rank",
+        until="torch can share a storage without one",
+    ),
+    Patch(
+        symbol="megatron.core.transformer.moe.moe_utils:te_general_gemm",
+        replace=lambda _: None,
+        reason="the name is undefined without TransformerEngine and read with moe_router_dtype",
+        until="it is defined as None",
+    ),
+    Patch(
+        symbol="megatron.core.transformer.multi_latent_attention:HAVE_TE",
+        replace=lambda _: False,
+        versions=("0.16",),
+        reason="importing Megatron's own stand-ins counts as having TransformerEngine; isinstance() then fails",
+        until="0.19, which asks TransformerEngine itself",
+    ),
+)
+
+NO_FUSED_ADAM = "Megatron cannot load DistributedOptimizer state into torch's Adam (a step per parameter)"
+ADAM_PATCHES: tuple[Patch, ...] = tuple(
+    Patch(symbol=f"megatron.core.optimizer{name}", replace=replace, reason=NO_FUSED_ADAM, where=CUDA_TOO,
+          until="DistributedOptimizer takes a torch Adam without state")
+    for name, replace in (
+        (":Adam", lambda _: FusedAdam),
+        (":USING_PYTORCH_OPTIMIZER", lambda _: False),
+        (".distrib_optimizer:Adam", lambda _: FusedAdam),
+        (".distrib_optimizer:HAVE_APEX_OR_TE", lambda _: True),
+        (".distrib_optimizer:USING_APEX_OPTIMIZER", lambda _: True),
+    )
+)  # fmt: skip
+
+
+def megatron_version() -> str:
+    """The installed Megatron-Core's "major.minor"."""
+    from importlib.metadata import version
+
+    return ".".join(version("megatron-core").split(".")[:2])
+
+
+def has_module(name: str) -> bool:
+    """Whether `name` can be imported here, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def as_experts_entry(experts: type) -> Any:
+    """`experts` in the form in which a spec provider's `grouped_mlp_modules` answers: a pair, a builder since 0.19."""
+    return (experts, None) if megatron_version() == "0.16" else experts
+
+
+def _install() -> None:
+    version = megatron_version()
+    if version not in SUPPORTED:
+        raise ConfigError(
+            f"megatron-core {version} is installed; this code knows {' and '.join(SUPPORTED)}, whose inner "
+            "parts differ. Install one of these."
+        )
+    on_cuda = torch.cuda.is_available()
+    compile_ = torch.compile
+    if not on_cuda:
+        for patch in TORCH_PATCHES:
+            patch.apply()
+        # Megatron's jit_fuser is whatever torch.compile is at this moment; compiling on a CPU costs more than it saves.
+        torch.compile = lambda model=None, **_: model if model is not None else (lambda inner: inner)  # type: ignore
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("megatron.core")
+        importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    torch.compile = compile_
+    wanted = [] if on_cuda else list(MEGATRON_PATCHES)
+    if not (has_module("transformer_engine") or has_module("apex")):
+        wanted += ADAM_PATCHES
+    for patch in wanted:
+        if version in patch.versions:
+            patch.apply()
+    # On a CPU the generator of the CPU is also that of the "device": the warning would come at every fork.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+_install()

@@ -1,0 +1,135 @@
+"""What this rank computes on: CPU with gloo or CUDA with NCCL, chosen once and named in the log."""
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.backend.mcore_compat import has_module, megatron_version
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Platform:
+    """The device, numeric type and kind of layers of this process, and its place in the world."""
+
+    device: torch.device
+    dtype: torch.dtype
+    layers: Literal["torch", "te"]
+    rank: int
+    local_rank: int
+    world_size: int
+    deterministic: bool
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether tensors live on a GPU."""
+        return self.device.type == "cuda"
+
+    def describe(self) -> str:
+        """One line for the log."""
+        name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
+        layers = "TransformerEngine" if self.layers == "te" else "torch"
+        adam = next((f"{m} Adam" for m in ("transformer_engine", "apex") if has_module(m)), "torch's fused Adam")
+        return (
+            f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, {layers} layers, "
+            f"{adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
+        )
+
+
+def world_size_of_launcher() -> int:
+    """How many ranks the launcher (torchrun, srun, `mcore-rl`) started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+
+
+def rank_of_launcher() -> int:
+    """This process's rank as the launcher tells it; 0 without one."""
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def start(config: PlatformConfig) -> Platform:
+    """Collective over the world: the process group is up and the device chosen; ConfigError before that."""
+    device_type = _device_type(config)
+    layers = _layers(config, device_type)
+    rank, world_size = rank_of_launcher(), world_size_of_launcher()
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if config.deterministic:
+        _be_deterministic()
+    if not dist.is_initialized():
+        _join(device, rank, world_size, config.timeout_s)
+    return Platform(
+        device=device,
+        dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+        layers=layers,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        deterministic=config.deterministic,
+    )
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_type(config: PlatformConfig) -> Literal["cpu", "cuda"]:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            'platform.device="cuda", but torch sees no GPU here. Use "auto" or "cpu", or mend the driver.'
+        )
+    if config.device == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            'platform.device="cpu" on a machine with GPUs: Megatron is patched for CPU only where torch sees none. '
+            "Start with CUDA_VISIBLE_DEVICES= (empty) to hide them."
+        )
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _layers(config: PlatformConfig, device_type: str) -> Literal["torch", "te"]:
+    usable = device_type == "cuda" and has_module("transformer_engine")
+    if config.layers == "te" and not usable:
+        raise ConfigError(
+            'platform.layers="te" needs CUDA and the transformer_engine package (pip install "mcore_rl[gpu]"). '
+            'Use "torch" or "auto".'
+        )
+    if config.fp8 != "none" and not (usable and config.layers != "torch"):
+        raise ConfigError(
+            f'platform.fp8="{config.fp8}" needs TransformerEngine layers on CUDA. Set platform.fp8="none".'
+        )
+    return "te" if usable and config.layers != "torch" else "torch"
+
+
+def _be_deterministic() -> None:
+    """Ask torch, cuBLAS, NCCL and TransformerEngine for results that do not depend on timing."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    torch.use_deterministic_algorithms(True)
+
+
+def _join(device: torch.device, rank: int, world_size: int, timeout_s: float) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if world_size == 1:
+        os.environ.setdefault("MASTER_PORT", "0")
+    elif "MASTER_PORT" not in os.environ:
+        raise ConfigError(
+            f"{world_size} ranks were started without MASTER_PORT: start them with `mcore-rl`, torchrun, or a "
+            "job script that exports MASTER_ADDR and MASTER_PORT."
+        )
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )

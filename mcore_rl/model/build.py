@@ -1,0 +1,65 @@
+"""A rank's chunks of a model."""
+
+from torch import nn
+
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_rl.backend.platform import Platform
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.model.spec import block_spec, mtp_spec
+from mcore_rl.model.transformer_config import transformer_config
+from mcore_rl.parallel.mesh import Mesh, is_first_chunk, is_last_chunk
+
+LLAMA3_ORIGINAL_LENGTH = 8192
+"""Megatron's llama3 stretching takes no other."""
+
+
+def build_model(
+    model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
+) -> list[nn.Module]:
+    """This rank's chunks, in pipeline order, on the device; random weights from the states of `seed_ranks`."""
+    config = transformer_config(model, mesh, platform, settings)
+    stages = range(mesh.config.vpp) if mesh.config.vpp > 1 else [None]
+    return [_build_chunk(config, model, platform, stage) for stage in stages]
+
+
+def unwrap(chunk: nn.Module) -> GPTModel:
+    """The Megatron model inside its wrappers for data parallelism and 16-bit numbers."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+def _build_chunk(
+    config: TransformerConfig, model: ModelConfig, platform: Platform, vp_stage: int | None
+) -> nn.Module:
+    te = platform.layers == "te"
+    yarn = model.rope.scaling == "yarn" and not config.multi_latent_attention
+    chunk = GPTModel(
+        config,
+        block_spec(config, te=te, vp_stage=vp_stage),
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_position,
+        pre_process=is_first_chunk(vp_stage),
+        post_process=is_last_chunk(vp_stage),
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        position_embedding_type="yarn" if yarn else "rope",
+        rotary_base=model.rope.theta,
+        rope_scaling=model.rope.scaling == "llama3",
+        rope_scaling_factor=model.rope.factor,
+        mtp_block_spec=mtp_spec(config, te=te, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+    )
+    chunk.model_type = ModelType.encoder_or_decoder
+    for name, param in chunk.named_parameters():
+        # Megatron 0.16 marks experts for the dense data-parallel reduction when ep = 1, which is wrong for etp != tp;
+        # marked always, every mesh also has the same two optimizers and so the same optimizer checkpoint.
+        if ".experts." in name:
+            param.allreduce = False
+    if platform.is_cuda:
+        chunk.cuda(platform.device)
+    return Float16Module(config, chunk) if config.bf16 else chunk

@@ -1,0 +1,53 @@
+"""What a family of models is to the rest of the code."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.config.model import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One architecture. `architecture(model)` gives the keyword arguments of Megatron's config that make it."""
+
+    name: str
+    architecture: Callable[[ModelConfig], dict[str, Any]]
+    tiny: ModelConfig
+    """The family at a size for tests."""
+    mla: bool = False
+    """Multi-head latent attention: Megatron's MLATransformerConfig."""
+
+
+def attention(model: ModelConfig, *, qk_norms: bool) -> dict[str, Any]:
+    """Grouped-query attention with rotary positions."""
+    return {
+        "num_attention_heads": model.num_heads,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "qk_layernorm": qk_norms,
+    }
+
+
+def softmax_experts(model: ModelConfig) -> dict[str, Any]:
+    """Experts chosen by softmax scores, with gates that are made to sum to one or not."""
+    return experts(model) | {"moe_router_pre_softmax": not model.moe.normalize_top_k}
+
+
+def experts(model: ModelConfig) -> dict[str, Any]:
+    """What all Mixture-of-Experts families share."""
+    moe = model.moe
+    layers = [int(is_moe) for is_moe in model.moe_layers]
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        # An int keeps the checkpoint keys that Megatron-LM writes for a model whose layers are all alike.
+        "moe_layer_freq": 1 if all(layers) else layers,
+        "moe_router_load_balancing_type": moe.balance,
+        "moe_aux_loss_coeff": 0.0 if moe.balance == "none" else moe.aux_loss_coeff,
+        "moe_z_loss_coeff": moe.z_loss_coeff or None,
+        "moe_expert_capacity_factor": moe.capacity_factor or None,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": True,
+    }

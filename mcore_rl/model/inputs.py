@@ -1,0 +1,49 @@
+"""A microbatch as this rank's model reads it: on its device, cut for context parallelism."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.data.batch import Microbatch
+from mcore_rl.parallel.mesh import Axis
+from mcore_rl.parallel.sequence import zigzag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalMicrobatch:
+    """This rank's positions `s` of a microbatch `[B, s]`; `shape` is that of the whole, `[B, S]`."""
+
+    shape: tuple[int, int]
+    tokens_Bs: Tensor
+    labels_Bs: Tensor
+    loss_mask_Bs: Tensor
+    position_ids_Bs: Tensor
+
+    def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
+        """Keyword arguments of GPTModel.forward; with labels it returns losses `[B, s]`, else logits `[B, s, v]`."""
+        inputs: dict[str, Any] = {
+            "input_ids": self.tokens_Bs,
+            "position_ids": self.position_ids_Bs,
+            "attention_mask": None,
+        }
+        if with_labels:
+            inputs |= {"labels": self.labels_Bs, "loss_mask": self.loss_mask_Bs}
+        return inputs
+
+
+def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMicrobatch:
+    """The part of `microbatch` that this rank holds."""
+
+    def mine(full_BS: Tensor) -> Tensor:
+        return zigzag(full_BS, cp).to(device, non_blocking=True)
+
+    rows, length = microbatch.tokens_BS.shape
+    return LocalMicrobatch(
+        shape=(rows, length),
+        tokens_Bs=mine(microbatch.tokens_BS),
+        labels_Bs=mine(microbatch.labels_BS),
+        loss_mask_Bs=mine(microbatch.loss_mask_BS),
+        position_ids_Bs=mine(microbatch.position_ids_BS),
+    )

@@ -1,0 +1,140 @@
+"""Which modules a layer is made of: ours, or TransformerEngine's."""
+
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+    get_gpt_mtp_block_spec_for_backend,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from mcore_rl.backend.mcore_compat import as_experts_entry
+from mcore_rl.model.layers.attention import SDPAttention
+from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.model.layers.linear import ReplicatedLinear
+from mcore_rl.model.layers.norm import RMSNorm
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Megatron's own linear layers with our norm, attention and experts: for CPUs and plain CUDA."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        """The norm, which marks its weight under sequence parallelism."""
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        """Attention by torch's scaled_dot_product_attention."""
+        return SDPAttention
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        """Experts as grouped matrix products."""
+        return as_experts_entry(GroupedExperts)
+
+
+def block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers that this rank's chunk `vp_stage` holds."""
+    if te:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    moe_layers = _moe_layers(config)
+    kinds = {is_moe: _layer_spec(config, is_moe=is_moe) for is_moe in set(moe_layers)}
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[is_moe] for is_moe in moe_layers[first : first + count]], layer_norm=RMSNorm
+    )
+
+
+def mtp_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> Any:
+    """The multi-token-prediction layers of this rank's chunk `vp_stage`; None where it has none."""
+    if not config.mtp_num_layers:
+        return None
+    if te:
+        last = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        layer = last.layer_specs[-1] if last.layer_specs else None
+        return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True, vp_stage=vp_stage)
+    layer = _layer_spec(config, is_moe=_moe_layers(config)[-1])
+    return get_gpt_mtp_block_spec_for_backend(config, layer, TorchSpecProvider(), vp_stage=vp_stage)
+
+
+def _moe_layers(config: TransformerConfig) -> list[bool]:
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    return [bool(layer) for layer in frequency] if isinstance(frequency, list) else [True] * config.num_layers
+
+
+def _layer_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
+    attention, renamed = (_latent if config.multi_latent_attention else _grouped_query)(config)
+    if not is_moe:
+        renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=get_mlp_module_spec_for_backend(
+            backend=TorchSpecProvider(),
+            num_experts=config.num_moe_experts if is_moe else None,
+            moe_grouped_gemm=True,
+        ),
+        mlp_bda=get_bias_dropout_add,
+        # TransformerEngine fuses these norms into the linear layer that follows: the same names in checkpoints.
+        sharded_state_dict_keys_map=renamed,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _grouped_query(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    provider = TorchSpecProvider()
+    norm = RMSNorm if config.qk_layernorm else IdentityOp
+    spec = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=SDPAttention,
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+    return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _latent(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
+    provider = TorchSpecProvider()
+    column = provider.column_parallel_linear()
+    spec = ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=column,
+            core_attention=SDPAttention,
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
+        ),
+    )
+    return spec, {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }

@@ -1,0 +1,132 @@
+"""Megatron's config of a model on a mesh and a platform."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from mcore_rl.backend.mcore_compat import has_module
+from mcore_rl.backend.platform import Platform
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.model.families import FAMILIES
+from mcore_rl.parallel.mesh import Mesh
+
+
+def transformer_config(
+    model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
+) -> TransformerConfig:
+    """The config that makes `model`'s chunks on this rank; the settings must have passed `config.checks`."""
+    family = FAMILIES[model.family]
+    arguments = (
+        _common(model)
+        | family.architecture(model)
+        | _parallel(mesh)
+        | _numeric(platform, settings)
+        | _recompute(settings)
+    )
+    if model.is_moe:
+        arguments |= _dispatch(model, platform)
+    config = MLATransformerConfig(**arguments) if family.mla else TransformerConfig(**arguments)
+    if model.rope.scaling == "yarn" and not family.mla:
+        _set_yarn(config, model)
+    return config
+
+
+def _common(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "init_method_std": model.init_std,
+        # A loss is a sum and a count: divided once, by the world's tokens.
+        "calculate_per_token_loss": True,
+    }
+
+
+def _parallel(mesh: Mesh) -> dict[str, Any]:
+    config = mesh.config
+    overlap = config.vpp > 1 and config.overlap_p2p
+    return {
+        "tensor_model_parallel_size": config.tp,
+        "pipeline_model_parallel_size": config.pp,
+        "virtual_pipeline_model_parallel_size": config.vpp if config.vpp > 1 else None,
+        "expert_model_parallel_size": config.ep,
+        "expert_tensor_parallel_size": config.etp,
+        "context_parallel_size": config.cp,
+        "sequence_parallel": mesh.sequence_parallel,
+        "num_layers_in_first_pipeline_stage": config.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": config.last_stage_layers or None,
+        "overlap_p2p_comm": overlap,
+        # Two batched messages between the same pair of ranks (pp = 2, interleaved) would be taken for each other.
+        "batch_p2p_comm": not overlap,
+    }
+
+
+def _numeric(platform: Platform, settings: PlatformConfig) -> dict[str, Any]:
+    te = platform.layers == "te"
+    return {
+        "params_dtype": platform.dtype,
+        "pipeline_dtype": platform.dtype,
+        "bf16": platform.dtype == torch.bfloat16,
+        "deterministic_mode": settings.deterministic,
+        "fp8": None if settings.fp8 == "none" else settings.fp8,
+        # gloo sends from the tensor itself, asynchronously: a freed output would be sent as garbage.
+        "deallocate_pipeline_outputs": platform.is_cuda,
+        "bias_activation_fusion": platform.is_cuda,
+        "bias_dropout_fusion": platform.is_cuda,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": te,
+        "gradient_accumulation_fusion": te and has_module("fused_weight_gradient_mlp_cuda"),
+        "cross_entropy_loss_fusion": te,
+        "cross_entropy_fusion_impl": "te" if te else "native",
+        "cp_comm_type": "p2p" if te else None,
+        "transformer_impl": "transformer_engine" if te else "local",
+    }
+
+
+def _recompute(settings: PlatformConfig) -> dict[str, Any]:
+    if settings.recompute == "none":
+        return {}
+    if settings.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(settings.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": settings.recompute_layers,
+    }
+
+
+def _dispatch(model: ModelConfig, platform: Platform) -> dict[str, Any]:
+    te = platform.layers == "te"
+    deepep = model.moe.dispatcher == "deepep"
+    return {
+        "moe_token_dispatcher_type": "flex" if deepep else model.moe.dispatcher,
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_permute_fusion": te,
+        # The fused router returns before the hook of routing replay; RL builds its policy without it.
+        "moe_router_fusion": te,
+    }
+
+
+def _set_yarn(config: TransformerConfig, model: ModelConfig) -> None:
+    """YaRN of a model without latent attention: plain attributes of Megatron's config, not fields."""
+    rope = model.rope
+    for name, value in {
+        "yarn_rotary_scaling_factor": rope.factor,
+        "yarn_original_max_position_embeddings": rope.original_length,
+        "yarn_beta_fast": rope.beta_fast,
+        "yarn_beta_slow": rope.beta_slow,
+        "yarn_mscale": rope.mscale,
+        "yarn_mscale_all_dim": rope.mscale_all_dim,
+        "yarn_correction_range_round_to_int": True,
+    }.items():
+        setattr(config, name, value)

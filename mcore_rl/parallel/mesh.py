@@ -1,0 +1,91 @@
+"""The mesh of ranks; the one file that speaks to Megatron's `parallel_state`."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from mcore_rl.config.mesh import MeshConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One way in which ranks are grouped: the group this rank is in, its place there, and the group's size."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """Where this rank stands. `dp` excludes context parallelism, `dp_cp` includes it."""
+
+    config: MeshConfig
+    groups: ProcessGroupCollection
+    world: Axis
+    tp: Axis
+    pp: Axis
+    cp: Axis
+    dp: Axis
+    dp_cp: Axis
+    ep: Axis
+    etp: Axis
+    expert_dp: Axis
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.pp.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and dropout work on 1 / tp of the sequence."""
+        return self.config.sequence_parallel and self.tp.size > 1
+
+
+def build_mesh(config: MeshConfig) -> Mesh:
+    """Collective over the world: all groups of the mesh; the process group must be up and the sizes checked."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
+        create_gloo_process_groups=True,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    names = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "dp_cp": "dp_cp", "ep": "ep", "etp": "expt_tp"}
+    axes = {name: _axis(getattr(groups, group)) for name, group in (names | {"expert_dp": "expt_dp"}).items()}
+    return Mesh(config=config, groups=groups, world=_axis(dist.group.WORLD), **axes)
+
+
+def destroy_mesh() -> None:
+    """Forget the groups, so that another mesh can be built in this process."""
+    parallel_state.destroy_model_parallel()
+
+
+def seed_ranks(seed: int) -> None:
+    """Seed the random states that weights and dropout draw from, so that TP, EP and PP ranks differ as they must."""
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+
+
+def is_first_chunk(chunk: int | None) -> bool:
+    """Whether model chunk `chunk` (None without interleaving) of this rank embeds tokens."""
+    return bool(parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk))
+
+
+def is_last_chunk(chunk: int | None) -> bool:
+    """Whether model chunk `chunk` (None without interleaving) of this rank ends in the output layer."""
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk))
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(group, dist.get_rank(group), dist.get_world_size(group))

@@ -1,0 +1,21 @@
+"""Training objectives as heads of a pass."""
+
+import torch
+from torch import Tensor
+
+from mcore_rl.model.inputs import LocalMicrobatch
+from mcore_rl.parallel.schedule import HeadOutput
+
+
+class NextTokenHead:
+    """Cross entropy of the next token, summed over the tokens that the loss mask counts."""
+
+    wants_losses = True
+
+    def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
+        """The sum in nats and the number of tokens; `output` is the loss of each token, `[B, s]`."""
+        mask_Bs = microbatch.loss_mask_Bs.float()
+        loss = (output.float() * mask_Bs).sum()
+        count = mask_Bs.sum()
+        kept = {"loss": loss.detach(), "count": count}
+        return HeadOutput(loss=loss, count=count.to(torch.int), kept=kept)

@@ -1,0 +1,67 @@
+"""From a checked config to a model that can be trained."""
+
+from collections.abc import Sequence
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from torch import nn
+
+from mcore_rl.backend.platform import Platform
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.model.build import build_model, unwrap
+from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.train.optim import build_optimizer, build_schedule
+from mcore_rl.train.state import Progress, TrainState
+
+
+def set_up(config: PretrainConfig, platform: Platform) -> TrainState:
+    """Collective over the world: mesh, model with random weights, optimizer, schedule, at step 0."""
+    mesh = build_mesh(config.mesh)
+    seed_ranks(config.train.seed)
+    bare = build_model(config.model, mesh, platform, config.platform)
+    chunks = wrap_for_data_parallelism(bare, config.mesh, mesh)
+    optimizer = build_optimizer(config.optim, config.mesh, platform, chunks)
+    connect(chunks, optimizer, config.mesh)
+    return TrainState(
+        config=config,
+        platform=platform,
+        mesh=mesh,
+        chunks=chunks,
+        optimizer=optimizer,
+        schedule=build_schedule(config.optim, optimizer, config.train.steps),
+        progress=Progress(),
+    )
+
+
+def wrap_for_data_parallelism(chunks: Sequence[nn.Module], config: MeshConfig, mesh: Mesh) -> list[nn.Module]:
+    """Collective over the world: chunks whose gradients are summed in fp32 over the data-parallel ranks."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+    )
+    # Only the first chunk's reduction can hide behind later computation in pieces.
+    wrapped: list[nn.Module] = [
+        DistributedDataParallel(unwrap(chunk).config, settings, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    if mesh.world.size > 1:
+        for chunk in wrapped:
+            chunk.broadcast_params()
+    return wrapped
+
+
+def connect(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: MeshConfig) -> None:
+    """Tell the schedules, through the chunks' config, how gradients are finished and when not to reduce them."""
+    config = unwrap(chunks[0]).config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if mesh.overlap_grad_reduce:
+        pauses = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]

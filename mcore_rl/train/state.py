@@ -1,0 +1,38 @@
+"""What a training run carries from step to step."""
+
+from dataclasses import dataclass
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from mcore_rl.backend.platform import Platform
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.parallel.mesh import Mesh
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far the run is; saved with every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps taken or skipped."""
+    consumed_samples: int = 0
+    """Sequences read from the training set: the data cursor."""
+    consumed_tokens: int = 0
+    """Tokens that counted in the loss."""
+    skipped_steps: int = 0
+    """Steps whose loss or gradient was not finite."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainState:
+    """The model, its optimizer and schedule on this rank, and the run's progress."""
+
+    config: PretrainConfig
+    platform: Platform
+    mesh: Mesh
+    chunks: list[nn.Module]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    progress: Progress

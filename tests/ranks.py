@@ -1,0 +1,94 @@
+"""`run_ranks`: a function on real gloo ranks, each its own process."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT_S = 300.0
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """What `function(*args)` returned on each rank; the first failure's traceback as an AssertionError.
+
+    `function` must be importable (top level of a module); the world's process group is up when it is called.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # Forked from a process that has torch and Megatron in memory, a rank starts in milliseconds.
+    context.set_forkserver_preload(["mcore_rl.train.setup"])
+    port = free_port()
+    pipes, ranks = [], []
+    for rank in range(num_ranks):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_rank, args=(sender, rank, num_ranks, port, function, args), daemon=True
+        )
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        ranks.append(process)
+    try:
+        return _collect(pipes)
+    finally:
+        for process in ranks:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), timeout=TIMEOUT_S)
+        if not ready:
+            raise AssertionError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT_S} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                failure, payload = pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died without a word") from None
+            if failure:
+                raise AssertionError(f"rank {rank}:\n{failure}")
+            results[rank] = pickle.loads(payload)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _run_rank(
+    sender: Connection, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    from mcore_rl.backend.platform import start, stop
+    from mcore_rl.config.run import PlatformConfig
+
+    try:
+        start(PlatformConfig(timeout_s=120.0))
+        payload = pickle.dumps(function(*args))
+        sender.send((None, payload))
+        stop()
+    except BaseException:
+        sender.send((traceback.format_exc(), None))
+        sys.exit(1)
