@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from mcore_rl.config.section import Section
 
 
@@ -27,7 +29,7 @@ class DataConfig(Section):
     """Prefixes for the test loss at the end; empty: as with `valid`."""
     split: tuple[float, float, float] = (98.0, 1.0, 1.0)
     """Shares of documents for train, valid, test, when `valid` and `test` are empty."""
-    seq_length: int = 256
+    seq_length: PositiveInt = 256
     """Tokens of a training sequence."""
     cache_dir: str = ""
     """Where index caches lie; empty: `<run_dir>/index_cache`."""

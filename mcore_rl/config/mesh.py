@@ -1,30 +1,32 @@
 """How a model is laid out over ranks."""
 
+from pydantic import NonNegativeInt, PositiveInt
+
 from mcore_rl.config.section import Section
 
 
 class MeshConfig(Section):
     """world = tp * pp * cp * dp for attention and dense layers, etp * ep * pp * expert_dp for the experts."""
 
-    tp: int = 1
+    tp: PositiveInt = 1
     """Tensor-parallel ranks."""
-    pp: int = 1
+    pp: PositiveInt = 1
     """Pipeline stages."""
-    vpp: int = 1
+    vpp: PositiveInt = 1
     """Model chunks of a stage (interleaved schedule); 1: one."""
-    ep: int = 1
+    ep: PositiveInt = 1
     """Expert-parallel ranks: each holds num_experts / ep experts."""
-    etp: int = 1
+    etp: PositiveInt = 1
     """Tensor-parallel ranks inside one expert."""
-    cp: int = 1
+    cp: PositiveInt = 1
     """Context-parallel ranks: each holds 1 / cp of every sequence, cut zig-zag."""
-    dp: int = 1
+    dp: NonNegativeInt = 1
     """Data-parallel ranks; 0: what the world size leaves."""
     sequence_parallel: bool = True
     """With tp > 1, norms and dropout work on 1 / tp of the sequence; an MoE needs it."""
-    first_stage_layers: int = 0
+    first_stage_layers: NonNegativeInt = 0
     """Layers of the first pipeline stage when it is uneven; 0: even."""
-    last_stage_layers: int = 0
+    last_stage_layers: NonNegativeInt = 0
     """Layers of the last pipeline stage when it is uneven; 0: even."""
     overlap_p2p: bool = True
     """With vpp > 1, pipeline messages travel beside the computation; vpp > 1 with pp = 2 needs it."""

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from mcore_rl.config.section import Section
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from mcore_rl.config.section import Probability, Section
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "llama", "qwen3")
 Family = Literal["qwen3_moe", "mixtral", "deepseek_v3", "llama", "qwen3"]
@@ -12,36 +14,36 @@ MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 class MoEConfig(Section):
     """Experts and router; ignored by the dense families, which refuse `num_experts > 0`."""
 
-    num_experts: int = 0
+    num_experts: NonNegativeInt = 0
     """Routed experts of a layer; 0: a dense model."""
-    top_k: int = 2
+    top_k: PositiveInt = 2
     """Experts a token is sent to."""
-    ffn_hidden_size: int = 0
+    ffn_hidden_size: NonNegativeInt = 0
     """Inner width of one routed expert."""
-    shared_experts: int = 0
+    shared_experts: NonNegativeInt = 0
     """Experts that every token passes, as one MLP of `shared_experts * ffn_hidden_size` (deepseek_v3)."""
-    first_dense_layers: int = 0
+    first_dense_layers: NonNegativeInt = 0
     """How many of the first layers keep a dense MLP of width `model.ffn_hidden_size`."""
     normalize_top_k: bool = True
     """The gates of the chosen experts sum to one (Hugging Face's `norm_topk_prob`)."""
-    num_groups: int = 0
+    num_groups: NonNegativeInt = 0
     """Expert groups of group-limited routing (deepseek_v3); 0: none."""
-    top_groups: int = 0
+    top_groups: NonNegativeInt = 0
     """Groups a token may choose experts from; 0: none."""
-    routed_scaling: float = 1.0
+    routed_scaling: PositiveFloat = 1.0
     """Factor on the routed experts' gates (deepseek_v3's `routed_scaling_factor`)."""
     balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
     """The loss that evens out the load; over the micro-batch, each sequence, or the global batch."""
-    aux_loss_coeff: float = 1e-3
+    aux_loss_coeff: NonNegativeFloat = 1e-3
     """Weight of the balance loss."""
     expert_bias: bool = False
     """Even out the load by a bias on the choice of experts, not by a loss (deepseek_v3, arXiv 2408.15664)."""
-    expert_bias_rate: float = 1e-3
+    expert_bias_rate: NonNegativeFloat = 1e-3
     """Step of the expert bias, the paper's u."""
-    z_loss_coeff: float = 0.0
+    z_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the router z-loss (arXiv 2202.08906)."""
-    capacity_factor: float = 0.0
-    """Tokens an expert takes, as a multiple of the even share; the rest is dropped. 0: no token is dropped."""
+    capacity_factor: NonNegativeFloat = 0.0
+    """Tokens an expert takes, as a multiple of the even share; the rest is dropped. 0: none is dropped."""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
     """How tokens travel to their experts; `deepep` needs CUDA and the deep_ep package."""
 
@@ -49,36 +51,36 @@ class MoEConfig(Section):
 class MLAConfig(Section):
     """Multi-head latent attention (arXiv 2405.04434); used by deepseek_v3."""
 
-    q_lora_rank: int = 0
+    q_lora_rank: NonNegativeInt = 0
     """Rank of the query's down-projection; 0: queries are projected directly."""
-    kv_lora_rank: int = 512
+    kv_lora_rank: PositiveInt = 512
     """Rank of the shared key-value latent."""
-    qk_nope_head_dim: int = 128
+    qk_nope_head_dim: PositiveInt = 128
     """Query/key width of a head without position."""
-    qk_rope_head_dim: int = 64
+    qk_rope_head_dim: PositiveInt = 64
     """Query/key width of a head with rotary position."""
-    v_head_dim: int = 128
+    v_head_dim: PositiveInt = 128
     """Value width of a head."""
 
 
 class RopeConfig(Section):
     """Rotary position embedding."""
 
-    theta: float = 10000.0
+    theta: PositiveFloat = 10000.0
     """Base of the wavelengths."""
     scaling: Literal["none", "yarn", "llama3"] = "none"
     """How the wavelengths are stretched beyond the first training length."""
-    factor: float = 1.0
+    factor: PositiveFloat = 1.0
     """How far, for `yarn` and `llama3`."""
-    original_length: int = 4096
+    original_length: PositiveInt = 4096
     """Positions of the first training, for `yarn`."""
-    beta_fast: float = 32.0
+    beta_fast: PositiveFloat = 32.0
     """YaRN: rotations above which a wavelength is left alone."""
-    beta_slow: float = 1.0
+    beta_slow: PositiveFloat = 1.0
     """YaRN: rotations below which a wavelength is fully stretched."""
-    mscale: float = 1.0
+    mscale: NonNegativeFloat = 1.0
     """YaRN: temperature of the rotary part."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: NonNegativeFloat = 0.0
     """YaRN: temperature of the whole softmax (deepseek_v3)."""
 
 
@@ -87,37 +89,37 @@ class ModelConfig(Section):
 
     family: Family = "qwen3_moe"
     """The architecture; Hugging Face's `model_type` of the same name."""
-    num_layers: int = 4
+    num_layers: PositiveInt = 4
     """Transformer layers, MTP layers not counted."""
-    hidden_size: int = 256
+    hidden_size: PositiveInt = 256
     """Width of the residual stream."""
-    num_heads: int = 8
+    num_heads: PositiveInt = 8
     """Query heads."""
-    num_kv_heads: int = 4
+    num_kv_heads: PositiveInt = 4
     """Key/value heads (query groups)."""
-    head_dim: int = 32
+    head_dim: PositiveInt = 32
     """Width of a head (deepseek_v3 takes its widths from `mla`)."""
-    ffn_hidden_size: int = 512
+    ffn_hidden_size: PositiveInt = 512
     """Inner width of a dense MLP."""
-    vocab_size: int = 512
+    vocab_size: PositiveInt = 512
     """Tokens of the tokenizer, before padding."""
-    vocab_multiple: int = 128
+    vocab_multiple: PositiveInt = 128
     """The embedding is padded to a multiple of this, so that every mesh has the same rows."""
-    max_position: int = 4096
+    max_position: PositiveInt = 4096
     """Longest sequence the model is meant for."""
-    norm_eps: float = 1e-6
+    norm_eps: PositiveFloat = 1e-6
     """Epsilon of every RMSNorm."""
     tied_embeddings: bool = False
     """Input and output embedding are one weight."""
-    attention_dropout: float = 0.0
+    attention_dropout: Probability = 0.0
     """Probability."""
-    hidden_dropout: float = 0.0
+    hidden_dropout: Probability = 0.0
     """Probability."""
-    init_std: float = 0.02
+    init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
-    mtp_layers: int = 0
+    mtp_layers: NonNegativeInt = 0
     """Multi-token-prediction layers (deepseek_v3, arXiv 2412.19437)."""
-    mtp_loss_coeff: float = 0.1
+    mtp_loss_coeff: NonNegativeFloat = 0.1
     """Weight of their loss."""
     rope: RopeConfig = RopeConfig()
     moe: MoEConfig = MoEConfig()

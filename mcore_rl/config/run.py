@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -28,43 +30,43 @@ class PlatformConfig(Section):
         Literal["core_attn", "moe", "moe_act", "layernorm", "mla_up_proj", "mlp", "shared_experts"], ...
     ] = ("core_attn",)
     """For `selective`."""
-    recompute_layers: int = 1
+    recompute_layers: PositiveInt = 1
     """For `full`: layers between two kept activations."""
-    timeout_s: float = 600.0
+    timeout_s: PositiveFloat = 600.0
     """A collective that waits longer ends the run."""
 
 
 class TrainConfig(Section):
     """Steps, batches and evaluation."""
 
-    steps: int = 100
+    steps: PositiveInt = 100
     """Optimizer steps of the whole run."""
-    global_batch: int = 8
+    global_batch: PositiveInt = 8
     """Sequences of one step, over all ranks."""
-    micro_batch: int = 1
+    micro_batch: PositiveInt = 1
     """Sequences of one forward pass on one rank."""
-    ramp_start: int = 0
+    ramp_start: NonNegativeInt = 0
     """Sequences of the first steps when the batch grows; 0: no ramp."""
-    ramp_increment: int = 0
+    ramp_increment: NonNegativeInt = 0
     """By how many sequences it grows at a time."""
-    ramp_samples: int = 0
+    ramp_samples: NonNegativeInt = 0
     """Sequences after which it has reached `global_batch`."""
-    seed: int = 1234
+    seed: NonNegativeInt = 1234
     """Of the initial weights, the order of the data, and dropout."""
-    eval_interval: int = 0
+    eval_interval: NonNegativeInt = 0
     """Steps between evaluations; 0: only at the end."""
-    eval_batches: int = 4
+    eval_batches: NonNegativeInt = 4
     """Batches of `global_batch` sequences an evaluation reads; 0: no evaluation."""
-    max_skipped: int = 10
-    """Steps in a row whose loss or gradient is not finite before the run gives up; each is skipped and reported."""
+    max_skipped: NonNegativeInt = 10
+    """Steps in a row with a loss or gradient that is not finite before the run gives up; each is skipped."""
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    interval: int = 0
+    interval: NonNegativeInt = 0
     """Steps between checkpoints; 0: only at the end and on a stop request."""
-    keep: int = 2
+    keep: NonNegativeInt = 2
     """Complete checkpoints to keep; older ones are deleted; 0: all."""
     asynchronous: bool = True
     """A background process writes while training goes on."""
@@ -77,13 +79,15 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """What is told while the run goes on; metrics.jsonl is always written."""
 
-    interval: int = 1
-    """Steps between two lines."""
+    interval: PositiveInt = 1
+    """Steps between two lines; each tells of all steps since the last."""
+    matrix_interval: NonNegativeInt = 20
+    """Steps between two layer x expert tables of the load in metrics.jsonl; 0: none."""
     tensorboard: bool = False
     """Also write TensorBoard events to `<run_dir>/tensorboard`."""
     wandb_project: str = ""
     """Also log to this Weights & Biases project; empty: not."""
-    peak_tflops: float = 0.0
+    peak_tflops: NonNegativeFloat = 0.0
     """Dense peak of one rank's device, for MFU; 0: known GPUs by name, otherwise measured at start."""
 
 

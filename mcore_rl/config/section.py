@@ -1,6 +1,10 @@
 """The base of every config section."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):

@@ -1,0 +1,49 @@
+"""Package of `mcore_rl`. Exact versions are in constraints.txt; here are the ranges that should work."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = next(
+    line.split('"')[1]
+    for line in (HERE / "mcore_rl" / "__init__.py").read_text().splitlines()
+    if line.startswith("__version__")
+)
+
+REQUIRES = [
+    "torch>=2.6",
+    # 0.16 is the last line of releases for Python 3.11; 0.19 needs 3.12. mcore_rl/backend/mcore_compat.py
+    # holds what differs and refuses other versions.
+    'megatron-core>=0.16.1,<0.17; python_version < "3.12"',
+    'megatron-core>=0.19,<0.20; python_version >= "3.12"',
+    "numpy>=1.26",
+    # Megatron's checkpoint writer needs psutil without saying so: a save without it waits for ever.
+    "psutil>=5.9",
+    "pydantic>=2.7,<3",
+    "rich>=13",
+    "safetensors>=0.4",
+    "sentencepiece>=0.2",
+    "transformers>=5,<6",
+    "matplotlib>=3.8",
+    "tensorboard>=2.15",
+]
+
+EXTRAS = {
+    # Megatron also uses NVIDIA's apex when it can be imported. It is installed from its own source tree: the
+    # package called "apex" on PyPI is something else.
+    "gpu": ["transformer-engine[pytorch]>=2.9"],
+    "wandb": ["wandb>=0.17"],
+    "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.11"],
+}
+
+setup(
+    name="mcore-rl",
+    version=VERSION,
+    description="Pretraining, fine-tuning and reinforcement learning of MoE models on Megatron-Core",
+    packages=find_packages(include=["mcore_rl", "mcore_rl.*"]),
+    python_requires=">=3.11",
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["mcore-rl = mcore_rl.run.cli:main"]},
+)
