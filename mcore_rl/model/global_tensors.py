@@ -1,0 +1,68 @@
+"""A model's weights by their global names and positions, whatever the mesh: the view that checkpoints have."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from torch import Tensor, nn
+
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.build import unwrap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A rectangle of the global tensor `key` and this rank's storage of it."""
+
+    key: str
+    where: tuple[int | slice, ...]
+    """The rectangle: one int or slice an axis of the global tensor."""
+    global_shape: tuple[int, ...]
+    data: Tensor
+    """A view of the parameter or buffer: writing to it changes the model."""
+    is_main: bool
+    """One rank holds each element as the main replica."""
+
+
+def pieces(chunks: Sequence[nn.Module]) -> Iterator[Piece]:
+    """Every weight and persistent buffer of this rank's chunks."""
+    for chunk in chunks:
+        state = unwrap(chunk).sharded_state_dict()
+        apply_factories(state)
+        for tensor in _leaves(state):
+            yield Piece(
+                key=tensor.key,
+                where=tensor.global_slice(),
+                global_shape=tuple(tensor.global_shape),
+                data=tensor.data,
+                is_main=is_main_replica(tensor.replica_id),
+            )
+
+
+@torch.no_grad()
+def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Fill this rank's weights from global tensors, converted to the weights' dtype.
+
+    CheckpointError when a name is missing or a shape differs; tensors that other ranks hold are passed over.
+    """
+    for piece in pieces(chunks):
+        source = tensors.get(piece.key)
+        if source is None:
+            raise CheckpointError(f"no tensor {piece.key} {piece.global_shape} among the {len(tensors)} given")
+        if tuple(source.shape) != piece.global_shape:
+            raise CheckpointError(
+                f"{piece.key} has shape {tuple(source.shape)}, the model wants {piece.global_shape}"
+            )
+        piece.data.copy_(source[piece.where])
+
+
+def _leaves(state: object) -> Iterator[ShardedTensor]:
+    if isinstance(state, ShardedTensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _leaves(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _leaves(value)
