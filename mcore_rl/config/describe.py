@@ -1,0 +1,125 @@
+"""The fields of a config in words: for help pages, for documentation and for error messages."""
+
+import json
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union
+
+from pydantic.fields import FieldInfo
+
+from mcore_rl.config.section import Section
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldDoc:
+    """One field: its dotted key, type in words, default as TOML, and what it means."""
+
+    key: str
+    annotation: Any
+    type: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SectionDoc:
+    """One section: its dotted key ("" for the whole config), what it is about, and its own fields."""
+
+    key: str
+    meaning: str
+    fields: tuple[FieldDoc, ...]
+
+
+def describe(cls: type[Section]) -> list[FieldDoc]:
+    """Every field of `cls` and of the sections in it, in their order."""
+    return [field for section in describe_sections(cls) for field in section.fields]
+
+
+def describe_sections(cls: type[Section], prefix: str = "") -> list[SectionDoc]:
+    """`cls` itself, then the sections in it, depth first."""
+    inner = {name: section_of(field.annotation) for name, field in cls.model_fields.items()}
+    own = tuple(
+        _describe_field(prefix + name, cls.model_fields[name]) for name in inner if inner[name] is None
+    )
+    docs = [SectionDoc(key=prefix.rstrip("."), meaning=cls.__doc__ or "", fields=own)]
+    for name, section in inner.items():
+        if section is not None:
+            docs += describe_sections(section, f"{prefix}{name}.")
+    return docs
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field of this annotation holds, if it holds one."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def type_name(annotation: Any, bounds: Iterable[Any] = ()) -> str:
+    """A type in words, as in "an integer >= 1"; `bounds` is what pydantic collected beside the annotation."""
+    limits = " and ".join(_limits(bounds))
+    return f"{_bare_name(annotation)} {limits}".strip()
+
+
+def toml_value(value: Any) -> str:
+    """A field's value as TOML writes it, on one line."""
+    if isinstance(value, str):
+        # A basic string has JSON's escapes; only DEL may stand bare in JSON and not in TOML.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{toml_value(key)} = {toml_value(item)}' for key, item in value.items())}}}"
+    assert isinstance(value, int | float), f"TOML cannot hold {value!r}"
+    return repr(value)
+
+
+def _describe_field(key: str, field: FieldInfo) -> FieldDoc:
+    return FieldDoc(
+        key=key,
+        annotation=field.annotation,
+        type=type_name(field.annotation, field.metadata),
+        default="" if field.is_required() or field.default is None else toml_value(field.default),
+        meaning=field.description or "",
+    )
+
+
+def _limits(bounds: Iterable[Any]) -> Iterator[str]:
+    for bound in bounds:
+        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+            limit = getattr(bound, attribute, None)
+            if limit is not None:
+                yield f"{sign} {limit}"
+
+
+SIMPLE_NAMES: dict[Any, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    types.NoneType: "nothing",
+}
+
+
+def _bare_name(annotation: Any) -> str:
+    if annotation in SIMPLE_NAMES:
+        return SIMPLE_NAMES[annotation]
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return type_name(args[0], args[1:])
+    if origin is Literal:
+        return "one of " + ", ".join(map(toml_value, args))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(type_name, args))
+    if origin in (tuple, list):
+        return _list_name(args)
+    if origin is dict:
+        return f"a table of names to {type_name(args[1])}"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _list_name(args: tuple[Any, ...]) -> str:
+    length = "" if len(args) == 1 or args[1] is Ellipsis else f" of {len(args)}"
+    return f"a list{length}, each item {type_name(args[0])}"
