@@ -145,6 +145,29 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+
+
+def _summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
+    def scaled(scale: torch.Tensor) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        set_loss_scale(scale * ProcessGroupCollection.use_mpu_process_groups(["tp_cp"]).tp_cp.size())
+
+    return staticmethod(scaled)
+
+
+ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        symbol="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
+        replace=_summed_over_shards,
+        versions=("0.16",),
+        where=CUDA_TOO,
+        reason="with a per-token loss each rank scales its share of the balance and z losses by its own tokens only, "
+        "so that they weigh tp * cp times less than on one rank",
+        until="0.19, which multiplies by the size of the tensor and context parallel group",
+    ),
+)
+
 NO_FUSED_ADAM = "Megatron cannot load DistributedOptimizer state into torch's Adam (a step per parameter)"
 ADAM_PATCHES: tuple[Patch, ...] = tuple(
     Patch(symbol=f"megatron.core.optimizer{name}", replace=replace, reason=NO_FUSED_ADAM, where=CUDA_TOO,
@@ -195,7 +218,7 @@ def _install() -> None:
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     torch.compile = compile_
-    wanted = [] if on_cuda else list(MEGATRON_PATCHES)
+    wanted = [*ROUTER_LOSS_PATCHES] if on_cuda else [*MEGATRON_PATCHES, *ROUTER_LOSS_PATCHES]
     if not (has_module("transformer_engine") or has_module("apex")):
         wanted += ADAM_PATCHES
     for patch in wanted:

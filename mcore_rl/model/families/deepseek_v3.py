@@ -63,7 +63,7 @@ FAMILY = Family(
             num_groups=4,
             top_groups=2,
             routed_scaling=2.5,
-            balance="none",
+            balance="seq_aux_loss",
             expert_bias=True,
         ),
     ),

@@ -24,6 +24,6 @@ FAMILY = Family(
         ffn_hidden_size=128,
         vocab_size=120,
         vocab_multiple=16,
-        moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32),
+        moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, aux_loss_coeff=1e-2, z_loss_coeff=1e-3),
     ),
 )

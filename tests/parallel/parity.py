@@ -1,0 +1,198 @@
+"""The same five Adam steps on any mesh, with weights and gradients in global coordinates."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
+from mcore_rl.data.batch import Microbatch
+from mcore_rl.model.build import unwrap
+from mcore_rl.model.global_tensors import copy_in, pieces
+from mcore_rl.model.inputs import LocalMicrobatch, localize
+from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.state import TrainState
+from mcore_rl.train.step import train_step
+from tests.ranks import run_ranks
+
+STEPS, SEQUENCES, LENGTH = 5, 8, 32
+Tensors = dict[str, Tensor]
+Sabotage = Callable[[TrainState], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Five steps: what a mesh computed, independent of how it was laid out."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: Tensors
+    weights: Tensors
+
+
+def config_of(model: ModelConfig, mesh: MeshConfig, platform: PlatformConfig | None = None) -> PretrainConfig:
+    """A config with a clip norm that is always active and a constant rate."""
+    return PretrainConfig(
+        model=model,
+        mesh=mesh,
+        platform=platform or PlatformConfig(),
+        optim=OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3, beta2=0.999, weight_decay=0.01),
+        train=TrainConfig(steps=STEPS, global_batch=SEQUENCES),
+    )
+
+
+def run(
+    config: PretrainConfig, num_ranks: int, initial: Tensors | None = None, sabotage: Sabotage | None = None
+) -> Outcome:
+    """The five steps of `config` on `num_ranks` ranks, from `initial` weights or random ones."""
+    ranks = run_ranks(five_steps, num_ranks, config, initial, sabotage)
+    return Outcome(
+        losses=ranks[0]["losses"],
+        grad_norms=ranks[0]["grad_norms"],
+        gradients=assembled([rank["gradients"] for rank in ranks]),
+        weights=assembled([rank["weights"] for rank in ranks]),
+    )
+
+
+def random_weights(config: PretrainConfig) -> Tensors:
+    """Initial weights, made on one rank."""
+    return assembled(run_ranks(fresh_weights, 1, config))
+
+
+def fresh_weights(config: PretrainConfig) -> list[Any]:
+    """On a rank: the pieces of a new model."""
+    return owned(set_up(config, start(config.platform)))
+
+
+def five_steps(config: PretrainConfig, initial: Tensors | None, sabotage: Sabotage | None) -> dict[str, Any]:
+    """On a rank: gradients of the first batch, then five Adam steps on five batches."""
+    state = set_up(config, start(config.platform))
+    if initial is not None:
+        copy_in(state.chunks, initial)
+        state.optimizer.reload_model_params()
+    if sabotage is not None:
+        sabotage(state)
+    gradients = gradients_of(state, batch(state, 0))
+    reports = [train_step(state, batch(state, step), NextTokenHead()) for step in range(STEPS)]
+    for chunk in state.chunks:
+        if config.mesh.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+    return {
+        "losses": [report.loss for report in reports],
+        "grad_norms": [report.grad_norm for report in reports],
+        "gradients": gradients,
+        "weights": owned(state),
+    }
+
+
+def batch(state: TrainState, step: int) -> list[LocalMicrobatch]:
+    """This rank's microbatches of a random batch with an uneven loss mask, the same on every mesh."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, state.config.model.vocab_size, (SEQUENCES, LENGTH + 1), generator=generator)
+    mask = (torch.rand(SEQUENCES, LENGTH, generator=generator) < 0.8).float()
+    mask[-1, LENGTH // 2 :] = 0.0
+    share = SEQUENCES // state.mesh.dp.size
+    mine = range(state.mesh.dp.rank * share, (state.mesh.dp.rank + 1) * share)
+    return [
+        localize(
+            Microbatch(
+                tokens_BS=tokens[row : row + 1, :-1],
+                labels_BS=tokens[row : row + 1, 1:],
+                loss_mask_BS=mask[row : row + 1],
+                position_ids_BS=torch.arange(LENGTH)[None],
+            ),
+            state.mesh.cp,
+            state.platform.device,
+        )
+        for row in mine
+    ]
+
+
+def gradients_of(state: TrainState, microbatches: Sequence[LocalMicrobatch]) -> list[Any]:
+    """On a rank: the finished gradients of one batch, in the pieces of the weights."""
+    config = unwrap(state.chunks[0]).config
+    finalize = config.finalize_model_grads_func
+    # The distributed optimizer leaves each rank a shard; an all-reduce gives every rank the whole gradient.
+    config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(
+        *args, **(kwargs | {"force_all_reduce": True})
+    )
+    for chunk in state.chunks:
+        chunk.zero_grad_buffer()
+    run_pass(state.chunks, microbatches, NextTokenHead(), backward=True)
+    config.finalize_model_grads_func = finalize
+    params = [param for chunk in state.chunks for param in chunk.parameters()]
+    kept = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        for param in params:
+            param.copy_(param.main_grad)
+        gradients = owned(state)
+        for param, value in zip(params, kept, strict=True):
+            param.copy_(value)
+    return gradients
+
+
+def owned(state: TrainState) -> list[Any]:
+    """On a rank: the pieces that it is the main replica of."""
+    return [
+        (piece.key, piece.where, piece.global_shape, piece.data.detach().clone())
+        for piece in pieces(state.chunks)
+        if piece.is_main
+    ]
+
+
+def assembled(ranks: Sequence[Sequence[Any]]) -> Tensors:
+    """Global tensors from the pieces of all ranks; every element must be there."""
+    tensors: Tensors = {}
+    for key, where, shape, data in (piece for rank in ranks for piece in rank):
+        tensors.setdefault(key, torch.full(shape, torch.nan, dtype=data.dtype))[where] = data
+    holes = [key for key, tensor in tensors.items() if tensor.isnan().any()]
+    assert not holes, f"no rank owns part of {holes}"
+    return tensors
+
+
+def assert_equal_training(outcome: Outcome, reference: Outcome) -> None:
+    """Gradients to 1e-5 relative in every tensor; weights after five steps to 5e-5 and 1e-7 rms; losses to 1e-6.
+
+    Adam divides a gradient by its own size, so a value whose gradient is rounding noise may move by a step:
+    hence a looser largest difference beside a tight rms.
+    """
+    worst = relative_errors(outcome.gradients, reference.gradients)
+    assert max(worst.values()) <= 1e-5, f"gradients differ: {largest(worst)}"
+    assert outcome.losses == pytest.approx(reference.losses, rel=1e-6), (outcome.losses, reference.losses)
+    assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5), (outcome.grad_norms, reference.grad_norms)
+    distances = {key: distance(outcome.weights[key], value) for key, value in reference.weights.items()}
+    assert max(d.abs().max().item() for d in distances.values()) <= 5e-5, largest(
+        {key: d.abs().max().item() for key, d in distances.items()}
+    )
+    total = torch.cat([d.flatten() for d in distances.values()])
+    assert total.pow(2).mean().sqrt().item() <= 1e-7
+
+
+def distance(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The elementwise difference in float64."""
+    return ours.double() - theirs.double()
+
+
+def relative_errors(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each tensor the norm of the difference over the norm."""
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    return {
+        key: (distance(ours[key], value).norm() / value.double().norm().clamp_min(1e-12)).item()
+        for key, value in theirs.items()
+    }
+
+
+def largest(errors: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The five worst, for the message."""
+    return sorted(errors.items(), key=lambda item: -item[1])[:5]
+

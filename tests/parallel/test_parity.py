@@ -1,0 +1,85 @@
+"""Five Adam steps are the same on every mesh as on one rank; a broken mesh is told apart."""
+
+import functools
+
+import pytest
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.model.families import FAMILIES
+from mcore_rl.train.state import TrainState
+from tests.parallel.parity import Outcome, Tensors, assert_equal_training, config_of, random_weights, run
+
+MESHES = {
+    "tp2": MeshConfig(tp=2),
+    "pp2": MeshConfig(pp=2),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "ep2": MeshConfig(ep=2, dp=2),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+    "tp2-etp2": MeshConfig(tp=2, etp=2),
+    "tp2-etp2-ep2": MeshConfig(tp=2, etp=2, ep=2, dp=2),
+    "cp2": MeshConfig(cp=2),
+    "cp2-ep2": MeshConfig(cp=2, ep=2),
+    "dp2": MeshConfig(dp=2),
+    "dp2-overlapped": MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
+    "tp2-pp2": MeshConfig(tp=2, pp=2),
+    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
+    "pp2-ep2": MeshConfig(pp=2, ep=2, dp=2),
+    "pp2-uneven": MeshConfig(pp=2, first_stage_layers=1, last_stage_layers=3),
+}
+REPRESENTATIVE = ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2", "tp2-pp2-vpp2")
+CASES = [("qwen3_moe", mesh) for mesh in MESHES] + [
+    (family, mesh) for family in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
+]
+
+
+@functools.cache
+def single_rank(family: str) -> tuple[Tensors, Outcome]:
+    """Initial weights of a family, and the five steps on one rank from them."""
+    config = config_of(FAMILIES[family].tiny, MeshConfig())
+    initial = random_weights(config)
+    return initial, run(config, 1, initial)
+
+
+@pytest.mark.parametrize(("family", "mesh"), CASES)
+def test_five_steps_do_not_depend_on_the_mesh(family: str, mesh: str) -> None:
+    initial, reference = single_rank(family)
+    config = config_of(FAMILIES[family].tiny, MESHES[mesh])
+    outcome = run(config, config.mesh.smallest_world, initial)
+    assert_equal_training(outcome, reference)
+
+
+@pytest.mark.parametrize("mesh", ["1", "pp2-vpp2", "tp2-ep2"])
+@pytest.mark.parametrize("recompute", ["full", "core_attn", "moe", "moe_act-layernorm"])
+def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> None:
+    initial, reference = single_rank("qwen3_moe")
+    platform = (
+        PlatformConfig(recompute="full")
+        if recompute == "full"
+        else PlatformConfig(recompute="selective", recompute_modules=tuple(recompute.split("-")))  # type: ignore[arg-type]
+    )
+    config = config_of(FAMILIES["qwen3_moe"].tiny, MESHES.get(mesh, MeshConfig()), platform)
+    assert_equal_training(run(config, config.mesh.smallest_world, initial), reference)
+
+
+def unmark_norms(state: TrainState) -> None:
+    """The bug of a norm that does not say that its gradient is partial under sequence parallelism."""
+    for chunk in state.chunks:
+        for name, param in chunk.named_parameters():
+            if "norm" in name:
+                param.sequence_parallel = False
+
+
+def halve_gradients(state: TrainState) -> None:
+    """The bug of dividing by the ranks twice."""
+    for chunk in state.chunks:
+        for param in chunk.parameters():
+            param.register_hook(lambda gradient: gradient / 2)
+
+
+@pytest.mark.parametrize("sabotage", [unmark_norms, halve_gradients])
+def test_a_broken_reduction_fails_the_comparison(sabotage) -> None:  # type: ignore[no-untyped-def]
+    initial, reference = single_rank("qwen3_moe")
+    config = config_of(FAMILIES["qwen3_moe"].tiny, MESHES["tp2"])
+    with pytest.raises(AssertionError, match="gradients differ"):
+        assert_equal_training(run(config, 2, initial, sabotage), reference)
