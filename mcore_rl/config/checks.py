@@ -47,8 +47,8 @@ def _world(mesh: MeshConfig, model: ModelConfig, world_size: int) -> Iterator[st
         )
     elif mesh.dp and world_size != fixed:
         yield (
-            f"The world has {world_size} ranks, but {dense} x dp={mesh.dp} takes {fixed}. Start {fixed} "
-            f"ranks, or set mesh.dp=0 for what the world size leaves (any multiple of {unit} ranks)."
+            f"The world has {world_size} ranks, but {dense} x dp={mesh.dp} takes {fixed}. Start so "
+            f"many, or set mesh.dp=0 for what the world size leaves (any multiple of {unit} fits)."
         )
     elif world_size % unit:
         experts = f" and the experts' etp={mesh.etp} x ep={mesh.ep} x pp={mesh.pp}" if model.is_moe else ""
@@ -117,7 +117,7 @@ def _schedule(optim: OptimConfig, steps: int) -> Iterator[str]:
 
 def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     if not data.train:
-        yield "data.train is empty: name the prefix of a .bin/.idx pair, as tools/preprocess.py makes them."
+        yield "data.train is empty. Name the prefixes of .bin/.idx pairs, as tools/preprocess.py makes them."
     if data.train_weights and len(data.train_weights) != len(data.train):
         yield (
             f"data.train_weights has {len(data.train_weights)} weights for {len(data.train)} prefixes in "
@@ -126,7 +126,10 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     if any(weight <= 0 for weight in data.train_weights):
         yield f"data.train_weights={list(data.train_weights)}: a weight is above 0. Leave the prefix out."
     if min(data.split) < 0 or data.split[0] <= 0:
-        yield f"data.split={list(data.split)}: shares are not negative, and that of training is above 0."
+        yield (
+            f"data.split={list(data.split)}: no share is negative, training needs one. Use numbers like "
+            "98, 1, 1."
+        )
     elif train.eval_batches and not data.valid and not data.split[1]:
         yield (
             f"train.eval_batches={train.eval_batches}, but there is nothing to evaluate on: data.valid is "
@@ -134,7 +137,7 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
             "train.eval_batches=0."
         )
     if data.tokenizer.kind != "none" and not data.tokenizer.path:
-        yield f'data.tokenizer.kind="{data.tokenizer.kind}" needs data.tokenizer.path, the file or folder.'
+        yield f'data.tokenizer.kind="{data.tokenizer.kind}" has no path. Set data.tokenizer.path.'
     if data.tokenizer.kind == "none" and data.tokenizer.path:
         yield (
             f'data.tokenizer.path="{data.tokenizer.path}" is not read with data.tokenizer.kind="none". Set '

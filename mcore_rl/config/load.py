@@ -108,12 +108,12 @@ def parse_value(text: str) -> Any:
     return table["value"] if table.keys() == {"value"} else text
 
 
-def _leaves(cls: type[Section], table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values: `table` without the nesting that is `cls`'s own."""
+def _leaves(cls: type[Section] | None, table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values: `table` without the nesting that is `cls`'s own, or nobody's (None)."""
     for name, value in table.items():
-        field = cls.model_fields.get(name)
+        field = cls.model_fields.get(name) if cls else None
         section = section_of(field.annotation) if field else None
-        if section and isinstance(value, dict):
+        if isinstance(value, dict) and (section or (value and not field)):
             yield from _leaves(section, value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

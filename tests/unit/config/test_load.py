@@ -1,0 +1,186 @@
+import re
+
+import pytest
+
+from mcore_rl.config.load import dump_config, load_config
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.errors import ConfigError
+
+
+def load(path=None, *overrides):
+    return load_config(PretrainConfig, path, overrides)
+
+
+def complaint(*overrides, path=None):
+    with pytest.raises(ConfigError) as raised:
+        load(path, *overrides)
+    return str(raised.value)
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_the_defaults_hold():
+    assert load() == PretrainConfig()
+
+
+def test_a_file_sets_fields_of_nested_sections(tmp_path):
+    config = load(write(tmp_path, "run.toml", "run_dir = 'x'\n[model]\nnum_layers = 3\nmoe.top_k = 4\n"))
+    assert (config.run_dir, config.model.num_layers, config.model.moe.top_k) == ("x", 3, 4)
+
+
+def test_the_command_line_wins_over_the_file_and_its_last_word_over_its_first(tmp_path):
+    path = write(tmp_path, "run.toml", "[mesh]\ntp = 2\npp = 2\n")
+    config = load(path, "mesh.tp=4", "mesh.tp=8")
+    assert (config.mesh.tp, config.mesh.pp) == (8, 2)
+
+
+def test_of_several_bases_the_later_wins_and_the_file_itself_over_all(tmp_path):
+    write(tmp_path, "deep.toml", "[mesh]\ntp = 16\ncp = 16\n")
+    write(tmp_path, "a/first.toml", 'extends = "../deep.toml"\n[mesh]\ntp = 1\npp = 1\nep = 1\n')
+    write(tmp_path, "b/second.toml", "[mesh]\npp = 2\nep = 2\n")
+    path = write(tmp_path, "run.toml", 'extends = ["a/first.toml", "b/second.toml"]\n[mesh]\nep = 4\n')
+    mesh = load(path).mesh
+    assert (mesh.tp, mesh.pp, mesh.ep, mesh.cp) == (1, 2, 4, 16)
+
+
+def test_paths_stay_as_they_are_written(tmp_path):
+    write(tmp_path, "sub/base.toml", '[data]\ntrain = ["../text"]\n')
+    assert load(write(tmp_path, "run.toml", 'extends = "sub/base.toml"')).data.train == ("../text",)
+
+
+def test_files_in_a_circle_are_refused_with_the_circle(tmp_path):
+    a = write(tmp_path, "a.toml", 'extends = "b.toml"')
+    write(tmp_path, "b.toml", 'extends = "a.toml"')
+    assert re.search(r"a\.toml extends \S*b\.toml extends \S*a\.toml", complaint(path=a))
+
+
+def test_a_file_may_be_reached_twice_when_there_is_no_circle(tmp_path):
+    write(tmp_path, "base.toml", "[mesh]\ntp = 2\n")
+    write(tmp_path, "left.toml", 'extends = "base.toml"')
+    write(tmp_path, "right.toml", 'extends = "base.toml"')
+    path = write(tmp_path, "run.toml", 'extends = ["left.toml", "right.toml"]')
+    assert load(path).mesh.tp == 2
+
+
+def test_a_missing_base_is_named_with_the_file_that_wants_it(tmp_path):
+    message = complaint(path=write(tmp_path, "run.toml", 'extends = "gone.toml"'))
+    assert "gone.toml" in message and "extended by" in message and "run.toml" in message
+
+
+def test_broken_toml_is_reported_with_its_line(tmp_path):
+    message = complaint(path=write(tmp_path, "run.toml", "a = 1\nb = = 2\n"))
+    assert "run.toml" in message and "line 2" in message
+
+
+@pytest.mark.parametrize("value", ["3", "[1]", "true"])
+def test_extends_must_name_files(tmp_path, value):
+    assert "expected a file name" in complaint(path=write(tmp_path, "run.toml", f"extends = {value}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "field", "value"),
+    [
+        ("optim.lr=1", "optim", "lr", 1.0),
+        ("optim.lr=1e-3", "optim", "lr", 1e-3),
+        ("optim.schedule=wsd", "optim", "schedule", "wsd"),
+        ('optim.schedule="wsd"', "optim", "schedule", "wsd"),
+        ("mesh.sequence_parallel=false", "mesh", "sequence_parallel", False),
+        ('data.train=["a", "b"]', "data", "train", ("a", "b")),
+        ("data.train=[a/x, b.y]", "data", "train", ("a/x", "b.y")),
+        ("data.train=[]", "data", "train", ()),
+        ("data.split=[1,2,3]", "data", "split", (1.0, 2.0, 3.0)),
+        ("data.cache_dir=2024", "data", "cache_dir", "2024"),
+        ("data.cache_dir=a=b", "data", "cache_dir", "a=b"),
+        ("mesh={tp=2, pp=4}", "mesh", "pp", 4),
+    ],
+)
+def test_override_values_are_toml_and_bare_words_are_text(override, section, field, value):
+    got = getattr(getattr(load(None, override), section), field)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("mesh.tpp", "mesh.tp"),
+        ("tp", "mesh.tp"),
+        ("model.moe.topk", "model.moe.top_k"),
+        ("train.lr", "optim.lr"),
+        ("modell.num_layers", "model.num_layers"),
+        ("optim.warmup", "optim.warmup_steps"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, nearest):
+    assert f"Unknown key {key} on the command line. Did you mean {nearest}?" in complaint(f"{key}=2")
+
+
+def test_an_unknown_key_in_a_file_names_the_file_and_so_does_an_unknown_empty_section(tmp_path):
+    message = complaint(path=write(tmp_path, "run.toml", "[mesh]\ntq = 2\n[mess]\n"))
+    assert (
+        message.count("run.toml") == 2 and "Unknown key mesh.tq" in message and "Unknown key mess " in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("mesh.tp=two", 'mesh.tp = "two" on the command line: expected an integer > 0.'),
+        ("mesh.tp=0", "mesh.tp = 0 on the command line: expected an integer > 0."),
+        ("mesh.tp=2.0", "mesh.tp = 2.0 on the command line: expected an integer > 0."),
+        ("mesh.tp=true", "mesh.tp = true on the command line: expected an integer > 0."),
+        ("optim.lr='1e-3'", 'optim.lr = "1e-3" on the command line: expected a number > 0.'),
+        ("optim.beta1=1", "optim.beta1 = 1 on the command line: expected a number >= 0 and < 1."),
+        (
+            "mesh.sequence_parallel=1",
+            "mesh.sequence_parallel = 1 on the command line: expected true or false.",
+        ),
+        ("platform.device=tpu", 'expected one of "auto", "cpu", "cuda".'),
+        ("data.train=a", 'data.train = "a" on the command line: expected a list, each item text.'),
+        ("data.split=[1, 2]", "expected a list of 3, each item a number."),
+        ("mesh=2", "mesh is a section; set its fields, as mesh.tp."),
+        ("mesh.tp=1\nevil=2", "expected an integer > 0."),
+        ("mesh.tp", "not of the form key=value"),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_was_expected(override, expected):
+    assert expected in complaint(override)
+
+
+def test_all_wrong_values_are_told_at_once_each_once():
+    lines = complaint("mesh.tp=a", "platform.recompute_modules=[x, y]", "train.steps=no").splitlines()
+    assert sorted(line.split(" = ")[0] for line in lines) == [
+        "mesh.tp",
+        "platform.recompute_modules",
+        "train.steps",
+    ]
+
+
+def test_a_wrong_value_that_is_overridden_does_no_harm(tmp_path):
+    path = write(tmp_path, "run.toml", "[mesh]\ntp = 'x'\n")
+    assert load(path, "mesh.tp=2").mesh.tp == 2
+
+
+def test_a_dumped_config_loads_back_equal(tmp_path):
+    config = load(
+        None,
+        "run_dir=" + repr('a "quoted" \\ path, tab\t and ünïcode'),
+        "optim.lr=1e-7",
+        "optim.eps=1e+22",
+        "optim.clip_grad=inf",
+        'data.train=["a b", "c\\u007f"]',
+        "data.split=[1, 0.5, 0]",
+        "mesh.overlap_p2p=false",
+        "platform.recompute_modules=[]",
+    )
+    path = write(tmp_path, "dumped.toml", dump_config(config))
+    assert load(path) == config
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        load().mesh.tp = 2
