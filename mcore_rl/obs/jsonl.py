@@ -1,0 +1,94 @@
+"""metrics.jsonl: one JSON object a line, either the numbers of a step or an event of it.
+
+    {"step": 12, "time": 1760000000.1, "train/loss_nats": 5.81, "moe/expert_load": [[91, 37], [60, 68]]}
+    {"step": 12, "time": 1760000000.4, "event": "checkpoint saved", "path": "..."}
+
+A number that is not finite is written as the string "nan", "inf" or "-inf", since JSON has none.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mcore_rl.errors import DataError
+from mcore_rl.obs.metrics import Reported
+
+FILE_NAME = "metrics.jsonl"
+
+
+class JsonlSink:
+    """Appends to metrics.jsonl, a flushed line at a time."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        num_torn = keep_until(path, resume_step) if path.exists() else 0
+        self._file = path.open("a", encoding="utf-8")
+        if num_torn:
+            self.say(resume_step, "torn lines removed from metrics.jsonl", {"lines": num_torn})
+
+    def write(self, step: int, values: Mapping[str, Reported]) -> None:
+        """The numbers of a step, as one line."""
+        self._line(step, values)
+
+    def say(self, step: int, text: str, facts: Mapping[str, object]) -> None:
+        """An event of a step, as one line."""
+        self._line(step, {"event": text, **facts})
+
+    def close(self) -> None:
+        """Nothing can be written afterwards."""
+        self._file.close()
+
+    def _line(self, step: int, fields: Mapping[str, object]) -> None:
+        values = {name: _json_value(value) for name, value in fields.items()}
+        record = {"step": step, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def keep_until(path: Path, step: int) -> int:
+    """Drop from the file what belongs to a later step, which will run again, and lines that are torn.
+
+    The file is replaced in one move. Returns how many lines were torn.
+    """
+    num_torn = 0
+    new = path.with_suffix(".jsonl.new")
+    with path.open("rb") as old, new.open("wb") as kept:
+        for line in old:
+            record = _parsed(line)
+            if record is None:
+                num_torn += 1
+            elif int(str(record["step"])) <= step:
+                kept.write(line.rstrip(b"\n") + b"\n")
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.replace(new, path)
+    return num_torn
+
+
+def read_records(path: Path) -> Iterator[dict[str, object]]:
+    """The records of a metrics.jsonl, in order; a torn last line (a run that is writing) is left out."""
+    if not path.exists():
+        raise DataError(f"{path} is not there: give the folder of a run that has made at least one step")
+    with path.open("rb") as file:
+        yield from (record for line in file if (record := _parsed(line)) is not None)
+
+
+def _parsed(line: bytes) -> dict[str, object] | None:
+    """The record of a line, None when the line is torn: not JSON, or without a step."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return None
+    return record
+
+
+def _json_value(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list):
+        return [_json_value(item) for item in value]
+    return value

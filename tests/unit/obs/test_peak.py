@@ -1,0 +1,49 @@
+import time
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.obs.peak import known_peak_tflops, measured_peak_flops, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("device_name", "bf16_tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla V100-SXM2-32GB", None),
+        ("Some New GPU", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_cuda_gives(device_name, bf16_tflops):
+    assert known_peak_tflops(device_name, "bf16") == bf16_tflops
+
+
+def test_the_configured_peak_wins():
+    assert peak_flops(torch.device("cpu"), "fp32", configured_tflops=1.5) == 1.5e12
+
+
+def test_the_measured_peak_is_the_rate_of_the_fastest_product():
+    start_s = time.perf_counter()
+    with FlopCounterMode(display=False) as counter:
+        measured = measured_peak_flops(torch.device("cpu"), torch.float32)
+    mean_rate = counter.get_total_flops() / (time.perf_counter() - start_s)
+    # The fastest is not below the mean, and only a stalled machine makes the mean so much slower.
+    assert mean_rate <= measured < 30 * mean_rate
+
+
+def test_a_peak_that_cannot_be_measured_is_asked_for():
+    with pytest.raises(ConfigError, match=r"fp8 peak of CPU is not known: set log\.peak_tflops"):
+        peak_flops(torch.device("cpu"), "fp8", configured_tflops=0.0)

@@ -1,0 +1,148 @@
+import io
+import math
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mcore_rl.config.run import LogConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.obs.jsonl import JsonlSink, read_records
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.obs.sinks import ConsoleSink, Log, open_log, optional_package, silent_log
+
+
+def jsonl_log(path, step=0, **settings):
+    return Log([JsonlSink(path, step)], LogConfig(**settings), step)
+
+
+def records(path):
+    return [{k: v for k, v in record.items() if k != "time"} for record in read_records(path)]
+
+
+def test_a_line_tells_of_all_steps_since_the_last_one(tmp_path):
+    log = jsonl_log(tmp_path / "m", interval=3)
+    for step in range(1, 7):
+        log.write(step, [Metric("train/loss_nats", 10.0 * step, 10), Metric("train/lr", step)])
+    log.close()
+    assert records(tmp_path / "m") == [
+        {"step": 3, "train/loss_nats": 2, "train/lr": 3},
+        {"step": 6, "train/loss_nats": 5, "train/lr": 6},
+    ]
+
+
+def test_what_is_pending_is_told_when_the_log_is_closed(tmp_path):
+    log = jsonl_log(tmp_path / "m", interval=10)
+    log.write(1, [Metric("train/lr", 1.5)])
+    log.close()
+    assert records(tmp_path / "m") == [{"step": 1, "train/lr": 1.5}]
+
+
+def test_an_evaluation_does_not_wait_for_the_interval(tmp_path):
+    log = jsonl_log(tmp_path / "m", interval=10)
+    log.write(4, [Metric("train/lr", 1.5)])
+    log.write_now(4, [Metric("eval/loss_nats", 6.0, 2)])
+    assert records(tmp_path / "m") == [{"step": 4, "eval/loss_nats": 3}]
+
+
+@pytest.mark.parametrize(
+    ("matrix_interval", "told"), [(2, {2: [[2, 4]], 4: [[2, 4]]}), (0, {}), (3, {3: [[3, 6]], 4: [[1, 2]]})]
+)
+def test_matrices_have_their_own_interval_and_lose_nothing(tmp_path, matrix_interval, told):
+    log = jsonl_log(tmp_path / "m", matrix_interval=matrix_interval)
+    for step in range(1, 5):
+        log.write(step, [Metric("train/lr", 1.0), Metric("moe/expert_load", torch.tensor([[1, 2]]))])
+    log.close()
+    matrices = {r["step"]: r["moe/expert_load"] for r in records(tmp_path / "m") if "moe/expert_load" in r}
+    assert matrices == told
+
+
+def test_an_event_is_a_record_of_the_current_step(tmp_path):
+    log = jsonl_log(tmp_path / "m", step=7)
+    log.say("resumed", path="step_7")
+    log.write(8, [])
+    log.say("step skipped: gradient not finite")
+    assert records(tmp_path / "m") == [
+        {"step": 7, "event": "resumed", "path": "step_7"},
+        {"step": 8, "event": "step skipped: gradient not finite"},
+    ]
+
+
+def test_a_silent_log_takes_everything_and_tells_nobody(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = silent_log()
+    log.write(1, [Metric("train/lr", 1.0)])
+    log.write_now(1, [Metric("train/lr", 1.0)])
+    log.say("nothing")
+    log.close()
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def console_text(width=80):
+    text = io.StringIO()
+    return text, ConsoleSink(Console(file=text, width=width), total_steps=2000)
+
+
+def test_a_step_is_one_plain_line_when_the_output_is_not_a_terminal():
+    text, sink = console_text(width=20)
+    sink.write(
+        120,
+        {
+            "moe/load_max_over_mean": 1.418,
+            "train/grad_norm": 0.71249,
+            "train/loss_nats": 3.42134,
+            "train/lr": 0.0003,
+            "train/mfu": 0.3119,
+            "train/tokens_per_s_per_rank": 12345.6,
+            "moe/expert_load": [[1, 2]],
+        },
+    )
+    assert text.getvalue() == (
+        "step  120/2000 | loss 3.4213 | lr 3.00e-04 | grad norm 0.712 | tokens/s/rank 12.3k | MFU 31.2% | "
+        "load max/mean 1.42\n"
+    )
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_it_is():
+    text, sink = console_text()
+    sink.write(1, {"train/loss_nats": math.nan, "train/grad_norm": math.inf})
+    assert text.getvalue() == "step    1/2000 | loss nan | grad norm inf\n"
+
+
+def test_time_left_follows_the_pace_of_the_steps(monkeypatch):
+    clock_s = iter([100.0, 104.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock_s))
+    text, sink = console_text()
+    sink.write(10, {"train/loss_nats": 1.0})
+    sink.write(12, {"train/loss_nats": 1.0})  # 2 s a step, 1988 steps to go
+    assert text.getvalue().splitlines()[1] == "step   12/2000 | loss 1.0000 | 1:06:16 left"
+
+
+def test_brackets_in_an_event_are_text():
+    text, sink = console_text()
+    sink.say(3, "unknown key [bold]", {"path": "a[0]"})
+    assert text.getvalue() == "unknown key [bold] | path a[0]\n"
+
+
+def test_tensorboard_shows_steps_that_ran_again_once(tmp_path, capsys):
+    for resume_step, steps in ((0, range(1, 6)), (3, range(4, 7))):
+        log = open_log(tmp_path, LogConfig(tensorboard=True), resume_step, total_steps=6)
+        for step in steps:
+            log.write(step, [Metric("train/loss_nats", step + resume_step / 10)])
+        log.say("saved")
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(e.step, pytest.approx(e.value)) for e in events.Scalars("train/loss_nats")]
+    assert points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.3), (5, 5.3), (6, 6.3)]
+    assert [record.get("train/loss_nats") for record in records(tmp_path / "metrics.jsonl")] == [
+        1, 2, 3, 4.3, 5.3, 6.3, None,
+    ]  # fmt: skip
+
+
+def test_a_sink_whose_package_is_missing_is_a_config_error_with_a_remedy():
+    with pytest.raises(
+        ConfigError, match=r"log\.x = true needs `pip install there-is-none`; install it or unset"
+    ):
+        optional_package("there_is_none_such", "log.x = true", "there-is-none")
