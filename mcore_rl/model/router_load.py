@@ -1,0 +1,144 @@
+"""How many tokens each expert of each layer was sent."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What the routers decided since it was last asked.
+
+    tokens_LE[l, e]: tokens that expert e of layer l worked on. dropped_L[l]: choices that found their expert
+    full. Rows are the model's layers from 0, then its MTP layers; the row of a dense layer is zero.
+    """
+
+    tokens_LE: Tensor
+    dropped_L: Tensor
+    num_layers: int
+    """Without the MTP layers."""
+
+    def metrics(self) -> list[Metric]:
+        """`moe/...` of the model's layers and `mtp/...` of the MTP layers, as METRICS describes them."""
+        end = self.num_layers
+        return [
+            *_metrics("moe", self.tokens_LE[:end], self.dropped_L[:end]),
+            *_metrics("mtp", self.tokens_LE[end:], self.dropped_L[end:]),
+        ]
+
+
+class RouterLoad:
+    """Counts what the routers of this rank's chunks decide, without waiting for the device.
+
+    A forward pass counts when it records gradients: a training token counts once, also under recomputation,
+    whose first pass records none; evaluation does not count.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        config = get_model_config(chunks[0])
+        assert not config.moe_pad_expert_input_to_capacity, "padding would be counted as tokens"
+        self._num_layers: int = config.num_layers
+        num_rows, num_experts = config.num_layers + (config.mtp_num_layers or 0), config.num_moe_experts or 0
+        # The last column is of dropped choices: one tensor, one collective.
+        device = next(chunks[0].parameters()).device
+        self._counts_LE = torch.zeros(num_rows, num_experts + 1, dtype=torch.int64, device=device)
+        self._hooks = [
+            router.register_forward_hook(self._counter(layer, router))
+            for chunk in chunks
+            for layer, router in routers(chunk)
+        ]
+
+    def take(self) -> Loads:
+        """The counts of this rank's layers and tokens, which then start from zero."""
+        counts_LE = self._counts_LE.clone()
+        self._counts_LE.zero_()
+        return Loads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
+
+    def gather(self, mesh: Mesh) -> Loads:
+        """Collective over the world: the counts of all layers and tokens, in main memory; zero afterwards.
+
+        Each rank counted its tokens (its share of the batch, with CP of the sequence, with SP of that) in its
+        layers (PP), so the sum over the world is the whole. Without SP the tensor-parallel ranks route the
+        same tokens, and the sum is divided by their number.
+        """
+        counts_LE = self._counts_LE.clone()
+        self._counts_LE.zero_()
+        dist.all_reduce(counts_LE, group=mesh.world.group)
+        copies = 1 if mesh.sequence_parallel else mesh.tp.size
+        counts_LE = counts_LE.cpu() // copies
+        return Loads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
+
+    def close(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _counter(self, layer: int, router: TopKRouter) -> Callable[..., None]:
+        counts_E, dropped = self._counts_LE[layer, :-1], self._counts_LE[layer, -1]
+        top_k, may_drop = router.topk, router.config.moe_expert_capacity_factor is not None
+
+        def count(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+            if not torch.is_grad_enabled():
+                return
+            _, routed_TE = output
+            # Megatron's inference router gives expert numbers instead of a map; it records no gradients.
+            assert routed_TE.dtype == torch.bool
+            tokens_E = routed_TE.sum(0)
+            counts_E.add_(tokens_E)
+            if may_drop:
+                dropped.add_(len(routed_TE) * top_k - tokens_E.sum())
+
+        return count
+
+
+def routers(chunk: nn.Module) -> Iterator[tuple[int, TopKRouter]]:
+    """Every router of a chunk with its layer's number in the whole model, from 0; MTP layers come last."""
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            # Megatron counts from 1; since 0.19 the routers of MTP layers say so, and count from 1 again.
+            mtp_offset = module.config.num_layers if getattr(module, "is_mtp_layer", False) else 0
+            yield module.layer_number - 1 + mtp_offset, module
+
+
+def load_max_over_mean(tokens_E: Tensor) -> float:
+    """Tokens of the busiest expert over the mean: 1 is even, E is all on one."""
+    return float(tokens_E.max() * len(tokens_E) / tokens_E.sum())
+
+
+def load_entropy(tokens_E: Tensor) -> float:
+    """Entropy of the experts' shares over log E: 1 is even, 0 is all on one."""
+    shares_E = tokens_E.double() / tokens_E.sum()
+    return float(torch.special.entr(shares_E).sum()) / math.log(len(tokens_E))
+
+
+def _metrics(prefix: str, tokens_LE: Tensor, dropped_L: Tensor) -> list[Metric]:
+    used = [layer for layer in range(len(tokens_LE)) if tokens_LE[layer].any()]
+    if not used:
+        return []
+    by_layer = {
+        "load_max_over_mean": [load_max_over_mean(tokens_LE[layer]) for layer in used],
+        "load_entropy": [load_entropy(tokens_LE[layer]) for layer in used],
+    }
+    metrics = [
+        Metric(f"{prefix}/layer_{layer:02d}/{name}", value)
+        for name, values in by_layer.items()
+        for layer, value in zip(used, values, strict=True)
+    ]
+    metrics += [Metric(f"{prefix}/{name}", sum(values), len(used)) for name, values in by_layer.items()]
+    dropped = int(dropped_L.sum())
+    return [
+        *metrics,
+        Metric(f"{prefix}/dropped_tokens", dropped),
+        Metric(f"{prefix}/dropped_fraction", dropped, dropped + int(tokens_LE.sum())),
+        Metric(f"{prefix}/expert_load", tokens_LE),
+    ]
