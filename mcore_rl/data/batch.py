@@ -1,0 +1,31 @@
+"""What the model is trained on at once."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedSpans:
+    """Where the sequences of a packed row begin: attention does not cross from one to the next."""
+
+    cu_seqlens: Tensor
+    """Cumulative lengths, int32 [spans + 1]: 0, the first length, the first two together, ..."""
+    max_length: int
+    """Tokens of the longest span."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """Rows of one forward pass, whole sequences on the CPU; context parallelism cuts them later."""
+
+    tokens_BS: Tensor
+    """int64."""
+    labels_BS: Tensor
+    """int64: labels_BS[b, s] is the token after tokens_BS[b, s]."""
+    loss_mask_BS: Tensor
+    """float32: the weight of each position's loss."""
+    position_ids_BS: Tensor
+    """int64."""
+    packed: PackedSpans | None = None
+    """None: a row is one sequence."""

@@ -1,0 +1,88 @@
+"""Whether data, tokenizer and model fit together; answers depend on the files alone, alike on all ranks."""
+
+from collections.abc import Mapping
+
+from mcore_rl.data.index_file import IndexFile, max_token_id
+from mcore_rl.data.sidecar import Sidecar
+from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.errors import DataError
+
+
+def check_sidecar(index: IndexFile, sidecar: Sidecar) -> None:
+    """DataError unless the sidecar describes this very pair."""
+    said = (sidecar.documents, sidecar.tokens, sidecar.dtype)
+    found = (index.lengths_N.size, index.num_tokens, index.dtype.name)
+    if said != found:
+        raise DataError(
+            f"{index.prefix}.json speaks of {said[0]} documents, {said[1]} tokens of {said[2]}; the .idx "
+            f"has {found[0]}, {found[1]} of {found[2]}. The files are of different runs: make the data "
+            "again with tools/preprocess.py."
+        )
+
+
+def check_same_tokenizer(sidecars: Mapping[str, Sidecar | None]) -> None:
+    """DataError when two datasets of one blend were made with different tokenizers."""
+    by_digest = {sidecar.tokenizer_digest: prefix for prefix, sidecar in sidecars.items() if sidecar}
+    if len(by_digest) > 1:
+        raise DataError(
+            "the data was made with different tokenizers: "
+            + ", ".join(f"{prefix} with {digest[:12]}" for digest, prefix in by_digest.items())
+            + ". Preprocess all of it with one."
+        )
+
+
+def check_tokenizer(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer, path: str) -> None:
+    """DataError unless `tokenizer` made the data."""
+    if sidecar.tokenizer_digest != tokenizer.digest:
+        raise DataError(
+            f"data prefix {prefix!r} was made with the tokenizer {sidecar.tokenizer_digest[:12]} of "
+            f"{sidecar.vocab_size} tokens; data.tokenizer.path={path!r} is {tokenizer.digest[:12]} of "
+            f"{tokenizer.vocab_size}. Name the tokenizer it was made with, or preprocess it again with this "
+            "one."
+        )
+    if sidecar.eod_id != tokenizer.eod_id:
+        raise DataError(
+            f"data prefix {prefix!r} ends documents with token {sidecar.eod_id}; "
+            f"data.tokenizer.path={path!r} now names {tokenizer.eod_id} as end of document. Undo the change "
+            "of its special tokens, or preprocess again."
+        )
+
+
+def check_vocabulary(index: IndexFile, sidecar: Sidecar | None, vocab_size: int) -> None:
+    """DataError unless the model has a row for every token of the data and of its tokenizer."""
+    if sidecar and sidecar.vocab_size > vocab_size:
+        raise DataError(
+            f"data prefix {index.prefix!r} was made with a tokenizer of {sidecar.vocab_size} tokens, and "
+            f"model.vocab_size={vocab_size}. Set model.vocab_size={sidecar.vocab_size}."
+        )
+    largest = sidecar.max_token_id if sidecar else max_token_id(index)
+    if largest >= vocab_size:
+        raise DataError(
+            f"data prefix {index.prefix!r} holds the token {largest}, and model.vocab_size={vocab_size} "
+            f"allows ids up to {vocab_size - 1}. Set model.vocab_size to the tokenizer's size, or "
+            "preprocess with the model's tokenizer."
+        )
+
+
+def check_enough(prefix: str, split: str, *, documents: int, tokens: int, seq_length: int) -> None:
+    """DataError unless a split of `prefix` fills one sequence: of none, Megatron counts epochs for ever."""
+    if tokens > seq_length:
+        return
+    remedy = f"Give more text, or lower data.seq_length={seq_length}"
+    if split != "train":
+        remedy += f", or change the shares of data.split, or name other data in data.{split}"
+    raise DataError(
+        f"the {split} part of data prefix {prefix!r} has {documents} documents with {tokens} tokens; one "
+        f"sequence takes {seq_length + 1}. {remedy}. (Documents are never cut by the split: a dataset of "
+        "one document is all train.)"
+    )
+
+
+def check_not_repeated(prefix: str, split: str, *, sequences: int, wanted: int) -> None:
+    """DataError when an evaluation would read a held-out sequence twice."""
+    if wanted > sequences:
+        raise DataError(
+            f"the {split} part of data prefix {prefix!r} has {sequences} sequences, and an evaluation reads "
+            f"{wanted} of them (train.eval_batches x train.global_batch, by its share of the blend). Lower "
+            "train.eval_batches, or hold out more text."
+        )

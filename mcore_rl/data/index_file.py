@@ -1,0 +1,134 @@
+"""The .bin/.idx pair on disk, checked byte for byte against Megatron's format before Megatron opens it.
+
+An .idx holds a magic word, version, dtype code, the counts of sequences and documents, then the sequences'
+lengths (int32), their byte offsets in the .bin (int64), and the document bounds (int64). Megatron asserts the
+first bytes only: a pair that is cut short or of two datasets gives wrong tokens, or an error at a later step.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from mcore_rl.data.files import with_ending
+from mcore_rl.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+BLOCK_TOKENS = 1 << 24
+"""Tokens read at a time."""
+SCANNED_BLOCKS = 8
+"""Blocks whose tokens are looked at when the data has no sidecar and is larger than them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexFile:
+    """What the .idx of a sound pair says."""
+
+    prefix: str
+    dtype: numpy.dtype[Any]
+    """Of the tokens in the .bin."""
+    lengths_N: NDArray[numpy.int32]
+    """Tokens of each sequence; preprocessed text has one sequence a document."""
+    fingerprint: str
+    """SHA-256 of the .idx: equal fingerprints, equal cuts into training samples."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the .bin."""
+        return int(self.lengths_N.sum(dtype=numpy.int64))
+
+    def tokens_T(self) -> NDArray[Any]:
+        """All tokens, mapped from the .bin."""
+        tokens_T: NDArray[Any] = numpy.memmap(with_ending(self.prefix, ".bin"), dtype=self.dtype, mode="r")
+        return tokens_T
+
+
+def read_index(prefix: str) -> IndexFile:
+    """The pair of `prefix`; DataError when it is missing, empty, cut short, or not Megatron's."""
+    _require_pair(prefix)
+    path = with_ending(prefix, ".idx")
+    # Mapped, not read: a node's ranks share the pages of an index that may have gigabytes.
+    content: Any = numpy.memmap(path, mode="r") if path.stat().st_size else b""
+    again = "Make the data again with tools/preprocess.py, or copy both files again."
+    if len(content) < HEADER.size or bytes(content[: len(MAGIC)]) != MAGIC:
+        raise DataError(f"{path} ({len(content)} bytes) is not a Megatron index: wrong magic word. {again}")
+    _, version, code, num_sequences, num_bounds = HEADER.unpack_from(content)
+    if version != 1 or code not in DTYPES:
+        raise DataError(
+            f"{path} has version {version} and dtype code {code}; known: 1 and {sorted(DTYPES)}. {again}"
+        )
+    wanted = HEADER.size + 12 * num_sequences + 8 * num_bounds
+    if len(content) != wanted:
+        raise DataError(
+            f"{path} has {len(content)} bytes; {num_sequences} sequences and {num_bounds} bounds need "
+            f"{wanted}. {again}"
+        )
+    dtype = numpy.dtype(DTYPES[code])
+    lengths_N = numpy.frombuffer(content, numpy.int32, num_sequences, HEADER.size)
+    offsets_N = numpy.frombuffer(content, numpy.int64, num_sequences, HEADER.size + 4 * num_sequences)
+    bounds = numpy.frombuffer(content, numpy.int64, num_bounds, HEADER.size + 12 * num_sequences)
+    ends_N = numpy.cumsum(lengths_N, dtype=numpy.int64) * dtype.itemsize
+    if num_sequences == 0 or ends_N[-1] == 0:
+        raise DataError(f"{path} holds no token. Give data with documents in it.")
+    is_sound = lengths_N.min() >= 0 and offsets_N[0] == 0 and (offsets_N[1:] == ends_N[:-1]).all()
+    if not is_sound or num_bounds < 2 or bounds[0] != 0 or bounds[-1] != num_sequences:
+        raise DataError(
+            f"{path} is corrupt: its lengths, offsets and document bounds contradict each other. {again}"
+        )
+    num_bytes = with_ending(prefix, ".bin").stat().st_size
+    if num_bytes != ends_N[-1]:
+        raise DataError(f"{prefix}.bin has {num_bytes} bytes, its .idx says {ends_N[-1]}. {again}")
+    fingerprint = hashlib.sha256(content).hexdigest()
+    return IndexFile(prefix=prefix, dtype=dtype, lengths_N=lengths_N, fingerprint=fingerprint)
+
+
+def max_token_id(index: IndexFile) -> int:
+    """The largest id in the .bin; of more than SCANNED_BLOCKS blocks, in as many, evenly spread."""
+    tokens_T = index.tokens_T()
+    last = max(0, tokens_T.size - BLOCK_TOKENS)
+    if tokens_T.size <= SCANNED_BLOCKS * BLOCK_TOKENS:
+        starts = list(range(0, tokens_T.size, BLOCK_TOKENS))
+    else:
+        starts = [round(i * last / (SCANNED_BLOCKS - 1)) for i in range(SCANNED_BLOCKS)]
+    return max(int(tokens_T[start : start + BLOCK_TOKENS].max()) for start in starts)
+
+
+def unigram_entropy(prefix: str) -> float:
+    """Entropy of the tokens' frequencies in nats a token: the loss of the best model that sees no context."""
+    tokens_T = read_index(prefix).tokens_T()
+    counts_V = numpy.zeros(0, numpy.int64)
+    for start in range(0, tokens_T.size, BLOCK_TOKENS):
+        block_V = numpy.bincount(tokens_T[start : start + BLOCK_TOKENS], minlength=counts_V.size)
+        block_V[: counts_V.size] += counts_V
+        counts_V = block_V
+    shares_V = counts_V[counts_V > 0] / tokens_T.size
+    return float(-(shares_V * numpy.log(shares_V)).sum())
+
+
+def _require_pair(prefix: str) -> None:
+    if prefix.endswith((".bin", ".idx")):
+        raise DataError(
+            f"data prefix {prefix!r} has an ending: write {prefix[:-4]!r}, the part that both files share."
+        )
+    missing = [ending for ending in (".bin", ".idx") if not with_ending(prefix, ending).is_file()]
+    if not missing:
+        return
+    if with_ending(prefix, ".partial").is_dir():
+        raise DataError(
+            f"data prefix {prefix!r}: its preprocessing has not ended ({prefix}.partial is there). Run the "
+            "same tools/preprocess.py command again: it goes on where it was."
+        )
+    folder = Path(prefix).parent
+    there = sorted(path.stem for path in folder.glob("*.idx")) if folder.is_dir() else []
+    near = get_close_matches(Path(prefix).name, there, n=3, cutoff=0.4) or there[:3]
+    raise DataError(
+        f"data prefix {prefix!r}: there is no {' and no '.join(prefix + ending for ending in missing)}. "
+        + (f"Its folder has: {', '.join(near)}." if near else "Make the pair with tools/preprocess.py.")
+    )

@@ -1,0 +1,270 @@
+"""From DataConfig to Megatron's GPTDataset of train, valid and test: checked first, built by all ranks."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from mcore_rl.config.data import DataConfig
+from mcore_rl.data import checks
+from mcore_rl.data.files import disk_errors_explained, sole_writer
+from mcore_rl.data.index_file import IndexFile, read_index
+from mcore_rl.data.loader import SampleDataset
+from mcore_rl.data.sidecar import read_sidecar
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import DataError
+from mcore_rl.parallel.agree import on_rank_zero
+
+SPLITS = ("train", "valid", "test")
+NO_TOKEN = -1
+"""Padding of a last, partial sequence. No data holds it, so that no real token is taken for padding."""
+UNKNOWN_EOD = -2
+SURPLUS = 0.005
+"""Share of samples that each dataset of a blend has in reserve, since the blend rounds here and there."""
+LOCK_WAIT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleCounts:
+    """Sequences that a run reads of each split; 0: the split is not built."""
+
+    train: int
+    valid: int = 0
+    test: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blend:
+    """Datasets mixed by weight."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...]
+    bounds: tuple[float, float] = (0.0, 1.0)
+    """The part of each dataset's documents, in their order on disk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlan:
+    """Data that is known to be sound and to fit the model."""
+
+    seq_length: int
+    blends: tuple[Blend | None, Blend | None, Blend | None]
+    """Train, valid, test; None: not built."""
+    samples: SampleCounts
+    split: str
+    """Megatron's notation when one blend is cut in three; empty when each split has its own prefixes."""
+    tokenizer: "DatasetTokenizer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetTokenizer:
+    """What Megatron's datasets ask of a tokenizer; `unique_identifiers` goes into the index cache's names."""
+
+    vocab_size: int
+    eod: int
+    fingerprints: tuple[str, ...]
+    """Of the .idx files. Megatron's cache goes by path: without them, data that was made anew under its old
+    name would be read with the old cuts."""
+
+    @property
+    def pad(self) -> int:
+        """See NO_TOKEN."""
+        return NO_TOKEN
+
+    @property
+    def unique_identifiers(self) -> dict[str, object]:
+        """What the cuts into samples depend on beside path, seed, split and length."""
+        return {"vocab_size": self.vocab_size, "eod": self.eod, "fingerprints": list(self.fingerprints)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Datasets:
+    """Samples of seq_length tokens; each a dict of tokens, labels, loss_mask, position_ids."""
+
+    train: SampleDataset
+    valid: SampleDataset | None
+    test: SampleDataset | None
+
+
+def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts) -> DataPlan:
+    """Reads and checks all that `config` names: a DataError comes before any work, on every rank alike.
+
+    With `valid` or `test` given there is no split: `train` is trained on whole, and a split without prefixes
+    has no data. Samples are an error where there is no data for valid, and none where there is none for test.
+    """
+    if not config.train:
+        raise DataError(
+            "data.train names no data. Give it prefixes of .bin/.idx pairs (tools/preprocess.py)."
+        )
+    prefixes = tuple(dict.fromkeys((*config.train, *config.valid, *config.test)))
+    indexes = {prefix: read_index(prefix) for prefix in prefixes}
+    eod = _check_fit(indexes, config, vocab_size)
+    split = "" if config.valid or config.test else ",".join(f"{share:.9f}" for share in config.split)
+    blends = _blends(config, indexes, split, samples)
+    for name, blend in zip(SPLITS, blends, strict=True):
+        if blend:
+            _check_amounts(name, blend, indexes, config.seq_length, getattr(samples, name))
+    fingerprints = tuple(index.fingerprint for index in indexes.values())
+    return DataPlan(
+        seq_length=config.seq_length,
+        blends=blends,
+        samples=samples,
+        split=split,
+        tokenizer=DatasetTokenizer(vocab_size=vocab_size, eod=eod, fingerprints=fingerprints),
+    )
+
+
+def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
+    """Collective over the world. Rank 0 writes the index cache, a barrier, then the others map its files.
+
+    The order of samples is a function of the data, `seed`, the number of epochs that the samples take, and
+    whether the last of these is read to four fifths (else it is shuffled apart): with these unchanged, a
+    longer run begins like a shorter one.
+    """
+    sizes = [plan.samples.train, plan.samples.valid, plan.samples.test]
+    config = _megatron_config(plan, seed, cache_dir)
+    with contextlib.ExitStack() as held:
+        on_rank_zero(lambda: held.enter_context(_repaired_cache(cache_dir)))
+        try:
+            built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+        except FileNotFoundError as error:
+            raise DataError(
+                f"data.cache_dir={str(cache_dir)!r}: rank 0 wrote the index cache there, and this node does "
+                f"not see it ({error.filename}). Set data.cache_dir to a folder that all nodes share."
+            ) from error
+    return Datasets(
+        train=cast(SampleDataset, built[0]),
+        valid=cast(SampleDataset | None, built[1]),
+        test=cast(SampleDataset | None, built[2]),
+    )
+
+
+def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: int) -> int:
+    """The id that ends documents, once each dataset fits its sidecar, the tokenizer and the model."""
+    sidecars = {prefix: read_sidecar(prefix) for prefix in indexes}
+    for prefix, sidecar in sidecars.items():
+        if sidecar:
+            checks.check_sidecar(indexes[prefix], sidecar)
+    checks.check_same_tokenizer(sidecars)
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer.kind != "none" else None
+    for prefix, sidecar in sidecars.items():
+        if tokenizer and sidecar:
+            checks.check_tokenizer(prefix, sidecar, tokenizer, config.tokenizer.path)
+        checks.check_vocabulary(indexes[prefix], sidecar, vocab_size)
+    if tokenizer:
+        return tokenizer.eod_id
+    return next((sidecar.eod_id for sidecar in sidecars.values() if sidecar), UNKNOWN_EOD)
+
+
+def _blends(
+    config: DataConfig, indexes: dict[str, IndexFile], split: str, samples: SampleCounts
+) -> tuple[Blend | None, Blend | None, Blend | None]:
+    train = _weighted(config.train, config.train_weights, indexes)
+    if split:
+        matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+        found = [
+            Blend(prefixes=train.prefixes, weights=train.weights, bounds=bounds) if bounds else None
+            for bounds in matrix
+        ]
+    else:
+        found = [
+            train,
+            *(_weighted(names, (), indexes) if names else None for names in (config.valid, config.test)),
+        ]
+    if not found[0] or (samples.valid and not found[1]):
+        missing = (
+            "evaluate on. Name data.valid, or set train.eval_batches=0."
+            if found[0]
+            else "train on. Raise its first share."
+        )
+        raise DataError(
+            f"data.split={config.split}, data.valid={config.valid}: there is no data to {missing}"
+        )
+    return found[0], found[1] if samples.valid else None, found[2] if samples.test else None
+
+
+def _weighted(prefixes: Sequence[str], weights: Sequence[float], indexes: dict[str, IndexFile]) -> Blend:
+    """The blend by `weights`, or by tokens: given no weights Megatron ends a blend after one epoch."""
+    if not weights:
+        weights = [float(indexes[prefix].num_tokens) for prefix in prefixes]
+    if len(weights) != len(prefixes):
+        raise DataError(
+            f"data.train_weights has {len(weights)} numbers for the {len(prefixes)} prefixes of data.train."
+        )
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise DataError(
+            f"data.train_weights={tuple(weights)}: each must be above 0. Leave out data that is not wanted."
+        )
+    total = math.fsum(weights)
+    return Blend(prefixes=tuple(prefixes), weights=tuple(weight / total for weight in weights))
+
+
+def _check_amounts(
+    name: str, blend: Blend, indexes: dict[str, IndexFile], seq_length: int, count: int
+) -> None:
+    for prefix, weight in zip(blend.prefixes, blend.weights, strict=True):
+        lengths_N = indexes[prefix].lengths_N
+        first, last = (round(bound * lengths_N.size) for bound in blend.bounds)
+        tokens = int(lengths_N[first:last].sum(dtype=numpy.int64))
+        checks.check_enough(prefix, name, documents=last - first, tokens=tokens, seq_length=seq_length)
+        if name != "train":
+            is_alone = len(blend.prefixes) == 1
+            wanted = count if is_alone else math.ceil(math.ceil(count * weight) * (1 + SURPLUS))
+            checks.check_not_repeated(prefix, name, sequences=(tokens - 1) // seq_length, wanted=wanted)
+
+
+def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> GPTDatasetConfig:
+    blends = [_notation(blend) for blend in plan.blends]
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=plan.seq_length,
+        blend=blends[0] if plan.split else None,
+        blend_per_split=None if plan.split else blends,
+        split=plan.split or None,
+        path_to_cache=str(cache_dir),
+        tokenizer=plan.tokenizer,
+        mid_level_dataset_surplus=SURPLUS,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    if plan.split:
+        config.split_matrix = [blend.bounds if blend else None for blend in plan.blends]
+    return config
+
+
+def _notation(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
+    if not blend:
+        return None
+    return list(blend.prefixes), list(blend.weights) if len(blend.prefixes) > 1 else None
+
+
+@contextlib.contextmanager
+def _repaired_cache(folder: Path) -> Iterator[None]:
+    """Holds the cache for this process, without files that a killed writer left half-written."""
+    with disk_errors_explained(folder, "Make room (or give write access), or set another data.cache_dir."):
+        folder.mkdir(parents=True, exist_ok=True)
+        with sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."):
+            for path in folder.glob("*.npy"):
+                if not _is_whole(path):
+                    path.unlink()
+            yield
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        numpy.load(path, mmap_mode="r")
+    except (ValueError, EOFError):
+        return False
+    return True

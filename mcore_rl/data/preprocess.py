@@ -1,0 +1,247 @@
+"""Text files to a Megatron .bin/.idx pair: in parallel, resumable, and under its name only when it is whole.
+
+PREFIX.partial/plan.json       what is being done; a run with the same plan goes on with what it finds
+PREFIX.partial/shard-*.done    a finished part (its .bin and .idx are on the disk)
+PREFIX.partial/merged.json     all is done; what is left is to move merged.* to PREFIX.*
+PREFIX.bin .idx .json          the dataset and its sidecar
+PREFIX.log.jsonl               what happened when
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.documents import Layout, Source, find_sources
+from mcore_rl.data.files import disk_errors_explained, flush_to_disk, sole_writer, with_ending, write_whole
+from mcore_rl.data.progress import DocumentProgress
+from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype
+from mcore_rl.data.sidecar import Sidecar, SourceFile, sidecar_from
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
+from mcore_rl.data.workers import tokenizing
+from mcore_rl.errors import DataError
+
+ENDINGS = (".bin", ".idx", ".json")
+SHOWN_BAD_LINES = 10
+LOCK_WAIT_S = 10.0
+AGAIN = "Make room (or give write access) there, and run the same command again: it goes on where it was."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreprocessOptions:
+    """What to make of what."""
+
+    inputs: tuple[Path, ...]
+    """Files, or folders of files, in the order of their documents."""
+    output: Path
+    """The prefix of the dataset."""
+    tokenizer: TokenizerConfig
+    layout: Layout
+    workers: int = 1
+    """Processes that tokenize."""
+    max_bad: int | None = None
+    """More bad lines than this end the run; None: any number is reported and left out."""
+    overwrite: bool = False
+    """Replace a dataset of this prefix, and forget an unfinished one of another plan."""
+
+
+def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
+    """The dataset's sidecar; the bytes of its files do not depend on the workers, nor on interruptions."""
+    sources = find_sources(options.inputs)
+    tokenizer = load_tokenizer(options.tokenizer)
+    folder = with_ending(options.output, ".partial")
+    merged = folder / "merged"
+    if not options.overwrite and not with_ending(merged, ".json").exists():
+        _refuse_existing(options.output)
+    with disk_errors_explained(options.output.parent, AGAIN):
+        folder.mkdir(parents=True, exist_ok=True)
+        rivals = f"Wait for it to end, or give another output than {options.output}."
+        with sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy=rivals):
+            _start_or_resume(folder, _plan(options, sources, tokenizer), options.overwrite)
+            if not with_ending(merged, ".json").exists():
+                _make(options, sources, tokenizer, folder, console)
+            sidecar = sidecar_from(with_ending(merged, ".json"))
+            _publish(merged, options.output)
+            _log(options.output, "finished", documents=sidecar.documents, tokens=sidecar.tokens)
+            shutil.rmtree(folder)
+    return sidecar
+
+
+def _make(
+    options: PreprocessOptions,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    folder: Path,
+    console: Console,
+) -> None:
+    """Everything up to merged.json."""
+    shards = plan_shards(sources, options.layout)
+    reports = finished_shards(shards, folder)
+    missing = [shard for shard in shards if shard.index not in reports]
+    _enforce_max_bad(options, shards, reports)
+    _log(options.output, "tokenizing", shards=len(shards), finished=len(reports), workers=options.workers)
+    workers = tokenizing(missing, options.layout, options.tokenizer, folder, options.workers)
+    with workers as done, DocumentProgress(console, options.output.name) as progress:
+        progress.begin(sum(s.num_bytes for s in shards), sum(r.num_bytes for r in reports.values()))
+        for report in done:
+            reports[report.index] = report
+            progress.add(report.num_bytes, report.documents)
+            _log(
+                options.output, "shard", index=report.index, documents=report.documents, tokens=report.tokens
+            )
+            _enforce_max_bad(options, shards, reports)
+        rates = progress.rates()
+    _report_bad_lines(options.output, shards, reports, console)
+    if find_sources(options.inputs) != tuple(sources):
+        raise DataError(
+            f"the inputs of {options.output} changed while they were read. Run again with --overwrite."
+        )
+    sidecar = _sidecar(options, sources, tokenizer, list(reports.values()))
+    _require_space(folder, sum(path.stat().st_size for path in folder.glob("shard-*")))
+    merge_shards(shards, reports, folder, folder / "merged", tokenizer.vocab_size)
+    write_whole(folder / "merged.json", sidecar.to_json())
+    console.print(
+        f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({rates})", soft_wrap=True
+    )
+
+
+def _plan(options: PreprocessOptions, sources: Sequence[Source], tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "layout": asdict(options.layout),
+        "tokenizer": {
+            "digest": tokenizer.digest,
+            "eod_id": tokenizer.eod_id,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        "sources": [asdict(source) for source in sources],
+    }
+
+
+def _refuse_existing(output: Path) -> None:
+    there = [str(path) for ending in ENDINGS if (path := with_ending(output, ending)).exists()]
+    if there:
+        raise DataError(
+            f"{', '.join(there)} exist already. Give another output, or --overwrite to replace them."
+        )
+
+
+def _start_or_resume(folder: Path, plan: dict[str, Any], overwrite: bool) -> None:
+    """Leaves in `folder` the plan and what was done under it."""
+    path = folder / "plan.json"
+    found = json.loads(path.read_bytes()) if path.exists() else None
+    differing = [key for key in plan if found and found.get(key) != plan[key]]
+    if differing and not overwrite:
+        raise DataError(
+            f"{folder} holds an unfinished run with another {' and '.join(differing)} (see its plan.json). "
+            "Finish that one with its own command, or give --overwrite to forget it."
+        )
+    for leftover in folder.iterdir():
+        if leftover.name != "lock" and (found is None or differing or ".tmp" in leftover.name):
+            leftover.unlink()
+    write_whole(path, json.dumps(plan).encode())
+
+
+def _sidecar(
+    options: PreprocessOptions,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    reports: Sequence[ShardReport],
+) -> Sidecar:
+    documents = sum(report.documents for report in reports)
+    num_bad = sum(report.num_bad for report in reports)
+    if documents == 0:
+        raise DataError(
+            f"{options.output}: no document in {len(sources)} files ({num_bad} bad lines, the first ones in "
+            f"{options.output}.log.jsonl). Look at --key and --format."
+        )
+    return Sidecar(
+        tokenizer_kind=options.tokenizer.kind,
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        max_token_id=max(report.max_token_id for report in reports),
+        documents=documents,
+        tokens=sum(report.tokens for report in reports),
+        dtype=token_dtype(tokenizer.vocab_size).__name__,
+        bad_lines=num_bad,
+        sources=tuple(SourceFile(path=source.path, num_bytes=source.num_bytes) for source in sources),
+    )
+
+
+def _publish(merged: Path, output: Path) -> None:
+    """Moves merged.* to their names, the sidecar last; a kill at any point leaves what the next run ends."""
+    if with_ending(merged, ".bin").exists():
+        # An older dataset goes first: at no moment do files of two lie side by side as if they were one.
+        for ending in (".json", ".idx"):
+            with_ending(output, ending).unlink(missing_ok=True)
+    for ending in (".bin", ".idx"):
+        if with_ending(merged, ending).exists():
+            with_ending(merged, ending).replace(with_ending(output, ending))
+    write_whole(with_ending(output, ".json"), with_ending(merged, ".json").read_bytes())
+    flush_to_disk(output.parent)
+    with_ending(merged, ".json").unlink()
+
+
+def _require_space(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise DataError(f"{folder}: joining the parts takes {num_bytes} bytes, and {free} are free. {AGAIN}")
+
+
+def _bad_lines(shards: Sequence[Shard], reports: dict[int, ShardReport]) -> list[tuple[str, int, str]]:
+    """(file, line, problem) of the remembered bad lines, in order; every shard has a report."""
+    found: list[tuple[str, int, str]] = []
+    lines_before: dict[str, int] = {}
+    for shard in shards:
+        report = reports[shard.index]
+        for number, (piece, lines) in enumerate(zip(shard.pieces, report.lines, strict=True)):
+            start = lines_before.get(piece.path, 0)
+            found += [
+                (piece.path, start + bad.line, bad.problem) for bad in report.bad if bad.piece == number
+            ]
+            lines_before[piece.path] = start + lines
+    return found
+
+
+def _enforce_max_bad(
+    options: PreprocessOptions, shards: Sequence[Shard], reports: dict[int, ShardReport]
+) -> None:
+    """Counts up to the first shard without a report: line numbers are known there, whatever the workers."""
+    settled = list(takewhile(lambda shard: shard.index in reports, shards))
+    num_bad = sum(reports[shard.index].num_bad for shard in settled)
+    if options.max_bad is not None and num_bad > options.max_bad:
+        raise DataError(
+            f"{options.output}: {num_bad} bad lines so far, and --max-bad is {options.max_bad}. Mend the "
+            f"input, or allow more.{_shown(num_bad, _bad_lines(settled, reports))}"
+        )
+
+
+def _report_bad_lines(
+    output: Path, shards: Sequence[Shard], reports: dict[int, ShardReport], console: Console
+) -> None:
+    num_bad = sum(report.num_bad for report in reports.values())
+    found = _bad_lines(shards, reports)
+    for path, line, problem in found:
+        _log(output, "bad line", path=path, line=line, problem=problem)
+    if num_bad:
+        console.print(
+            f"{num_bad} bad lines were left out:{_shown(num_bad, found)}", markup=False, soft_wrap=True
+        )
+
+
+def _shown(num_bad: int, found: Sequence[tuple[str, int, str]]) -> str:
+    lines = [f"\n  {path}:{line}: {problem}" for path, line, problem in found[:SHOWN_BAD_LINES]]
+    more = num_bad - len(lines)
+    return "".join(lines) + (f"\n  and {more} more" if more else "")
+
+
+def _log(output: Path, event: str, **facts: Any) -> None:
+    with open(with_ending(output, ".log.jsonl"), "a", encoding="utf-8") as log:
+        log.write(json.dumps({"time": time.time(), "event": event, **facts}) + "\n")

@@ -1,0 +1,68 @@
+"""PREFIX.json: what a dataset was made of, so that it is not trained on with another tokenizer."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from mcore_rl.data.files import with_ending
+from mcore_rl.errors import DataError
+
+SIDECAR_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """A file that documents were read from."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sidecar:
+    """Facts of a finished dataset. The same input and settings give the same bytes."""
+
+    version: int = SIDECAR_VERSION
+    tokenizer_kind: str
+    tokenizer_digest: str
+    vocab_size: int
+    eod_id: int
+    max_token_id: int
+    """The largest id in the data."""
+    documents: int
+    tokens: int
+    """End-of-document tokens included."""
+    dtype: str
+    """Of the .bin file."""
+    bad_lines: int
+    """Lines, or documents of plain text, that were left out."""
+    sources: tuple[SourceFile, ...]
+
+    def to_json(self) -> bytes:
+        """The content of the file."""
+        return json.dumps(asdict(self), indent=1).encode() + b"\n"
+
+
+def read_sidecar(prefix: str) -> Sidecar | None:
+    """The sidecar of `prefix`; None when it has none, as with data from other tools."""
+    path = with_ending(prefix, ".json")
+    if not path.is_file():
+        return None
+    return sidecar_from(path)
+
+
+def sidecar_from(path: Path) -> Sidecar:
+    """The sidecar in `path`; DataError when it is not one, or of another version."""
+    remedy = "Make the data again with tools/preprocess.py, or remove the file to train without its checks."
+    try:
+        entries = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}. {remedy}") from error
+    version = entries.get("version") if isinstance(entries, dict) else None
+    if version != SIDECAR_VERSION:
+        raise DataError(f"{path} has version {version!r}, this code reads {SIDECAR_VERSION}. {remedy}")
+    names = {field.name for field in fields(Sidecar)}
+    if set(entries) != names:
+        raise DataError(f"{path} has the fields {sorted(entries)}, wanted {sorted(names)}. {remedy}")
+    sources = tuple(SourceFile(**source) for source in entries.pop("sources"))
+    return Sidecar(**entries, sources=sources)

@@ -1,0 +1,167 @@
+"""Text to token ids and back, from sentencepiece or Hugging Face files on this machine."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+import tokenizers
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+"""Ends documents in the tokenizers that have it, even where a chat variant names another token as `eos`."""
+
+
+class Tokenizer(Protocol):
+    """Token ids lie in 0 .. vocab_size - 1."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def eod_id(self) -> int:
+        """The token that ends a document."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text; None: there is none."""
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that fills rows; None: there is none."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file that decides which ids a text has: equal digests, equal ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone: nothing is added, and the name of a special token in it is mere text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`."""
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that `config` names; DataError when its files are missing or unreadable."""
+    if config.kind == "none":
+        raise DataError(
+            "data.tokenizer.kind is 'none', and this needs a tokenizer: set it to 'sentencepiece' (a "
+            ".model file) or 'huggingface' (a folder with tokenizer.json), and data.tokenizer.path."
+        )
+    path = Path(config.path)
+    if not config.path or not path.exists():
+        raise DataError(
+            f"data.tokenizer.path={config.path!r} does not exist. Give "
+            + ("a .model file." if config.kind == "sentencepiece" else "a folder with tokenizer.json.")
+        )
+    return SentencePieceTokenizer(path) if config.kind == "sentencepiece" else HuggingFaceTokenizer(path)
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece .model file; its end-of-sentence piece ends documents."""
+
+    def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            raise DataError(
+                f"data.tokenizer.path={str(path)!r} is a folder; 'sentencepiece' wants a .model file."
+            )
+        content = path.read_bytes()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise DataError(
+                f"{path} ({len(content)} bytes) is not a sentencepiece model: {error}. Copy it again, or "
+                "train one with tools/train_tokenizer.py."
+            ) from error
+        self.digest = hashlib.sha256(content).hexdigest()
+        self.vocab_size: int = self._processor.vocab_size()
+        self.eod_id: int = self._processor.eos_id()
+        if self.eod_id < 0:
+            raise DataError(
+                f"{path} has no end-of-sentence piece to end documents with; train it with an eos id."
+            )
+        self.bos_id = _id_or_none(self._processor.bos_id())
+        self.pad_id = _id_or_none(self._processor.pad_id())
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        text: str = self._processor.decode(list(ids))
+        return text
+
+
+class HuggingFaceTokenizer:
+    """A folder with tokenizer.json, which decides the ids; tokenizer_config.json names the special tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            found = (
+                ", ".join(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else "a file"
+            )
+            raise DataError(
+                f"data.tokenizer.path={str(folder)!r} holds no tokenizer.json (it is: {found or 'empty'}). "
+                "A folder with only a sentencepiece .model is read with kind = 'sentencepiece' and the "
+                "file's path."
+            )
+        content = path.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the Rust side raises nothing narrower
+            raise DataError(
+                f"{path} ({len(content)} bytes) is not a tokenizer: {error}. Copy it again."
+            ) from error
+        # Markup of a chat needs special tokens as tokens; a document that happens to contain them does not.
+        self._tokenizer.encode_special_tokens = True
+        self.digest = hashlib.sha256(content).hexdigest()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        names = _special_names(folder)
+        end = END_OF_TEXT if END_OF_TEXT in ids else names.get("eos_token", "")
+        if end not in ids:
+            raise DataError(
+                f"{folder} names no end-of-document token (eos_token is {end!r}, and there is no "
+                f"{END_OF_TEXT}). Set eos_token in its tokenizer_config.json to a token of the vocabulary."
+            )
+        self.eod_id = ids[end]
+        self.bos_id = ids.get(names.get("bos_token", ""))
+        self.pad_id = ids.get(names.get("pad_token", ""))
+
+    def encode(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _id_or_none(piece: int) -> int | None:
+    return None if piece < 0 else piece
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+    """`eos_token` and the like to their text, from the two files that may say; the second one decides."""
+    names: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            entries: dict[str, Any] = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON: {error}. Copy it again.") from error
+        for key, value in entries.items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(token, str):
+                names[key] = token
+    return names

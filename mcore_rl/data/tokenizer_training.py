@@ -1,0 +1,129 @@
+"""Training of a sentencepiece tokenizer whose encoding loses nothing: decode(encode(text)) is text."""
+
+import io
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import sentencepiece
+
+from mcore_rl.data.documents import Layout, Piece, PieceReader, Source, find_sources
+from mcore_rl.data.files import disk_errors_explained, write_whole
+from mcore_rl.errors import DataError
+
+UNKNOWN_ID, BOS_ID, EOD_ID, PAD_ID = 0, 1, 2, 3
+LONGEST_LINE_BYTES = 1 << 20
+"""Longer lines would be left out by sentencepiece; they are cut."""
+SAMPLE_SEED = 0
+TOO_LARGE = re.compile(r"too high \(\d+\)\. Please set it to a value <= (\d+)")
+TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerTraining:
+    """What to train on, and what to train."""
+
+    inputs: tuple[Path, ...]
+    output: Path
+    """The .model file."""
+    layout: Layout
+    vocab_size: int
+    model_type: Literal["bpe", "unigram"] = "bpe"
+    character_coverage: float = 0.9995
+    """Share of the text's characters that get a piece; the others are spelt in bytes."""
+    max_bytes: int = 512 << 20
+    """Of a larger corpus, so much is read: documents drawn at random, the same at every run."""
+    threads: int = 4
+    """It is written into the file, so that its digest depends on it."""
+
+
+def train_tokenizer(options: TokenizerTraining) -> int:
+    """Writes the model; the number of lines it was trained on.
+
+    Each byte has a piece (so that nothing is unknown), each digit has one, spaces are kept as they are. Ids 0
+    to 3 are unknown, begin of text, end of document and padding.
+    """
+    if not 0 < options.character_coverage <= 1:
+        raise DataError(f"character coverage {options.character_coverage}: wanted above 0, at most 1.")
+    lines = _Lines(find_sources(options.inputs), options.layout, options.max_bytes)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=options.vocab_size,
+            model_type=options.model_type,
+            character_coverage=options.character_coverage,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            unk_id=UNKNOWN_ID,
+            bos_id=BOS_ID,
+            eos_id=EOD_ID,
+            pad_id=PAD_ID,
+            max_sentence_length=LONGEST_LINE_BYTES,
+            num_threads=options.threads,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise DataError(_explained(str(error), options, lines)) from error
+    with disk_errors_explained(
+        options.output.parent, "Make room (or give write access) there, and run again."
+    ):
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(options.output, model.getvalue())
+    return lines.count
+
+
+class _Lines:
+    """The lines of the documents, counted as they are read."""
+
+    def __init__(self, sources: Sequence[Source], layout: Layout, max_bytes: int) -> None:
+        self.count = 0
+        self.num_bad = 0
+        self.problem = ""
+        self._sources = sources
+        self._layout = layout
+        self._share = min(1.0, max_bytes / max(1, sum(source.num_bytes for source in sources)))
+
+    def __iter__(self) -> Iterator[str]:
+        draw = random.Random(SAMPLE_SEED)
+        for source in self._sources:
+            for record in PieceReader(Piece(path=source.path, start=0, end=source.num_bytes), self._layout):
+                if record.problem:
+                    self.num_bad += 1
+                    self.problem = self.problem or f"{source.path}:{record.line}: {record.problem}"
+                elif self._share == 1.0 or draw.random() < self._share:
+                    yield from self._cut(record.text)
+
+    def _cut(self, text: str) -> Iterator[str]:
+        longest = LONGEST_LINE_BYTES // 4  # UTF-8 takes at most four bytes a character
+        for line in text.split("\n"):
+            for start in range(0, len(line), longest):
+                self.count += 1
+                yield line[start : start + longest]
+
+
+def _explained(message: str, options: TokenizerTraining, lines: _Lines) -> str:
+    if lines.count == 0:
+        return (
+            f"no text in the inputs ({lines.num_bad} bad lines; {lines.problem}). Look at --key and --format."
+        )
+    if found := TOO_LARGE.search(message):
+        return (
+            f"--vocab-size {options.vocab_size} is more than these {lines.count} lines of text yield. The "
+            f"largest that fits is {found[1]}: take it, or give more text."
+        )
+    if found := TOO_SMALL.search(message):
+        return (
+            f"--vocab-size {options.vocab_size} is less than the bytes and characters alone take. The "
+            f"smallest that fits is {found[1]}: take it, or lower --character-coverage "
+            f"({options.character_coverage})."
+        )
+    return f"sentencepiece trains no {options.model_type} model of {options.vocab_size} pieces: {message}"
