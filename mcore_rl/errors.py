@@ -17,5 +17,9 @@ class CheckpointError(McoreRlError):
     """A checkpoint that is missing, incomplete, foreign, or could not be written."""
 
 
+class TrainingError(McoreRlError):
+    """A run that cannot go on, such as one whose gradients stay infinite."""
+
+
 class EngineError(McoreRlError):
     """A rollout engine that failed."""

@@ -6,6 +6,7 @@ Megatron import it first in their `__init__`. With CUDA present only the patches
 
 import importlib
 import logging
+import queue
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,6 +169,17 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+CHECKPOINT_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue",
+        replace=lambda _: queue.SimpleQueue(),
+        where=CUDA_TOO,
+        reason="planning a save starts a manager process for this queue, by spawn: seconds at the first save, a hang in "
+        "a script without a main guard, an orphan after a kill. Our writers report through a ForkedCall instead",
+        until="the queue is made by whoever uses it",
+    ),
+)
+
 NO_FUSED_ADAM = "Megatron cannot load DistributedOptimizer state into torch's Adam (a step per parameter)"
 ADAM_PATCHES: tuple[Patch, ...] = tuple(
     Patch(symbol=f"megatron.core.optimizer{name}", replace=replace, reason=NO_FUSED_ADAM, where=CUDA_TOO,
@@ -180,6 +192,17 @@ ADAM_PATCHES: tuple[Patch, ...] = tuple(
         (".distrib_optimizer:USING_APEX_OPTIMIZER", lambda _: True),
     )
 )  # fmt: skip
+
+
+HARMLESS_WARNINGS = (
+    # Message (the beginning, as a regular expression): what Megatron does with torch, or cannot have on a CPU.
+    r"`torch\.distributed\.\w+` is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    r"full scope is deprecated",
+    r"When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX",
+    r"Apex is not installed",
+    r"Transformer Engine and Apex are not installed",
+)
 
 
 def megatron_version() -> str:
@@ -197,6 +220,22 @@ def has_module(name: str) -> bool:
 def as_experts_entry(experts: type) -> Any:
     """`experts` in the form in which a spec provider's `grouped_mlp_modules` answers: a pair, a builder since 0.19."""
     return (experts, None) if megatron_version() == "0.16" else experts
+
+
+def router_loss_report() -> Callable[..., Any]:
+    """Megatron's function that reduces what the routers recorded of their losses, and forgets it."""
+    if megatron_version() == "0.16":
+        from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+
+        return track_moe_metrics
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return get_moe_metrics_tracker().report
+
+
+def writer_choice() -> dict[str, str]:
+    """Arguments that make a checkpoint strategy plan for Megatron's own writer: since 0.19 NVIDIA's is the default."""
+    return {} if megatron_version() == "0.16" else {"async_strategy": "mcore"}
 
 
 def _install() -> None:
@@ -218,12 +257,14 @@ def _install() -> None:
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     torch.compile = compile_
-    wanted = [*ROUTER_LOSS_PATCHES] if on_cuda else [*MEGATRON_PATCHES, *ROUTER_LOSS_PATCHES]
+    wanted = [*ROUTER_LOSS_PATCHES, *CHECKPOINT_PATCHES] + ([] if on_cuda else [*MEGATRON_PATCHES])
     if not (has_module("transformer_engine") or has_module("apex")):
         wanted += ADAM_PATCHES
     for patch in wanted:
         if version in patch.versions:
             patch.apply()
+    for message in HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     # On a CPU the generator of the CPU is also that of the "device": the warning would come at every fork.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 

@@ -59,6 +59,8 @@ def start(config: PlatformConfig) -> Platform:
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     device = torch.device("cpu")
     if device_type == "cuda":
+        # Megatron counts on communication being queued before the computation that hides it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if config.deterministic:

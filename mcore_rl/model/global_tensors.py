@@ -28,7 +28,9 @@ class Piece:
 def pieces(chunks: Sequence[nn.Module]) -> Iterator[Piece]:
     """Every weight and persistent buffer of this rank's chunks."""
     for chunk in chunks:
-        state = unwrap(chunk).sharded_state_dict()
+        model = unwrap(chunk)
+        # Megatron asks for the group only where an MTP stage holds a copy of the embedding.
+        state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
         apply_factories(state)
         for tensor in _leaves(state):
             yield Piece(

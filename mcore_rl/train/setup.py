@@ -14,6 +14,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.model.build import build_model, unwrap
+from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.train.optim import build_optimizer, build_schedule
 from mcore_rl.train.state import Progress, TrainState
@@ -35,6 +36,7 @@ def set_up(config: PretrainConfig, platform: Platform) -> TrainState:
         optimizer=optimizer,
         schedule=build_schedule(config.optim, optimizer, config.train.steps),
         progress=Progress(),
+        timers=Timers(platform.device),
     )
 
 

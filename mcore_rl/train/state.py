@@ -8,6 +8,7 @@ from torch import nn
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.run import PretrainConfig
+from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh
 
 
@@ -36,3 +37,4 @@ class TrainState:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     progress: Progress
+    timers: Timers

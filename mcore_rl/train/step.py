@@ -45,8 +45,10 @@ def train_step(
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
     learning_rate = current_learning_rate(state)
-    kept = run_pass(state.chunks, microbatches, head, backward=True, routing=routing)
-    updated, grad_norm, _ = state.optimizer.step()
+    with state.timers.phase("forward_backward"):
+        kept = run_pass(state.chunks, microbatches, head, backward=True, routing=routing)
+    with state.timers.phase("optimizer"):
+        updated, grad_norm, _ = state.optimizer.step()
     if updated:
         state.schedule.step(1)
     state.progress.step += 1

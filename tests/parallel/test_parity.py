@@ -26,25 +26,29 @@ MESHES = {
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
     "pp2-ep2": MeshConfig(pp=2, ep=2, dp=2),
     "pp2-uneven": MeshConfig(pp=2, first_stage_layers=1, last_stage_layers=3),
+    "ep2-overlapped": MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
 }
+MODELS = {name: family.tiny for name, family in FAMILIES.items()}
+MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 REPRESENTATIVE = ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2", "tp2-pp2-vpp2")
 CASES = [("qwen3_moe", mesh) for mesh in MESHES] + [
-    (family, mesh) for family in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
+    (model, mesh) for model in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
 ]
+CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "cp2")]
 
 
 @functools.cache
-def single_rank(family: str) -> tuple[Tensors, Outcome]:
-    """Initial weights of a family, and the five steps on one rank from them."""
-    config = config_of(FAMILIES[family].tiny, MeshConfig())
+def single_rank(model: str) -> tuple[Tensors, Outcome]:
+    """Initial weights of a model, and the five steps on one rank from them."""
+    config = config_of(MODELS[model], MeshConfig())
     initial = random_weights(config)
     return initial, run(config, 1, initial)
 
 
-@pytest.mark.parametrize(("family", "mesh"), CASES)
-def test_five_steps_do_not_depend_on_the_mesh(family: str, mesh: str) -> None:
-    initial, reference = single_rank(family)
-    config = config_of(FAMILIES[family].tiny, MESHES[mesh])
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_five_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
+    initial, reference = single_rank(model)
+    config = config_of(MODELS[model], MESHES[mesh])
     outcome = run(config, config.mesh.smallest_world, initial)
     assert_equal_training(outcome, reference)
 
@@ -58,7 +62,7 @@ def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> N
         if recompute == "full"
         else PlatformConfig(recompute="selective", recompute_modules=tuple(recompute.split("-")))  # type: ignore[arg-type]
     )
-    config = config_of(FAMILIES["qwen3_moe"].tiny, MESHES.get(mesh, MeshConfig()), platform)
+    config = config_of(MODELS["qwen3_moe"], MESHES.get(mesh, MeshConfig()), platform)
     assert_equal_training(run(config, config.mesh.smallest_world, initial), reference)
 
 
@@ -80,6 +84,6 @@ def halve_gradients(state: TrainState) -> None:
 @pytest.mark.parametrize("sabotage", [unmark_norms, halve_gradients])
 def test_a_broken_reduction_fails_the_comparison(sabotage) -> None:  # type: ignore[no-untyped-def]
     initial, reference = single_rank("qwen3_moe")
-    config = config_of(FAMILIES["qwen3_moe"].tiny, MESHES["tp2"])
+    config = config_of(MODELS["qwen3_moe"], MESHES["tp2"])
     with pytest.raises(AssertionError, match="gradients differ"):
         assert_equal_training(run(config, 2, initial, sabotage), reference)

@@ -1,0 +1,31 @@
+"""The global batch of each step when it grows at the start of a run."""
+
+from collections.abc import Iterator
+
+from mcore_rl.config.run import TrainConfig
+
+
+def global_batch_at(train: TrainConfig, consumed_samples: int) -> int:
+    """Sequences of the step that begins after `consumed_samples`: from ramp_start in equal stages to global_batch.
+
+    As Megatron-LM's --rampup-batch-size: each increment lasts for ramp_samples / number of increments.
+    """
+    if not train.ramp_start or consumed_samples >= train.ramp_samples:
+        return train.global_batch
+    increments = (train.global_batch - train.ramp_start) // train.ramp_increment
+    stage = consumed_samples * increments // train.ramp_samples
+    return min(train.ramp_start + stage * train.ramp_increment, train.global_batch)
+
+
+def batches(train: TrainConfig) -> Iterator[tuple[int, int]]:
+    """For every step of the run: the samples consumed before it, and its global batch."""
+    consumed_samples = 0
+    for _ in range(train.steps):
+        size = global_batch_at(train, consumed_samples)
+        yield consumed_samples, size
+        consumed_samples += size
+
+
+def total_samples(train: TrainConfig) -> int:
+    """Sequences that the whole run reads."""
+    return sum(size for _, size in batches(train))

@@ -1,0 +1,110 @@
+"""A training state as shards to save, and back."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch import nn
+
+from mcore_rl.model.checkpoint.read import OURS, Stored, read
+from mcore_rl.model.checkpoint.weights import (
+    common_state,
+    content_metadata,
+    put_weights,
+    weights_state,
+    without_absent_extras,
+)
+from mcore_rl.model.checkpoint.write import describe_mesh
+from mcore_rl.train.random_states import random_states, reseed, restore_random_states
+from mcore_rl.train.state import Progress, TrainState
+
+RANDOM = "mcore_rl.random_states"
+
+
+def settle_weights(chunks: Sequence[nn.Module]) -> None:
+    """Collective over the data-parallel ranks: every rank has the weights of the last optimizer step.
+
+    With overlap_param_gather Megatron gathers them only in the next forward pass; whatever reads weights in
+    between (checkpoints, weight sync) would get those of the step before.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def full_state(state: TrainState) -> dict[str, Any]:
+    """Collective over the mesh: everything that a resumed run needs, as shards and common values.
+
+    The common values are copies; the shards of weights share the weights' memory.
+    """
+    settle_weights(state.chunks)
+    _initialize_optimizer(state)
+    weights = weights_state(state.chunks, state.mesh)
+    # Megatron's optimizer adds to the dict that it is given.
+    moments = state.optimizer.sharded_state_dict(
+        dict(weights), is_loading=False, metadata=content_metadata(state.mesh)
+    )
+    ours = {"progress": asdict(state.progress)}
+    common = common_state(state.config.model, state.mesh, state.progress.step, ours)
+    common["args"].consumed_train_samples = state.progress.consumed_samples
+    return weights | common | {
+        "optimizer": moments,
+        "opt_param_scheduler": state.schedule.state_dict(),
+        "random_states": _random_shard(state, random_states()),
+    }
+
+
+def load_full_state(state: TrainState, stored: Stored) -> list[str]:
+    """Collective over the mesh: `state` goes on from the checkpoint; lines for the log on what is not as it was."""
+    assert stored.marker is not None
+    is_same_mesh = (stored.marker.mesh, stored.marker.world_size) == (describe_mesh(state.mesh), state.mesh.world.size)
+    wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
+    wanted["optimizer"] = state.optimizer.sharded_state_dict(
+        dict(wanted), is_loading=True, metadata=content_metadata(state.mesh)
+    )
+    if is_same_mesh:
+        wanted["random_states"] = _random_shard(state, None)
+    loaded = read(wanted, stored, state.mesh, state.config.model)
+    put_weights(state.chunks, loaded)
+    _put_optimizer(state, loaded)
+    state.progress = Progress(**loaded[OURS]["progress"])
+    if is_same_mesh:
+        restore_random_states(loaded["random_states"])
+        return []
+    reseed(state.config.train.seed, state.progress.step)
+    return [
+        f"random states follow anew from train.seed={state.config.train.seed} and step {state.progress.step}: the "
+        f"checkpoint is of another mesh ({_sizes(stored.marker.mesh)})"
+    ]
+
+
+def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
+    """Moments, main weights, step counts and the place in the schedule; settings stay what the config says now."""
+    settings = [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in state.optimizer.param_groups
+    ]
+    with torch.no_grad():
+        state.optimizer.load_state_dict(loaded["optimizer"])
+    for group, ours in zip(state.optimizer.param_groups, settings, strict=True):
+        group.update(ours)
+    state.schedule.num_steps = 0  # Megatron adds the checkpoint's to it
+    state.schedule.load_state_dict(loaded["opt_param_scheduler"])
+
+
+def _initialize_optimizer(state: TrainState) -> None:
+    """Zero moments where no step has made any, as before the first step: Megatron cannot save what is not there."""
+    for optimizer in state.optimizer.chained_optimizers:
+        if not optimizer.is_stub_optimizer:
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+
+
+def _random_shard(state: TrainState, states: dict[str, Any] | None) -> ShardedObject:
+    world = state.mesh.world
+    return ShardedObject(RANDOM, states, (world.size,), (world.rank,), replica_id=0)
+
+
+def _sizes(mesh: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in mesh.items() if size > 1) or "1 rank"

@@ -1,0 +1,137 @@
+"""The folder of a run: one writer at a time, and what it says to those who come later.
+
+    config.toml, metrics.jsonl ...      of the loop
+    checkpoints/                        see model/checkpoint/folder.py
+    writer.json                         the attempt that may write here: the fence
+    STOP                                made by anybody: finish the step, save, end
+    DONE                                all steps are done
+"""
+
+import json
+import os
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mcore_rl.backend.attempt import Attempt, this_attempt
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.checkpoint.folder import naming, write_atomically
+from mcore_rl.parallel.agree import on_rank_zero
+
+
+class RunFolder:
+    """Paths in a run's folder, and its DONE."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.stop_file = path / "STOP"
+        self._done = path / "DONE"
+        self._writer = path / "writer.json"
+
+    def done(self) -> str | None:
+        """Collective over the world: what a start after the last step says instead of training; None: not done."""
+
+        def read() -> str | None:
+            with naming(self._done, "reading"):
+                text = self._done.read_text(encoding="utf-8").strip() if self._done.exists() else None
+            return text and f"{text} ({self._done}). Delete it to go on, with a larger train.steps"
+
+        return on_rank_zero(read)
+
+    def mark_done(self, step: int) -> None:
+        """Collective over the world: all steps are done and saved."""
+
+        def write() -> None:
+            with naming(self._done, "writing"):
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                write_atomically(self._done, f"all {step} steps are done since {now}\n")
+
+        on_rank_zero(write)
+
+    def claim(self) -> "Fence":
+        """Collective over the world: this run becomes the folder's one writer; a STOP from before is forgotten.
+
+        CheckpointError when a living process of this host is the writer. One on another host cannot be asked: it is
+        taken over, and notices at its next save.
+        """
+        return Fence(self._writer, on_rank_zero(self._claim))
+
+    def _claim(self) -> Attempt:
+        me = this_attempt()
+        with naming(self.path, "claiming"):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            while not _create(self._writer, me):
+                before = read_writer(self._writer)
+                if before is not None and before != me and before.is_alive_here():
+                    raise CheckpointError(
+                        f"{self.path} is being written by {before.describe()}, which is running. Wait for it, end it "
+                        f"(kill {before.pid}), or choose another run_dir"
+                    )
+                if before is not None:
+                    write_atomically(self._writer, _text(me))
+                    break
+            self.stop_file.unlink(missing_ok=True)
+        return me
+
+
+class Fence:
+    """The right to write to a run's folder: lost when another attempt has claimed it."""
+
+    def __init__(self, path: Path, me: Attempt) -> None:
+        self._path = path
+        self._me = me
+
+    def check(self) -> None:
+        """Collective over the world: CheckpointError on all ranks when this run is no longer the writer."""
+        on_rank_zero(self.check_here)
+
+    def check_here(self) -> None:
+        """The same, on rank 0 alone, inside of what rank 0 does for all."""
+        with naming(self._path, "reading"):
+            writer = read_writer(self._path)
+        if writer != self._me:
+            taker = writer.describe() if writer else "somebody who deleted the file"
+            raise CheckpointError(
+                f"{self._path.parent} now belongs to {taker}: this run ({self._me.describe()}) stops without saving. "
+                "Let only one of them run"
+            )
+
+    def release(self) -> None:
+        """Collective over the world: nobody is the writer any more."""
+
+        def remove() -> None:
+            with naming(self._path, "removing"):
+                if read_writer(self._path) == self._me:
+                    self._path.unlink()
+
+        on_rank_zero(remove)
+
+
+def read_writer(path: Path) -> Attempt | None:
+    """The attempt in a fence's file; None when there is no file."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise CheckpointError(f"{path} is damaged: it should be written by one run only. Delete it") from None
+    fields.pop("since", None)
+    return Attempt(**fields)
+
+
+def _create(path: Path, me: Attempt) -> bool:
+    """Write the file, all of it at once, unless there is one."""
+    new = path.with_name(f"{path.name}.{me.host}.{me.pid}")
+    new.write_text(_text(me), encoding="utf-8")
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        return False
+    finally:
+        new.unlink()
+    return True
+
+
+def _text(me: Attempt) -> str:
+    return json.dumps(asdict(me) | {"since": datetime.now(UTC).isoformat(timespec="seconds")}, indent=1) + "\n"
