@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.backend.mcore_compat import has_module, megatron_version
+from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 
@@ -39,16 +40,6 @@ class Platform:
             f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, {layers} layers, "
             f"{adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
         )
-
-
-def world_size_of_launcher() -> int:
-    """How many ranks the launcher (torchrun, srun, `mcore-rl`) started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
-
-
-def rank_of_launcher() -> int:
-    """This process's rank as the launcher tells it; 0 without one."""
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
 def start(config: PlatformConfig) -> Platform:

@@ -42,14 +42,14 @@ class Fit:
         *,
         checkpoints: Checkpoints,
         log: Log,
-        stop_requested: Callable[[], bool],
+        stop: Callable[[], str | None],
     ) -> None:
         self.state = state
         self.head = head
         self.sources = sources
         self.checkpoints = checkpoints
         self.log = log
-        self.stop_requested = stop_requested
+        self.stop = stop
         config = state.config
         self._load = RouterLoad(state.chunks) if config.model.is_moe else None
         self._flops_per_token = train_flops_per_token(config.model, config.data.seq_length)
@@ -63,13 +63,14 @@ class Fit:
         """Train until all steps are done (True) or a stop is asked for (False); a checkpoint is saved in both cases."""
         progress, train = self.state.progress, self.state.config.train
         while progress.step < train.steps:
-            if self.stop_requested():
-                self.log.say("stop requested: saving", step=progress.step)
+            if reason := self.stop():
+                self.log.say(f"stopping after step {progress.step}: {reason}")
                 self._save_last()
                 return False
             self._step()
             self._when_due()
-        self._evaluate_and_tell()
+        self._tell_evaluation("eval", self.sources.valid)
+        self._tell_evaluation("test", self.sources.test)
         self._save_last()
         return True
 
@@ -94,15 +95,19 @@ class Fit:
     def _when_due(self) -> None:
         """Evaluation, checkpoint, and what a background save has to say."""
         config, step = self.state.config, self.state.progress.step
-        if config.train.eval_interval and step % config.train.eval_interval == 0 and step < config.train.steps:
+        if (
+            config.train.eval_interval
+            and step % config.train.eval_interval == 0
+            and step < config.train.steps
+        ):
             self._tell_evaluation("eval", self.sources.valid)
-        if config.checkpoint.interval and step % config.checkpoint.interval == 0 and step < config.train.steps:
+        if (
+            config.checkpoint.interval
+            and step % config.checkpoint.interval == 0
+            and step < config.train.steps
+        ):
             self._save()
-        self.checkpoints.poll()
-
-    def _evaluate_and_tell(self) -> None:
-        self._tell_evaluation("eval", self.sources.valid)
-        self._tell_evaluation("test", self.sources.test)
+        self._say(self.checkpoints.poll())
 
     def _tell_evaluation(self, name: str, source: BatchSource | None) -> None:
         """The mean loss over the first `eval_batches` batches of `source`, the same ones each time."""
@@ -128,7 +133,11 @@ class Fit:
 
     def _save_last(self) -> None:
         self._save()
-        self.checkpoints.finish()
+        self._say(self.checkpoints.finish())
+
+    def _say(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.log.say(line)
 
     def _tell(self, report: StepReport, global_batch: int, step_s: float) -> None:
         state, progress = self.state, self.state.progress
@@ -165,7 +174,9 @@ class Fit:
             return
         self._skipped_in_a_row += 1
         self.log.say(
-            "step skipped: its gradient is not finite; weights are as before", step=progress.step, loss=report.loss
+            "step skipped: its gradient is not finite; weights are as before",
+            step=progress.step,
+            loss=report.loss,
         )
         if self._skipped_in_a_row > allowed:
             raise TrainingError(
