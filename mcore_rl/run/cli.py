@@ -1,0 +1,169 @@
+"""`mcore-rl <command>`. Neither torch nor Megatron is imported before ranks are started, so that help is quick."""
+
+import argparse
+import difflib
+import importlib
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl import __version__
+from mcore_rl.backend.launcher import error_text, launch_local, under_launcher
+from mcore_rl.config.checks import check
+from mcore_rl.config.describe import describe_sections
+from mcore_rl.config.load import dump_config, load_config
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.section import Section
+from mcore_rl.errors import ConfigError, McoreRlError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What follows `mcore-rl`. `run` gets the parsed arguments: config, overrides, ranks."""
+
+    summary: str
+    example: str
+    config: type[Section]
+    run: Callable[[argparse.Namespace], int]
+
+
+def ranks_of(module: str) -> Callable[[argparse.Namespace], int]:
+    """Be one rank of `module` under a launcher; without one, start its ranks here and wait for them."""
+
+    def run_ranks(args: argparse.Namespace) -> int:
+        words = [args.config, *args.overrides]
+        if under_launcher():
+            if args.ranks:
+                raise ConfigError(
+                    f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out."
+                )
+            return int(importlib.import_module(module).main(words))
+        config, ranks = checked_config(args)
+        return launch_local(module, words, ranks, next_log_dir(Path(config.run_dir)))
+
+    return run_ranks
+
+
+def show_config(args: argparse.Namespace) -> int:
+    """Print what a run would use, after the same checks."""
+    config, ranks = checked_config(args)
+    sys.stdout.write(f"# passes all checks on {ranks} ranks\n{dump_config(config)}")
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "pretrain": Command(
+        "Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
+        "mcore-rl pretrain launch/recipes/tiny_moe/pretrain.toml mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
+        PretrainConfig,
+        ranks_of("mcore_rl.run.pretrain"),
+    ),
+    "config": Command(
+        "Print the config that a file and overrides make, after all checks, and start nothing.",
+        "mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=0 --ranks 64",
+        PretrainConfig,
+        show_config,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script; the exit status: 0, 2 for what the user can mend, otherwise that of the first failure."""
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(overview())
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"mcore-rl {__version__}\n")
+        return 0
+    try:
+        return run(name, arguments)
+    except McoreRlError as error:
+        sys.stderr.write(error_text(error) + "\n")
+        return 2
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """The exit status of command `name`."""
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        remedy = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
+        raise ConfigError(f"There is no command {name}. {remedy}")
+    command = COMMANDS[name]
+    return command.run(parser_of(name, command).parse_intermixed_args(arguments))
+
+
+def checked_config(args: argparse.Namespace) -> tuple[PretrainConfig, int]:
+    """The config and the number of ranks it was checked for."""
+    config = load_config(PretrainConfig, Path(args.config), args.overrides)
+    ranks = args.ranks or config.mesh.smallest_world
+    check(config, ranks)
+    return config, ranks
+
+
+def next_log_dir(run_dir: Path) -> Path:
+    """A new folder `run_dir/logs/<n>`, so that no attempt overwrites the output of an earlier one."""
+    logs = run_dir / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        attempts = [int(folder.name) for folder in logs.iterdir() if folder.name.isdecimal()]
+        folder = logs / str(max(attempts, default=-1) + 1)
+        folder.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f'run_dir="{run_dir}" cannot be written: {error.strerror}. Choose another.'
+        ) from None
+    return folder
+
+
+def overview() -> str:
+    """What `mcore-rl --help` says."""
+    commands = "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
+    return (
+        "usage: mcore-rl <command> ...\n\n"
+        f"Pretraining and reinforcement learning of Mixture-of-Experts models on Megatron-Core.\n\n{commands}\n\n"
+        f"`mcore-rl <command> --help` says more. An example:\n  {COMMANDS['pretrain'].example}\n"
+    )
+
+
+def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
+    """The arguments of a command; its help ends in every field of the config."""
+    parser = argparse.ArgumentParser(
+        prog=f"mcore-rl {name}",
+        description=f"{command.summary}\n\nexample:\n  {command.example}",
+        epilog=fields_help(command.config),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="the config file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
+    parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
+    return parser
+
+
+def positive(text: str) -> int:
+    """The number that an argument asks for."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def fields_help(config: type[Section]) -> str:
+    """Every field of the config by section: key, default, type, meaning."""
+    width = min(max(shutil.get_terminal_size().columns, 60), 110)
+    paragraphs = ["The fields of CONFIG.toml, with their defaults:"]
+    for section in describe_sections(config):
+        title = f"[{section.key}]  {section.meaning}" if section.key else section.meaning
+        lines = textwrap.wrap(title, width)
+        for doc in section.fields:
+            lines.append(f"  {doc.key} = {doc.default}    ({doc.type})")
+            lines += textwrap.wrap(doc.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
