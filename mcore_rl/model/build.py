@@ -1,11 +1,10 @@
 """A rank's chunks of a model."""
 
-from torch import nn
-
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
@@ -13,9 +12,6 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.spec import block_spec, mtp_spec
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.parallel.mesh import Mesh, is_first_chunk, is_last_chunk
-
-LLAMA3_ORIGINAL_LENGTH = 8192
-"""Megatron's llama3 stretching takes no other."""
 
 
 def build_model(

@@ -3,12 +3,14 @@
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.backend.mcore_compat import has_module
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import ConfigError
 from mcore_rl.model.families import FAMILIES
 from mcore_rl.parallel.mesh import Mesh
 
@@ -27,7 +29,13 @@ def transformer_config(
     )
     if model.is_moe:
         arguments |= _dispatch(model, platform)
+    # Megatron's fused kernel for latent attention knows YaRN only.
+    arguments["apply_rope_fusion"] = platform.layers == "te" and (
+        not family.mla or model.rope.scaling == "yarn"
+    )
     config = MLATransformerConfig(**arguments) if family.mla else TransformerConfig(**arguments)
+    if family.mla:
+        _set_latent_norm(config, model, platform)
     if model.rope.scaling == "yarn" and not family.mla:
         _set_yarn(config, model)
     return config
@@ -84,7 +92,6 @@ def _numeric(platform: Platform, settings: PlatformConfig) -> dict[str, Any]:
         "bias_dropout_fusion": platform.is_cuda,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "apply_rope_fusion": te,
         "gradient_accumulation_fusion": te and has_module("fused_weight_gradient_mlp_cuda"),
         "cross_entropy_loss_fusion": te,
         "cross_entropy_fusion_impl": "te" if te else "native",
@@ -106,15 +113,35 @@ def _recompute(settings: PlatformConfig) -> dict[str, Any]:
 
 
 def _dispatch(model: ModelConfig, platform: Platform) -> dict[str, Any]:
-    te = platform.layers == "te"
     deepep = model.moe.dispatcher == "deepep"
+    if deepep and not (platform.is_cuda and has_module("deep_ep")):
+        raise ConfigError(
+            'model.moe.dispatcher="deepep" needs CUDA and the deep_ep package, which is not importable here. '
+            'Use "alltoall".'
+        )
+    te = platform.layers == "te"
     return {
         "moe_token_dispatcher_type": "flex" if deepep else model.moe.dispatcher,
         "moe_flex_dispatcher_backend": "deepep",
-        "moe_permute_fusion": te,
+        # Older versions of TransformerEngine lack these kernels; Megatron then has None under their names.
+        "moe_permute_fusion": te and _has_kernels("fused_permute", "fused_unpermute"),
         # The fused router returns before the hook of routing replay; RL builds its policy without it.
-        "moe_router_fusion": te,
+        "moe_router_fusion": te and _has_kernels("fused_topk_with_score_function", "fused_moe_aux_loss"),
     }
+
+
+def _has_kernels(*names: str) -> bool:
+    return all(getattr(moe_utils, name, None) is not None for name in names)
+
+
+def _set_latent_norm(config: TransformerConfig, model: ModelConfig, platform: Platform) -> None:
+    """The latents' own epsilon: a plain attribute for our norm; TransformerEngine's fused one has only the common."""
+    if platform.layers == "te" and model.mla.norm_eps != model.norm_eps:
+        raise ConfigError(
+            f"model.mla.norm_eps={model.mla.norm_eps} and model.norm_eps={model.norm_eps} differ, and "
+            'TransformerEngine\'s layers know one epsilon. Set platform.layers="torch", or make them equal.'
+        )
+    config.latent_norm_eps = model.mla.norm_eps
 
 
 def _set_yarn(config: TransformerConfig, model: ModelConfig) -> None:
