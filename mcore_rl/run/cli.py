@@ -22,12 +22,14 @@ from mcore_rl.errors import ConfigError, McoreRlError
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What follows `mcore-rl`. `run` gets the parsed arguments: config, overrides, ranks."""
+    """What follows `mcore-rl`. `run` gets what `add_arguments` declares."""
 
     summary: str
     example: str
-    config: type[Section]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    config: type[Section] | None = None
+    """Whose fields the help explains."""
 
 
 def ranks_of(module: str) -> Callable[[argparse.Namespace], int]:
@@ -47,6 +49,15 @@ def ranks_of(module: str) -> Callable[[argparse.Namespace], int]:
     return run_ranks
 
 
+def program(module: str) -> Callable[[argparse.Namespace], int]:
+    """Run `module` in this process; it is imported only now."""
+
+    def run_here(args: argparse.Namespace) -> int:
+        return int(importlib.import_module(module).main(args))
+
+    return run_here
+
+
 def show_config(args: argparse.Namespace) -> int:
     """Print what a run would use, after the same checks."""
     config, ranks = checked_config(args)
@@ -54,18 +65,53 @@ def show_config(args: argparse.Namespace) -> int:
     return 0
 
 
+def config_arguments(parser: argparse.ArgumentParser) -> None:
+    """A config file, fields on top of it, and how many ranks."""
+    parser.add_argument("config", metavar="CONFIG.toml", help="the config file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
+    parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
+
+
+def generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """A run, a prompt, and how to draw tokens."""
+    parser.add_argument("--run", type=Path, required=True, help="the run_dir of a training")
+    parser.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
+    parser.add_argument("--tokens", type=positive, default=64, help="how many at the most (default 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing at a temperature above 0")
+
+
+def plot_arguments(parser: argparse.ArgumentParser) -> None:
+    """A run."""
+    parser.add_argument("run", type=Path, help="the run_dir of a training")
+
+
 COMMANDS: dict[str, Command] = {
     "pretrain": Command(
         "Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
         "mcore-rl pretrain launch/recipes/tiny_moe/pretrain.toml mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
-        PretrainConfig,
+        config_arguments,
         ranks_of("mcore_rl.run.pretrain"),
+        PretrainConfig,
     ),
     "config": Command(
         "Print the config that a file and overrides make, after all checks, and start nothing.",
         "mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=0 --ranks 64",
-        PretrainConfig,
+        config_arguments,
         show_config,
+        PretrainConfig,
+    ),
+    "generate": Command(
+        "Continue a text with the newest checkpoint of a run, on one process, whatever its mesh was.",
+        'mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40 --temperature 0.7',
+        generate_arguments,
+        program("mcore_rl.run.generate"),
+    ),
+    "plot": Command(
+        "Draw <run_dir>/metrics.png: loss, learning rate, gradient norm, load of the experts.",
+        "mcore-rl plot runs/quickstart/pretrain",
+        plot_arguments,
+        program("mcore_rl.run.plot"),
     ),
 }
 
@@ -130,16 +176,14 @@ def overview() -> str:
 
 
 def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
-    """The arguments of a command; its help ends in every field of the config."""
+    """The arguments of a command; where it has a config, the help ends in its fields."""
     parser = argparse.ArgumentParser(
         prog=f"mcore-rl {name}",
         description=f"{command.summary}\n\nexample:\n  {command.example}",
-        epilog=fields_help(command.config),
+        epilog=fields_help(command.config) if command.config else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG.toml", help="the config file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
-    parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
+    command.add_arguments(parser)
     return parser
 
 

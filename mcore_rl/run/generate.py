@@ -3,8 +3,6 @@
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -20,30 +18,14 @@ from mcore_rl.model.sampling import continue_tokens
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the prompt and its continuation by the newest checkpoint of a run."""
-    args = parser().parse_args(argv)
+def main(args: argparse.Namespace) -> int:
+    """Print the prompt and its continuation; `args` as `mcore-rl generate` declares them."""
     with rank_guard():
         config = load_config(PretrainConfig, args.run / "config.toml", ())
         tokenizer = load_tokenizer(config.data.tokenizer)
         sys.stdout.write(args.prompt + continuation(args, config, tokenizer) + "\n")
         platforms.stop()
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    command = argparse.ArgumentParser(
-        prog="mcore-rl generate",
-        description=__doc__,
-        epilog='example: mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40',
-    )
-    command.add_argument("--run", type=Path, required=True, help="the run_dir of the training")
-    command.add_argument("--prompt", default="", help="text to continue; empty: from the start of a document")
-    command.add_argument("--tokens", type=int, default=64, help="how many at the most (default 64)")
-    command.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (default 0)")
-    command.add_argument("--seed", type=int, default=0, help="of the drawing at a temperature above 0")
-    return command
 
 
 def continuation(args: argparse.Namespace, config: PretrainConfig, tokenizer: Tokenizer) -> str:
@@ -63,7 +45,3 @@ def continuation(args: argparse.Namespace, config: PretrainConfig, tokenizer: To
     )
     until_end = itertools.takewhile(lambda token: token != tokenizer.eod_id, tokens)
     return tokenizer.decode(list(itertools.islice(until_end, args.tokens)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
