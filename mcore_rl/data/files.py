@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mcore_rl.errors import DataError
 
-# A quota and a file-size limit stop a writer as a full disk does.
-USERS_TO_MEND = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+# A quota and a file-size limit stop a writer as a full disk does; the last two: a file where a folder should be.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 LOCK_POLL_S = 0.1
 
 
@@ -46,7 +47,7 @@ def disk_errors_explained(folder: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in USERS_TO_MEND:
+        if error.errno not in FULL + FORBIDDEN:
             raise
         raise DataError(f"{error.filename or folder}: {os.strerror(error.errno)}. {remedy}") from error
 

@@ -30,7 +30,8 @@ from mcore_rl.errors import DataError
 
 ENDINGS = (".bin", ".idx", ".json")
 SHOWN_BAD_LINES = 10
-LOCK_WAIT_S = 10.0
+LOCK_WAIT_S = 3.0
+"""Workers of a killed run need a moment to end."""
 AGAIN = "Make room (or give write access) there, and run the same command again: it goes on where it was."
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +76,17 @@ def write_python_corpus(folder: Path, *, max_bytes: int = 8 << 20) -> PythonCorp
 
 def _modules(library: Path) -> list[str]:
     """Paths below the library, with forward slashes."""
-    paths = (path.relative_to(library) for path in library.rglob("*.py"))
-    return [
-        path.as_posix()
-        for path in paths
-        if not LEFT_OUT.intersection(path.parts)
-        and not path.name.startswith("_sysconfigdata")  # names this machine
-    ]
+    found = []
+    for folder, folders, names in os.walk(library):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        below = Path(folder).relative_to(library)
+        found += [(below / name).as_posix() for name in names if _is_module(name)]
+    return found
+
+
+def _is_module(name: str) -> bool:
+    """Whether this is source that does not tell of the machine it was built on."""
+    return name.endswith(".py") and not name.startswith("_sysconfigdata")
 
 
 def _hash(path: str) -> str:

@@ -72,7 +72,7 @@ class SentencePieceTokenizer:
             )
         content = path.read_bytes()
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except RuntimeError as error:
             raise DataError(
                 f"{path} ({len(content)} bytes) is not a sentencepiece model: {error}. Copy it again, or "

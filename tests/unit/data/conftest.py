@@ -1,0 +1,63 @@
+"""A corpus of made-up words, a tokenizer of it, and a world of one rank."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.documents import Layout
+from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
+
+
+def made_up_documents(count: int, *, words: int, seed: int = 0) -> list[str]:
+    """Documents of common and rare words, with digits, tabs, blank lines and letters that no tokenizer expects."""
+    draw = random.Random(seed)
+    letters = "etaoinshrdlu"
+    lexicon = ["".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(400)]
+    joints = [" "] * 30 + ["\n", "\n\n", "\t", " 1984 ", ", ", " é ", " 漢 ", " 😀 ", "    "]
+    documents = []
+    for _ in range(count):
+        length = draw.randint(1, 2 * words)
+        documents.append("".join(draw.choice(lexicon) + draw.choice(joints) for _ in range(length)) + "end")
+    return documents
+
+
+def write_jsonl(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(documents)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[str]:
+    """About 1.3 MB of JSON lines: five shards."""
+    return made_up_documents(700, words=280)
+
+
+@pytest.fixture(scope="session")
+def corpus(documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", documents)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    sample = write_jsonl(folder / "sample.jsonl", made_up_documents(40, words=100))
+    model = folder / "small.model"
+    train_tokenizer(
+        TokenizerTraining(inputs=(sample,), output=model, layout=Layout(kind="jsonl"), vocab_size=400)
+    )
+    return TokenizerConfig(kind="sentencepiece", path=str(model))
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,113 @@
+import math
+import struct
+
+import numpy
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from mcore_rl.data import index_file
+from mcore_rl.data.index_file import max_token_id, read_index, unigram_entropy
+from mcore_rl.errors import DataError
+
+DOCUMENTS = [[5, 6, 7, 2], [8, 2], [2], [900, 1, 1, 1, 2]]
+
+
+def write(prefix, documents, dtype=numpy.uint16):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_document(torch.tensor(document), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+@pytest.mark.parametrize("dtype", [numpy.uint16, numpy.int32])
+def test_megatrons_pair_is_read_as_it_was_written(tmp_path, dtype):
+    index = read_index(write(tmp_path / "data.v1", DOCUMENTS, dtype))
+    assert index.lengths_N.tolist() == [4, 2, 1, 5]
+    assert index.num_tokens == 12
+    assert index.tokens_T().tolist() == [token for document in DOCUMENTS for token in document]
+    assert index.dtype == dtype
+    assert max_token_id(index) == 900
+
+
+def cut(path, num_bytes):
+    path.write_bytes(path.read_bytes()[:num_bytes])
+
+
+def patch(path, offset, content):
+    data = bytearray(path.read_bytes())
+    data[offset : offset + len(content)] = content
+    path.write_bytes(data)
+
+
+HEADER, LENGTHS = 34, 4 * 4
+CORRUPTIONS = {
+    "empty .bin": (lambda bin, idx: cut(bin, 0), r"\.bin has 0 bytes, its \.idx says 24"),
+    "short .bin": (lambda bin, idx: cut(bin, 23), r"\.bin has 23 bytes"),
+    "long .bin": (lambda bin, idx: bin.write_bytes(bin.read_bytes() + b"\0\0"), r"\.bin has 26 bytes"),
+    "missing .bin": (lambda bin, idx: bin.unlink(), r"there is no .*\.bin"),
+    "missing .idx": (lambda bin, idx: idx.unlink(), r"there is no .*\.idx"),
+    "missing pair": (lambda bin, idx: (bin.unlink(), idx.unlink()), r"no .*\.bin and no .*\.idx"),
+    "empty .idx": (lambda bin, idx: cut(idx, 0), "wrong magic"),
+    "header only": (lambda bin, idx: cut(idx, HEADER), "need 122"),
+    "short .idx": (lambda bin, idx: cut(idx, 100), "100 bytes; 4 sequences and 5 bounds need 122"),
+    "other magic": (lambda bin, idx: patch(idx, 0, b"X"), "wrong magic"),
+    "other version": (lambda bin, idx: patch(idx, 9, b"\x02"), "version 2"),
+    "unknown dtype": (lambda bin, idx: patch(idx, 17, b"\x63"), "dtype code 99"),
+    "other dtype": (lambda bin, idx: patch(idx, 17, b"\x04"), "contradict"),
+    "zeroed tail": (lambda bin, idx: patch(idx, HEADER + LENGTHS, bytes(72)), "contradict"),
+    "negative length": (lambda bin, idx: patch(idx, HEADER, struct.pack("<i", -4)), "contradict"),
+    "wrong length": (lambda bin, idx: patch(idx, HEADER, struct.pack("<i", 3)), "contradict"),
+    "wrong bound": (lambda bin, idx: patch(idx, 114, struct.pack("<q", 9)), "contradict"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_damaged_pair_is_refused_with_what_is_wrong(tmp_path, name):
+    damage, message = CORRUPTIONS[name]
+    prefix = write(tmp_path / "data", DOCUMENTS)
+    damage(tmp_path / "data.bin", tmp_path / "data.idx")
+    with pytest.raises(DataError, match=message):
+        read_index(prefix)
+
+
+def test_a_pair_without_documents_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no token"):
+        read_index(write(tmp_path / "data", []))
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_prefix_with_an_ending_is_told_without(tmp_path, ending):
+    prefix = write(tmp_path / "data", DOCUMENTS)
+    with pytest.raises(DataError, match=f"write '{prefix}'"):
+        read_index(prefix + ending)
+
+
+def test_a_misspelt_prefix_is_told_its_neighbours(tmp_path):
+    write(tmp_path / "books", DOCUMENTS)
+    with pytest.raises(DataError, match="Its folder has: books"):
+        read_index(str(tmp_path / "book"))
+
+
+def test_unfinished_preprocessing_is_told_as_such(tmp_path):
+    (tmp_path / "data.partial").mkdir()
+    with pytest.raises(DataError, match="preprocessing has not ended"):
+        read_index(str(tmp_path / "data"))
+
+
+def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number(tmp_path):
+    assert unigram_entropy(write(tmp_path / "data", [list(range(100, 137))] * 3)) == pytest.approx(
+        math.log(37)
+    )
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+def test_entropy_of_a_half_and_two_quarters(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(index_file, "BLOCK_TOKENS", block)
+    prefix = write(tmp_path / "data", [[1, 1], [1, 1, 9, 7], [9, 7]])
+    assert unigram_entropy(prefix) == pytest.approx(1.5 * math.log(2))
+
+
+def test_entropy_of_one_token_is_zero(tmp_path):
+    assert unigram_entropy(write(tmp_path / "data", [[4, 4, 4]])) == 0.0

@@ -1,0 +1,282 @@
+import time
+from collections import Counter
+
+import numpy
+import pytest
+import torch
+from rich.console import Console
+
+from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.data.documents import Layout
+from mcore_rl.data.indexed import SampleCounts, build_datasets, plan_data
+from mcore_rl.data.preprocess import PreprocessOptions, preprocess
+from mcore_rl.data.sidecar import read_sidecar
+from mcore_rl.errors import DataError
+from tests.unit.data.conftest import made_up_documents, write_jsonl
+from tests.unit.data.test_index_file import write
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+SEQ = 16
+
+
+def numbered(first, documents, length=20):
+    """Documents whose tokens are all different, over the whole dataset."""
+    return [list(range(first + i * length, first + (i + 1) * length)) for i in range(documents)]
+
+
+def config(*train, **more):
+    return DataConfig(train=tuple(map(str, train)), seq_length=SEQ, **{"split": (100.0, 0.0, 0.0), **more})
+
+
+def build(config, train, valid=0, test=0, *, cache, vocab_size=60_000, seed=7):
+    plan = plan_data(config, vocab_size=vocab_size, samples=SampleCounts(train=train, valid=valid, test=test))
+    return build_datasets(plan, seed=seed, cache_dir=cache)
+
+
+def tokens_of(dataset, count=None):
+    return [token for i in range(count or len(dataset)) for token in dataset[i]["tokens"].tolist()]
+
+
+def test_a_sample_is_tokens_their_successors_full_weights_and_positions(tmp_path):
+    prefix = write(tmp_path / "data", numbered(0, 50))
+    train = build(config(prefix), 40, cache=tmp_path / "cache").train
+    sample = train[3]
+    assert set(sample) == {"tokens", "labels", "loss_mask", "position_ids"}
+    assert sample["tokens"].dtype == sample["labels"].dtype == sample["position_ids"].dtype == torch.int64
+    assert sample["tokens"][1:].tolist() == sample["labels"][:-1].tolist()
+    assert sample["loss_mask"].tolist() == [1.0] * SEQ
+    assert sample["position_ids"].tolist() == list(range(SEQ))
+
+
+def test_an_epoch_holds_each_token_once_in_runs_that_are_in_the_documents(tmp_path):
+    prefix = write(tmp_path / "data", numbered(0, 40))
+    train = build(config(prefix), 10, cache=tmp_path / "cache").train
+    assert len(train) == (40 * 20 - 1) // SEQ
+    tokens = Counter(tokens_of(train))
+    assert max(tokens.values()) == 1
+    assert len(tokens) == len(train) * SEQ
+    for i in range(len(train)):
+        for token, label in zip(train[i]["tokens"].tolist(), train[i]["labels"].tolist(), strict=True):
+            assert label == token + 1 or (token % 20 == 19 and label % 20 == 0)
+
+
+def test_the_order_is_that_of_the_seed(tmp_path):
+    data = config(write(tmp_path / "data", numbered(0, 40)))
+    orders = [
+        tokens_of(build(data, 40, cache=tmp_path / f"c{i}", seed=s).train) for i, s in enumerate((1, 1, 2))
+    ]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_special_ids_inside_the_data_are_trained_on_as_they_are(tmp_path):
+    documents = [[0, 1, 2, 3, 65, 0, 3, 2] * 10]
+    sample = build(config(write(tmp_path / "data", documents)), 2, cache=tmp_path / "cache").train[0]
+    assert {0, 1, 2, 3} <= set(sample["labels"].tolist())
+    assert sample["loss_mask"].sum() == SEQ
+
+
+def test_a_blend_without_weights_goes_by_tokens_and_beyond_an_epoch(tmp_path):
+    small = write(tmp_path / "small", numbered(0, 10))
+    large = write(tmp_path / "large", numbered(1000, 30))
+    samples = 400  # an epoch of both has 49
+    train = build(config(small, large), samples, cache=tmp_path / "cache").train
+    assert len(train) >= samples
+    share = sum(token < 1000 for token in tokens_of(train, samples)) / (samples * SEQ)
+    assert share == pytest.approx(0.25, abs=0.02)
+
+
+def test_a_blend_follows_its_weights(tmp_path):
+    first = write(tmp_path / "first", numbered(0, 10))
+    second = write(tmp_path / "second", numbered(1000, 30))
+    data = config(first, second, train_weights=(3.0, 1.0))
+    train = build(data, 400, cache=tmp_path / "cache").train
+    share = sum(token < 1000 for token in tokens_of(train, 400)) / (400 * SEQ)
+    assert share == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.parametrize("split", [(80.0, 15.0, 5.0), (0.8, 0.15, 0.05)])
+def test_a_split_parts_the_documents_in_their_order(tmp_path, split):
+    data = config(write(tmp_path / "data", numbered(0, 100)), split=split)
+    datasets = build(data, 20, 10, 4, cache=tmp_path / "cache")
+    train, valid, test = (tokens_of(d) for d in (datasets.train, datasets.valid, datasets.test))
+    assert max(train) < 80 * 20 <= min(valid)
+    assert max(valid) < 95 * 20 <= min(test)
+
+
+def test_a_tiny_share_is_not_mistaken_for_several_numbers(tmp_path):
+    """1e-05 in Megatron's notation would be read as 1 and 05."""
+    data = config(write(tmp_path / "data", numbered(0, 100)), split=(1.0, 1e-05, 0.0))
+    assert len(build(data, 20, cache=tmp_path / "cache").train) == (100 * 20 - 1) // SEQ
+
+
+def test_data_of_its_own_for_valid_leaves_train_whole(tmp_path):
+    train = write(tmp_path / "train", numbered(0, 40))
+    valid = write(tmp_path / "valid", numbered(5000, 40))
+    data = config(train, valid=(valid,), split=(50.0, 25.0, 25.0))
+    datasets = build(data, 49, 20, 7, cache=tmp_path / "cache")
+    assert max(tokens_of(datasets.train)) > 38 * 20
+    assert min(tokens_of(datasets.valid)) >= 5000
+    assert datasets.test is None
+
+
+def test_splits_that_nobody_reads_are_not_built(tmp_path):
+    data = config(write(tmp_path / "data", numbered(0, 100)), split=(98.0, 1.0, 1.0))
+    datasets = build(data, 20, cache=tmp_path / "cache")  # 1 % is 20 tokens: too little, and nobody asks
+    assert datasets.valid is None
+    assert datasets.test is None
+
+
+def test_data_made_anew_under_its_name_is_not_read_with_the_old_index(tmp_path):
+    prefix = write(tmp_path / "data", numbered(0, 100))
+    build(config(prefix), 20, cache=tmp_path / "cache")
+    write(tmp_path / "data", numbered(0, 50, length=30))
+    again = build(config(prefix), 20, cache=tmp_path / "cache").train
+    fresh = build(config(prefix), 20, cache=tmp_path / "other").train
+    assert tokens_of(again) == tokens_of(fresh)
+
+
+def test_a_cache_file_that_a_killed_run_left_half_written_is_made_again(tmp_path):
+    data, cache = config(write(tmp_path / "data", numbered(0, 100))), tmp_path / "cache"
+    whole = tokens_of(build(data, 20, cache=cache).train)
+    for path in cache.glob("*.npy"):
+        path.write_bytes(path.read_bytes()[:-5])
+        assert tokens_of(build(data, 20, cache=cache).train) == whole
+        path.write_bytes(path.read_bytes()[:20])
+        assert tokens_of(build(data, 20, cache=cache).train) == whole
+
+
+def test_a_cache_is_used_again(tmp_path):
+    data, cache = config(write(tmp_path / "data", numbered(0, 100))), tmp_path / "cache"
+    build(data, 20, cache=cache)
+    written = {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
+    time.sleep(0.01)
+    build(data, 20, cache=cache)
+    assert {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")} == written
+    assert len(written) == 3
+
+
+def refused(message, data, train=4, valid=0, vocab_size=60_000):
+    with pytest.raises(DataError, match=message):
+        plan_data(data, vocab_size=vocab_size, samples=SampleCounts(train=train, valid=valid))
+
+
+def test_a_split_that_leaves_no_document_for_valid_is_refused_and_does_not_hang(tmp_path):
+    prefix = write(tmp_path / "data", [list(range(5000))])
+    data = config(prefix, split=(98.0, 1.0, 1.0))
+    refused(r"the valid part of .* has 0 documents with 0 tokens; one sequence takes 17", data, valid=4)
+
+
+def test_too_little_data_is_refused(tmp_path):
+    refused("the train part of .* has 1 documents with 16 tokens", config(write(tmp_path / "a", [[1] * 16])))
+    plan_data(config(write(tmp_path / "b", [[1] * 17])), vocab_size=9, samples=SampleCounts(train=1))
+
+
+def test_an_evaluation_that_would_read_a_sequence_twice_is_refused(tmp_path):
+    train, valid = write(tmp_path / "a", numbered(0, 40)), write(tmp_path / "b", numbered(0, 4))
+    data = config(train, valid=(valid,))
+    build(data, 4, 4, cache=tmp_path / "cache")  # 79 // 16 sequences
+    refused(r"has 4 sequences, and an evaluation reads 5 of them", data, valid=5)
+
+
+def test_nothing_to_evaluate_on_is_refused(tmp_path):
+    refused("no data to evaluate on", config(write(tmp_path / "data", numbered(0, 40))), valid=4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((1.0,), "1 numbers for the 2 prefixes"),
+        ((1.0, 0.0), "above 0"),
+        ((1.0, -2.0), "above 0"),
+        ((1.0, float("nan")), "above 0"),
+    ],
+)
+def test_weights_that_make_no_blend_are_refused(tmp_path, weights, message):
+    prefix = write(tmp_path / "data", numbered(0, 40))
+    refused(message, config(prefix, prefix, train_weights=weights))
+
+
+def test_no_data_at_all_is_refused():
+    refused("data.train names no data", config())
+
+
+def test_a_token_beyond_the_models_vocabulary_is_refused(tmp_path):
+    prefix = write(tmp_path / "data", [[5] * 400, [399] * 10, [5] * 40])
+    refused(
+        "holds the token 399, and model.vocab_size=399 allows ids up to 398", config(prefix), vocab_size=399
+    )
+    plan_data(config(prefix), vocab_size=400, samples=SampleCounts(train=4))
+
+
+@pytest.fixture(scope="module")
+def made(tokenizer, tmp_path_factory):
+    """A preprocessed dataset with its sidecar."""
+    folder = tmp_path_factory.mktemp("made")
+    text = write_jsonl(folder / "text.jsonl", made_up_documents(20, words=40))
+    layout = Layout(kind="jsonl")
+    options = PreprocessOptions(inputs=(text,), output=folder / "data", tokenizer=tokenizer, layout=layout)
+    preprocess(options, Console(quiet=True))
+    return folder / "data"
+
+
+def other_tokenizer(tokenizer, tmp_path):
+    """Another file of the same size in tokens."""
+    from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
+
+    text = write_jsonl(tmp_path / "text.jsonl", made_up_documents(30, words=100, seed=5))
+    output = tmp_path / "other.model"
+    train_tokenizer(
+        TokenizerTraining(inputs=(text,), output=output, layout=Layout(kind="jsonl"), vocab_size=400)
+    )
+    return TokenizerConfig(kind="sentencepiece", path=str(output))
+
+
+def test_data_and_its_tokenizer_fit(made, tokenizer, tmp_path):
+    datasets = build(config(made, tokenizer=tokenizer), 10, cache=tmp_path / "cache", vocab_size=400)
+    assert max(tokens_of(datasets.train)) < 400
+    plan_data(config(made, tokenizer=tokenizer), vocab_size=512, samples=SampleCounts(train=4))
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(made, tokenizer, tmp_path):
+    refused("was made with the tokenizer", config(made, tokenizer=other_tokenizer(tokenizer, tmp_path)))
+
+
+def test_a_model_with_fewer_tokens_than_the_tokenizer_is_refused(made, tokenizer):
+    data = config(made, tokenizer=tokenizer)
+    refused(
+        r"tokenizer of 400 tokens, and model.vocab_size=399. Set model.vocab_size=400", data, vocab_size=399
+    )
+
+
+def test_a_blend_of_two_tokenizers_is_refused(made, tokenizer, tmp_path):
+    text = write_jsonl(tmp_path / "more.jsonl", made_up_documents(5, words=40))
+    options = PreprocessOptions(
+        inputs=(text,),
+        output=tmp_path / "data",
+        tokenizer=other_tokenizer(tokenizer, tmp_path),
+        layout=Layout(kind="jsonl"),
+    )
+    preprocess(options, Console(quiet=True))
+    refused("made with different tokenizers", config(made, tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace('"documents": 20', '"documents": 21'), "speaks of 21 documents"),
+        (lambda text: text.replace('"version": 1', '"version": 9'), "has version 9"),
+        (lambda text: text.replace('"eod_id"', '"end_id"'), "has the fields"),
+        (lambda text: text[:50], "is not JSON"),
+    ],
+)
+def test_a_sidecar_that_is_not_of_this_dataset_is_refused(made, tmp_path, change, message):
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"data{ending}").write_bytes(made.with_suffix(ending).read_bytes())
+    (tmp_path / "data.json").write_text(change(made.with_suffix(".json").read_text()))
+    refused(message, config(tmp_path / "data"))
+
+
+def test_a_sidecar_is_read_as_it_was_written(made):
+    sidecar = read_sidecar(str(made))
+    assert sidecar.to_json() == made.with_suffix(".json").read_bytes()
+    assert numpy.dtype(sidecar.dtype) == numpy.uint16

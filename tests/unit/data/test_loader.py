@@ -1,0 +1,102 @@
+import pytest
+import torch
+
+from mcore_rl.data.loader import BatchSource
+from mcore_rl.errors import ConfigError, DataError
+
+SEQ = 4
+RAMP = [4, 4, 8, 8, 16]
+"""Global batches of five steps."""
+
+
+def numbered(count):
+    """Sample i has the tokens 10 i, 10 i + 1, ..."""
+    return [
+        {
+            "tokens": torch.arange(SEQ) + 10 * i,
+            "labels": torch.arange(SEQ) + 10 * i + 1,
+            "loss_mask": torch.full((SEQ,), float(i)),
+            "position_ids": torch.arange(SEQ),
+        }
+        for i in range(count)
+    ]
+
+
+def samples_of(microbatches):
+    return [int(row[0]) // 10 for microbatch in microbatches for row in microbatch.tokens_BS]
+
+
+def run(dp_size, micro_batch, steps=RAMP, cursor=0):
+    """Sample numbers of each step: ranks and microbatches put end to end."""
+    sources = [
+        BatchSource(numbered(40), micro_batch=micro_batch, dp_rank=rank, dp_size=dp_size)
+        for rank in range(dp_size)
+    ]
+    order = []
+    for global_batch in steps:
+        shares = [source.microbatches(cursor, global_batch) for source in sources]
+        assert {len(share) for share in shares} == {global_batch // dp_size // micro_batch}
+        order.append([sample for share in shares for sample in samples_of(share)])
+        cursor += global_batch
+    return order
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_every_mesh_trains_on_the_same_samples_in_the_same_order(dp_size, micro_batch):
+    if RAMP[0] % (dp_size * micro_batch):
+        steps, expected = RAMP[4:], [list(range(16))]
+    else:
+        steps, expected = RAMP, [list(range(b, b + n)) for b, n in zip([0, 4, 8, 16, 24], RAMP, strict=True)]
+    assert run(dp_size, micro_batch, steps) == expected
+
+
+def test_a_run_resumed_at_a_cursor_equals_one_that_went_on():
+    assert run(2, 2, RAMP[2:], cursor=8) == run(2, 2)[2:]
+
+
+def test_a_microbatch_carries_each_field_of_its_samples():
+    microbatch = BatchSource(numbered(4), micro_batch=2).microbatches(2, 2)[0]
+    assert microbatch.tokens_BS.tolist() == [[20, 21, 22, 23], [30, 31, 32, 33]]
+    assert microbatch.labels_BS.tolist() == [[21, 22, 23, 24], [31, 32, 33, 34]]
+    assert microbatch.loss_mask_BS.tolist() == [[2.0] * 4, [3.0] * 4]
+    assert microbatch.position_ids_BS.tolist() == [[0, 1, 2, 3]] * 2
+    assert microbatch.packed is None
+
+
+def test_what_was_read_ahead_is_what_is_read_without():
+    source = BatchSource(numbered(40), micro_batch=1, dp_rank=1, dp_size=2)
+    plain = samples_of(source.microbatches(8, 4))
+    source.prefetch(8, 4)
+    assert samples_of(source.microbatches(8, 4)) == plain
+    source.prefetch(12, 4)  # the next call wants something else
+    assert samples_of(source.microbatches(8, 4)) == plain
+
+
+def test_every_evaluation_reads_the_same_batches_from_the_start():
+    source = BatchSource(numbered(40), micro_batch=2)
+    source.microbatches(20, 4)
+    for _ in range(2):
+        assert [samples_of(batch) for batch in source.from_the_start(3, 4)] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [8, 9, 10, 11],
+        ]
+
+
+@pytest.mark.parametrize("global_batch", [0, -4, 2, 6])
+def test_a_global_batch_that_ranks_cannot_share_is_refused(global_batch):
+    with pytest.raises(ConfigError, match=f"{global_batch} is not a multiple of micro_batch=2 x dp=2"):
+        BatchSource(numbered(40), micro_batch=2, dp_size=2).microbatches(0, global_batch)
+
+
+@pytest.mark.parametrize("cursor", [-1, 37, 1000])
+def test_samples_beyond_the_dataset_are_refused(cursor):
+    with pytest.raises(DataError, match="built with 40"):
+        BatchSource(numbered(40), micro_batch=1).microbatches(cursor, 4)
+
+
+@pytest.mark.parametrize(("micro_batch", "rank"), [(0, 0), (1, 2), (1, -1)])
+def test_an_impossible_share_is_refused(micro_batch, rank):
+    with pytest.raises(ConfigError, match="wanted a micro-batch"):
+        BatchSource(numbered(4), micro_batch=micro_batch, dp_rank=rank, dp_size=2)

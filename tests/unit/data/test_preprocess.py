@@ -1,0 +1,308 @@
+import json
+import os
+import resource
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import pytest
+import sentencepiece
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from rich.console import Console
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.documents import Layout
+from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
+from mcore_rl.errors import DataError
+
+TOOL = Path(__file__).parents[3] / "tools" / "preprocess.py"
+EOD = 2
+
+
+@pytest.fixture
+def options(corpus, tokenizer, tmp_path):
+    return PreprocessOptions(
+        inputs=(corpus,),
+        output=tmp_path / "out" / "data.v1",
+        tokenizer=tokenizer,
+        layout=Layout(kind="jsonl"),
+    )
+
+
+def run(options):
+    """What it says."""
+    said = StringIO()
+    preprocess(options, Console(file=said))
+    return said.getvalue()
+
+
+def files(prefix):
+    return {ending: Path(f"{prefix}{ending}").read_bytes() for ending in ENDINGS}
+
+
+def events(prefix):
+    return [json.loads(line) for line in Path(f"{prefix}.log.jsonl").read_text().splitlines()]
+
+
+def command(options, *more):
+    inputs = [str(path) for path in options.inputs]
+    tokenizer = ["--tokenizer", options.tokenizer.path]
+    return [sys.executable, str(TOOL), *inputs, "--output", str(options.output), *tokenizer, *more]
+
+
+def start(options, *more, limit_bytes=None):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+    return subprocess.Popen(
+        command(options, *more),
+        env=os.environ | {"PYTHONPATH": str(TOOL.parents[1]), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=limit if limit_bytes else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(corpus, tokenizer, tmp_path_factory):
+    """The three files, made by one worker without interruption."""
+    output = tmp_path_factory.mktemp("reference") / "data"
+    run(PreprocessOptions(inputs=(corpus,), output=output, tokenizer=tokenizer, layout=Layout(kind="jsonl")))
+    return output
+
+
+def test_megatron_reads_back_each_document_token_for_token(reference, documents, tokenizer):
+    model = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
+    dataset = IndexedDataset(str(reference))
+    assert len(dataset) == len(documents)
+    assert dataset.document_indices.tolist() == list(range(len(documents) + 1))
+    for tokens, text in zip((dataset[i] for i in range(len(dataset))), documents, strict=True):
+        assert tokens.tolist() == [*model.encode(text), EOD]
+
+
+def test_the_sidecar_tells_what_is_in_the_files(reference, corpus, tokenizer, documents):
+    sidecar = json.loads(files(reference)[".json"])
+    dataset = IndexedDataset(str(reference))  # kept: its arrays are views of memory that it unmaps at its end
+    tokens = [int(token) for i in range(len(documents)) for token in dataset[i]]
+    assert sidecar["tokens"] == len(tokens)
+    assert sidecar["max_token_id"] == max(tokens)
+    assert sidecar["documents"] == len(documents)
+    assert (sidecar["vocab_size"], sidecar["eod_id"], sidecar["bad_lines"]) == (400, EOD, 0)
+    assert sidecar["sources"] == [{"path": str(corpus), "num_bytes": corpus.stat().st_size}]
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(options, reference):
+    run(replace(options, workers=3))
+    assert files(options.output) == files(reference)
+    assert events(options.output)[0]["shards"] > 3
+
+
+def test_nothing_but_the_dataset_and_its_log_is_left(options):
+    run(options)
+    names = sorted(path.name for path in options.output.parent.iterdir())
+    assert names == ["data.v1.bin", "data.v1.idx", "data.v1.json", "data.v1.log.jsonl"]
+
+
+def kill_after_first_shard(options):
+    """Whether SIGKILL met the run with some shards done and others not; its workers end with it."""
+    done = Path(f"{options.output}.partial") / "shard-000000.done"
+    process = start(options)
+    workers = []
+    while process.poll() is None and not done.exists():
+        time.sleep(0.002)
+    if process.poll() is None:
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert alive == []
+    return process.returncode == -signal.SIGKILL and done.exists()
+
+
+def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_bytes(options, reference):
+    for _ in range(5):
+        if kill_after_first_shard(options):
+            break
+        shutil.rmtree(options.output.parent)
+    else:
+        pytest.fail("the run ended before it could be killed, five times")
+    assert not any(Path(f"{options.output}{ending}").exists() for ending in ENDINGS)
+    run(options)
+    assert files(options.output) == files(reference)
+    finished = [event["finished"] for event in events(options.output) if event["event"] == "tokenizing"]
+    assert finished[0] == 0 < finished[1]
+
+
+def stop_before_the_end(options):
+    """Leaves PREFIX.partial with the plan and all shards of a run that may have no bad line."""
+    with pytest.raises(DataError, match="--max-bad is 0"):
+        run(replace(options, max_bad=0))
+    return Path(f"{options.output}.partial")
+
+
+@pytest.mark.parametrize("moved", [(), (".bin",), (".bin", ".idx")])
+def test_a_run_killed_while_it_moved_its_files_is_ended_by_the_next(options, corpus, tmp_path, moved):
+    with_bad_line = tmp_path / "bad.jsonl"
+    with_bad_line.write_bytes(corpus.read_bytes()[:20_000])  # ends inside a line
+    options = replace(options, inputs=(with_bad_line,))
+    whole = replace(options, output=tmp_path / "whole")
+    run(whole)
+    partial = stop_before_the_end(options)
+    for ending in ENDINGS:
+        place = f"{options.output}{ending}" if ending in moved else partial / f"merged{ending}"
+        shutil.copy(f"{whole.output}{ending}", place)
+    for shard in partial.glob("shard-*"):
+        shard.unlink()  # nothing is tokenized again
+    run(options)
+    assert files(options.output) == files(whole.output)
+    assert not partial.exists()
+
+
+def test_an_existing_dataset_is_kept_unless_overwriting_is_asked_for(options, reference, corpus, tmp_path):
+    run(options)
+    less = tmp_path / "less.jsonl"
+    less.write_bytes(b"".join(corpus.read_bytes().splitlines(keepends=True)[:50]))
+    with pytest.raises(DataError, match=r"data\.v1\.bin.*exist already.*--overwrite"):
+        run(replace(options, inputs=(less,)))
+    assert files(options.output) == files(reference)
+    run(replace(options, inputs=(less,), overwrite=True))
+    assert len(IndexedDataset(str(options.output))) == 50
+
+
+def test_an_unfinished_run_with_other_input_is_not_mixed_in(options, corpus, tmp_path):
+    changing = tmp_path / "changing.jsonl"
+    changing.write_bytes(corpus.read_bytes()[:20_000])
+    options = replace(options, inputs=(changing,))
+    stop_before_the_end(options)
+    changing.write_bytes(corpus.read_bytes()[20_000:].split(b"\n", 1)[1])
+    with pytest.raises(DataError, match=r"unfinished run with another sources"):
+        run(options)
+    run(replace(options, overwrite=True))
+    whole = replace(options, output=tmp_path / "whole")
+    run(whole)
+    assert files(options.output) == files(whole.output)
+
+
+BAD = (
+    b'{"text": "good one"}\n{"text": "a\n\n{"id": 1}\n{"text": "\xff"}\n{"text": ""}\n{"text": "good two"}\n'
+)
+
+
+def test_bad_lines_are_left_out_counted_and_told_with_file_and_line(options, tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(BAD)
+    said = run(replace(options, inputs=(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), workers=2))
+    assert len(IndexedDataset(str(options.output))) == 4
+    assert json.loads(files(options.output)[".json"])["bad_lines"] == 10
+    told = [(e["path"], e["line"]) for e in events(options.output) if e["event"] == "bad line"]
+    assert told == [
+        (str(tmp_path / name), line) for name in ("a.jsonl", "b.jsonl") for line in range(2, 7) if line
+    ]
+    assert "10 bad lines were left out" in said
+    assert f"{tmp_path}/b.jsonl:4: no key 'text' (keys: id)" in said
+
+
+def test_line_numbers_count_on_over_shards(options, corpus, tmp_path):
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    bad = [0, 100, 350, 699]
+    for index in bad:
+        lines[index] = b"bad\n"
+    (tmp_path / "bad.jsonl").write_bytes(b"".join(lines))
+    run(replace(options, inputs=(tmp_path / "bad.jsonl",), workers=2))
+    assert [e["line"] for e in events(options.output) if e["event"] == "bad line"] == [i + 1 for i in bad]
+    assert len(IndexedDataset(str(options.output))) == len(lines) - len(bad)
+
+
+def test_too_many_bad_lines_end_the_run_and_a_higher_limit_goes_on(options, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(BAD)
+    options = replace(options, inputs=(tmp_path / "a.jsonl",))
+    with pytest.raises(DataError, match=r"5 bad lines so far, and --max-bad is 4(.|\n)*a\.jsonl:2: not JSON"):
+        run(replace(options, max_bad=4))
+    assert not options.output.with_suffix(".v1.bin").exists()
+    run(replace(options, max_bad=5))
+    assert len(IndexedDataset(str(options.output))) == 2
+
+
+def test_input_without_any_document_is_an_error(options):
+    with pytest.raises(DataError, match=r"no document in 1 files \(700 bad lines.*--key"):
+        run(replace(options, layout=Layout(kind="jsonl", key="body")))
+
+
+def test_plain_text_is_a_document_a_file_or_cut_at_blank_lines(options, tokenizer, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("one\n\ntwo\n")
+    (texts / "b.txt").write_text("three\n")
+    model = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
+    for separator, expected in ((None, ["one\n\ntwo\n", "three\n"]), ("", ["one", "two", "three"])):
+        layout = Layout(kind="text", separator=separator)
+        output = tmp_path / f"separated-{separator is not None}"
+        run(replace(options, inputs=(texts,), layout=layout, output=output))
+        dataset = IndexedDataset(str(output))
+        assert [model.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))] == expected
+
+
+def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_later(options, reference):
+    process = start(options, limit_bytes=64 << 10)  # smaller than a shard: any write beyond it fails
+    output = process.communicate()[0].decode()
+    assert process.returncode == 2
+    assert "File too large" in output
+    assert "it goes on where it was" in output
+    assert "Traceback" not in output
+    assert not any(Path(f"{options.output}{ending}").exists() for ending in ENDINGS)
+    run(options)
+    assert files(options.output) == files(reference)
+
+
+def test_a_second_writer_is_refused(options):
+    partial = Path(f"{options.output}.partial")
+    partial.mkdir(parents=True)
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, 2); print(1, flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", hold, str(partial / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    holder.stdout.readline()
+    started = time.monotonic()
+    with pytest.raises(DataError, match="has another writer"):
+        run(options)
+    assert time.monotonic() - started < 30
+    holder.communicate(b"\n")
+
+
+def test_missing_input_and_zero_workers_are_refused(options, tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        run(replace(options, inputs=(tmp_path / "absent.jsonl",)))
+    with pytest.raises(DataError, match="wanted at least 1"):
+        run(replace(options, workers=0))
+
+
+def test_the_tool_tells_an_error_without_a_traceback(options, tmp_path, monkeypatch, capsys):
+    wrong = replace(options, tokenizer=TokenizerConfig(kind="sentencepiece", path=str(tmp_path / "no.model")))
+    monkeypatch.setattr(sys, "argv", command(wrong)[1:])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: data.tokenizer.path")
+
+
+@pytest.mark.parametrize("tool", ["preprocess", "train_tokenizer", "python_corpus"])
+def test_help_shows_an_example_and_imports_no_torch(tool):
+    code = f"import sys, runpy; sys.argv = ['{tool}', '--help']\n" + (
+        f"try: runpy.run_path({str(TOOL.with_name(tool + '.py'))!r}, run_name='__main__')\n"
+        "except SystemExit: assert not {'torch', 'megatron', 'pydantic'} & set(sys.modules)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(TOOL.parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f"example:\n  python tools/{tool}.py" in said

@@ -1,0 +1,122 @@
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+import transformers
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import DataError
+
+TEXTS = [
+    "the quick brown fox",
+    "  two  spaces \n\n\tand a tab ",
+    "12345 6",
+    "é 漢字 😀 \x00 \r\n \u2028",
+    "<s> </s> <pad> <unk> are words here",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level BPE tokenizer as transformers saves one."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<end>", "<begin>", "<fill>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    inner.train_from_iterator(TEXTS * 3, trainer)
+    path = tmp_path_factory.mktemp("hf")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<end>", bos_token="<begin>", pad_token="<fill>"
+    ).save_pretrained(path)
+    return path
+
+
+def huggingface(folder):
+    return load_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_sentencepiece_ids_are_those_of_its_own_library_and_lose_nothing(tokenizer, text):
+    ours, theirs = load_tokenizer(tokenizer), sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_sentencepiece_facts(tokenizer):
+    ours = load_tokenizer(tokenizer)
+    assert (ours.vocab_size, ours.bos_id, ours.eod_id, ours.pad_id) == (400, 1, 2, 3)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_huggingface_ids_are_those_of_transformers(folder, text):
+    ours, theirs = huggingface(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.decode(ours.encode(text)) == text
+
+
+def test_huggingface_facts_are_those_of_transformers(folder):
+    ours, theirs = huggingface(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.vocab_size == len(theirs)
+    assert (ours.eod_id, ours.bos_id, ours.pad_id) == (
+        theirs.eos_token_id,
+        theirs.bos_token_id,
+        theirs.pad_token_id,
+    )
+
+
+def test_a_document_that_names_the_end_token_does_not_end_there(folder):
+    ours = huggingface(folder)
+    assert ours.eod_id not in ours.encode("a <end> b")
+    assert ours.decode(ours.encode("a <end> b")) == "a <end> b"
+
+
+def test_the_digest_is_that_of_the_file_that_decides_the_ids(tokenizer, folder):
+    assert load_tokenizer(tokenizer).digest == sha256(Path(tokenizer.path).read_bytes()).hexdigest()
+    assert huggingface(folder).digest == sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def without_eos(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<begin>"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "message"),
+    [
+        ("sentencepiece", lambda path: None, "does not exist"),
+        ("sentencepiece", lambda path: path.mkdir(), "is a folder"),
+        ("sentencepiece", lambda path: path.write_bytes(b""), "0 bytes"),
+        ("sentencepiece", lambda path: path.write_text("not a model"), "is not a sentencepiece model"),
+        ("huggingface", lambda path: None, "does not exist"),
+        ("huggingface", lambda path: path.mkdir(), "holds no tokenizer.json"),
+        ("huggingface", lambda path: path.write_text("x"), "holds no tokenizer.json"),
+        ("none", lambda path: None, "needs a tokenizer"),
+    ],
+)
+def test_files_that_are_no_tokenizer_are_refused_with_a_remedy(tmp_path, kind, make, message):
+    path = tmp_path / "tokenizer"
+    make(path)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(TokenizerConfig(kind=kind, path=str(path)))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe"])
+def test_a_corrupt_tokenizer_json_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match="is not a tokenizer"):
+        huggingface(tmp_path)
+
+
+def test_a_folder_that_names_no_end_of_document_is_refused(folder, tmp_path):
+    without_eos(folder, tmp_path)
+    with pytest.raises(DataError, match="names no end-of-document token"):
+        huggingface(tmp_path)
