@@ -4,6 +4,7 @@ Importing this module applies them, once, and must come before any `import megat
 Megatron import it first in their `__init__`. With CUDA present only the patches marked `CUDA_TOO` are applied.
 """
 
+import functools
 import importlib
 import logging
 import queue
@@ -169,6 +170,50 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+
+def _mtp_with_labels_only(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(postprocess)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count = self.config.mtp_num_layers
+        if not count or kwargs["labels"] is not None:
+            return postprocess(self, *args, **kwargs)
+        self.config.mtp_num_layers = None
+        try:
+            return postprocess(self, *args, **kwargs | {"mtp_in_postprocess": False})
+        finally:
+            self.config.mtp_num_layers = count
+
+    return wrapped
+
+
+def _direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fused_or_default)
+    def wrapped(self: Any, module: Any, name: str) -> Any:
+        return module if name == "linear_q_proj" else fused_or_default(self, module, name)
+
+    return wrapped
+
+
+MODEL_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        symbol="megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver._mla_fused_linear_or_default",
+        replace=_direct_queries_unnormed,
+        versions=("0.19",),
+        where=CUDA_TOO,
+        reason="without a latent for the queries it puts a norm before their projection when the keys' latent has one; "
+        "0.16 and the published models (Moonlight) have none there",
+        until="the two norms have a switch each",
+    ),
+    Patch(
+        symbol="megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+        replace=_mtp_with_labels_only,
+        where=CUDA_TOO,
+        reason="asked for logits, that is without labels, 0.16 fails in the multi-token prediction, and 0.19 makes up "
+        "labels from the input and adds the gradient of that loss to whatever is made of the logits",
+        until="multi-token prediction is computed only where its loss is asked for",
+    ),
+)
+
 CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     Patch(
         symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue",
@@ -257,7 +302,7 @@ def _install() -> None:
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     torch.compile = compile_
-    wanted = [*ROUTER_LOSS_PATCHES, *CHECKPOINT_PATCHES] + ([] if on_cuda else [*MEGATRON_PATCHES])
+    wanted = [*ROUTER_LOSS_PATCHES, *MODEL_PATCHES, *CHECKPOINT_PATCHES] + ([] if on_cuda else [*MEGATRON_PATCHES])
     if not (has_module("transformer_engine") or has_module("apex")):
         wanted += ADAM_PATCHES
     for patch in wanted:
@@ -267,6 +312,9 @@ def _install() -> None:
         warnings.filterwarnings("ignore", message=message)
     # On a CPU the generator of the CPU is also that of the "device": the warning would come at every fork.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # 0.19 calls its own way to write, and the common.pt that 0.16 can read too, deprecated at every save and load.
+    for name in ("torch", "common"):
+        logging.getLogger(f"megatron.core.dist_checkpointing.strategies.{name}").setLevel(logging.ERROR)
 
 
 _install()

@@ -61,6 +61,8 @@ class MLAConfig(Section):
     """Query/key width of a head with rotary position."""
     v_head_dim: PositiveInt = 128
     """Value width of a head."""
+    norm_eps: PositiveFloat = 1e-6
+    """Epsilon of the two norms of latents; transformers has this one whatever `model.norm_eps` is."""
 
 
 class RopeConfig(Section):
@@ -139,3 +141,8 @@ class ModelConfig(Section):
     def moe_layers(self) -> tuple[bool, ...]:
         """For each layer, whether it routes tokens to experts."""
         return tuple(self.is_moe and i >= self.moe.first_dense_layers for i in range(self.num_layers))
+
+    @property
+    def layers_alike(self) -> bool:
+        """Whether all layers route, or none of a dense family does: Megatron then stores them as one tensor each."""
+        return not self.is_moe or all(self.moe_layers)

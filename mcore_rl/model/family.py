@@ -1,18 +1,26 @@
 """What a family of models is to the rest of the code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.model.hf_config import HfConfig
+from mcore_rl.model.rules import ExpertLayout
+from mcore_rl.model.weight_map import Rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One architecture. `architecture(model)` gives the keyword arguments of Megatron's config that make it."""
+    """One architecture, Hugging Face's `model_type` of the same name."""
 
     name: str
     architecture: Callable[[ModelConfig], dict[str, Any]]
+    """Keyword arguments of Megatron's config that make it."""
+    rules: Callable[[ModelConfig, ExpertLayout], Iterator[Rule]]
+    """How its tensors are made from Hugging Face's, and the other way round."""
+    from_hf: Callable[[HfConfig], ModelConfig]
+    """The model that a config.json describes; ConfigError where Megatron's has something else."""
     tiny: ModelConfig
     """The family at a size for tests."""
     mla: bool = False
@@ -43,7 +51,7 @@ def experts(model: ModelConfig) -> dict[str, Any]:
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         # An int keeps the checkpoint keys that Megatron-LM writes for a model whose layers are all alike.
-        "moe_layer_freq": 1 if all(layers) else layers,
+        "moe_layer_freq": 1 if model.layers_alike else layers,
         "moe_router_load_balancing_type": moe.balance,
         "moe_aux_loss_coeff": 0.0 if moe.balance == "none" else moe.aux_loss_coeff,
         "moe_z_loss_coeff": moe.z_loss_coeff or None,

@@ -46,6 +46,13 @@ class TorchSpecProvider(LocalSpecProvider):
         return as_experts_entry(GroupedExperts)
 
 
+class LatentNorm(RMSNorm):
+    """The norm of a latent, which has an epsilon of its own; Megatron hands every norm the same one."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config=config, hidden_size=hidden_size, eps=config.latent_norm_eps)
+
+
 def block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers that this rank's chunk `vp_stage` holds."""
     if te:
@@ -130,8 +137,9 @@ def _latent(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
             linear_kv_up_proj=column,
             core_attention=SDPAttention,
             linear_proj=provider.row_parallel_linear(),
-            q_layernorm=RMSNorm,
-            kv_layernorm=RMSNorm,
+            # Megatron 0.19 refuses a norm that would not be used.
+            q_layernorm=LatentNorm if config.q_lora_rank else IdentityOp,
+            kv_layernorm=LatentNorm,
         ),
     )
     return spec, {

@@ -1,7 +1,15 @@
 """One file a family; `FAMILIES` names them all."""
 
+from pydantic import ValidationError
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model_checks import model_violations
+from mcore_rl.errors import ConfigError
 from mcore_rl.model.families import deepseek_v3, llama, mixtral, qwen3, qwen3_moe
 from mcore_rl.model.family import Family
+from mcore_rl.model.hf_config import HfConfig
+from mcore_rl.model.rules import ExpertLayout, copies
+from mcore_rl.model.weight_map import WeightMap, build_map
 
 FAMILIES: dict[str, Family] = {
     "qwen3_moe": qwen3_moe.FAMILY,
@@ -10,3 +18,28 @@ FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
     "qwen3": qwen3.FAMILY,
 }
+SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
+"""Values of `model_type` that are one of the families under another name."""
+
+
+def model_from_hf(config: HfConfig) -> ModelConfig:
+    """The model that a config.json describes; ConfigError for what Megatron cannot represent."""
+    model_type = config.get("model_type")
+    family = FAMILIES.get(SAME_ARCHITECTURE.get(str(model_type), str(model_type)))
+    if family is None:
+        known = ", ".join([*FAMILIES, *SAME_ARCHITECTURE])
+        raise ConfigError(f"config.json has model_type={model_type!r}. Known are {known}.")
+    try:
+        model = family.from_hf(config)
+    except ValidationError as error:
+        raise ConfigError(
+            f"config.json of model_type {model_type!r} has values of the wrong type:\n{error}"
+        ) from None
+    if violations := list(model_violations(model)):
+        raise ConfigError("config.json describes a model that Megatron cannot run:\n" + "\n".join(violations))
+    return model
+
+
+def weight_map(model: ModelConfig, experts: ExpertLayout = "each") -> WeightMap:
+    """How `model`'s weights are laid out in Hugging Face's files and in Megatron's checkpoints."""
+    return build_map(FAMILIES[model.family].rules(model, experts), copies(model))

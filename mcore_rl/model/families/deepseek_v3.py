@@ -1,9 +1,13 @@
 """DeepSeek-V3 (arXiv 2412.19437), also Kimi-K2 and Moonlight: latent attention, sigmoid routing, shared experts."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.model.family import Family, experts
+from mcore_rl.model.hf_config import HfConfig, common, needed, require
+from mcore_rl.model.rules import ExpertLayout, decoder_layers, feed_forward, latent, mtp, mtp_layers, outer
+from mcore_rl.model.weight_map import Rule
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
@@ -39,9 +43,63 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
+    """The family's tensors on both sides."""
+    yield from outer(model)
+    for layer in (*decoder_layers(model), *mtp_layers(model)):
+        yield from latent(model, layer)
+        yield from feed_forward(model, layer, experts)
+    yield from mtp(model)
+
+
+def from_hf(config: HfConfig) -> ModelConfig:
+    """The model that a config.json describes."""
+    require(
+        config,
+        {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "moe_layer_freq": 1,
+            "rope_interleave": True,
+            "num_key_value_heads": needed(config, "num_attention_heads"),
+        },
+    )
+    mla = MLAConfig(
+        q_lora_rank=config.get("q_lora_rank") or 0,
+        kv_lora_rank=needed(config, "kv_lora_rank"),
+        qk_nope_head_dim=needed(config, "qk_nope_head_dim"),
+        qk_rope_head_dim=needed(config, "qk_rope_head_dim"),
+        v_head_dim=needed(config, "v_head_dim"),
+    )
+    mtp_count = config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0
+    return ModelConfig(
+        family="deepseek_v3", mla=mla, moe=_moe(config), mtp_layers=mtp_count, **common(config)
+    )
+
+
+def _moe(config: HfConfig) -> MoEConfig:
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    limited = chosen < groups
+    return MoEConfig(
+        num_experts=config.get("n_routed_experts") or needed(config, "num_local_experts"),
+        top_k=needed(config, "num_experts_per_tok"),
+        ffn_hidden_size=needed(config, "moe_intermediate_size"),
+        shared_experts=config.get("n_shared_experts") or 0,
+        first_dense_layers=needed(config, "first_k_dense_replace"),
+        num_groups=groups if limited else 0,
+        top_groups=chosen if limited else 0,
+        routed_scaling=float(config.get("routed_scaling_factor") or 1.0),
+        balance="none",
+        expert_bias=True,
+    )
+
+
 FAMILY = Family(
     name="deepseek_v3",
     architecture=architecture,
+    rules=rules,
+    from_hf=from_hf,
     mla=True,
     tiny=ModelConfig(
         family="deepseek_v3",
@@ -53,7 +111,9 @@ FAMILY = Family(
         ffn_hidden_size=128,
         vocab_size=120,
         vocab_multiple=16,
-        mla=MLAConfig(q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+        mla=MLAConfig(
+            q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+        ),
         moe=MoEConfig(
             num_experts=8,
             top_k=4,

@@ -1,9 +1,13 @@
 """Llama (arXiv 2307.09288, 2407.21783): the plain dense decoder."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.model.family import Family, attention
+from mcore_rl.model.hf_config import HfConfig, common
+from mcore_rl.model.rules import ExpertLayout, decoder_layers, feed_forward, grouped_query, outer
+from mcore_rl.model.weight_map import Rule
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
@@ -11,9 +15,24 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     return attention(model, qk_norms=False)
 
 
+def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
+    """The family's tensors on both sides; it has no experts."""
+    yield from outer(model)
+    for layer in decoder_layers(model):
+        yield from grouped_query(model, layer, qk_norms=False)
+        yield from feed_forward(model, layer, experts)
+
+
+def from_hf(config: HfConfig) -> ModelConfig:
+    """The model that a config.json describes."""
+    return ModelConfig(family="llama", **common(config))
+
+
 FAMILY = Family(
     name="llama",
     architecture=architecture,
+    rules=rules,
+    from_hf=from_hf,
     tiny=ModelConfig(
         family="llama",
         num_layers=4,

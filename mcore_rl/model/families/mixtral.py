@@ -1,9 +1,15 @@
 """Mixtral (arXiv 2401.04088): few large experts, the softmax taken over the chosen ones."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig, MoEConfig, RopeConfig
 from mcore_rl.model.family import Family, attention, softmax_experts
+from mcore_rl.model.hf_config import HfConfig, common, needed, refusal
+from mcore_rl.model.rules import ExpertLayout, MoENames, decoder_layers, feed_forward, grouped_query, outer
+from mcore_rl.model.weight_map import Rule
+
+NAMES = MoENames(prefix="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
@@ -11,9 +17,33 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     return attention(model, qk_norms=False) | softmax_experts(model)
 
 
+def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
+    """The family's tensors on both sides."""
+    yield from outer(model)
+    for layer in decoder_layers(model):
+        yield from grouped_query(model, layer, qk_norms=False)
+        yield from feed_forward(model, layer, experts, NAMES)
+
+
+def from_hf(config: HfConfig) -> ModelConfig:
+    """The model that a config.json describes."""
+    if config.get("sliding_window") is not None:
+        raise refusal(config, "sliding_window", "attends to all positions")
+    arguments = common(config, theta=1e6)
+    moe = MoEConfig(
+        num_experts=needed(config, "num_local_experts"),
+        top_k=needed(config, "num_experts_per_tok"),
+        ffn_hidden_size=arguments["ffn_hidden_size"],
+        aux_loss_coeff=config.get("router_aux_loss_coef", 1e-3),
+    )
+    return ModelConfig(family="mixtral", moe=moe, **arguments)
+
+
 FAMILY = Family(
     name="mixtral",
     architecture=architecture,
+    rules=rules,
+    from_hf=from_hf,
     tiny=ModelConfig(
         family="mixtral",
         num_layers=4,

@@ -1,9 +1,13 @@
 """Qwen3-MoE (arXiv 2505.09388): normed queries and keys, softmax routing over many small experts."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.model.family import Family, attention, softmax_experts
+from mcore_rl.model.hf_config import HfConfig, common, needed, refusal, require
+from mcore_rl.model.rules import ExpertLayout, decoder_layers, feed_forward, grouped_query, outer
+from mcore_rl.model.weight_map import Rule
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
@@ -11,9 +15,46 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     return attention(model, qk_norms=True) | softmax_experts(model)
 
 
+def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
+    """The family's tensors on both sides."""
+    yield from outer(model)
+    for layer in decoder_layers(model):
+        yield from grouped_query(model, layer, qk_norms=True)
+        yield from feed_forward(model, layer, experts)
+
+
+def from_hf(config: HfConfig) -> ModelConfig:
+    """The model that a config.json describes."""
+    require(config, {"use_sliding_window": False})
+    arguments = common(config)
+    moe = MoEConfig(
+        # transformers 5 has its own word for it
+        num_experts=config.get("num_experts") or needed(config, "num_local_experts"),
+        top_k=needed(config, "num_experts_per_tok"),
+        ffn_hidden_size=needed(config, "moe_intermediate_size"),
+        first_dense_layers=_first_dense_layers(config, arguments["num_layers"]),
+        normalize_top_k=bool(config.get("norm_topk_prob")),
+        aux_loss_coeff=config.get("router_aux_loss_coef", 1e-3),
+    )
+    return ModelConfig(family="qwen3_moe", moe=moe, **arguments)
+
+
+def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
+    """How many layers have no experts, if they are the first ones."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+    first = is_moe.index(True) if True in is_moe else num_layers
+    if not all(is_moe[first:]):
+        name = "mlp_only_layers" if dense else "decoder_sparse_step"
+        raise refusal(config, name, "has dense layers only before the first layer with experts")
+    return first
+
+
 FAMILY = Family(
     name="qwen3_moe",
     architecture=architecture,
+    rules=rules,
+    from_hf=from_hf,
     tiny=ModelConfig(
         family="qwen3_moe",
         num_layers=4,

@@ -1,0 +1,119 @@
+"""Reading Hugging Face's config.json: what our config can say is taken over, what it cannot is refused by name."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.config.model import RopeConfig
+from mcore_rl.errors import ConfigError
+
+HfConfig = Mapping[str, Any]
+LLAMA3_CONSTANTS = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Megatron has these built in."""
+
+
+def common(config: HfConfig, *, theta: float = 10000.0) -> dict[str, Any]:
+    """Arguments of ModelConfig that all families take; `theta` is the family's default for rope_theta."""
+    require(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
+    heads = needed(config, "num_attention_heads")
+    return {
+        "num_layers": needed(config, "num_hidden_layers"),
+        "hidden_size": needed(config, "hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or needed(config, "hidden_size") // heads,
+        "ffn_hidden_size": needed(config, "intermediate_size"),
+        "vocab_size": needed(config, "vocab_size"),
+        "max_position": needed(config, "max_position_embeddings"),
+        "norm_eps": needed(config, "rms_norm_eps"),
+        "tied_embeddings": bool(config.get("tie_word_embeddings")),
+        "attention_dropout": float(config.get("attention_dropout") or 0.0),
+        "init_std": config.get("initializer_range", 0.02),
+        "rope": rope(config, theta),
+    }
+
+
+def needed(config: HfConfig, name: str) -> Any:
+    """The value of `name`; ConfigError when it is absent."""
+    value = config.get(name)
+    if value is None:
+        raise ConfigError(
+            f"config.json lacks {name}. Take the config.json that belongs to the weights, or add what they were made with."
+        )
+    return value
+
+
+def require(config: HfConfig, wanted: Mapping[str, Any]) -> None:
+    """ConfigError for a key that has another value than the one that Megatron's model of the family has."""
+    for name, value in wanted.items():
+        found = config.get(name)
+        if found is not None and found != value:
+            raise refusal(config, name, f"has only {value!r}")
+
+
+def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
+    """The error that refuses the value of `name`: "Megatron's model of this family" and the reason."""
+    return ConfigError(
+        f"config.json has {name}={config.get(name)!r}, but Megatron's model of this family {reason}. These weights "
+        "cannot be run there; changing the setting would make it another model."
+    )
+
+
+def rope(config: HfConfig, default_theta: float) -> RopeConfig:
+    """Rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    require(config, {"partial_rotary_factor": 1.0})
+    require(settings, {"partial_rotary_factor": 1.0, "truncate": True})
+    theta = float(settings.get("rope_theta") or config.get("rope_theta") or default_theta)
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind not in ("llama3", "yarn"):
+        raise refusal({"rope_type": kind}, "rope_type", "knows only default, llama3 and yarn")
+    longest = needed(config, "max_position_embeddings")
+    # transformers lets the config's own key win
+    name = "original_max_position_embeddings"
+    settings[name] = config.get(name) or settings.get(name) or longest
+    if kind == "yarn" and settings.get("factor") is None:
+        settings["factor"] = longest / settings[name]
+    settings["factor"] = float(needed(settings, "factor"))
+    return (_llama3 if kind == "llama3" else _yarn)(settings, theta)
+
+
+def _llama3(settings: HfConfig, theta: float) -> RopeConfig:
+    require(settings, LLAMA3_CONSTANTS)
+    original = settings["original_max_position_embeddings"]
+    return RopeConfig(theta=theta, scaling="llama3", factor=settings["factor"], original_length=original)
+
+
+def _yarn(settings: HfConfig, theta: float) -> RopeConfig:
+    factor = settings["factor"]
+    mscale, all_dim = float(settings.get("mscale") or 0.0), float(settings.get("mscale_all_dim") or 0.0)
+    if all_dim and not mscale:
+        raise refusal(settings, "mscale_all_dim", "has it only together with mscale")
+    if not all_dim:
+        mscale = 1.0  # transformers reads mscale only beside mscale_all_dim
+    temperature = _temperature(factor, mscale) / _temperature(factor, all_dim)
+    if not math.isclose(settings.get("attention_factor") or temperature, temperature, rel_tol=1e-6):
+        raise refusal(
+            settings, "attention_factor", f"has {temperature}, which follows from factor and mscale"
+        )
+    return RopeConfig(
+        theta=theta,
+        scaling="yarn",
+        factor=factor,
+        original_length=settings["original_max_position_embeddings"],
+        beta_fast=float(settings.get("beta_fast") or 32.0),
+        beta_slow=float(settings.get("beta_slow") or 1.0),
+        mscale=mscale,
+        mscale_all_dim=all_dim,
+    )
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    """YaRN's factor on queries and on keys, sharpened as the context grows."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,79 @@
+"""A whole model's weights from Hugging Face's tensors to Megatron's global ones, and back."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.families import weight_map
+from mcore_rl.model.weight_map import Shape, WeightMap, Where, listed
+
+
+@torch.no_grad()
+def to_global(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Megatron's tensors of `model`, whole, from those of a Hugging Face checkpoint, in the same dtype.
+
+    Experts may be a tensor each or fused. CheckpointError, with names, for what is missing, left over, of another
+    shape, or for copies that differ. `copy_in` fills the model of any mesh from the result.
+    """
+    fused = any(name.endswith(".experts.gate_up_proj") for name in tensors)
+    weights = weight_map(model, "fused" if fused else "each")
+    weights.check_hf(_shapes(tensors))
+    _check_copies(tensors, weights)
+    made: dict[str, Tensor] = {}
+    for block in weights.blocks:
+        source = tensors[block.hf_name]
+        dtype = torch.float32 if block.mcore_key in weights.fp32_keys else source.dtype
+        target = made.get(block.mcore_key)
+        if target is None:
+            target = source.new_zeros(weights.mcore_shapes[block.mcore_key], dtype=dtype)
+            made[block.mcore_key] = target
+        if target.dtype != dtype:
+            raise CheckpointError(
+                f"{block.hf_name} is {dtype}, other parts of {block.mcore_key} {target.dtype}."
+            )
+        _at(target, block.mcore_where).copy_(_at(source, block.hf_where))
+    return made
+
+
+@torch.no_grad()
+def to_hf(global_tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face checkpoint, an expert each, from Megatron's: `to_global` undone, bit for bit.
+
+    The padding of the vocabulary is dropped. CheckpointError, with names, for what is missing or left over.
+    """
+    weights = weight_map(model)
+    weights.check_mcore(_shapes(global_tensors))
+    made: dict[str, Tensor] = {}
+    for block in weights.blocks:
+        source = global_tensors[block.mcore_key]
+        target = made.get(block.hf_name)
+        if target is None:
+            target = made[block.hf_name] = source.new_empty(weights.hf_shapes[block.hf_name])
+        _at(target, block.hf_where).copy_(
+            _at(source, block.mcore_where).reshape_as(_at(target, block.hf_where))
+        )
+    return made | {copy.name: made[copy.original].clone() for copy in weights.copies if copy.written}
+
+
+def _check_copies(tensors: Mapping[str, Tensor], weights: WeightMap) -> None:
+    differ = [
+        f"{copy.name} differs from {copy.original}"
+        for copy in weights.copies
+        if copy.name in tensors and not torch.equal(tensors[copy.name], tensors[copy.original])
+    ]
+    if differ:
+        raise CheckpointError(
+            f"Megatron shares tensors that these weights have in different versions:\n{listed(differ)}"
+        )
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _at(tensor: Tensor, where: Where) -> Tensor:
+    """The rectangle, a view."""
+    return tensor[tuple(slice(span.start, span.stop) for span in where)]

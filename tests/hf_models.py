@@ -1,0 +1,135 @@
+"""Tiny random models of transformers in fp32: the oracle of logits, and their weights as checkpoints name them."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.model.families import model_from_hf
+
+VOCAB, TOLERANCE = 99, 2e-5
+Tensors = dict[str, Tensor]
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 256,
+}
+GROUPED = SHAPE | {"head_dim": 24}
+EXPERTS = GROUPED | {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+DEEPSEEK = SHAPE | {
+    "num_key_value_heads": 6,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_mtp_layers": 0,
+    "rms_norm_eps": 1e-5,  # the norms of the latents have 1e-6 nevertheless
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", GROUPED),
+    "llama-llama3": (
+        "Llama",
+        GROUPED | {"head_dim": 32, "max_position_embeddings": 131072, "rope_parameters": LLAMA3},
+    ),
+    "qwen3": ("Qwen3", GROUPED | {"tie_word_embeddings": True}),
+    "qwen3-yarn": ("Qwen3", GROUPED | {"rope_parameters": YARN}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True}),
+    "qwen3_moe-raw-gates": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": False, "mlp_only_layers": [0]}),
+    "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3-full-queries": (
+        "DeepseekV3",
+        DEEPSEEK | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3-yarn": (
+        "DeepseekV3",
+        DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+}
+"""Name: the class's prefix in transformers, and its config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """A model of transformers, and what it would save."""
+
+    model: nn.Module
+    config: dict[str, Any]
+    """Its config.json."""
+    tensors: Tensors
+    """Its safetensors."""
+
+    @property
+    def ours(self) -> ModelConfig:
+        """Our config of the same model."""
+        return model_from_hf(self.config).model_copy(update={"vocab_multiple": 16})
+
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """`[B, S, V]`."""
+        with torch.no_grad():
+            return self.model(tokens_BS).logits  # type: ignore[no-any-return]
+
+
+@cache
+def oracle(case: str, **changes: Any) -> Oracle:
+    """The model of `CASES[case]` with random weights large enough that every part of it is seen in the logits."""
+    prefix, settings = CASES[case]
+    config = getattr(transformers, f"{prefix}Config")(**(settings | changes))
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    randomize(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = json.loads((Path(folder) / "config.json").read_text())
+        tensors = load_file(Path(folder) / "model.safetensors")
+    return Oracle(model=model, config=saved, tensors={name: t.clone() for name, t in tensors.items()})
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> None:
+    """Weights that keep the size of what passes them, norms around one, biases of the choice of experts around zero."""
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in model.state_dict().items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        if "norm" in name:
+            tensor.copy_(1 + 0.3 * noise)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.copy_(0.3 * noise)
+        else:
+            tensor.copy_(noise / tensor.shape[-1] ** 0.5)
+
+
+def random_tokens(rows: int = 2, length: int = 32) -> Tensor:
+    """`[B, S]`, always the same."""
+    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(2))

@@ -1,0 +1,70 @@
+"""A forward pass on any mesh. Apart from its test, so that ranks need not import transformers."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.data.batch import Microbatch
+from mcore_rl.model.build import build_model
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.hf_weights import to_global
+from mcore_rl.model.inputs import LocalMicrobatch, localize
+from mcore_rl.parallel.mesh import Axis, Mesh, build_mesh, seed_ranks
+from mcore_rl.parallel.schedule import HeadOutput, run_pass
+from mcore_rl.parallel.sequence import unzigzag
+from mcore_rl.parallel.vocab import gather_logits
+
+Tensors = dict[str, Tensor]
+
+
+class LogitsHead:
+    """Keeps the whole logits of a microbatch."""
+
+    wants_losses = False
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
+        logits_BSV = gather_positions(gather_logits(output, self._mesh.tp), self._mesh.cp)
+        nothing = output.new_zeros(())
+        return HeadOutput(loss=nothing, count=nothing.int(), kept={"logits": logits_BSV})
+
+
+def gather_positions(local: Tensor, cp: Axis) -> Tensor:
+    """Collective over `cp`."""
+    shards = [torch.empty_like(local) for _ in range(cp.size)]
+    dist.all_gather(shards, local.contiguous(), group=cp.group)
+    return unzigzag(shards)
+
+
+def logits_on(
+    mesh_config: MeshConfig, model: ModelConfig, tensors: Tensors, tokens_BS: Tensor
+) -> list[Tensor]:
+    """On a rank: the logits of each row, where the rank has the last stage."""
+    settings = PlatformConfig()
+    platform, mesh = start(settings), build_mesh(mesh_config)
+    seed_ranks(1)
+    chunks = build_model(model, mesh, platform, settings)
+    copy_in(chunks, to_global(tensors, model))
+    microbatches = [
+        localize(
+            Microbatch(
+                tokens_BS=row_S[None],
+                labels_BS=row_S[None],
+                loss_mask_BS=torch.ones(1, len(row_S)),
+                position_ids_BS=torch.arange(len(row_S))[None],
+            ),
+            mesh.cp,
+            platform.device,
+        )
+        for row_S in tokens_BS
+    ]
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        return [kept["logits"] for kept in run_pass(chunks, microbatches, LogitsHead(mesh), backward=False)]

@@ -1,0 +1,30 @@
+"""A model of transformers, loaded on any mesh, gives the logits of transformers."""
+
+import pytest
+import torch
+
+from mcore_rl.config.mesh import MeshConfig
+from tests.hf_models import TOLERANCE, VOCAB, oracle, random_tokens
+from tests.parallel.logits import logits_on
+from tests.ranks import run_ranks
+
+MESHES = {
+    "tp2": MeshConfig(tp=2),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "cp2": MeshConfig(cp=2),
+    "tp2-etp2": MeshConfig(tp=2, etp=2),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+def test_logits_equal_those_of_transformers(case: str, mesh: str) -> None:
+    heads = {"num_key_value_heads": 2} if case == "qwen3_moe" else {}
+    theirs, tokens_BS = oracle(case, num_hidden_layers=4, **heads), random_tokens()
+    wanted_BSV, num_ranks = theirs.logits(tokens_BS), MESHES[mesh].smallest_world
+    ranks = run_ranks(logits_on, num_ranks, MESHES[mesh], theirs.ours, theirs.tensors, tokens_BS)
+    answers = [torch.cat(rows) for rows in ranks if rows]
+    assert len(answers) == num_ranks // MESHES[mesh].pp
+    for logits_BSV in answers:
+        torch.testing.assert_close(logits_BSV[..., :VOCAB], wanted_BSV, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,170 @@
+"""With the same weights Megatron's model computes what transformers' does, and nothing that is wrong passes for it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.model.build import build_model
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.hf_weights import to_global
+from mcore_rl.parallel.mesh import Mesh
+from tests.hf_models import CASES, TOLERANCE, VOCAB, Oracle, Tensors, oracle, random_tokens
+
+SEEN = 1e-3
+"""A mistake changes logits at least so much: fifty times the tolerance."""
+
+
+def logits_of(model: ModelConfig, weights: Tensors, tokens_BS: Tensor, mesh: Mesh) -> Tensor:
+    platform = PlatformConfig()
+    chunk = build_model(model, mesh, start(platform), platform)[0]
+    copy_in([chunk], weights)
+    return logits_of_chunk(chunk.eval(), tokens_BS)
+
+
+def logits_of_chunk(chunk: nn.Module, tokens_BS: Tensor) -> Tensor:
+    positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    with torch.no_grad():
+        logits_BSV: Tensor = chunk(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None)
+    return logits_BSV[..., :VOCAB]
+
+
+def distance(theirs: Oracle, ours: ModelConfig, weights: Tensors, mesh: Mesh, length: int = 32) -> float:
+    tokens_BS = random_tokens(length=length)
+    difference = logits_of(ours, weights, tokens_BS, mesh) - theirs.logits(tokens_BS)
+    return difference.abs().max().item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(case: str, one_rank: Mesh) -> None:
+    theirs = oracle(case)
+    # llama3 stretches wavelengths above 2,048 positions: short sequences do not see it.
+    length = 512 if case == "llama-llama3" else 32
+    assert (
+        distance(theirs, theirs.ours, to_global(theirs.tensors, theirs.ours), one_rank, length) <= TOLERANCE
+    )
+
+
+def moe(model: ModelConfig, **changes: object) -> ModelConfig:
+    return model.model_copy(update={"moe": model.moe.model_copy(update=changes)})
+
+
+def rope(model: ModelConfig, **changes: object) -> ModelConfig:
+    return model.model_copy(update={"rope": model.rope.model_copy(update=changes)})
+
+
+def mla(model: ModelConfig, **changes: object) -> ModelConfig:
+    return model.model_copy(update={"mla": model.mla.model_copy(update=changes)})
+
+
+WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
+    "gates not normalized": ("qwen3_moe", lambda m: moe(m, normalize_top_k=False)),
+    "gates normalized": ("qwen3_moe-raw-gates", lambda m: moe(m, normalize_top_k=True)),
+    "one expert more": ("mixtral", lambda m: moe(m, top_k=3)),
+    "theta": ("mixtral", lambda m: rope(m, theta=1e4)),
+    "epsilon of the norms": ("llama", lambda m: m.model_copy(update={"norm_eps": 1e-3})),
+    "llama3 stretching dropped": ("llama-llama3", lambda m: rope(m, scaling="none")),
+    "yarn dropped": ("qwen3-yarn", lambda m: rope(m, scaling="none")),
+    "yarn dropped from latent attention": ("deepseek_v3-yarn", lambda m: rope(m, scaling="none")),
+    "mscale_all_dim dropped": ("deepseek_v3-yarn", lambda m: rope(m, mscale_all_dim=0.0)),
+    "groups dropped": ("deepseek_v3", lambda m: moe(m, num_groups=0, top_groups=0)),
+    "scaling factor dropped": ("deepseek_v3", lambda m: moe(m, routed_scaling=1.0)),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_CONFIGS)
+def test_a_mistake_in_the_config_changes_the_logits(mistake: str, one_rank: Mesh) -> None:
+    case, change = WRONG_CONFIGS[mistake]
+    theirs = oracle(case)
+    weights = to_global(theirs.tensors, theirs.ours)
+    length = 512 if case == "llama-llama3" else 32
+    assert distance(theirs, change(theirs.ours), weights, one_rank, length) > SEEN
+
+
+def test_the_latents_norms_have_an_epsilon_of_their_own(one_rank: Mesh) -> None:
+    theirs = oracle("deepseek_v3")
+    weights = to_global(theirs.tensors, theirs.ours)
+    assert theirs.ours.norm_eps == 1e-5
+    assert distance(theirs, mla(theirs.ours, norm_eps=1e-5), weights, one_rank) > 2 * TOLERANCE
+
+
+def swap(tensors: Tensors, one: str, other: str) -> Tensors:
+    """`tensors` with each name that holds `one` and its counterpart with `other` exchanged."""
+    assert any(one in name for name in tensors)
+    exchange = {one: other, other: one}
+    return {
+        next((name.replace(a, b) for a, b in exchange.items() if a in name), name): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def replaced(tensors: Tensors, end: str, change: Callable[[Tensor], Tensor]) -> Tensors:
+    """`tensors` with those changed whose name ends so."""
+    assert any(name.endswith(end) for name in tensors)
+    return {name: change(t) if name.endswith(end) else t for name, t in tensors.items()}
+
+
+def rotated(tensors: Tensors, num_experts: int) -> Tensors:
+    """Expert e under the name of expert e + 1."""
+    for e in range(num_experts - 1):
+        tensors = swap(tensors, f".experts.{e}.", f".experts.{e + 1}.")
+    return tensors
+
+
+def deinterleaved(q_b: Tensor) -> Tensor:
+    """The rotary rows of each head with the even ones first, as other converters store them."""
+    nope, rotary = q_b.view(6, 24, -1).split([16, 8], dim=1)
+    return torch.cat([nope, rotary[:, 0::2], rotary[:, 1::2]], dim=1).reshape(q_b.shape)
+
+
+WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
+    "two experts swapped": (
+        "qwen3_moe",
+        lambda t: swap(t, "layers.1.mlp.experts.2.", "layers.1.mlp.experts.5."),
+    ),
+    "two experts of deepseek_v3 swapped": (
+        "deepseek_v3",
+        lambda t: swap(t, "2.mlp.experts.0.", "2.mlp.experts.1."),
+    ),
+    "experts rotated": ("mixtral", lambda t: rotated(t, 6)),
+    "gate and up swapped in experts": ("mixtral", lambda t: swap(t, ".w1.", ".w3.")),
+    "gate and up swapped": ("llama", lambda t: swap(t, ".gate_proj.", ".up_proj.")),
+    "gate and up swapped in the shared expert": (
+        "deepseek_v3",
+        lambda t: swap(t, "shared_experts.gate_proj.", "shared_experts.up_proj."),
+    ),
+    "two layers swapped": ("qwen3", lambda t: swap(t, "layers.0.", "layers.1.")),
+    "query and key norms swapped": ("qwen3", lambda t: swap(t, ".q_norm.", ".k_norm.")),
+    "norms dropped": ("qwen3_moe", lambda t: replaced(t, "norm.weight", torch.ones_like)),
+    "expert bias dropped": ("deepseek_v3", lambda t: replaced(t, "correction_bias", torch.zeros_like)),
+    "expert bias rounded": (
+        "deepseek_v3",
+        lambda t: replaced(t, "correction_bias", lambda b: (b * 4).round() / 4),
+    ),
+    "shared expert dropped": (
+        "deepseek_v3",
+        lambda t: replaced(t, "shared_experts.down_proj.weight", torch.zeros_like),
+    ),
+    "rotary rows permuted": ("deepseek_v3", lambda t: replaced(t, "q_b_proj.weight", deinterleaved)),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_TENSORS)
+def test_a_mistake_in_the_weights_changes_the_logits(mistake: str, one_rank: Mesh) -> None:
+    case, change = WRONG_TENSORS[mistake]
+    theirs = oracle(case)
+    assert distance(theirs, theirs.ours, to_global(change(theirs.tensors), theirs.ours), one_rank) > SEEN
+
+
+def test_queries_keys_and_values_below_one_another_are_no_attention(one_rank: Mesh) -> None:
+    theirs = oracle("llama")
+    weights = to_global(theirs.tensors, theirs.ours)
+    qkv = weights["decoder.layers.self_attention.linear_qkv.weight"]
+    for layer in range(len(qkv)):
+        parts = [theirs.tensors[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
+        qkv[layer] = torch.cat(parts)
+    assert distance(theirs, theirs.ours, weights, one_rank) > SEEN

@@ -1,0 +1,140 @@
+"""Every element of both sides is paired exactly once, and the Megatron side is what Megatron's model has."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.build import build_model
+from mcore_rl.model.families import FAMILIES, weight_map
+from mcore_rl.model.global_tensors import pieces
+from mcore_rl.model.weight_map import Span, WeightMap, Where, covered_otherwise_than_once
+from mcore_rl.parallel.mesh import Mesh
+
+DEEPSEEK_V3 = ModelConfig(
+    family="deepseek_v3",
+    num_layers=61,
+    hidden_size=7168,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=128,
+    ffn_hidden_size=18432,
+    vocab_size=129280,
+    mtp_layers=1,
+    mla=MLAConfig(q_lora_rank=1536),
+    moe=MoEConfig(
+        num_experts=256,
+        top_k=8,
+        ffn_hidden_size=2048,
+        shared_experts=1,
+        first_dense_layers=3,
+        expert_bias=True,
+    ),
+)
+
+
+def variants() -> dict[str, ModelConfig]:
+    """Each family tiny, and with awkward sizes."""
+    found = {}
+    for name, family in FAMILIES.items():
+        tiny = family.tiny
+        found[name] = tiny
+        experts = {"num_experts": 7, "first_dense_layers": 2, "num_groups": 0, "top_groups": 0}
+        moe = tiny.moe.model_copy(update=experts) if tiny.is_moe else tiny.moe
+        heads = 9 if family.mla else 3
+        odd = {"vocab_size": 1003, "num_heads": 9, "num_kv_heads": heads, "head_dim": 24, "moe": moe}
+        found[f"{name}-awkward"] = tiny.model_copy(update=odd | {"tied_embeddings": not tiny.tied_embeddings})
+    deepseek = found["deepseek_v3"]
+    found["deepseek_v3-mtp"] = deepseek.model_copy(update={"mtp_layers": 2})
+    found["deepseek_v3-alike"] = deepseek.model_copy(
+        update={
+            "moe": deepseek.moe.model_copy(update={"first_dense_layers": 0}),
+            "mla": deepseek.mla.model_copy(update={"q_lora_rank": 0}),
+        }
+    )
+    return found
+
+
+VARIANTS = variants()
+
+
+@pytest.mark.parametrize("layout", ["each", "fused"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_element_is_paired_exactly_once(variant: str, layout: str) -> None:
+    weight_map(VARIANTS[variant], layout).prove()
+
+
+def test_the_map_of_deepseek_v3_is_proved_from_its_config_alone() -> None:
+    weights = weight_map(DEEPSEEK_V3)
+    weights.prove()
+    elements = sum(torch.Size(shape).numel() for shape in weights.hf_shapes.values())
+    # 671B, and 14B of MTP of which the two embeddings are shared (arXiv 2412.19437)
+    assert 682e9 < elements < 685e9
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_global_tensors_are_those_of_the_megatron_model(variant: str, one_rank: Mesh) -> None:
+    model = VARIANTS[variant]
+    settings = PlatformConfig()
+    chunks = build_model(model, one_rank, start(settings), settings)
+    weights = weight_map(model)
+    assert {piece.key: piece.global_shape for piece in pieces(chunks)} == weights.mcore_shapes
+    fp32 = {piece.key for piece in pieces(chunks) if piece.key.endswith("expert_bias")}
+    assert weights.fp32_keys == fp32
+
+
+def broken(change: str) -> WeightMap:
+    """The map of a tiny model with one mistake."""
+    weights = weight_map(VARIANTS["qwen3_moe"])
+    first, *rest = weights.blocks
+    span, *spans = first.hf_where
+    blocks = {
+        "dropped": rest,
+        "doubled": [first, *weights.blocks],
+        "narrowed": [dataclasses.replace(first, hf_where=(Span(0, span.stop - 1), *spans)), *rest],
+        "too wide": [dataclasses.replace(first, hf_where=(Span(0, span.stop + 1), *spans)), *rest],
+    }
+    return dataclasses.replace(weights, blocks=tuple(blocks[change]))
+
+
+@pytest.mark.parametrize("change", ["dropped", "doubled", "narrowed", "too wide"])
+def test_a_broken_map_is_refused_with_the_tensors_name(change: str) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
+        broken(change).prove()
+
+
+def test_padding_that_is_forgotten_is_found() -> None:
+    weights = dataclasses.replace(weight_map(VARIANTS["llama"]), padding=())
+    with pytest.raises(CheckpointError, match=r"word_embeddings.weight \[120:128, 0:64\] is written 0 times"):
+        weights.prove()
+
+
+def test_coverage_agrees_with_counting_cells() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        shape = tuple(torch.randint(1, 5, (3,), generator=generator).tolist())
+        places = [
+            random_place(shape, generator) for _ in range(int(torch.randint(0, 4, (), generator=generator)))
+        ]
+        cells = torch.zeros(shape, dtype=torch.int)
+        for place in places:
+            cells[as_slices(place)] += 1
+        found = torch.ones(shape, dtype=torch.int)
+        for where, times in covered_otherwise_than_once(shape, places):
+            assert times != 1
+            found[as_slices(where)] = times
+        assert torch.equal(found, cells)
+
+
+def random_place(shape: tuple[int, ...], generator: torch.Generator) -> Where:
+    spans = [list(itertools.combinations(range(size + 1), 2)) for size in shape]
+    return tuple(Span(*pairs[int(torch.randint(len(pairs), (), generator=generator))]) for pairs in spans)
+
+
+def as_slices(where: Where) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in where)
