@@ -24,9 +24,9 @@ class DataConfig(Section):
     train_weights: tuple[float, ...] = ()
     """One weight a prefix; empty: in proportion to their tokens."""
     valid: tuple[str, ...] = ()
-    """Prefixes to evaluate on; empty: `split` cuts them from `train`."""
+    """Prefixes to evaluate on. With these or `test` given `train` is not split; without both, `split` cuts it."""
     test: tuple[str, ...] = ()
-    """Prefixes for the test loss at the end; empty: as with `valid`."""
+    """Prefixes for the test loss at the end; empty, with `valid` given: there is none."""
     split: tuple[float, float, float] = (98.0, 1.0, 1.0)
     """Shares of documents for train, valid, test, when `valid` and `test` are empty."""
     seq_length: PositiveInt = 256

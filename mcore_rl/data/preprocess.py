@@ -98,7 +98,7 @@ def _make(
                 options.output, "shard", index=report.index, documents=report.documents, tokens=report.tokens
             )
             _enforce_max_bad(options, shards, reports)
-        rates = progress.rates()
+        rates = progress.rates() if missing else "tokenized by an earlier run"
     _report_bad_lines(options.output, shards, reports, console)
     if find_sources(options.inputs) != tuple(sources):
         raise DataError(
