@@ -5,6 +5,7 @@ Megatron import it first in their `__init__`. With CUDA present only the patches
 """
 
 import functools
+import functools
 import importlib
 import logging
 import queue
@@ -267,6 +268,14 @@ def as_experts_entry(experts: type) -> Any:
     return (experts, None) if megatron_version() == "0.16" else experts
 
 
+def with_moe_layer(mlp: Any, moe_layer: type) -> Any:
+    """The spec of a Mixture-of-Experts layer with another class for it; the spec is a partial since 0.19."""
+    if megatron_version() == "0.16":
+        mlp.module = moe_layer
+        return mlp
+    return functools.partial(moe_layer, *mlp.args, **mlp.keywords)
+
+
 def router_loss_report() -> Callable[..., Any]:
     """Megatron's function that reduces what the routers recorded of their losses, and forgets it."""
     if megatron_version() == "0.16":
@@ -312,6 +321,8 @@ def _install() -> None:
         warnings.filterwarnings("ignore", message=message)
     # On a CPU the generator of the CPU is also that of the "device": the warning would come at every fork.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # 0.16 asks for the class of an MoE layer by name, and says so of ours, which it then builds like its own.
+    logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
     # 0.19 calls its own way to write, and the common.pt that 0.16 can read too, deprecated at every save and load.
     for name in ("torch", "common"):
         logging.getLogger(f"megatron.core.dist_checkpointing.strategies.{name}").setLevel(logging.ERROR)

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,10 +23,11 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from mcore_rl.backend.mcore_compat import as_experts_entry
+from mcore_rl.backend.mcore_compat import as_experts_entry, with_moe_layer
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
-from mcore_rl.model.layers.linear import ReplicatedLinear
+from mcore_rl.model.layers.linear import LatentAttention
+from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.model.layers.norm import RMSNorm
 
 
@@ -94,16 +95,21 @@ def _layer_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm,
-        mlp=get_mlp_module_spec_for_backend(
-            backend=TorchSpecProvider(),
-            num_experts=config.num_moe_experts if is_moe else None,
-            moe_grouped_gemm=True,
-        ),
+        mlp=_mlp(config, is_moe=is_moe),
         mlp_bda=get_bias_dropout_add,
         # TransformerEngine fuses these norms into the linear layer that follows: the same names in checkpoints.
         sharded_state_dict_keys_map=renamed,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _mlp(config: TransformerConfig, *, is_moe: bool) -> Any:
+    spec = get_mlp_module_spec_for_backend(
+        backend=TorchSpecProvider(),
+        num_experts=config.num_moe_experts if is_moe else None,
+        moe_grouped_gemm=True,
+    )
+    return with_moe_layer(spec, MoELayer) if is_moe else spec
 
 
 def _grouped_query(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
@@ -127,13 +133,14 @@ def _latent(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
     provider = TorchSpecProvider()
     column = provider.column_parallel_linear()
     spec = ModuleSpec(
-        module=MLASelfAttention,
+        module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,
-            linear_q_down_proj=ReplicatedLinear,
+            # LatentAttention replaces the down-projections.
+            linear_q_down_proj=column,
             linear_q_up_proj=column,
-            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_down_proj=column,
             linear_kv_up_proj=column,
             core_attention=SDPAttention,
             linear_proj=provider.row_parallel_linear(),

@@ -1,0 +1,1 @@
+"""Layers without TransformerEngine, for CPUs and plain CUDA, in the places that Megatron's specs have for them."""

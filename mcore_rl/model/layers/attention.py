@@ -1,0 +1,220 @@
+"""Core attention without TransformerEngine: softmax(q k / scale) v of Megatron's self- and latent attention."""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.model.layers import cpu_attention
+from mcore_rl.model.layers.packed import PackedParams, gathered_order
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class SDPAttention(MegatronModule):
+    """Attention by `scaled_dot_product_attention`, or on a CPU by our own products.
+
+    Grouped queries, values of another width than keys, dropout, sliding window, packed sequences; with context
+    parallelism keys and values are gathered, and a rank computes its two chunks of each sequence.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(config=config)
+        _refuse_unsupported(config, attention_type, options.get("cp_comm_type"))
+        groups = options.get("pg_collection")
+        if groups is None:
+            groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+        self.attn_mask_type = attn_mask_type
+        width = options.get("k_channels") or config.kv_channels
+        self.scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
+        dropout = options.get("attention_dropout")
+        self.dropout = config.attention_dropout if dropout is None else dropout
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, max(1, layer_number)
+        )
+        self.window: int | None = config.window_size[0] if windowed else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """`[s, B, N * Dv]` of queries `[s, B, N, D]`, keys `[s, B, G, D]`, values `[s, B, G, Dv]`.
+
+        For a packed row `B` is left out, here and there. A mask is true where attention is forbidden, and then
+        says all: the mask type is that of attention without one.
+        """
+        if options.get("attention_bias") is not None:
+            raise NotImplementedError("SDPAttention adds no bias to the scores: give none, or a mask")
+        packed = options.get("packed_seq_params")
+        if packed is not None:
+            return self._packed(query, key, value, packed)
+        mask_type = attn_mask_type or self.attn_mask_type
+        if attention_mask is not None:
+            mixed = self._masked(query, key, value, attention_mask)
+        elif mask_type in CAUSAL:
+            mixed = self._causal(query, key, value)
+        elif mask_type == AttnMaskType.no_mask and self.cp_group.size() == 1:
+            mixed = self._attend(query, key, value, None)
+        else:
+            raise NotImplementedError(
+                f"SDPAttention has no {mask_type} without a mask over {self.cp_group.size()} context-parallel ranks"
+            )
+        return mixed.flatten(2)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ranks = self.cp_group.size()
+        if ranks == 1:
+            return self._prefix(query, key, value)
+        lengths = (query.shape[0] * ranks,)
+        key, value = self._gathered(key, value, gathered_order(lengths, ranks).to(key.device))
+        return torch.cat([self._prefix(*part) for part in self._chunks(query, key, value)])
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Each sequence by itself; positions behind the last one attend among themselves."""
+        ranks = self.cp_group.size()
+        num_tokens = query.shape[0] * ranks
+        lengths = lengths_of(packed, num_tokens, 2 * ranks if ranks > 1 else 1)
+        if ranks > 1:
+            is_whole = isinstance(packed, PackedParams) and packed.lengths == lengths
+            order = (
+                packed.order(ranks, key.device) if is_whole else gathered_order(lengths, ranks).to(key.device)
+            )
+            key, value = self._gathered(key, value, order)
+        parts = zip(
+            query.split([length // ranks for length in lengths]),
+            key.split(lengths),
+            value.split(lengths),
+            strict=True,
+        )
+        mixed = []
+        for one_query, one_key, one_value in parts:
+            rows = one_query[:, None], one_key[:, None], one_value[:, None]
+            chunks = self._chunks(*rows) if ranks > 1 else [rows]
+            mixed += [self._prefix(*chunk) for chunk in chunks]
+        return torch.cat(mixed).flatten(1)
+
+    def _gathered(self, key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        """Collective over the context-parallel group: keys and values of all positions in their natural order."""
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
+        natural_key, natural_value = both.index_select(0, order).split([key.shape[-1], value.shape[-1]], -1)
+        return natural_key, natural_value
+
+    def _chunks(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """This rank's two chunks of a sequence, each with the keys and values up to its end."""
+        rank, ranks = self.cp_group.rank(), self.cp_group.size()
+        first, second = query.chunk(2)
+        ends = (rank + 1) * first.shape[0], (2 * ranks - rank) * first.shape[0]
+        return [(part, key[:end], value[:end]) for part, end in zip((first, second), ends, strict=True)]
+
+    def _prefix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of queries that are the last of the keys' positions."""
+        no_dropout = self.dropout == 0.0 or not self.training
+        if no_dropout and self.window is None and cpu_attention.is_supported(query, key):
+            return cpu_attention.causal_attention(query, key, value, self.scale)
+        if query.shape[0] == key.shape[0] and self.window is None:
+            return self._attend(query, key, value, None, is_causal=True)
+        return self._attend(query, key, value, self._visible(query, key))
+
+    def _visible(self, query: Tensor, key: Tensor) -> Tensor:
+        """True where a key is not behind its query, and inside the window."""
+        length = key.shape[0]
+        places = torch.arange(length, device=key.device)
+        behind = places[length - query.shape[0] :, None] - places
+        return (behind >= 0) if self.window is None else (behind >= 0) & (behind <= self.window)
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        if self.cp_group.size() > 1:
+            raise NotImplementedError(
+                "SDPAttention takes no mask under context parallelism: attention is causal"
+            )
+        visible = ~mask
+        if self.window is not None:
+            visible = visible & self._visible(query, key)
+        # A query that sees no key would be 0 / 0: it sees all instead, as with Megatron's finite mask value.
+        return self._attend(query, key, value, visible | ~visible.any(-1, keepdim=True))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, is_causal: bool = False
+    ) -> Tensor:
+        query_BNSD, key_BGSD, value_BGSD = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
+        width, value_width = query.shape[-1], value.shape[-1]
+        if not query.is_cuda and value_width < width:
+            # torch's fused kernel for CPUs wants equal widths; without it the scores of all heads are stored.
+            value_BGSD = F.pad(value_BGSD, (0, width - value_width))
+        dropout = self.dropout if self.training else 0.0
+        # Under sequence parallelism the whole layer runs in the state of this rank already.
+        own_state = dropout > 0.0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if own_state else nullcontext():
+            mixed_BNSD = F.scaled_dot_product_attention(
+                query_BNSD,
+                key_BGSD,
+                value_BGSD,
+                attn_mask=visible,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
+        return mixed_BNSD[..., :value_width].permute(2, 0, 1, 3)
+
+
+def lengths_of(packed: PackedSeqParams, num_tokens: int, multiple: int) -> tuple[int, ...]:
+    """Positions of each sequence of a packed row, those behind the last one as another.
+
+    `PackedParams` knows them; of Megatron's own record they are read from the device, once.
+    """
+    if packed.qkv_format != "thd":
+        raise NotImplementedError(f'SDPAttention packs sequences as "thd", not as {packed.qkv_format!r}')
+    lengths = getattr(packed, "lengths", None)
+    if not lengths:
+        bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        lengths = tuple(length for length in bounds.diff().tolist() if length)
+        packed.lengths = lengths
+    rest = num_tokens - sum(lengths)
+    assert rest >= 0, f"packed sequences of {sum(lengths)} positions in a row of {num_tokens}"
+    whole = (*lengths, rest) if rest else lengths
+    assert not any(length % multiple for length in whole), f"lengths {whole} are no multiples of {multiple}"
+    return whole
+
+
+def _refuse_unsupported(config: TransformerConfig, attention_type: str, cp_comm_type: str | None) -> None:
+    refused = {
+        f"attention_type={attention_type!r}": attention_type != "self",
+        f"softmax_type={config.softmax_type!r}": config.softmax_type != "vanilla",
+        f"cp_comm_type={cp_comm_type!r} with context parallelism": config.context_parallel_size > 1
+        and cp_comm_type not in (None, "all_gather"),
+        f"window_size={config.window_size}": config.window_size is not None and config.window_size[1] != 0,
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"attention without TransformerEngine does not have {setting}: it is self-attention with a plain "
+                'softmax, a window to the left (w, 0), and cp_comm_type "all_gather". Change it, or use '
+                'platform.layers="te".'
+            )

@@ -1,0 +1,106 @@
+"""Stacked experts in distributed checkpoints: the same tensors as those of Megatron's experts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Offsets = tuple[tuple[int, int, int], ...]
+SPLIT_AXIS = {"linear_fc1": 0, "linear_fc2": 1}
+"""The axis of one expert's weight that expert tensor parallelism splits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertShards:
+    """Which experts, and which part of them, this rank holds."""
+
+    num_local: int
+    ep_group: ProcessGroup
+    tp_group: ProcessGroup
+    dp_group: ProcessGroup
+    is_singleton: bool
+    """Every expert is a tensor of its own, `experts.7.linear_fc1`, instead of a slice along an axis of experts."""
+
+    def place(self, expert: int, outer: Offsets) -> tuple[str, Offsets]:
+        """What stands before the weight's name, and the offsets, of local expert `expert`."""
+        number = self.ep_group.rank() * self.num_local + expert
+        if self.is_singleton:
+            return f"experts.{number}.", outer
+        return "experts.", (*outer, (len(outer), number, self.ep_group.size() * self.num_local))
+
+
+def sharded_experts(
+    weights: dict[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets, is_gated: bool
+) -> dict[str, Any]:
+    """For each stacked weight `[e, O, I]` a tensor per expert, and the empty extra state that Megatron writes."""
+    tp_rank, dp_rank = shards.tp_group.rank(), shards.dp_group.rank()
+    state: dict[str, Any] = {}
+    for name, weight in weights.items():
+        stack = _Stack(
+            shards=shards, name=name, outer=outer, halves=2 if is_gated and name == "linear_fc1" else 1
+        )
+        state[f"{prefix}{name}.weight"] = ShardedTensorFactory(
+            f"{prefix}{stack.suffix}", weight, stack.build, stack.merge, (0, 0, dp_rank)
+        )
+        for expert in range(shards.num_local):
+            before, offsets = shards.place(expert, outer)
+            shape = tuple(count for _, _, count in offsets) or (1,)
+            place = tuple(index for _, index, _ in offsets) or (0,)
+            state[f"{prefix}{name}._extra_state{expert}"] = ShardedObject(
+                f"{prefix}{before}{name}._extra_state", None, shape, place, replica_id=(0, tp_rank, dp_rank)
+            )
+    return state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stack:
+    """How a stacked weight, or what the optimizer keeps of it, is taken apart and put together."""
+
+    shards: ExpertShards
+    name: str
+    outer: Offsets
+    halves: int
+    """2 for a gated fc1: gate and up projection are split apart, to stay whole under any tensor parallelism."""
+
+    @property
+    def suffix(self) -> str:
+        return f"experts.{self.name}.weight"
+
+    def build(
+        self, key: str, stacked: Tensor, replica_id: Any, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
+        """The sharded tensors of `stacked` under `key`, which the layers above and the optimizer have prefixed."""
+        assert flattened_range is None, "optimizer state is saved in whole tensors"
+        tp_rank, tp_size = self.shards.tp_group.rank(), self.shards.tp_group.size()
+        lead = key.removesuffix(self.suffix)
+        parts = []
+        for expert, weight in enumerate(stacked):
+            before, offsets = self.shards.place(expert, self.outer)
+            axis = len(offsets) + SPLIT_AXIS[self.name]
+            for half, part in enumerate(weight.chunk(self.halves)):
+                expert_key = f"{lead}{before}{self.name}.weight"
+                split = (axis, tp_rank + half * tp_size, self.halves * tp_size)
+                if self.shards.is_singleton and self.halves == 2:
+                    expert_key += ("_w", "_v")[half]
+                    split = (axis, tp_rank, tp_size)
+                parts.append(
+                    ShardedTensor.from_rank_offsets(
+                        expert_key,
+                        part,
+                        *offsets,
+                        split,
+                        replica_id=replica_id,
+                        prepend_axis_num=len(offsets),
+                    )
+                )
+        return parts
+
+    def merge(self, parts: list[Tensor]) -> Tensor:
+        """`build` undone."""
+        with torch.no_grad():
+            experts = [torch.cat(parts[i : i + self.halves]) for i in range(0, len(parts), self.halves)]
+            return torch.stack(experts)

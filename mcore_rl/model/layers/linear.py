@@ -1,0 +1,103 @@
+"""Linear layers that every tensor-parallel rank holds whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor, nn
+
+from mcore_rl.backend.products import linear
+from mcore_rl.errors import ConfigError
+
+
+class ReplicatedLinear(nn.Module):
+    """`input @ weight.T`, the same weight on all tensor-parallel ranks; called and saved like Megatron's linears.
+
+    Under sequence parallelism each rank sees its part of the sequence, so the weight is marked and Megatron
+    sums its gradient over the ranks.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        assert not options.get("bias") and not options.get("is_expert"), "no bias, not inside an expert"
+        self.tp_group = options.get("tp_group")
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        )
+        if config.perform_initialization:
+            # Of all states that Megatron keeps, the data-parallel one is equal on the ranks of a TP group.
+            with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+                init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input: Tensor) -> tuple[Tensor, None]:
+        """The product, and no bias, as Megatron's linear layers return them."""
+        return (F.linear if input.is_cuda else linear)(input, self.weight), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are not put off: nothing to do."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The weight as one tensor, of which the ranks of a TP group are replicas."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+    def get_extra_state(self) -> None:
+        """TransformerEngine's layers save one, which must then be in ours too: empty."""
+        return None
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignored: there is none."""
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention with its down-projections replicated.
+
+    Sharded ones (Megatron's choice without TransformerEngine) lose a part of the gradient of the rotary key under
+    tensor parallelism. Megatron admits only classes that it knows in their place, so they are put in afterwards.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            assert getattr(submodules, name) is ColumnParallelLinear, f"{name} is replaced afterwards"
+        super().__init__(config, submodules, *args, **kwargs)
+        if self.tp_group.size() > 1 and not config.sequence_parallel:
+            raise ConfigError(
+                f"multi-head latent attention with tp={self.tp_group.size()} needs mesh.sequence_parallel=true: "
+                "without it the gradient of the rotary key misses the other ranks' heads."
+            )
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = self._down(config.q_lora_rank)
+        self.linear_kv_down_proj = self._down(config.kv_lora_rank + config.qk_pos_emb_head_dim)
+
+    def _down(self, size: int) -> ReplicatedLinear:
+        config = self.config
+        return ReplicatedLinear(
+            config.hidden_size, size, config=config, init_method=config.init_method, tp_group=self.tp_group
+        )

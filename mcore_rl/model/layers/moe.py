@@ -1,0 +1,78 @@
+"""Megatron's Mixture-of-Experts layer, with a shorter way where no token leaves its rank."""
+
+from typing import Any
+
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mcore_rl.model.layers.experts import GroupedExperts
+
+
+class MoELayer(moe_layer.MoELayer):
+    """Megatron's layer: the same router, shared experts, recomputation and numbers.
+
+    Where a CPU holds all experts whole, they gather and add up the tokens themselves: Megatron's dispatchers copy
+    top-k times the batch six times to sort it, also where nothing is to be sent.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if _is_local(self.config, self.experts):
+            self.token_dispatcher = LocalDispatcher(self.config, self.experts)
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """The routed experts' output, and no bias."""
+        dispatcher = self.token_dispatcher
+        if isinstance(dispatcher, LocalDispatcher):
+            return self.experts.routed(hidden_states, probs, dispatcher.take_routes()), None
+        return super().routed_experts_compute(hidden_states, probs)  # type: ignore[no-any-return]
+
+
+class LocalDispatcher(MoETokenDispatcher):
+    """Tokens stay where they are."""
+
+    def __init__(self, config: TransformerConfig, experts: GroupedExperts) -> None:
+        self.config = config
+        self.ep_group, self.tp_group = experts.ep_group, experts.tp_group
+        self.ep_size = self.tp_size = 1
+        self.shared_experts = None
+
+    def dispatch_preprocess(
+        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens as rows, and the router's probabilities `[T, E]`."""
+        self._shape, self._routed_TE = tokens.shape, routing_map
+        return tokens.reshape(-1, tokens.shape[-1]), probs
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Nothing to send."""
+        return hidden_states, probs
+
+    def take_routes(self) -> Tensor:
+        """The router's map `[T, E]` of the forward pass in progress."""
+        routed_TE = self._routed_TE
+        del self._routed_TE
+        return routed_TE
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Nothing to receive."""
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """The rows in the shape of the tokens."""
+        return hidden_states.view(self._shape)
+
+
+def _is_local(config: TransformerConfig, experts: Any) -> bool:
+    return (
+        isinstance(experts, GroupedExperts)
+        and experts.is_blockwise
+        and experts.ep_group.size() == experts.tp_group.size() == 1
+        and config.moe_token_dispatcher_type in ("alltoall", "allgather")
+        and not config.moe_pad_expert_input_to_capacity
+        and not config.moe_router_padding_for_quantization
+        and not config.moe_shared_expert_overlap
+        and not config.moe_apply_probs_on_input
+    )
