@@ -32,7 +32,7 @@ from mcore_rl.errors import McoreRlError
 
 LOOK_S = 1.0
 """Between two looks at the store."""
-LINGER_S = 5.0
+LINGER_S = 3.0
 """How long a rank waits for the words of the one that failed first, or for the others to hear its own."""
 CONNECT_S = 300.0
 LOST_PEER_WORDS = ("connection", "broken pipe", "gloo", "nccl", "peer")
@@ -42,6 +42,7 @@ def rank_guard() -> AbstractContextManager[None]:
     """Around all that a rank does: an error inside ends every rank of the run.
 
     The failing process has exit status 1, or 2 and no traceback where the user can mend it (McoreRlError).
+    To be entered once in the life of a process: the store goes with it.
     """
     world_size = world_size_of_launcher()
     if world_size > 1 and "MASTER_PORT" in os.environ:
@@ -167,8 +168,6 @@ class _Guard(AbstractContextManager[None]):
 
     def _give_way(self, first: int, headline: str, own_headline: str = "") -> NoReturn:
         """End because another rank failed; nothing is said where this one failed of the same."""
-        with suppress(RuntimeError):
-            self.store.add("heard", 1)
         same = headline == own_headline
         self._end("" if same else f"Rank {self.rank} ends because rank {first} failed: {headline}")
 
@@ -179,6 +178,8 @@ class _Guard(AbstractContextManager[None]):
         with self.last_words:  # of the watcher and the rank's main thread one speaks, and both end
             if words:
                 sys.stderr.write(words + "\n")
+            with suppress(RuntimeError):
+                self.store.add("heard", 1)
             _end_process(1)
 
 

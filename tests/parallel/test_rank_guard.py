@@ -1,0 +1,199 @@
+"""Ranks that fail while others wait in a collective: under nobody who would end them, under ours, under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.backend.launcher import free_port, launch_local
+
+ROOT = Path(__file__).parents[2]
+ENDED_WITHIN_S = 10.0
+HEAD = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+from mcore_rl.backend.processes import rank_guard
+from mcore_rl.errors import DataError
+
+rank = int(os.environ["RANK"])
+
+def join():
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+
+def wait_in_collective():
+    while True:
+        dist.all_reduce(torch.ones(1))
+
+def about_to_fail():
+    pathlib.Path(sys.argv[1]).touch()
+
+with rank_guard():
+"""
+RAISE = """
+    join()
+    if rank == {failing}:
+        about_to_fail()
+        raise ValueError("boom of {failing}")
+    wait_in_collective()
+"""
+
+
+@dataclass
+class Outcome:
+    """What became of a run: status and stderr of each rank, and when all were gone after `about_to_fail`."""
+
+    statuses: list[int]
+    errors: list[str]
+    ended_after_s: float | None
+
+
+def since(failed):
+    return time.time() - failed.stat().st_mtime if failed.exists() else None
+
+
+def write(tmp_path, body):
+    program = tmp_path / "a_program.py"
+    program.write_text(HEAD + body)
+    return program, tmp_path / "failed"
+
+
+def run_bare(tmp_path, body, num_ranks=2):
+    """The ranks as plain processes: who is to end them, if not they themselves?"""
+    program, failed = write(tmp_path, body)
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(failed)],
+            env=os.environ | shared | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return Outcome([rank.returncode for rank in ranks], errors, since(failed))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_in_a_collective_end_when_another_fails(tmp_path, failing):
+    outcome = run_bare(tmp_path, RAISE.format(failing=failing))
+    other = 1 - failing
+    assert outcome.ended_after_s < ENDED_WITHIN_S
+    assert outcome.statuses == [1, 1]
+    assert outcome.errors[failing].count(f"ValueError: boom of {failing}") == 1
+    assert "Traceback" in outcome.errors[failing] and "Traceback" not in outcome.errors[other]
+    assert f"Rank {other} ends because rank {failing} failed: ValueError" in outcome.errors[other]
+
+
+def test_a_failure_before_the_process_group_ends_those_that_wait_for_it(tmp_path):
+    outcome = run_bare(
+        tmp_path,
+        """
+    if rank == 1:
+        about_to_fail()
+        raise ValueError("boom")
+    join()
+""",
+    )
+    assert outcome.ended_after_s < ENDED_WITHIN_S
+    assert outcome.statuses == [1, 1]
+
+
+def test_an_error_of_the_user_comes_without_traceback_once_and_with_status_2(tmp_path):
+    outcome = run_bare(
+        tmp_path,
+        """
+    join()
+    about_to_fail()
+    raise DataError("no such file")
+""",
+    )
+    assert sorted(outcome.statuses) in ([1, 2], [2, 2])
+    said = "".join(outcome.errors)
+    assert said.count("DataError: no such file") == 1 and "Traceback" not in said
+
+
+def test_a_rank_that_lost_its_peer_gives_way_to_the_peers_own_words(tmp_path):
+    """Rank 1 closes its connections first and says why a second later: rank 0 hears of the former at once."""
+    outcome = run_bare(
+        tmp_path,
+        """
+    join()
+    if rank == 0:
+        wait_in_collective()
+    try:
+        raise ValueError("the cause")
+    finally:
+        about_to_fail()
+        dist.destroy_process_group()
+        time.sleep(1)
+""",
+    )
+    assert outcome.statuses == [1, 1]
+    assert "Rank 0 ends because rank 1 failed: ValueError: the cause" in outcome.errors[0]
+    assert "Traceback" not in outcome.errors[0] and "ValueError: the cause" in outcome.errors[1]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_does_not_leave_the_other_waiting(tmp_path, killed):
+    outcome = run_bare(
+        tmp_path,
+        f"""
+    join()
+    if rank == {killed}:
+        about_to_fail()
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_in_collective()
+""",
+    )
+    assert outcome.ended_after_s < ENDED_WITHIN_S
+    assert outcome.statuses[killed] == -signal.SIGKILL and outcome.statuses[1 - killed] == 1
+
+
+def test_ranks_that_are_done_at_different_times_all_end_well(tmp_path):
+    outcome = run_bare(
+        tmp_path,
+        """
+    join()
+    dist.destroy_process_group()
+    time.sleep(2 * rank)
+""",
+    )
+    assert outcome.statuses == [0, 0] and "Rank" not in "".join(outcome.errors)
+
+
+def test_under_our_launcher_the_traceback_comes_first(tmp_path, monkeypatch, capfd):
+    program, failed = write(tmp_path, RAISE.format(failing=1))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    assert launch_local(program.stem, [str(failed)], 2, tmp_path / "logs") == 1
+    assert since(failed) < ENDED_WITHIN_S
+    errors = capfd.readouterr().err
+    assert errors.startswith("Traceback") and errors.count("boom of 1") <= 3
+    assert "Rank 1 failed first (exit status 1)" in errors
+
+
+def test_under_torchrun_the_traceback_comes_first(tmp_path):
+    program, failed = write(tmp_path, RAISE.format(failing=1))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program), str(failed)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert since(failed) < ENDED_WITHIN_S
+    assert done.returncode == 1
+    before, _, after = done.stderr.partition("ValueError: boom of 1")
+    assert before.count("Traceback") == 1 and "Rank 1 failed" in before
+    assert "ValueError: boom of 1" in after.split("FAILED")[1]  # torchrun's own summary

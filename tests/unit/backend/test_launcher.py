@@ -1,0 +1,212 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.backend import launcher
+from mcore_rl.backend.launcher import launch_local, under_launcher, world_size_of_launcher
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Makes a module of the given text, which sees its rank as `rank` and a folder for notes as `notes`."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    head = (
+        "import json, os, pathlib, signal, subprocess, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"notes = pathlib.Path({str(tmp_path)!r})\n"
+    )
+
+    def write(text):
+        (tmp_path / "a_program.py").write_text(head + textwrap.dedent(text))
+        return "a_program"
+
+    return write
+
+
+def start_launcher(tmp_path, num_ranks):
+    """`launch_local` in a process of its own, to which signals can be sent."""
+    code = (
+        "import pathlib, sys; from mcore_rl.backend.launcher import launch_local; "
+        f"sys.exit(launch_local('a_program', [], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r})))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def is_gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def pids(tmp_path, num_ranks):
+    files = [tmp_path / f"pid_{rank}" for rank in range(num_ranks)]
+    wait_for(lambda: all(file.exists() and file.read_text().endswith(".") for file in files))
+    return [int(file.read_text().removesuffix(".")) for file in files]
+
+
+def test_every_rank_knows_its_place(program, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    module = program("(notes / f'env_{rank}').write_text(json.dumps([sys.argv[1:], dict(os.environ)]))")
+    assert launch_local(module, ["x.toml", "a=b"], 3, tmp_path / "logs") == 0
+    seen = [json.loads((tmp_path / f"env_{rank}").read_text()) for rank in range(3)]
+    assert [words for words, _ in seen] == [["x.toml", "a=b"]] * 3
+    for rank, (_, env) in enumerate(seen):
+        assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("3", "3")
+        assert (env["MASTER_ADDR"], env["OMP_NUM_THREADS"]) == ("127.0.0.1", "1")
+    assert len({env["MASTER_PORT"] for _, env in seen}) == 1
+
+
+def test_threads_are_left_alone_when_set_or_when_there_is_one_rank(program, tmp_path, monkeypatch):
+    module = program("(notes / 'threads').write_text(os.environ.get('OMP_NUM_THREADS', 'unset'))")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    launch_local(module, [], 2, tmp_path / "logs")
+    assert (tmp_path / "threads").read_text() == "7"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    launch_local(module, [], 1, tmp_path / "logs")
+    assert (tmp_path / "threads").read_text() == "unset"
+
+
+def test_rank_0_speaks_on_the_console_and_every_rank_in_its_log(program, tmp_path, capfd):
+    module = program("print('out of', rank); print('err of', rank, file=sys.stderr)")
+    assert launch_local(module, [], 2, tmp_path / "logs") == 0
+    console = capfd.readouterr()
+    assert (console.out, console.err) == ("out of 0\n", "err of 0\n")
+    for rank in range(2):
+        log = (tmp_path / "logs" / f"rank_{rank}.log").read_text()
+        assert sorted(log.splitlines()) == [f"err of {rank}", f"out of {rank}"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_first_failure_is_shown_and_ends_the_others(program, tmp_path, capfd, failing):
+    module = program(f"""
+        if rank == {failing}:
+            raise ValueError(f"boom of {{rank}}")
+        time.sleep(60)
+    """)
+    start = time.monotonic()
+    assert launch_local(module, [], 3, tmp_path / "logs") == 1
+    assert time.monotonic() - start < 10
+    errors = capfd.readouterr().err
+    assert errors.startswith("Traceback") and errors.count(f"ValueError: boom of {failing}") == 1
+    assert f"Rank {failing} failed first (exit status 1)" in errors
+
+
+def test_the_exit_status_is_that_of_the_first_failure(program, tmp_path):
+    module = program("sys.exit(7) if rank == 1 else time.sleep(60)")
+    assert launch_local(module, [], 2, tmp_path / "logs") == 7
+
+
+def test_a_killed_rank_is_named_with_its_signal(program, tmp_path, capfd):
+    module = program("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)")
+    assert launch_local(module, [], 2, tmp_path / "logs") == 128 + signal.SIGKILL
+    assert "Rank 1 failed first (ended by SIGKILL)" in capfd.readouterr().err
+
+
+def test_a_rank_that_does_not_heed_sigterm_and_the_children_of_a_failed_one_are_killed(
+    program, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(launcher, "GRACE_S", 0.3)
+    module = program("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "60"])
+        (notes / f"pid_{rank}").write_text(f"{child.pid}.")
+        while not all((notes / f"pid_{other}").exists() for other in range(2)):
+            time.sleep(0.01)
+        if rank == 0:
+            sys.exit(3)
+        time.sleep(60)
+    """)
+    assert launch_local(module, [], 2, tmp_path / "logs") == 3
+    wait_for(lambda: all(is_gone(pid) for pid in pids(tmp_path, 2)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_signal_reaches_every_rank_which_may_end_well(program, tmp_path, number):
+    program(f"""
+        asked = []
+        signal.signal({int(number)}, lambda *_: asked.append(1))
+        (notes / f"pid_{{rank}}").write_text(f"{{os.getpid()}}.")
+        while not asked:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        (notes / f"saved_{{rank}}").touch()
+    """)
+    process = start_launcher(tmp_path, 2)
+    pids(tmp_path, 2)
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+
+
+def test_a_second_interrupt_does_not_wait_for_the_ranks(program, tmp_path):
+    program("""
+        signal.signal(signal.SIGINT, lambda *_: (notes / f"heard_{rank}").touch())
+        (notes / f"pid_{rank}").write_text(f"{os.getpid()}.")
+        time.sleep(60)
+    """)
+    process = start_launcher(tmp_path, 1)
+    pids(tmp_path, 1)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: (tmp_path / "heard_0").exists())
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path):
+    program("""
+        (notes / f"pid_{rank}").write_text(f"{os.getpid()}.")
+        time.sleep(60)
+    """)
+    process = start_launcher(tmp_path, 2)
+    ranks = pids(tmp_path, 2)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: all(is_gone(pid) for pid in ranks), timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_rank", "world_size"),
+    [
+        ({}, False, 1),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, True, 4),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}, True, 4),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, False, 1),  # the batch script itself
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},
+            False,
+            1,
+        ),  # a shell by srun
+    ],
+)
+def test_a_launcher_is_known_by_its_variables(monkeypatch, variables, is_rank, world_size):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (under_launcher(), world_size_of_launcher()) == (is_rank, world_size)
+
+
+def test_the_launcher_imports_no_torch():
+    code = "import sys, mcore_rl.backend.launcher; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

@@ -1,0 +1,110 @@
+import os
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.describe import describe
+from mcore_rl.config.load import load_config
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.run.cli import COMMANDS, main, next_log_dir, parser_of
+
+ROOT = Path(__file__).parents[3]
+TINY = str(ROOT / "launch/recipes/tiny_moe/pretrain.toml")
+
+
+def mcore_rl(*words, **variables):
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "mcore_rl.run.cli", *words],
+        cwd=ROOT,
+        env=clean | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_has_an_example_and_answers_within_a_second(words):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = mcore_rl(*words)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and "  mcore-rl " in done.stdout
+    # Seconds of a core: those of the clock depend on what else the machine does.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_neither_torch_nor_megatron_is_imported_for_it():
+    code = (
+        "import sys, mcore_rl.run.cli as cli; cli.main(['--help']);"
+        "sys.exit(any(name.partition('.')[0] in ('torch', 'megatron', 'transformers') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_the_help_of_pretrain_explains_every_field(capsys):
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for doc in describe(PretrainConfig):
+        assert f"{doc.key} = {doc.default} ({doc.type}) {doc.meaning}".replace("  ", " ") in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_example_of_every_command_is_valid(name, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    program, command, *words = shlex.split(COMMANDS[name].example)
+    assert (program, command) == ("mcore-rl", name)
+    parser_of(name, COMMANDS[name]).parse_intermixed_args(words)
+    if COMMANDS[name].config:
+        assert main(["config", *words]) == 0
+
+
+def test_config_prints_what_loads_back_equal(tmp_path, capsys):
+    assert main(["config", TINY, "optim.lr=0.5", "--ranks", "4", "mesh.dp=2"]) == 0
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    wanted = load_config(PretrainConfig, Path(TINY), ["optim.lr=0.5", "mesh.dp=2"])
+    assert load_config(PretrainConfig, tmp_path / "printed.toml") == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["pretrian", TINY], "Did you mean pretrain?"),
+        (["pretrain", "gone.toml"], "gone.toml cannot be read"),
+        (["pretrain", TINY, "mesh.tpp=2"], "Did you mean mesh.tp?"),
+        (["pretrain", TINY, "mesh.tp=two"], 'mesh.tp = "two"'),
+        (["pretrain", TINY, "mesh.ep=3", "mesh.dp=0"], "is not a multiple of mesh.ep=3"),
+        (["pretrain", TINY, "--ranks", "3"], "The world has 3 ranks"),
+        (["pretrain", TINY, "run_dir=/dev/null/x"], "cannot be written"),
+    ],
+)
+def test_what_the_user_can_mend_is_told_at_once_with_status_2(words, told, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(words) == 2
+    errors = capsys.readouterr().err
+    assert told in errors and errors.startswith("ConfigError") and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("words", [["pretrain"], ["pretrain", TINY, "--ranks", "0"]])
+def test_wrong_arguments_end_with_status_2(words):
+    with pytest.raises(SystemExit) as raised:
+        main(words)
+    assert raised.value.code == 2
+
+
+def test_the_number_of_ranks_is_left_to_a_launcher(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["pretrain", TINY, "--ranks", "2"]) == 2
+    assert "a launcher has started the ranks" in capsys.readouterr().err
+
+
+def test_each_attempt_gets_a_log_folder_of_its_own(tmp_path):
+    assert [next_log_dir(tmp_path).name for _ in range(3)] == ["0", "1", "2"]
+    (tmp_path / "logs" / "10").mkdir()
+    assert next_log_dir(tmp_path).name == "11"
