@@ -1,5 +1,6 @@
 """With the same weights Megatron's model computes what transformers' does, and nothing that is wrong passes for it."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.hf_weights import to_global
+from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.parallel.mesh import Mesh
 from tests.hf_models import CASES, TOLERANCE, VOCAB, Oracle, Tensors, oracle, random_tokens
 
@@ -90,6 +93,13 @@ def test_the_latents_norms_have_an_epsilon_of_their_own(one_rank: Mesh) -> None:
     weights = to_global(theirs.tensors, theirs.ours)
     assert theirs.ours.norm_eps == 1e-5
     assert distance(theirs, mla(theirs.ours, norm_eps=1e-5), weights, one_rank) > 2 * TOLERANCE
+
+
+def test_transformer_engine_which_knows_one_epsilon_refuses_two(one_rank: Mesh) -> None:
+    settings = PlatformConfig()
+    platform = dataclasses.replace(start(settings), layers="te")
+    with pytest.raises(ConfigError, match=r"model.mla.norm_eps=1e-06 and model.norm_eps=1e-05 differ"):
+        transformer_config(oracle("deepseek_v3").ours, one_rank, platform, settings)
 
 
 def swap(tensors: Tensors, one: str, other: str) -> Tensors:
