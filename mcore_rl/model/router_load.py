@@ -68,14 +68,14 @@ class RouterLoad:
         """Collective over the world: the counts of all layers and tokens, in main memory; zero afterwards.
 
         Each rank counted its tokens (its share of the batch, with CP of the sequence, with SP of that) in its
-        layers (PP), so the sum over the world is the whole. Without SP the tensor-parallel ranks route the
-        same tokens, and the sum is divided by their number.
+        layers (PP), so the sum over the world is the whole.
         """
+        # Without SP the tensor-parallel ranks would count the same tokens; Megatron refuses to train so.
+        assert mesh.sequence_parallel or mesh.tp.size == 1
         counts_LE = self._counts_LE.clone()
         self._counts_LE.zero_()
         dist.all_reduce(counts_LE, group=mesh.world.group)
-        copies = 1 if mesh.sequence_parallel else mesh.tp.size
-        counts_LE = counts_LE.cpu() // copies
+        counts_LE = counts_LE.cpu()
         return Loads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
 
     def close(self) -> None:
