@@ -18,6 +18,7 @@ import torch
 
 from mcore_rl.backend import cpu_torch as cpu
 from mcore_rl.backend.adam import FusedAdam
+from mcore_rl.backend.cpu_speed import REPLACEMENTS
 from mcore_rl.errors import ConfigError
 
 SUPPORTED = ("0.16", "0.19")
@@ -226,6 +227,11 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+SPEED_PATCHES: tuple[Patch, ...] = tuple(
+    Patch(symbol=f"megatron.core.{symbol}", replace=replace, reason=reason, until="Megatron is tuned for CPUs")
+    for symbol, (replace, reason) in REPLACEMENTS.items()
+)
+
 NO_FUSED_ADAM = "Megatron cannot load DistributedOptimizer state into torch's Adam (a step per parameter)"
 ADAM_PATCHES: tuple[Patch, ...] = tuple(
     Patch(symbol=f"megatron.core.optimizer{name}", replace=replace, reason=NO_FUSED_ADAM, where=CUDA_TOO,
@@ -311,7 +317,9 @@ def _install() -> None:
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     torch.compile = compile_
-    wanted = [*ROUTER_LOSS_PATCHES, *MODEL_PATCHES, *CHECKPOINT_PATCHES] + ([] if on_cuda else [*MEGATRON_PATCHES])
+    wanted = [*ROUTER_LOSS_PATCHES, *MODEL_PATCHES, *CHECKPOINT_PATCHES]
+    if not on_cuda:
+        wanted += [*MEGATRON_PATCHES, *SPEED_PATCHES]
     if not (has_module("transformer_engine") or has_module("apex")):
         wanted += ADAM_PATCHES
     for patch in wanted:

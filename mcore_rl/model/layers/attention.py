@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -15,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers import cpu_attention
@@ -166,12 +166,12 @@ class SDPAttention(MegatronModule):
         width, value_width = query.shape[-1], value.shape[-1]
         if not query.is_cuda and value_width < width:
             # torch's fused kernel for CPUs wants equal widths; without it the scores of all heads are stored.
-            value_BGSD = F.pad(value_BGSD, (0, width - value_width))
+            value_BGSD = pad(value_BGSD, (0, width - value_width))
         dropout = self.dropout if self.training else 0.0
         # Under sequence parallelism the whole layer runs in the state of this rank already.
         own_state = dropout > 0.0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if own_state else nullcontext():
-            mixed_BNSD = F.scaled_dot_product_attention(
+            mixed_BNSD = scaled_dot_product_attention(
                 query_BNSD,
                 key_BGSD,
                 value_BGSD,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
 
 from mcore_rl.backend.products import product
 
@@ -51,7 +51,8 @@ def swiglu_experts(
 
     `fc1_EFD[e]` is g above u; `gates` has any shape, `assignment.gates_index_N` points into it.
     """
-    return _SwiGLUExperts.apply(input_TD, gates, fc1_EFD, fc2_EDF, assignment)
+    output_TD: Tensor = _SwiGLUExperts.apply(input_TD, gates, fc1_EFD, fc2_EDF, assignment)  # type: ignore[no-untyped-call]
+    return output_TD
 
 
 def assign_sorted(counts: list[int]) -> Assignment:
@@ -106,7 +107,7 @@ class _SwiGLUExperts(torch.autograd.Function):
             rows = assignment.rows_N[block.place]
             hidden_NF = product(input_TD.index_select(0, rows), fc1[block.expert])
             gate, up = hidden_NF.chunk(2, -1)
-            active = F.silu(gate).mul_(up).mul_(gates_N1[block.place])
+            active = silu(gate).mul_(up).mul_(gates_N1[block.place])
             output_TD.index_add_(0, rows, product(active, fc2[block.expert]))
             hidden.append(hidden_NF)
         ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, *hidden)
@@ -129,14 +130,14 @@ class _SwiGLUExperts(torch.autograd.Function):
             gates_n1 = gates_N1[block.place]
             d_output = gradient_TD.index_select(0, rows)
             d_active = product(d_output, fc2[block.expert].t())
-            silu = F.silu(gate)
-            active = silu * up
+            silu_gate = silu(gate)
+            active = silu_gate * up
             d_gates_N1[block.place] = torch.linalg.vecdot(d_active, active)[:, None]
             d_fc2.add(block.expert, d_output, active.mul_(gates_n1))
             d_active.mul_(gates_n1)
             d_hidden = torch.empty_like(hidden_NF)
             d_gate, d_up = d_hidden.chunk(2, -1)
-            torch.mul(d_active, silu, out=d_up)
+            torch.mul(d_active, silu_gate, out=d_up)
             torch.ops.aten.silu_backward.grad_input(d_active.mul_(up), gate, grad_input=d_gate)
             d_fc1.add(block.expert, d_hidden, input_TD.index_select(0, rows))
             d_input_TD.index_add_(0, rows, product(d_hidden, fc1[block.expert].t()))

@@ -1,5 +1,6 @@
 """Stacked experts in distributed checkpoints: the same tensors as those of Megatron's experts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ class ExpertShards:
 
 
 def sharded_experts(
-    weights: dict[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets, is_gated: bool
+    weights: Mapping[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets, is_gated: bool
 ) -> dict[str, Any]:
     """For each stacked weight `[e, O, I]` a tensor per expert, and the empty extra state that Megatron writes."""
     tp_rank, dp_rank = shards.tp_group.rank(), shards.dp_group.rank()

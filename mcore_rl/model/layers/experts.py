@@ -3,19 +3,19 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.expert_blocks import assign_routed, assign_sorted, swiglu_experts
 from mcore_rl.model.layers.expert_checkpoint import ExpertShards, sharded_experts
+from mcore_rl.model.layers.expert_grouped import grouped_experts
 
 
 class StackedWeight(nn.Module):
@@ -60,18 +60,15 @@ class GroupedExperts(MegatronModule):
             width = config.moe_latent_size
         self.linear_fc1 = self._weight(inner * (2 if config.gated_linear_unit else 1), width, split_axis=1)
         self.linear_fc2 = self._weight(width, inner, split_axis=2)
-        self.recomputes_activation = (
-            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
-        )
 
     @property
     def is_blockwise(self) -> bool:
         """Whether the experts run block by block on a CPU, which is for SwiGLU as it is everywhere today."""
         config = self.config
-        return (
+        return bool(
             self.linear_fc1.weight.device.type == "cpu"
             and config.gated_linear_unit
-            and config.activation_func is F.silu
+            and config.activation_func is silu
             and config.activation_func_clamp_value is None
             and config.glu_linear_offset == 0.0
         )
@@ -85,40 +82,12 @@ class GroupedExperts(MegatronModule):
         if self.is_blockwise:
             assignment = assign_sorted(tokens_per_expert.tolist())
             return swiglu_experts(sorted_ND, gates_N, fc1, fc2, assignment), None
-        ends = tokens_per_expert.to(device=sorted_ND.device).cumsum(0).to(torch.int32)
-        return self._grouped(sorted_ND, gates_N[:, None], (fc1, fc2), ends), None
+        return grouped_experts(sorted_ND, gates_N, fc1, fc2, tokens_per_expert, self.config), None
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
         """`[T, D]`: every token's sum over its experts, all of which this rank holds whole."""
         assignment = assign_routed(routed_TE)
         return swiglu_experts(input_TD, probs_TE, self.linear_fc1(), self.linear_fc2(), assignment)
-
-    def _grouped(
-        self, rows_ND: Tensor, gates_N1: Tensor, weights: tuple[Tensor, Tensor], ends: Tensor
-    ) -> Tensor:
-        fc1, fc2 = weights
-        if not len(rows_ND):
-            # Without a row the weights must still get a gradient: overlapped reduction waits for every parameter.
-            return rows_ND @ fc1[0].t()[:, : fc2.shape[2]] @ fc2[0].t() + 0.0 * (fc1.sum() + fc2.sum())
-        hidden_NF = F.grouped_mm(rows_ND, fc1.transpose(1, 2), offs=ends)
-        if self.recomputes_activation:
-            checkpoint = CheckpointWithoutOutput(fp8=None)
-            active_NF = checkpoint.checkpoint(self._activate, hidden_NF, gates_N1)
-            output_ND = F.grouped_mm(active_NF, fc2.transpose(1, 2), offs=ends)
-            checkpoint.discard_output_and_register_recompute(output_ND)
-        else:
-            output_ND = F.grouped_mm(self._activate(hidden_NF, gates_N1), fc2.transpose(1, 2), offs=ends)
-        return _DenseGradient.apply(output_ND)
-
-    def _activate(self, hidden_NF: Tensor, gates_N1: Tensor) -> Tensor:
-        config = self.config
-        if not config.gated_linear_unit:
-            return (config.activation_func(hidden_NF) * gates_N1).to(hidden_NF.dtype)
-        gate, up = hidden_NF.chunk(2, -1)
-        if (limit := config.activation_func_clamp_value) is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        active = config.activation_func(gate) * (up + config.glu_linear_offset)
-        return (active * gates_N1).to(hidden_NF.dtype)
 
     def backward_dw(self) -> None:
         """Weight gradients are not put off: nothing to do."""
@@ -159,18 +128,6 @@ class GroupedExperts(MegatronModule):
         # Expert gradients are summed over the expert-data-parallel ranks, on every mesh.
         owner.weight.allreduce = False  # type: ignore[attr-defined]
         return owner
-
-
-class _DenseGradient(torch.autograd.Function):
-    """The identity; its gradient is laid out densely, which the backward of grouped_mm requires."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
 
 
 def _refuse_unsupported(config: TransformerConfig) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -50,7 +49,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:
         """The product, and no bias, as Megatron's linear layers return them."""
-        return (F.linear if input.is_cuda else linear)(input, self.weight), None
+        return (nn.functional.linear if input.is_cuda else linear)(input, self.weight), None
 
     def backward_dw(self) -> None:
         """Weight gradients are not put off: nothing to do."""
@@ -59,7 +58,7 @@ class ReplicatedLinear(nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The weight as one tensor, of which the ranks of a TP group are replicas."""
-        return make_sharded_tensors_for_checkpoint(
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {},
@@ -67,10 +66,10 @@ class ReplicatedLinear(nn.Module):
             tp_group=self.tp_group,
             dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
+        return sharded
 
     def get_extra_state(self) -> None:
         """TransformerEngine's layers save one, which must then be in ours too: empty."""
-        return None
 
     def set_extra_state(self, state: Any) -> None:
         """Ignored: there is none."""

@@ -27,7 +27,7 @@ class MoELayer(moe_layer.MoELayer):
         dispatcher = self.token_dispatcher
         if isinstance(dispatcher, LocalDispatcher):
             return self.experts.routed(hidden_states, probs, dispatcher.take_routes()), None
-        return super().routed_experts_compute(hidden_states, probs)  # type: ignore[no-any-return]
+        return super().routed_experts_compute(hidden_states, probs)
 
 
 class LocalDispatcher(MoETokenDispatcher):

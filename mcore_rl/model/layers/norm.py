@@ -3,15 +3,16 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis, computed in fp32 and rounded once; the weight is one plus the
-    parameter when the config asks for a gamma centered at zero."""
+    """x / rms(x) * weight over the last axis, computed in fp32 and rounded once.
+
+    The weight is one plus the parameter when the config asks for a gamma centered at zero.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -27,8 +28,9 @@ class RMSNorm(nn.Module):
         """The normalized input, in its shape and dtype."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         if input.is_cuda:
-            return F.rms_norm(input, (self.hidden_size,), weight, self.eps)
-        return _RMSNorm.apply(input, weight, self.eps)
+            return nn.functional.rms_norm(input, (self.hidden_size,), weight, self.eps)
+        normalized: Tensor = _RMSNorm.apply(input, weight, self.eps)  # type: ignore[no-untyped-call]
+        return normalized
 
     def extra_repr(self) -> str:
         """Size and epsilon."""
@@ -36,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """F.rms_norm on a CPU, where torch makes it of a dozen small operations."""
+    """`rms_norm` on a CPU, where torch makes it of a dozen small operations."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,7 +46,8 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(input, weight, inverse)
-        return (wide * inverse).mul_(weight).to(input.dtype)
+        output: Tensor = (wide * inverse).mul_(weight).to(input.dtype)
+        return output
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,77 @@
+"""Parts of Megatron that cost a CPU far more than what they are for, and what takes their place.
+
+Each function takes Megatron's and returns ours; mcore_compat puts it in. The numbers stay the same up to the
+order of summation.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.backend.products import linear
+
+
+def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's linear with its collectives, its products by `mcore_rl.backend.products`."""
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+
+    @functools.wraps(megatron_linear)
+    def call(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        unusual = "bias", "gradient_accumulation_fusion", "grad_output_buffer"
+        if weight.dtype != torch.float32 or any(options.get(name) not in (None, False) for name in unusual):
+            return megatron_linear(input, weight, **options)
+        group = options["tp_group"]
+        if options["sequence_parallel"]:
+            input = mappings.gather_from_sequence_parallel_region(input, group=group)
+        elif options["allreduce_dgrad"]:
+            input = mappings.copy_to_tensor_model_parallel_region(input, group=group)
+        return linear(input, weight)
+
+    return call
+
+
+def scaled_in_place(scale_tensors: Callable[..., None]) -> Callable[..., None]:
+    """`local_multi_tensor_scale`, which makes a copy of every gradient that it clips."""
+
+    def scale(
+        chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], factor: float
+    ) -> None:
+        sources, targets = tensor_lists
+        if all(source is target for source, target in zip(sources, targets, strict=True)):
+            torch._foreach_mul_(targets, factor)
+        else:
+            scale_tensors(chunk_size, noop_flag, tensor_lists, factor)
+
+    return scale
+
+
+def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather_into_tensor` or `reduce_scatter_tensor`, without gloo's copies for a rank that is alone."""
+
+    @functools.wraps(collective)
+    def call(output: Tensor, input: Tensor, *, group: Any = None, **options: Any) -> Any:
+        if dist.get_world_size(group) > 1:
+            return collective(output, input, group=group, **options)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return None
+
+    return call
+
+
+LINEAR = "torch gives fp32 products to MKL, which does not use AVX-512 on AMD"
+ALONE = "gloo copies the parameters and gradients twice although there is no other rank"
+SCALE = "a gradient is clipped by way of a copy"
+
+REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": (by_onednn, LINEAR),
+    "distributed.param_and_grad_buffer:dist_all_gather_func": (unless_alone, ALONE),
+    "distributed.param_and_grad_buffer:dist_reduce_scatter_func": (unless_alone, ALONE),
+    "optimizer.clip_grads:multi_tensor_scale_impl": (scaled_in_place, SCALE),
+}
+"""Symbol under `megatron.core` -> what makes its replacement, and why."""

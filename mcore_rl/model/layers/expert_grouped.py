@@ -1,0 +1,69 @@
+"""Experts on a GPU, and of any activation: two grouped matrix products over rows sorted by expert."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
+
+
+def grouped_experts(
+    rows_ND: Tensor,
+    gates_N: Tensor,
+    fc1_EFD: Tensor,
+    fc2_EDF: Tensor,
+    counts_E: Tensor,
+    config: TransformerConfig,
+) -> Tensor:
+    """`[N, D]`: gate * activation(x @ fc1[e].T) @ fc2[e].T of each row; `counts_E` rows are of each expert."""
+    if not len(rows_ND):
+        # Without a row the weights must still get a gradient: overlapped reduction waits for every parameter.
+        return rows_ND + 0.0 * (fc1_EFD.sum() + fc2_EDF.sum())
+    activate = partial(_activate, config=config)
+    hidden_NF, gates_N1 = _products(rows_ND, fc1_EFD, counts_E), gates_N[:, None]
+    if config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules:
+        checkpoint = CheckpointWithoutOutput(fp8=None)
+        active_NF = checkpoint.checkpoint(activate, hidden_NF, gates_N1)
+        output_ND = _products(active_NF, fc2_EDF, counts_E)
+        checkpoint.discard_output_and_register_recompute(output_ND)
+    else:
+        output_ND = _products(activate(hidden_NF, gates_N1), fc2_EDF, counts_E)
+    return output_ND
+
+
+def _products(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Each row times the transposed weight of its expert."""
+    if HAS_GROUPED_MM:
+        ends = counts_E.to(rows_NI.device).cumsum(0).to(torch.int32)
+        product_NO = torch.nn.functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends)
+        dense: Tensor = _DenseGradient.apply(product_NO)  # type: ignore[no-untyped-call]
+        return dense
+    parts = zip(rows_NI.split(counts_E.tolist()), weight_EOI.unbind(0), strict=True)
+    return torch.cat([rows @ weight.t() for rows, weight in parts])
+
+
+def _activate(hidden_NF: Tensor, gates_N1: Tensor, config: TransformerConfig) -> Tensor:
+    if not config.gated_linear_unit:
+        active_NF: Tensor = config.activation_func(hidden_NF)
+        return (active_NF * gates_N1).to(hidden_NF.dtype)
+    gate, up = hidden_NF.chunk(2, -1)
+    if (limit := config.activation_func_clamp_value) is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    active_NF = config.activation_func(gate) * (up + config.glu_linear_offset)
+    return (active_NF * gates_N1).to(hidden_NF.dtype)
+
+
+class _DenseGradient(torch.autograd.Function):
+    """The identity; its gradient is laid out densely, which the backward of grouped_mm requires."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
