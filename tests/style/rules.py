@@ -1,0 +1,295 @@
+"""The rules of DESIGN.md that ruff and mypy do not know, each as a function from a parsed file to its offences."""
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+FLOORS = (
+    "errors",
+    "config",
+    "backend",
+    "obs",
+    "parallel",
+    "data",
+    "model",
+    "convert",
+    "train",
+    "rl",
+    "run",
+)
+MEGATRON_PACKAGES = {"backend", "parallel", "data", "model", "convert", "train", "rl"}
+COMPAT = "mcore_rl.backend.mcore_compat"
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 60, 6
+MUTATORS = {"append", "add", "update", "setdefault", "pop", "extend", "insert", "clear", "remove", "popitem"}
+CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+CONTAINER_TYPES = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of the package: where it is in the repository, and what is in it."""
+
+    path: PurePosixPath
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        """Its dotted name; a package's for an `__init__.py`."""
+        parts = self.path.with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def package(self) -> str:
+        """The package or module directly under mcore_rl that it belongs to; "" for mcore_rl itself."""
+        return [*self.module.split("."), ""][1]
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """Line and full dotted name of everything that is imported, wherever in the file."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+    def functions(self) -> Iterator[Function]:
+        """All functions and methods, inner ones too."""
+        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+
+
+def parse(path: str, text: str) -> Source:
+    """The source of `text`, as if it stood at `path`."""
+    return Source(PurePosixPath(path), text, ast.parse(text, filename=path))
+
+
+def imports_point_down(source: Source) -> Iterator[str]:
+    """A package imports from its own and from lower floors only."""
+    for line, name in source.imports():
+        target = [*name.split("."), ""][1]
+        if not name.startswith("mcore_rl.") or target not in FLOORS or source.package not in FLOORS:
+            continue
+        if FLOORS.index(target) > FLOORS.index(source.package):
+            yield f"{source.path}:{line}: {source.package} is a lower floor than {target}"
+
+
+def packages_are_floors(source: Source) -> Iterator[str]:
+    """What lies directly under mcore_rl has its place in FLOORS."""
+    if source.package and source.package not in FLOORS:
+        yield f"{source.path}:1: {source.package} has no floor"
+
+
+def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
+    """`parallel_state` is process-global; everything but parallel/mesh.py is handed groups."""
+    for line, name in source.imports():
+        asks = name.startswith(("megatron.core.parallel_state", "megatron.core.mpu"))
+        if asks and str(source.path) != "mcore_rl/parallel/mesh.py":
+            yield f"{source.path}:{line}: imports {name}"
+
+
+def config_is_light(source: Source) -> Iterator[str]:
+    """`errors` and `config` answer without torch, for help pages and launchers."""
+    heavy = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}
+    for line, name in source.imports():
+        if source.package in ("errors", "config") and name.split(".")[0] in heavy:
+            yield f"{source.path}:{line}: imports {name}"
+
+
+def megatron_stays_in_its_packages(source: Source) -> Iterator[str]:
+    """Programs, logs and configs do not know Megatron."""
+    for line, name in source.imports():
+        if name.split(".")[0] == "megatron" and source.package not in MEGATRON_PACKAGES:
+            yield f"{source.path}:{line}: imports {name}"
+
+
+def imports_are_absolute(source: Source) -> Iterator[str]:
+    """No dots in front, so that a floor can be read from the line."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield f"{source.path}:{node.lineno}: relative import"
+
+
+def files_are_short(source: Source) -> Iterator[str]:
+    """A file is read in one go."""
+    lines = len(source.text.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield f"{source.path}:1: {lines} lines, at most {MAX_FILE_LINES}"
+
+
+def functions_are_short(source: Source) -> Iterator[str]:
+    """A function fits on a screen."""
+    for function in source.functions():
+        assert function.end_lineno is not None
+        lines = function.end_lineno - function.lineno + 1
+        if lines > MAX_FUNCTION_LINES:
+            yield f"{source.path}:{function.lineno}: {function.name} has {lines} lines"
+
+
+def functions_take_few_parameters(source: Source) -> Iterator[str]:
+    """`self` and `cls` not counted; where others dictate a signature, its line says `noqa: PLR0913`, as for ruff."""
+    lines = source.text.splitlines()
+    for function in source.functions():
+        arguments = function.args
+        names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        count = sum(name.arg not in ("self", "cls") for name in names)
+        if count > MAX_PARAMETERS and "noqa: PLR0913" not in lines[function.lineno - 1]:
+            yield f"{source.path}:{function.lineno}: {function.name} has {count} parameters"
+
+
+def nothing_prints(source: Source) -> Iterator[str]:
+    """What is told goes through obs, or is written to a stream on purpose."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield f"{source.path}:{node.lineno}: print"
+
+
+def errors_are_caught_by_name(source: Source) -> Iterator[str]:
+    """No handler swallows whatever comes; one that ends in a `raise` swallows nothing."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler) and not _reraises(node):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(name is None or _dotted(name) in ("Exception", "BaseException") for name in caught):
+                yield f"{source.path}:{node.lineno}: broad except"
+
+
+def the_environment_is_read_in_the_backend(source: Source) -> Iterator[str]:
+    """An environment variable is an argument that no caller sees."""
+    if source.package == "backend":
+        return
+    for node in ast.walk(source.tree):
+        name = _dotted(node)
+        if name in ("os.environ", "os.getenv", "os.putenv", "os.environb"):
+            yield f"{source.path}:{node.lineno}: {name}"
+    for line, name in source.imports():
+        if name in ("os.environ", "os.getenv", "os.putenv"):
+            yield f"{source.path}:{line}: {name}"
+
+
+def module_globals_do_not_change(source: Source) -> Iterator[str]:
+    """No `global`, and no container of a module that its functions fill."""
+    containers = {name for statement in source.tree.body for name in _containers(statement)}
+    for function in source.functions():
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                yield f"{source.path}:{node.lineno}: global {', '.join(node.names)}"
+            for name in _changed(node):
+                if name in containers:
+                    yield f"{source.path}:{node.lineno}: changes {name} of the module"
+
+
+def public_things_are_documented(source: Source) -> Iterator[str]:
+    """Module, public classes, functions and methods say what they are."""
+    if not ast.get_docstring(source.tree):
+        yield f"{source.path}:1: no docstring"
+    definitions: list[ast.ClassDef | Function] = []
+    for node in source.tree.body:
+        if isinstance(node, ast.ClassDef | Function):
+            definitions.append(node)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            definitions += [member for member in node.body if isinstance(member, Function)]
+    for node in definitions:
+        if not node.name.startswith("_") and not ast.get_docstring(node):
+            yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
+
+
+RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
+    imports_point_down,
+    packages_are_floors,
+    only_the_mesh_asks_parallel_state,
+    config_is_light,
+    megatron_stays_in_its_packages,
+    imports_are_absolute,
+    files_are_short,
+    functions_are_short,
+    functions_take_few_parameters,
+    nothing_prints,
+    errors_are_caught_by_name,
+    the_environment_is_read_in_the_backend,
+    module_globals_do_not_change,
+    public_things_are_documented,
+)
+
+
+def patches_come_before_megatron(sources: Sequence[Source]) -> Iterator[str]:
+    """A package that uses Megatron imports the patches first in its `__init__.py`; in backend each file does."""
+    users = {source.package: source.path for source in sources if _uses_megatron(source)}
+    for source in sources:
+        at = [index for index, (_, name) in enumerate(source.imports()) if name.startswith(COMPAT)]
+        if source.package == "backend":
+            if _uses_megatron(source) and not at and source.module != COMPAT:
+                yield f"{source.path}:1: uses Megatron without {COMPAT}"
+        elif source.module == f"mcore_rl.{source.package}" and source.package in users and 0 not in at:
+            yield f"{source.path}:1: {users[source.package]} uses Megatron: import {COMPAT} here, first"
+
+
+def modules_do_not_go_in_circles(sources: Sequence[Source]) -> Iterator[str]:
+    """No module imports itself by way of others."""
+    modules = {source.module for source in sources}
+    graph = {source.module: _imported_modules(source, modules) for source in sources}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> Iterator[str]:
+        if module in path:
+            yield " imports ".join((*path[path.index(module) :], module))
+        elif module not in done:
+            for imported in sorted(graph[module]):
+                yield from visit(imported, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        yield from visit(module, ())
+
+
+TREE_RULES: tuple[Callable[[Sequence[Source]], Iterator[str]], ...] = (
+    patches_come_before_megatron,
+    modules_do_not_go_in_circles,
+)
+
+
+def _uses_megatron(source: Source) -> bool:
+    return any(name.split(".")[0] == "megatron" for _, name in source.imports())
+
+
+def _imported_modules(source: Source, modules: set[str]) -> set[str]:
+    found = set()
+    for _, name in source.imports():
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {"", source.module}
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def _reraises(handler: ast.ExceptHandler) -> bool:
+    return isinstance(handler.body[-1], ast.Raise)
+
+
+def _containers(statement: ast.stmt) -> Iterator[str]:
+    """Names that a statement of a module gives a container to."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+        return
+    value = statement.value
+    made = isinstance(value, ast.Call) and _dotted(value.func).rpartition(".")[2] in CONTAINER_TYPES
+    if made or isinstance(value, CONTAINERS):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """Names of the containers that a node changes in place."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign):
+        targets = [node.target]
+    yield from (_dotted(target.value) for target in targets if isinstance(target, ast.Subscript))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        yield _dotted(node.func.value)

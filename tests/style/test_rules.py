@@ -1,0 +1,138 @@
+"""Each rule sees the offence it is there for, at its line, and lets the lawful neighbour pass."""
+
+import pytest
+
+from tests.style import rules
+from tests.style.rules import parse
+
+LONG = "def long():\n" + "    a = 1\n" * 60
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text", "line"),
+    [
+        (rules.imports_point_down, "config/a.py", "x = 1\nfrom mcore_rl.backend.platform import start", 2),
+        (rules.imports_point_down, "data/a.py", "def f():\n    import mcore_rl.train.step", 2),
+        (rules.packages_are_floors, "helpers/a.py", "", 1),
+        (
+            rules.only_the_mesh_asks_parallel_state,
+            "train/a.py",
+            "from megatron.core import parallel_state",
+            1,
+        ),
+        (
+            rules.only_the_mesh_asks_parallel_state,
+            "train/a.py",
+            "from megatron.core.parallel_state import get_x",
+            1,
+        ),
+        (rules.config_is_light, "config/a.py", "import torch.nn", 1),
+        (rules.megatron_stays_in_its_packages, "run/a.py", "import megatron.core", 1),
+        (rules.megatron_stays_in_its_packages, "obs/a.py", "from megatron.core import x", 1),
+        (rules.imports_are_absolute, "train/a.py", "from .state import x", 1),
+        (rules.files_are_short, "train/a.py", "a = 1\n" * 351, 1),
+        (rules.functions_are_short, "train/a.py", LONG, 1),
+        (rules.functions_take_few_parameters, "train/a.py", "def f(a, b, c, d, *, e, f, g): ...", 1),
+        (rules.nothing_prints, "train/a.py", "def f():\n    print(1)", 2),
+        (rules.errors_are_caught_by_name, "train/a.py", "try:\n    f()\nexcept Exception:\n    pass", 3),
+        (rules.errors_are_caught_by_name, "train/a.py", "try:\n    f()\nexcept:\n    pass", 3),
+        (
+            rules.errors_are_caught_by_name,
+            "train/a.py",
+            "try:\n    f()\nexcept (OSError, BaseException) as error:\n    g(error)",
+            3,
+        ),
+        (rules.the_environment_is_read_in_the_backend, "train/a.py", "import os\nos.environ['A']", 2),
+        (rules.the_environment_is_read_in_the_backend, "train/a.py", "import os\nx = os.getenv('A')", 2),
+        (rules.the_environment_is_read_in_the_backend, "train/a.py", "from os import environ", 1),
+        (rules.module_globals_do_not_change, "train/a.py", "x = 1\ndef f():\n    global x\n    x = 2", 3),
+        (rules.module_globals_do_not_change, "train/a.py", "X = {}\ndef f():\n    X['a'] = 2", 3),
+        (rules.module_globals_do_not_change, "train/a.py", "X: list[int] = []\ndef f():\n    X.append(2)", 3),
+        (
+            rules.module_globals_do_not_change,
+            "train/a.py",
+            "X = defaultdict(int)\ndef f():\n    X[1] += 2",
+            3,
+        ),
+        (rules.public_things_are_documented, "train/a.py", "x = 1", 1),
+        (rules.public_things_are_documented, "train/a.py", '"""A."""\ndef f(): ...', 2),
+        (
+            rules.public_things_are_documented,
+            "train/a.py",
+            '"""A."""\nclass A:\n    """B."""\n    def f(): ...',
+            4,
+        ),
+    ],
+)
+def test_an_offence_is_seen_at_its_line(rule, path, text, line):
+    offences = list(rule(parse(f"mcore_rl/{path}", text)))
+    assert [offence.split(": ")[0] for offence in offences] == [f"mcore_rl/{path}:{line}"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (rules.imports_point_down, "train/a.py", "import mcore_rl.train.b, mcore_rl.errors\nimport torch"),
+        (rules.imports_point_down, "run/a.py", "from mcore_rl import __version__"),
+        (rules.packages_are_floors, "errors.py", ""),
+        (
+            rules.only_the_mesh_asks_parallel_state,
+            "parallel/mesh.py",
+            "from megatron.core import parallel_state",
+        ),
+        (rules.config_is_light, "train/a.py", "import torch"),
+        (rules.megatron_stays_in_its_packages, "model/families/a.py", "import megatron.core"),
+        (rules.files_are_short, "train/a.py", "a = 1\n" * 350),
+        (rules.functions_are_short, "train/a.py", LONG.removesuffix("    a = 1\n")),
+        (rules.functions_take_few_parameters, "train/a.py", "def f(self, a, b, c, d, e, f, *g, **h): ..."),
+        (
+            rules.errors_are_caught_by_name,
+            "train/a.py",
+            "try:\n    f()\nexcept BaseException:\n    g()\n    raise",
+        ),
+        (
+            rules.errors_are_caught_by_name,
+            "train/a.py",
+            "try:\n    f()\nexcept (OSError, KeyError):\n    pass",
+        ),
+        (rules.the_environment_is_read_in_the_backend, "backend/a.py", "import os\nos.environ['A']"),
+        (
+            rules.module_globals_do_not_change,
+            "train/a.py",
+            "X = {}\ndef f():\n    x = {}\n    x['a'] = X['a']",
+        ),
+        (rules.public_things_are_documented, "train/a.py", '"""A."""\ndef _f(): ...'),
+    ],
+)
+def test_what_is_lawful_passes(rule, path, text):
+    assert list(rule(parse(f"mcore_rl/{path}", text))) == []
+
+
+def test_every_rule_is_shown_an_offence():
+    shown = {row[0] for row in test_an_offence_is_seen_at_its_line.pytestmark[0].args[1]}
+    assert shown == set(rules.RULES)
+
+
+def test_patches_must_come_before_megatron():
+    user = parse("mcore_rl/model/build.py", "import megatron.core")
+    good = parse("mcore_rl/model/__init__.py", "import mcore_rl.backend.mcore_compat\nimport torch")
+    late = parse("mcore_rl/model/__init__.py", "import torch\nimport mcore_rl.backend.mcore_compat")
+    assert list(rules.patches_come_before_megatron([user, good])) == []
+    assert len(list(rules.patches_come_before_megatron([user, late]))) == 1
+    assert list(rules.patches_come_before_megatron([late])) == []
+    careless = parse("mcore_rl/backend/platform.py", "import megatron.core")
+    assert len(list(rules.patches_come_before_megatron([careless]))) == 1
+
+
+def test_circles_of_imports_are_found_and_named():
+    a = parse("mcore_rl/train/a.py", "from mcore_rl.train.b import x")
+    b = parse("mcore_rl/train/b.py", "import mcore_rl.train.c")
+    c = parse("mcore_rl/train/c.py", "def f():\n    from mcore_rl.train import a")
+    assert (
+        list(rules.modules_do_not_go_in_circles([a, b]))
+        == []
+        == list(rules.modules_do_not_go_in_circles([b, c, parse("mcore_rl/train/a.py", "")]))
+    )
+    assert list(rules.modules_do_not_go_in_circles([a, b, c])) == [
+        "mcore_rl.train.a imports mcore_rl.train.b imports mcore_rl.train.c imports mcore_rl.train.a"
+    ]
