@@ -17,13 +17,14 @@ ENDED_WITHIN_S = 10.0
 HEAD = """
 import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
+from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.processes import rank_guard
 from mcore_rl.errors import DataError
 
-rank = int(os.environ["RANK"])
+rank = rank_of_launcher()
 
 def join():
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", rank=rank, world_size=world_size_of_launcher())
     dist.all_reduce(torch.ones(1))
 
 def wait_in_collective():
@@ -63,19 +64,19 @@ def write(tmp_path, body):
     return program, tmp_path / "failed"
 
 
-def run_bare(tmp_path, body, num_ranks=2):
-    """The ranks as plain processes: who is to end them, if not they themselves?"""
+def run_bare(tmp_path, body, rank_variable="RANK", world_variable="WORLD_SIZE"):
+    """Two ranks as plain processes: who is to end them, if not they themselves?"""
     program, failed = write(tmp_path, body)
-    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {world_variable: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(program), str(failed)],
-            env=os.environ | shared | {"RANK": str(rank)},
+            env=os.environ | shared | {rank_variable: str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(num_ranks)
+        for rank in range(2)
     ]
     try:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
@@ -96,16 +97,14 @@ def test_ranks_in_a_collective_end_when_another_fails(tmp_path, failing):
     assert f"Rank {other} ends because rank {failing} failed: ValueError" in outcome.errors[other]
 
 
-def test_a_failure_before_the_process_group_ends_those_that_wait_for_it(tmp_path):
-    outcome = run_bare(
-        tmp_path,
-        """
+def test_a_failure_before_the_process_group_ends_those_that_wait_for_it_as_tasks_of_srun_too(tmp_path):
+    body = """
     if rank == 1:
         about_to_fail()
         raise ValueError("boom")
     join()
-""",
-    )
+"""
+    outcome = run_bare(tmp_path, body, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     assert outcome.ended_after_s < ENDED_WITHIN_S
     assert outcome.statuses == [1, 1]
 
