@@ -19,8 +19,9 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
     `function` must be importable (top level of a module); the world's process group is up when it is called.
     """
     context = multiprocessing.get_context("forkserver")
-    # Forked from a process that has torch and Megatron in memory, a rank starts in milliseconds.
-    context.set_forkserver_preload(["mcore_rl.train.setup"])
+    # Forked from a process that has torch and Megatron in memory, a rank starts in milliseconds; torch imports
+    # _dynamo, for a second, when the first optimizer is made.
+    context.set_forkserver_preload(["mcore_rl.train.checkpoint", "torch._dynamo", "pytest"])
     port = free_port()
     pipes, ranks = [], []
     for rank in range(num_ranks):

@@ -41,9 +41,7 @@ class Quickstart:
         corpus = ["tools/python_corpus.py", "--output", text, "--max-mb", 6]
         self.stage("1/6 text of the Python standard library", corpus, text / "valid.jsonl")
         learn = ["tools/train_tokenizer.py", text / "train.jsonl", "--output", self.tokenizer]
-        self.stage(
-            "2/6 sentencepiece tokenizer", [*learn, "--vocab-size", VOCAB_SIZE], self.tokenizer
-        )
+        self.stage("2/6 sentencepiece tokenizer", [*learn, "--vocab-size", VOCAB_SIZE], self.tokenizer)
         for name, prefix in (("train", train), ("valid", valid)):
             tokenize = ["tools/preprocess.py", text / f"{name}.jsonl", "--output", prefix]
             tokenize += ["--tokenizer", self.tokenizer, "--workers", min(2, os.cpu_count() or 1)]
@@ -99,7 +97,9 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--folder", type=Path, default=Path("runs/quickstart"), help="for all results")
-    command.add_argument("--steps", type=int, default=int(os.environ.get("STEPS", "150")), help="of pretraining")
+    command.add_argument(
+        "--steps", type=int, default=int(os.environ.get("STEPS", "150")), help="of pretraining"
+    )
     command.add_argument("--fresh", action="store_true", help="delete earlier results first")
     args = command.parse_args()
     console = Console()

@@ -1,4 +1,4 @@
-"""One rank of a pretraining run: `mcore-rl pretrain`, or `torchrun ... -m mcore_rl.run.pretrain CONFIG.toml key=value`."""
+"""One rank of a pretraining run: `mcore-rl pretrain`, or `torchrun ... -m mcore_rl.run.pretrain CONFIG.toml`."""
 
 import sys
 from collections.abc import Sequence

@@ -1,0 +1,98 @@
+"""A learnable corpus as .bin/.idx, a tiny config on it, and the command as a user gives it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+VOCAB_SIZE = 120
+Finished = subprocess.CompletedProcess[str]
+
+CONFIG = """
+run_dir = "{folder}/run"
+[platform]
+deterministic = true
+[model]
+num_layers = 2
+hidden_size = 64
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+vocab_size = 120
+vocab_multiple = 16
+attention_dropout = 0.1
+hidden_dropout = 0.1
+[model.moe]
+num_experts = 4
+top_k = 2
+ffn_hidden_size = 32
+[data]
+train = ["{corpus}/train"]
+valid = ["{corpus}/valid"]
+seq_length = 32
+[mesh]
+tp = 2
+ep = 2
+[optim]
+lr = 3e-3
+[train]
+steps = 12
+global_batch = 8
+micro_batch = 2
+eval_batches = 2
+[checkpoint]
+interval = 4
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text in which each token has four possible successors: log 4 = 1.386 nats a token at best."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = torch.Generator().manual_seed(0)
+    successors = torch.randint(0, VOCAB_SIZE, (VOCAB_SIZE, 4), generator=generator)
+    for name, documents in (("train", 200), ("valid", 40)):
+        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=numpy.uint16)
+        for _ in range(documents):
+            choices = torch.randint(0, 4, (100,), generator=generator).tolist()
+            tokens = [int(torch.randint(0, VOCAB_SIZE, (), generator=generator))]
+            for choice in choices:
+                tokens.append(int(successors[tokens[-1], choice]))
+            builder.add_document(torch.tensor(tokens), [len(tokens)])
+        builder.finalize(str(folder / f"{name}.idx"))
+    return folder
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, corpus: Path) -> Path:
+    """A run of twelve steps on two ranks (TP2 x EP2) in `tmp_path/run`."""
+    path = tmp_path / "pretrain.toml"
+    path.write_text(CONFIG.format(folder=tmp_path, corpus=corpus))
+    return path
+
+
+def command(*words: object) -> list[str]:
+    """`mcore-rl ...` with this Python."""
+    return [sys.executable, "-m", "mcore_rl.run.cli", *map(str, words)]
+
+
+@pytest.fixture
+def mcore_rl() -> Callable[..., Finished]:
+    """Runs a command to its end."""
+
+    def run(*words: object) -> Finished:
+        return subprocess.run(command(*words), capture_output=True, text=True, timeout=240, check=False)
+
+    return run
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Step -> training loss, from metrics.jsonl."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["train/loss_nats"] for record in records if "train/loss_nats" in record}

@@ -1,0 +1,64 @@
+"""The program as a user runs it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.e2e.conftest import Finished, losses
+
+
+def test_a_run_learns_saves_and_is_done_once(
+    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    first = mcore_rl("pretrain", config_file, "train.steps=60")
+    assert first.returncode == 0, first.stderr
+    told = losses(run_dir)
+    assert list(told) == list(range(1, 61))
+    assert abs(told[1] - 4.79) < 0.1, "at first every token is as likely as any: log 120 = 4.787"
+    assert told[60] < 3.5, "the corpus can be learned down to log 4 = 1.386"
+    assert (run_dir / "DONE").exists() and (run_dir / "config.toml").exists()
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} >= {"iter_0000056", "iter_0000060"}
+    again = mcore_rl("pretrain", config_file, "train.steps=60")
+    assert again.returncode == 0 and "nothing to do" in again.stdout
+
+
+def test_torchrun_and_mcore_rl_run_the_same(
+    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    ours = mcore_rl("pretrain", config_file)
+    assert ours.returncode == 0, ours.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, "-m", "mcore_rl.run.pretrain", str(config_file), f"run_dir={tmp_path}/torchrun"]
+    theirs = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert theirs.returncode == 0, theirs.stderr
+    assert losses(tmp_path / "torchrun") == losses(tmp_path / "run")
+
+
+def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
+    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    assert mcore_rl("pretrain", config_file).returncode == 0
+    straight = losses(tmp_path / "run")
+    interrupted = tmp_path / "interrupted"
+    # Half of the steps, then the rest: the data of a longer run begins like that of the shorter.
+    script = (
+        "import sys, pathlib; from mcore_rl.train import stop; from mcore_rl.run.pretrain import main\n"
+        "agreed = stop.StopRequest.agreed; calls = []\n"
+        "def counted(self):\n"
+        "    calls.append(0)\n"
+        "    if len(calls) == 6: pathlib.Path(sys.argv[1]).touch()\n"
+        "    return agreed(self)\n"
+        "stop.StopRequest.agreed = counted\n"
+        "sys.exit(main(sys.argv[2:]))"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = tmp_path / "stopping.py"
+    program.write_text(f"if __name__ == '__main__':\n    exec({script!r})\n")
+    words = [*torchrun, str(program), f"{interrupted}/STOP", str(config_file), f"run_dir={interrupted}"]
+    stopped = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert stopped.returncode == 0, stopped.stderr
+    assert list(losses(interrupted)) == [1, 2, 3, 4, 5] and not (interrupted / "DONE").exists()
+    assert mcore_rl("pretrain", config_file, f"run_dir={interrupted}").returncode == 0
+    assert losses(interrupted) == straight
