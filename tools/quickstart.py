@@ -1,4 +1,4 @@
-"""Everything that can be pretrained on this machine with nothing downloaded: text, tokenizer, data, model, a look at it.
+"""Pretraining on this machine with nothing downloaded: text, tokenizer, data, a tiny MoE, and a look at it.
 
 The corpus is the source text of this Python's standard library. Each stage is a command that a user would give;
 a stage whose result is there already is skipped, so that a second start goes on where the first one ended.
@@ -54,6 +54,7 @@ class Quickstart:
             f"data.tokenizer.path={self.tokenizer}",
             f"model.vocab_size={VOCAB_SIZE}",
             f"train.steps={self.steps}",
+            f"train.eval_interval={max(1, self.steps // 4)}",
         ]
         pretrain = ["-m", "mcore_rl.run.cli", "pretrain", RECIPE, *settings]
         self.stage("4/6 pretraining a tiny MoE on 2 ranks (TP2 x EP2)", pretrain, self.run_dir / "DONE")

@@ -15,7 +15,7 @@ class FusedAdam(torch.optim.Optimizer):
     owns no parameter (its `len(steps) == 1` assertion).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the arguments are Megatron's
         self,
         params: Any,
         lr: float = 1e-3,
@@ -24,7 +24,9 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
+        assert not capturable, "for CUDA graphs, which need TransformerEngine's or apex's"
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

@@ -5,7 +5,6 @@ Megatron import it first in their `__init__`. With CUDA present only the patches
 """
 
 import functools
-import functools
 import importlib
 import logging
 import queue
@@ -72,9 +71,7 @@ TORCH_PATCHES: tuple[Patch, ...] = (
         replace=lambda _: torch.manual_seed,
         reason="without CUDA it is queued and never runs: expert-parallel ranks then start with equal experts",
     ),
-    Patch(
-        symbol="torch.cuda:get_rng_state", replace=lambda _: lambda *args, **kwargs: torch.get_rng_state()
-    ),
+    Patch(symbol="torch.cuda:get_rng_state", replace=lambda _: lambda *args, **kwargs: torch.get_rng_state()),
     Patch(
         symbol="torch.cuda.random:get_rng_state",
         replace=lambda _: lambda *args, **kwargs: torch.get_rng_state(),
@@ -150,7 +147,6 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
 )
 
 
-
 def _summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
     def scaled(scale: torch.Tensor) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -221,14 +217,16 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
         symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue",
         replace=lambda _: queue.SimpleQueue(),
         where=CUDA_TOO,
-        reason="planning a save starts a manager process for this queue, by spawn: seconds at the first save, a hang in "
-        "a script without a main guard, an orphan after a kill. Our writers report through a ForkedCall instead",
+        reason="planning a save starts a manager process for this queue, by spawn: seconds at the first save, a hang "
+        "in a script without a main guard, an orphan after a kill. Our writers report through a ForkedCall instead",
         until="the queue is made by whoever uses it",
     ),
 )
 
 SPEED_PATCHES: tuple[Patch, ...] = tuple(
-    Patch(symbol=f"megatron.core.{symbol}", replace=replace, reason=reason, until="Megatron is tuned for CPUs")
+    Patch(
+        symbol=f"megatron.core.{symbol}", replace=replace, reason=reason, until="Megatron is tuned for CPUs"
+    )
     for symbol, (replace, reason) in REPLACEMENTS.items()
 )
 
@@ -282,7 +280,7 @@ def with_moe_layer(mlp: Any, moe_layer: type) -> Any:
     return functools.partial(moe_layer, *mlp.args, **mlp.keywords)
 
 
-def router_loss_report() -> Callable[..., Any]:
+def router_loss_report() -> Any:
     """Megatron's function that reduces what the routers recorded of their losses, and forgets it."""
     if megatron_version() == "0.16":
         from megatron.core.transformer.moe.moe_utils import track_moe_metrics
@@ -298,6 +296,11 @@ def writer_choice() -> dict[str, str]:
     return {} if megatron_version() == "0.16" else {"async_strategy": "mcore"}
 
 
+def _uncompiled(model: Any = None, **_: Any) -> Any:
+    """In the place of `torch.compile`, as a function and as a decorator with arguments."""
+    return model if model is not None else lambda inner: inner
+
+
 def _install() -> None:
     version = megatron_version()
     if version not in SUPPORTED:
@@ -310,12 +313,12 @@ def _install() -> None:
     if not on_cuda:
         for patch in TORCH_PATCHES:
             patch.apply()
-        # Megatron's jit_fuser is whatever torch.compile is at this moment; compiling on a CPU costs more than it saves.
-        torch.compile = lambda model=None, **_: model if model is not None else (lambda inner: inner)  # type: ignore
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("megatron.core")
-        importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+        # Megatron's jit_fuser is whatever torch.compile is at this moment; on a CPU compiling costs more than it saves.
+        torch.compile = _uncompiled
+    for message in HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    importlib.import_module("megatron.core")
+    importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     torch.compile = compile_
     wanted = [*ROUTER_LOSS_PATCHES, *MODEL_PATCHES, *CHECKPOINT_PATCHES]
     if not on_cuda:
@@ -325,8 +328,6 @@ def _install() -> None:
     for patch in wanted:
         if version in patch.versions:
             patch.apply()
-    for message in HARMLESS_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
     # On a CPU the generator of the CPU is also that of the "device": the warning would come at every fork.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     # 0.16 asks for the class of an MoE layer by name, and says so of ours, which it then builds like its own.

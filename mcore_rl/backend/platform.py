@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from mcore_rl.backend.mcore_compat import has_module, megatron_version
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
+from mcore_rl.backend.mcore_compat import has_module, megatron_version
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 
@@ -35,7 +35,9 @@ class Platform:
         """One line for the log."""
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
         layers = "TransformerEngine" if self.layers == "te" else "torch"
-        adam = next((f"{m} Adam" for m in ("transformer_engine", "apex") if has_module(m)), "torch's fused Adam")
+        adam = next(
+            (f"{m} Adam" for m in ("transformer_engine", "apex") if has_module(m)), "torch's fused Adam"
+        )
         return (
             f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, {layers} layers, "
             f"{adam}, torch {torch.__version__}, megatron-core {megatron_version()}"

@@ -1,5 +1,7 @@
 """A rank's chunks of a model."""
 
+from typing import Any
+
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
@@ -25,9 +27,10 @@ def build_model(
 
 def unwrap(chunk: nn.Module) -> GPTModel:
     """The Megatron model inside its wrappers for data parallelism and 16-bit numbers."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while not isinstance(inner, GPTModel):
+        inner = inner.module
+    return inner
 
 
 def _build_chunk(
@@ -58,4 +61,5 @@ def _build_chunk(
             param.allreduce = False
     if platform.is_cuda:
         chunk.cuda(platform.device)
-    return Float16Module(config, chunk) if config.bf16 else chunk
+    wrapped: nn.Module = Float16Module(config, chunk) if config.bf16 else chunk
+    return wrapped

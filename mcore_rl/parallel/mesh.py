@@ -61,10 +61,12 @@ def build_mesh(config: MeshConfig) -> Mesh:
         expert_tensor_parallel_size=config.etp,
         create_gloo_process_groups=True,
     )
+    world = dist.group.WORLD
+    assert world is not None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     names = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "dp_cp": "dp_cp", "ep": "ep", "etp": "expt_tp"}
     axes = {name: _axis(getattr(groups, group)) for name, group in (names | {"expert_dp": "expt_dp"}).items()}
-    return Mesh(config=config, groups=groups, world=_axis(dist.group.WORLD), **axes)
+    return Mesh(config=config, groups=groups, world=_axis(world), **axes)
 
 
 def destroy_mesh() -> None:

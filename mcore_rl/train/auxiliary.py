@@ -55,6 +55,8 @@ def _mtp_loss(state: TrainState, num_microbatches: int) -> Tensor | None:
     losses: dict[str, Tensor] = {}
     if not state.mesh.is_last_stage:
         return None
-    MTPLossLoggingHelper.track_mtp_metrics(1 / num_microbatches, state.progress.step, None, total_loss_dict=losses)
+    MTPLossLoggingHelper.track_mtp_metrics(
+        1 / num_microbatches, state.progress.step, None, total_loss_dict=losses
+    )
     means = [value for name, value in losses.items() if name.startswith("mtp_") and name.endswith("loss")]
     return torch.stack(means).mean() * state.mesh.pp.size if means else None

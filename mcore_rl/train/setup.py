@@ -40,7 +40,9 @@ def set_up(config: PretrainConfig, platform: Platform) -> TrainState:
     )
 
 
-def wrap_for_data_parallelism(chunks: Sequence[nn.Module], config: MeshConfig, mesh: Mesh) -> list[nn.Module]:
+def wrap_for_data_parallelism(
+    chunks: Sequence[nn.Module], config: MeshConfig, mesh: Mesh
+) -> list[DistributedDataParallel]:
     """Collective over the world: chunks whose gradients are summed in fp32 over the data-parallel ranks."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -49,7 +51,7 @@ def wrap_for_data_parallelism(chunks: Sequence[nn.Module], config: MeshConfig, m
         overlap_param_gather=config.overlap_param_gather,
     )
     # Only the first chunk's reduction can hide behind later computation in pieces.
-    wrapped: list[nn.Module] = [
+    wrapped = [
         DistributedDataParallel(unwrap(chunk).config, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
@@ -59,7 +61,9 @@ def wrap_for_data_parallelism(chunks: Sequence[nn.Module], config: MeshConfig, m
     return wrapped
 
 
-def connect(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: MeshConfig) -> None:
+def connect(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, mesh: MeshConfig
+) -> None:
     """Tell the schedules, through the chunks' config, how gradients are finished and when not to reduce them."""
     config = unwrap(chunks[0]).config
     config.finalize_model_grads_func = finalize_model_grads

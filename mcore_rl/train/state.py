@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import nn
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.run import PretrainConfig
@@ -33,7 +33,8 @@ class TrainState:
     config: PretrainConfig
     platform: Platform
     mesh: Mesh
-    chunks: list[nn.Module]
+    chunks: list[DistributedDataParallel]
+    """This rank's part of the model, in pipeline order."""
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     progress: Progress

@@ -24,7 +24,11 @@ from tests.e2e.conftest import Finished
     ids=["experts", "heads", "layers", "cp", "world", "unknown key", "wrong type"],
 )
 def test_settings_are_refused(
-    overrides: list[str], said: list[str], config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+    overrides: list[str],
+    said: list[str],
+    config_file: Path,
+    mcore_rl: Callable[..., Finished],
+    tmp_path: Path,
 ) -> None:
     result = mcore_rl("pretrain", config_file, *overrides)
     assert result.returncode == 2
@@ -67,7 +71,9 @@ def test_damaged_data_is_refused(
     assert "Traceback" not in result.stderr
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(config_file: Path, mcore_rl: Callable[..., Finished]) -> None:
+def test_tokens_beyond_the_vocabulary_are_refused(
+    config_file: Path, mcore_rl: Callable[..., Finished]
+) -> None:
     result = mcore_rl("pretrain", config_file, "model.vocab_size=100")
     assert result.returncode == 2
     assert "100" in result.stderr and "model.vocab_size" in result.stderr
