@@ -14,7 +14,7 @@ ROW_MULTIPLE = 16
 """oneDNN compiles a kernel (~0.4 ms) for each new shape: a number of rows that is not of these goes to MKL."""
 SMALL_MACS = 1 << 21
 """Multiply-adds below which oneDNN's look-up of its kernel (~10 us) costs more than it saves."""
-GRADIENT_ROWS = 2048
+GRADIENT_ROWS = 512
 """Rows that a weight's gradient sums at a time: its two operands then stay in the cache."""
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

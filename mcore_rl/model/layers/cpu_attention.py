@@ -1,8 +1,8 @@
 """Causal attention in fp32 on a CPU, faster than torch's own where sequences are long.
 
 Of a block of queries, all heads that share a key at once, the scores against every earlier key fit into the
-cache: plain matrix products (by oneDNN) and a softmax. The backward pass computes them again, so that memory
-grows with the length, not with its square.
+cache: plain matrix products (by oneDNN) and a softmax. The backward pass of long sequences computes them again,
+so that memory grows with the length, not with its square.
 """
 
 from typing import Any
@@ -15,6 +15,8 @@ from mcore_rl.backend.products import product
 
 BLOCK = 256
 """Queries of a block: its scores are [heads of a group * BLOCK, keys]."""
+KEPT_LENGTH = 512
+"""Keys up to which the weights of forward are kept for backward: they are read faster than made again."""
 LENGTH_MULTIPLE = 64
 """Sequences of other lengths go to torch: each new shape costs oneDNN a compilation."""
 
@@ -44,21 +46,23 @@ class _CausalAttention(torch.autograd.Function):
         groups = key.shape[2]
         queries, keys, values = _by_group(query, groups), _by_group(key, groups), _by_group(value, groups)
         queries *= scale
-        ctx.save_for_backward(queries, keys, values)
         ctx.shapes, ctx.scale = (query.shape, key.shape, value.shape), scale
         output = queries.new_empty(*queries.shape[:2], value.shape[3])
         blocks = _blocks(query.shape, key.shape)
+        kept = []
         for query_g, key_g, value_g, output_g in zip(queries, keys, values, output, strict=True):
-            value_t = value_g.t()
             for rows, seen, hidden in blocks:
                 weights = _attend(query_g[rows], key_g[:seen], hidden)
-                output_g[rows] = product(weights, value_t[:, :seen])
+                output_g[rows] = product(weights, value_g[:seen].t())
+                if key.shape[0] <= KEPT_LENGTH:
+                    kept.append(weights)
+        ctx.save_for_backward(queries, keys, values, *kept)
         return _by_head(output, (*query.shape[:3], value.shape[3]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        queries, keys, values = ctx.saved_tensors
+        queries, keys, values, *kept = ctx.saved_tensors
         query_shape, key_shape, value_shape = ctx.shapes
         wanted = _by_group(gradient, key_shape[2])
         d_queries, d_keys, d_values = (
@@ -67,11 +71,12 @@ class _CausalAttention(torch.autograd.Function):
             torch.empty_like(values),
         )
         blocks = _blocks(query_shape, key_shape)
+        kept_weights = iter(kept)
         for g in range(queries.shape[0]):
             query, key, value = queries[g], keys[g], values[g]
             d_key, d_value = torch.zeros_like(key.t()), torch.zeros_like(value.t())
             for rows, seen, hidden in blocks:
-                weights = _attend(query[rows], key[:seen], hidden)
+                weights = next(kept_weights) if kept else _attend(query[rows], key[:seen], hidden)
                 d_output = wanted[g, rows]
                 d_value[:, :seen] += product(d_output.t().contiguous(), weights.t())
                 d_weights = product(d_output, value[:seen])

@@ -1,0 +1,1 @@
+"""Speed beside the peers of each task, in the same run on the same machine."""

@@ -1,0 +1,317 @@
+"""Tokens/s of a training step beside transformers' Qwen3-MoE: same sizes, same weights, same text, one thread.
+
+    python -m bench.pretrain                      all workloads, each in a process of its own
+    python -m bench.pretrain --workload experts   one, in this process
+
+A step is forward, loss with load balancing, backward, gradient clipping and AdamW, all in fp32. transformers runs
+in the fastest of its implementations of the experts. Steps alternate between the two; figures are CPU seconds of
+this process, medians over the rounds. Results go to bench/results/pretrain.json.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch; two threads a process collapse on a shared machine
+
+import torch
+from torch import Tensor
+
+from bench.clock import Clock, Peaks, contention, gflops
+from mcore_rl.backend.mcore_compat import megatron_version
+from mcore_rl.backend.platform import start
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.run import PretrainConfig, TrainConfig
+from mcore_rl.data.batch import Microbatch
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.hf_weights import to_global
+from mcore_rl.model.inputs import localize
+from mcore_rl.obs.flops import train_flops_per_token
+from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.step import train_step
+
+VOCAB, AUX = 512, 1e-3
+OPTIM = OptimConfig(lr=1e-3, schedule="constant", weight_decay=0.1, clip_grad=1.0)
+IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
+RESULTS = Path(__file__).parent / "results" / "pretrain.json"
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Sizes of one row of the table."""
+
+    experts: int
+    top_k: int
+    length: int
+    batch: int
+    target: float
+    """Ratio that must be reached."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Four layers, hidden 256, 8 heads in 4 groups, experts of width 128."""
+        moe = MoEConfig(num_experts=self.experts, top_k=self.top_k, ffn_hidden_size=128, aux_loss_coeff=AUX)
+        return ModelConfig(family="qwen3_moe", vocab_size=VOCAB, moe=moe)
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.length * self.batch
+
+
+WORKLOADS = {
+    "small": Workload(experts=16, top_k=4, length=256, batch=8, target=1.1),
+    "experts": Workload(experts=128, top_k=8, length=256, batch=8, target=1.25),
+    "long": Workload(experts=16, top_k=4, length=1024, batch=2, target=1.1),
+}
+
+
+class Text:
+    """Text that can be learnt: each symbol is followed by one of four, step by step the same for everyone."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._shape = workload.batch, workload.length
+        self._following = torch.randint(0, VOCAB, (VOCAB, 4), generator=torch.Generator().manual_seed(7))
+
+    def batch(self, step: int) -> Tensor:
+        """`[B, S + 1]`."""
+        generator = torch.Generator().manual_seed(10_000 + step)
+        rows, length = self._shape
+        tokens = torch.empty(rows, length + 1, dtype=torch.long)
+        tokens[:, 0] = torch.randint(0, VOCAB, (rows,), generator=generator)
+        choices = torch.randint(0, 4, (rows, length), generator=generator)
+        for place in range(length):
+            tokens[:, place + 1] = self._following[tokens[:, place], choices[:, place]]
+        return tokens
+
+
+@dataclass
+class Runner:
+    """One of the models that are compared."""
+
+    step: Callable[[Tensor], float]
+    """Trains on a batch; the mean loss of a token, without the balance loss."""
+    clock: Clock
+    losses: list[float]
+
+    def run(self, tokens: Tensor) -> None:
+        """One timed step."""
+        with self.clock:
+            loss = self.step(tokens)
+        self.losses.append(loss)
+
+
+def transformers_step(
+    implementation: str, workload: Workload, weights: Tensors | None
+) -> tuple[Any, Tensors]:
+    """The step of a model of transformers with `weights` (None: its own random ones), and its weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes, moe = workload.model, workload.model.moe
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=sizes.hidden_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        num_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        norm_topk_prob=moe.normalize_top_k,
+        rms_norm_eps=sizes.norm_eps,
+        rope_theta=sizes.rope.theta,
+        max_position_embeddings=sizes.max_position,
+        tie_word_embeddings=False,
+        router_aux_loss_coef=AUX,
+        output_router_logits=True,
+        use_cache=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    if weights is not None:
+        model.load_state_dict(weights)
+    model.set_experts_implementation(implementation)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    betas = OPTIM.beta1, OPTIM.beta2
+    optimizer = torch.optim.AdamW(
+        groups, lr=OPTIM.lr, betas=betas, eps=OPTIM.eps, weight_decay=OPTIM.weight_decay, fused=True
+    )
+
+    def step(tokens: Tensor) -> float:
+        inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+        output = model(input_ids=inputs, labels=inputs, shift_labels=labels)
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(output.loss.detach() - AUX * output.aux_loss.detach())
+
+    return step, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def our_step(workload: Workload, weights: Tensors) -> Callable[[Tensor], float]:
+    """The step of mcore_rl with weights of transformers."""
+    model = workload.model
+    config = PretrainConfig(model=model, optim=OPTIM, train=TrainConfig(global_batch=workload.batch))
+    state = set_up(config, start(config.platform))
+    copy_in(state.chunks, to_global(weights, model))
+    state.optimizer.reload_model_params()
+    head = NextTokenHead()
+
+    def step(tokens: Tensor) -> float:
+        microbatch = Microbatch(
+            tokens_BS=tokens[:, :-1],
+            labels_BS=tokens[:, 1:],
+            loss_mask_BS=torch.ones(workload.batch, workload.length),
+            position_ids_BS=torch.arange(workload.length).expand(workload.batch, -1),
+        )
+        local = localize(microbatch, state.mesh.cp, state.platform.device)
+        return train_step(state, [local], head).loss
+
+    return step
+
+
+def compare(workload: Workload, rounds: int, steps: int) -> dict[str, Any]:
+    """The row of one workload."""
+    text, peaks = Text(workload), Peaks()
+    peer, weights, screened = fastest_peer(workload, text)
+    runners = {"transformers": peer, "mcore_rl": Runner(our_step(workload, weights), Clock(), [])}
+    number = 0
+    for index in range(rounds + 1):
+        peaks.measure()
+        for runner in runners.values():
+            for offset in range(steps):
+                runner.run(text.batch(number + offset))
+        number += steps
+        if index == 0:  # warm-up: memory is laid out, kernels are compiled
+            for runner in runners.values():
+                runner.clock = Clock()
+    return row(workload, runners, peaks, screened)
+
+
+def fastest_peer(workload: Workload, text: Text) -> tuple[Runner, Tensors, dict[str, float]]:
+    """The fastest implementation of transformers, fresh, its weights, and the tokens/s of a second step of each."""
+    speeds: dict[str, float] = {}
+    _, weights = transformers_step(IMPLEMENTATIONS[0], workload, None)
+    for name in IMPLEMENTATIONS:
+        step, _ = transformers_step(name, workload, weights)
+        runner = Runner(step, Clock(), [])
+        for number in range(3):
+            runner.run(text.batch(number))
+            if runner.clock.cpu_s[0] > 5 * min([workload.tokens / s for s in speeds.values()], default=1e9):
+                break
+        speeds[name] = workload.tokens / min(runner.clock.cpu_s)
+    best = max(speeds, key=speeds.__getitem__)
+    step, _ = transformers_step(best, workload, weights)
+    return Runner(step, Clock(), []), weights, speeds
+
+
+def row(
+    workload: Workload, runners: dict[str, Runner], peaks: Peaks, screened: dict[str, float]
+) -> dict[str, Any]:
+    """Figures of one workload, for people and machines."""
+    flops = workload.tokens * train_flops_per_token(workload.model, workload.length)
+    best_peak = max(peaks.gflops().values())
+    models = {}
+    for name, runner in runners.items():
+        speed = gflops(runner.clock.median_s, flops)
+        models[name] = {
+            "tokens_per_cpu_s": round(workload.tokens / runner.clock.median_s, 1),
+            "step_cpu_s": round(runner.clock.median_s, 4),
+            "step_cpu_s_best": round(min(runner.clock.cpu_s), 4),
+            "spread": round(runner.clock.spread, 3),
+            "gflops": round(speed, 1),
+            "share_of_peak": round(speed / best_peak, 3),
+            "losses": [round(loss, 4) for loss in runner.losses],
+        }
+    peer, ours = runners["transformers"], runners["mcore_rl"]
+    return {
+        "workload": asdict(workload),
+        "ratio": round(peer.clock.median_s / ours.clock.median_s, 3),
+        "contention": round(contention([peer.clock, ours.clock]), 2),
+        "loss_difference": round(max(abs(a - b) for a, b in zip(peer.losses, ours.losses, strict=True)), 5),
+        "peak_gflops": {name: round(value, 1) for name, value in peaks.gflops().items()},
+        "models": models,
+        "transformers_implementations_tokens_per_cpu_s": {n: round(s, 1) for n, s in screened.items()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """What was measured, on what."""
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": megatron_version(),
+        "transformers": transformers.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The rows as text."""
+    lines = [
+        "workload   ratio  target  contention  tokens/s ours  transformers  GFLOP/s  of peak  max |loss difference|"
+    ]
+    for name, figures in rows.items():
+        ours, peer = figures["models"]["mcore_rl"], figures["models"]["transformers"]
+        lines.append(
+            f"{name:10s} {figures['ratio']:5.2f}  {figures['workload']['target']:6.2f}  {figures['contention']:10.2f}  "
+            f"{ours['tokens_per_cpu_s']:13.0f}  {peer['tokens_per_cpu_s']:12.0f}  {ours['gflops']:7.1f}  "
+            f"{ours['share_of_peak']:7.2f}  {figures['loss_difference']:.4f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=WORKLOADS, help="only this one, as JSON on standard output")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="of each model in a round")
+    arguments = parser.parse_args()
+    if arguments.workload:
+        torch.set_num_threads(1)
+        figures = compare(WORKLOADS[arguments.workload], arguments.rounds, arguments.steps)
+        print(json.dumps(figures))
+        return
+    rows = {}
+    for name in WORKLOADS:
+        command = [sys.executable, "-m", "bench.pretrain", "--workload", name]
+        command += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        rows[name] = json.loads(done.stdout.splitlines()[-1])
+        print(table({name: rows[name]}), flush=True)
+    document = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "bench.pretrain", *sys.argv[1:]]),
+        "versions": versions(),
+        "rows": rows,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"\n{table(rows)}\n\nwritten to {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()
