@@ -60,9 +60,9 @@ def weight_gradient(gradient_NO: Tensor, input_NI: Tensor) -> Tensor:
 
 def linear(input: Tensor, weight_OI: Tensor) -> Tensor:
     """`input @ weight_OI.T` over the last axis, with its gradients."""
-    rows: Tensor = _Linear.apply(input.reshape(-1, input.shape[-1]), weight_OI)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Linear.apply(input.reshape(-1, weight_OI.shape[1]), weight_OI)  # type: ignore[no-untyped-call]
     # Viewed out here, so that the caller may change the output in place.
-    return rows.view(*input.shape[:-1], -1)
+    return rows.view(*input.shape[:-1], weight_OI.shape[0])
 
 
 class _Linear(torch.autograd.Function):

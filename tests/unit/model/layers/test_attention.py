@@ -1,0 +1,209 @@
+import itertools
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.model.layers.attention import SDPAttention, lengths_of
+from mcore_rl.model.layers.packed import gathered_order, packed_params
+from mcore_rl.parallel.mesh import Mesh
+from tests.unit.model.layers import oracles
+from tests.unit.model.layers.oracles import assert_close, gradients, small_config
+
+OWN_KERNEL, OWN_KERNEL_AGAIN, BY_TORCH = 128, 576, 37
+"""Lengths: our products with kept weights, with weights made again, torch's kernel."""
+
+
+def layer(**changes: object) -> SDPAttention:
+    return SDPAttention(small_config(**changes), 1, AttnMaskType.causal, "self")
+
+
+def heads(length: int, rows: int = 2, num_heads: int = 4, width: int = 8) -> Tensor:
+    return torch.randn(length, rows, num_heads, width, requires_grad=True)
+
+
+def assert_equal_attention(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    expected = expected.flatten(-2)
+    assert_close(actual, expected, 2e-6)
+    pairs = zip(gradients(actual, inputs), gradients(expected, inputs), strict=True)
+    for ours, theirs in pairs:
+        assert_close(ours, theirs, 5e-6)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("length", [OWN_KERNEL, OWN_KERNEL_AGAIN, BY_TORCH])
+def test_causal_attention_is_that_of_the_closed_form(one_rank: Mesh, length: int, groups: int) -> None:
+    query, key, value = heads(length), heads(length, num_heads=groups), heads(length, num_heads=groups)
+    expected = oracles.attention(query, key, value, oracles.causal(length, length), 8**-0.5)
+    assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(64, 192), (1, 50), (13, 40)])
+def test_fewer_queries_than_keys_are_the_last_positions(
+    one_rank: Mesh, num_queries: int, num_keys: int
+) -> None:
+    query, key, value = heads(num_queries), heads(num_keys, num_heads=2), heads(num_keys, num_heads=2)
+    expected = oracles.attention(query, key, value, oracles.causal(num_queries, num_keys), 8**-0.5)
+    assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])
+
+
+@pytest.mark.parametrize("value_width", [6, 12])
+@pytest.mark.parametrize("length", [OWN_KERNEL, BY_TORCH])
+def test_values_may_have_another_width_than_keys(one_rank: Mesh, length: int, value_width: int) -> None:
+    query, key, value = heads(length, width=10), heads(length, width=10), heads(length, width=value_width)
+    attention = SDPAttention(
+        small_config(),
+        1,
+        AttnMaskType.causal,
+        "self",
+        softmax_scale=0.7,
+        k_channels=10,
+        v_channels=value_width,
+    )
+    expected = oracles.attention(query, key, value, oracles.causal(length, length), 0.7)
+    assert_equal_attention(attention(query, key, value, None), expected, [query, key, value])
+
+
+@pytest.mark.parametrize("window", [1, 5, 1000])
+def test_a_window_hides_what_is_further_back(one_rank: Mesh, window: int) -> None:
+    query, key, value = heads(OWN_KERNEL), heads(OWN_KERNEL, num_heads=2), heads(OWN_KERNEL, num_heads=2)
+    visible = oracles.causal(OWN_KERNEL, OWN_KERNEL, window)
+    expected = oracles.attention(query, key, value, visible, 8**-0.5)
+    actual = layer(window_size=(window, 0))(query, key, value, None)
+    assert_equal_attention(actual, expected, [query, key, value])
+
+
+def test_a_window_is_as_wide_as_in_megatrons_attention(one_rank: Mesh) -> None:
+    config = small_config(window_size=(5, 0))
+    query, key, value = heads(24), heads(24, num_heads=2), heads(24, num_heads=2)
+    expected = DotProductAttention(config, 1, AttnMaskType.causal, "self")(query, key, value, None)
+    assert_close(layer(window_size=(5, 0))(query, key, value, None), expected, 2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_mask_hides_what_it_marks(one_rank: Mesh, window: int | None) -> None:
+    query, key, value = heads(24, rows=1), heads(24, rows=1, num_heads=2), heads(24, rows=1, num_heads=2)
+    padding = torch.arange(24) < 7
+    visible = oracles.causal(24, 24, window) & ~padding
+    expected = oracles.attention(query, key, value, visible, 8**-0.5).flatten(-2)
+    attention = layer(window_size=None if window is None else (window, 0))
+    actual = attention(query, key, value, ~(oracles.causal(24, 24) & ~padding)[None, None])
+    assert_close(actual[7:], expected[7:], 2e-6)
+    assert actual.isfinite().all(), "a query that sees no key"
+
+
+def test_without_causality_every_key_is_seen(one_rank: Mesh) -> None:
+    query, key, value = heads(3), heads(20, num_heads=2), heads(20, num_heads=2)
+    everything = torch.ones(3, 20, dtype=torch.bool)
+    actual = layer()(query, key, value, None, AttnMaskType.no_mask)
+    expected = oracles.attention(query, key, value, everything, 8**-0.5)
+    assert_equal_attention(actual, expected, [query, key, value])
+
+
+@pytest.mark.parametrize("lengths", [(64, 128, 64), (5, 1, 130, 64), (40,)], ids=str)
+@pytest.mark.parametrize("beyond", [0, 9])
+def test_packed_sequences_do_not_see_one_another(
+    one_rank: Mesh, lengths: tuple[int, ...], beyond: int
+) -> None:
+    num_tokens = sum(lengths) + beyond
+    query, key, value = heads(num_tokens), heads(num_tokens, num_heads=2), heads(num_tokens, num_heads=2)
+    visible = torch.block_diag(*[oracles.causal(n, n) for n in (*lengths, beyond)]).bool()
+    row = [tensor[:, 0] for tensor in (query, key, value)]
+    expected = oracles.attention(*(tensor[:, :1] for tensor in (query, key, value)), visible, 8**-0.5)
+    packed = packed_params(lengths, torch.device("cpu"))
+    actual = layer()(*row, None, packed_seq_params=packed)
+    assert_equal_attention(actual, expected[:, 0], [query, key, value])
+
+
+def test_lengths_of_a_packed_row_are_not_read_from_the_device(one_rank: Mesh) -> None:
+    packed = packed_params((5, 3), torch.device("meta"))  # whose values cannot be read
+    row = [heads(8)[:, 0] for _ in range(3)]
+    assert layer()(*row, None, packed_seq_params=packed).shape == (8, 32)
+
+
+def test_lengths_of_megatrons_own_record_are_read_once(one_rank: Mesh) -> None:
+    bounds = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    assert lengths_of(packed, 10, 1) == (5, 3, 2)
+    packed.cu_seqlens_q = None
+    assert lengths_of(packed, 8, 1) == (5, 3)
+
+
+def test_padded_bounds_are_where_sequences_lie(one_rank: Mesh) -> None:
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=torch.tensor([0, 5, 8]),
+        cu_seqlens_q_padded=torch.tensor([0, 8, 12]),
+    )
+    assert lengths_of(packed, 12, 4) == (8, 4)
+
+
+def test_gathered_parts_are_found_in_their_natural_order() -> None:
+    lengths, ranks = (8, 16), 2
+    natural = torch.arange(24)
+    chunks = [sequence.chunk(2 * ranks) for sequence in natural.split(lengths)]
+    parts = [
+        torch.cat([chunk for one in chunks for chunk in (one[rank], one[2 * ranks - 1 - rank])])
+        for rank in range(ranks)
+    ]
+    gathered = torch.cat(parts)
+    assert torch.equal(gathered[gathered_order(lengths, ranks)], natural)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean(one_rank: Mesh) -> None:
+    attention = layer(attention_dropout=0.25)
+    value = torch.ones(BY_TORCH, 50, 4, 8)
+    query = torch.zeros(BY_TORCH, 50, 4, 8)
+    first = attention(query, query, value, None).view(BY_TORCH, -1)
+    assert first.mean() == pytest.approx(1.0, abs=0.02)
+    # The first query sees one key: its weight is dropped, or enlarged.
+    torch.testing.assert_close(first[0].unique(), torch.tensor([0.0, 4 / 3]))
+    assert (first[0] == 0).float().mean() == pytest.approx(0.25, abs=0.06)
+    attention.eval()
+    torch.testing.assert_close(
+        attention(query, query, value, None).view(BY_TORCH, -1), torch.ones_like(first)
+    )
+
+
+@pytest.mark.parametrize("length", [OWN_KERNEL, BY_TORCH])
+def test_bf16_differs_by_rounding_only(one_rank: Mesh, length: int) -> None:
+    query, key, value = (heads(length, num_heads=n).bfloat16() for n in (4, 2, 2))
+    expected = oracles.attention(query, key, value, oracles.causal(length, length), 8**-0.5)
+    assert_close(layer()(query, key, value, None), expected.flatten(-2), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention_type", "named"),
+    [
+        ({}, "cross", "cross"),
+        ({"softmax_type": "learnable"}, "self", "learnable"),
+        ({"window_size": (4, 4)}, "self", r"\(4, 4\)"),
+    ],
+)
+def test_what_it_does_not_have_is_refused_by_name(
+    one_rank: Mesh, changes: dict[str, object], attention_type: str, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        SDPAttention(small_config(**changes), 1, AttnMaskType.causal, attention_type)
+
+
+def test_packed_lengths_that_context_parallelism_cannot_cut_are_told(one_rank: Mesh) -> None:
+    packed = packed_params((5, 3), torch.device("cpu"))
+    with pytest.raises(AssertionError, match=r"\(5, 3\)"):
+        lengths_of(packed, 8, 4)
+
+
+def test_gradients_are_right_in_every_combination_of_group_and_row(one_rank: Mesh) -> None:
+    """Each query head reads the group that is its own, each row its own keys."""
+    query, key, value = heads(64, rows=2), heads(64, rows=2, num_heads=2), heads(64, rows=2, num_heads=2)
+    output = layer()(query, key, value, None).view(64, 2, 4, 8)
+    for row, head in itertools.product(range(2), range(4)):
+        (d_key,) = torch.autograd.grad(output[:, row, head].sum(), key, retain_graph=True)
+        touched = d_key.abs().sum((0, 3)) > 0
+        expected = torch.zeros(2, 2, dtype=torch.bool)
+        expected[row, head // 2] = True
+        assert torch.equal(touched, expected)

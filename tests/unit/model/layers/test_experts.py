@@ -1,0 +1,180 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor, nn
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.parallel.mesh import Mesh
+from tests.unit.model.layers import oracles
+from tests.unit.model.layers.oracles import assert_close, gradients, small_config
+
+COUNTS = [[3, 0, 5, 1], [700, 40, 16, 0], [0, 0, 0, 33], [15, 16, 17, 512]]
+
+
+def grouped(mesh: Mesh, **changes: Any) -> GroupedExperts:
+    return GroupedExperts(4, small_config(**changes), pg_collection=mesh.groups)
+
+
+def sorted_rows(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, counts, gates, as a dispatcher gives them."""
+    rows = torch.randn(sum(counts), 32, requires_grad=True)
+    return rows, torch.tensor(counts), torch.rand(sum(counts), requires_grad=True)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_output_and_gradients_are_those_of_the_closed_form(one_rank: Mesh, counts: list[int]) -> None:
+    layer, (rows, tokens, gates) = grouped(one_rank), sorted_rows(counts)
+    fc1, fc2 = layer.linear_fc1.weight, layer.linear_fc2.weight
+    chosen = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    expected = oracles.experts(rows, gates, chosen, fc1, fc2)
+    actual, bias = layer(rows, tokens, gates)
+    assert bias is None
+    assert_close(actual, expected, 1e-6)
+    wanted = [rows, gates, fc1, fc2]
+    for ours, theirs in zip(gradients(actual, wanted), gradients(expected, wanted), strict=True):
+        assert_close(ours, theirs, 2e-6)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_they_compute_what_megatrons_sequential_experts_do(one_rank: Mesh, counts: list[int]) -> None:
+    layer, (rows, tokens, gates) = grouped(one_rank), sorted_rows(counts)
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    megatrons = SequentialMLP(4, small_config(), submodules, one_rank.groups)
+    with torch.no_grad():
+        for index, expert in enumerate(megatrons.local_experts):
+            layer.linear_fc1.weight[index].copy_(expert.linear_fc1.weight)
+            layer.linear_fc2.weight[index].copy_(expert.linear_fc2.weight)
+    expected, actual = megatrons(rows, tokens, gates)[0], layer(rows, tokens, gates)[0]
+    assert_close(actual, expected, 1e-6)
+    for ours, theirs in zip(
+        gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True
+    ):
+        assert_close(ours, theirs, 1e-6)
+
+
+def test_without_a_row_every_weight_still_gets_a_gradient(one_rank: Mesh) -> None:
+    """Overlapped reduction of gradients waits for every parameter."""
+    for changes in ({}, {"activation_func": nn.functional.gelu}):
+        layer, (rows, tokens, gates) = grouped(one_rank, **changes), sorted_rows([0, 0, 0, 0])
+        layer(rows, tokens, gates)[0].sum().backward()
+        for weight in layer.parameters():
+            assert weight.grad is not None and not weight.grad.any()
+
+
+@pytest.mark.parametrize("activation", [nn.functional.silu, nn.functional.gelu])
+def test_a_gradient_without_strides_is_taken(one_rank: Mesh, activation: Callable[[Tensor], Tensor]) -> None:
+    """The gradient of a sum is one number, expanded; torch's grouped product refuses such a one."""
+    layer, (rows, tokens, gates) = grouped(one_rank, activation_func=activation), sorted_rows([3, 2, 0, 4])
+    layer(rows, tokens, gates)[0].sum().backward()
+    assert rows.grad is not None and rows.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "activate"),
+    [
+        ({"activation_func": nn.functional.gelu}, lambda g, u: nn.functional.gelu(g) * u),
+        (
+            {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
+            lambda g, u: nn.functional.silu(g.clamp(max=0.5)) * (u.clamp(-0.5, 0.5) + 1.0),
+        ),
+    ],
+    ids=["gelu", "clamped"],
+)
+@pytest.mark.parametrize(
+    "recompute", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}]
+)
+def test_other_activations_are_computed_too(
+    one_rank: Mesh, changes: dict[str, Any], activate: Callable[..., Tensor], recompute: dict[str, Any]
+) -> None:
+    layer, (rows, tokens, gates) = grouped(one_rank, **changes, **recompute), sorted_rows([4, 0, 2, 1])
+    fc1, fc2 = layer.linear_fc1.weight, layer.linear_fc2.weight
+    expected = torch.cat(
+        [
+            activate(*(part @ fc1[expert].double().t()).chunk(2, -1)) @ fc2[expert].double().t()
+            for expert, part in enumerate(rows.double().split(tokens.tolist()))
+        ]
+    )
+    expected = expected * gates.double()[:, None]
+    actual, _ = layer(rows, tokens, gates)
+    assert_close(actual, expected, 1e-6)
+    wanted = [rows, gates, fc1, fc2]
+    for ours, theirs in zip(gradients(actual, wanted), gradients(expected, wanted), strict=True):
+        assert_close(ours, theirs, 2e-6)
+
+
+def test_experts_without_a_gate_half_are_computed_too(one_rank: Mesh) -> None:
+    layer = grouped(one_rank, gated_linear_unit=False, activation_func=nn.functional.relu)
+    rows, tokens, gates = sorted_rows([2, 3, 0, 1])
+    parts = zip(rows.split(tokens.tolist()), layer.linear_fc1.weight, layer.linear_fc2.weight, strict=True)
+    expected = torch.cat([(part @ fc1.t()).relu() @ fc2.t() for part, fc1, fc2 in parts]) * gates[:, None]
+    assert_close(layer(rows, tokens, gates)[0], expected, 1e-6)
+
+
+def test_gates_may_be_applied_to_the_input(one_rank: Mesh) -> None:
+    layer = grouped(one_rank, moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True)
+    rows, tokens, gates = sorted_rows([2, 3, 0, 1])
+    plain = GroupedExperts(4, small_config(), pg_collection=one_rank.groups)
+    plain.load_state_dict(layer.state_dict())
+    expected, _ = plain(rows * gates[:, None], tokens, torch.ones(6))
+    assert_close(layer(rows, tokens, gates)[0], expected, 1e-6)
+
+
+def test_bf16_differs_by_rounding_only(one_rank: Mesh) -> None:
+    layer = grouped(one_rank, params_dtype=torch.bfloat16, bf16=True)
+    rows, tokens, gates = sorted_rows([70, 9, 0, 33])
+    chosen = [0] * 70 + [1] * 9 + [3] * 33
+    expected = oracles.experts(
+        rows.bfloat16(), gates, chosen, layer.linear_fc1.weight, layer.linear_fc2.weight
+    )
+    actual, _ = layer(rows.bfloat16(), tokens, gates)  # fp32 gates, as of a router in fp32
+    assert actual.dtype == torch.bfloat16
+    assert_close(actual, expected, 2e-2)
+    for ours, theirs in zip(
+        gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True
+    ):
+        assert_close(ours, theirs, 3e-2)
+
+
+def test_gradients_of_two_microbatches_are_summed_in_the_buffers_of_data_parallelism(one_rank: Mesh) -> None:
+    config = small_config()
+    layer = GroupedExperts(4, config, pg_collection=one_rank.groups)
+    batches = [sorted_rows([5, 0, 40, 2]), sorted_rows([0, 0, 3, 1])]
+    wanted = [layer.linear_fc1.weight, layer.linear_fc2.weight]
+    expected = [gradients(layer(*batch)[0], wanted) for batch in batches]
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    wrapped = DistributedDataParallel(config, settings, layer)
+    wrapped.zero_grad_buffer()
+    for batch in batches:
+        output, _ = wrapped(*batch)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        (output.double() * weights).sum().backward()
+    for weight, first, second in zip(wanted, *expected, strict=True):
+        assert_close(weight.main_grad, first + second, 2e-6)
+        assert weight.grad is None
+
+
+def test_every_weight_is_summed_over_the_data_parallel_ranks_of_experts(one_rank: Mesh) -> None:
+    for weight in grouped(one_rank).parameters():
+        assert weight.allreduce is False
+        assert weight.tensor_model_parallel is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"add_bias_linear": True}, "add_bias_linear"),
+        ({"moe_apply_probs_on_input": True}, "moe_router_topk"),
+    ],
+)
+def test_what_they_do_not_have_is_refused_by_name(
+    one_rank: Mesh, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        grouped(one_rank, **changes)
