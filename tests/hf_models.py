@@ -46,6 +46,20 @@ DEEPSEEK = SHAPE | {
     "num_mtp_layers": 0,
     "rms_norm_eps": 1e-5,  # the norms of the latents have 1e-6 nevertheless
 }
+QWEN2_MOE = EXPERTS | {"shared_expert_intermediate_size": 40, "norm_topk_prob": False}
+GLM4 = GROUPED | {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_mtp_layers": 0,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -75,6 +89,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-yarn": (
         "DeepseekV3",
         DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+    "qwen2": ("Qwen2", GROUPED),
+    "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
+    "qwen2_moe-no-biases": ("Qwen2Moe", QWEN2_MOE | {"qkv_bias": False, "mlp_only_layers": [0]}),
+    "glm4_moe": ("Glm4Moe", GLM4),
+    "glm4_moe-plain": (
+        "Glm4Moe",
+        GLM4 | {"attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1},
     ),
 }
 """Name: the class's prefix in transformers, and its config."""

@@ -22,7 +22,7 @@ def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(megatron_linear)
     def call(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        unusual = "bias", "gradient_accumulation_fusion", "grad_output_buffer"
+        unusual = "gradient_accumulation_fusion", "grad_output_buffer"
         if weight.dtype != torch.float32 or any(options.get(name) not in (None, False) for name in unusual):
             return megatron_linear(input, weight, **options)
         group = options["tp_group"]
@@ -30,7 +30,8 @@ def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
             input = mappings.gather_from_sequence_parallel_region(input, group=group)
         elif options["allreduce_dgrad"]:
             input = mappings.copy_to_tensor_model_parallel_region(input, group=group)
-        return linear(input, weight)
+        product, bias = linear(input, weight), options.get("bias")
+        return product if bias is None else product + bias
 
     return call
 

@@ -170,7 +170,7 @@ def _recompute(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
         "moe": model.is_moe,
         "moe_act": model.is_moe,
         "shared_experts": model.is_moe and model.moe.shared_experts > 0,
-        "mla_up_proj": model.family == "deepseek_v3",
+        "mla_up_proj": model.is_latent,
         "mlp": not all(model.moe_layers),
     }
     for module in platform.recompute_modules:

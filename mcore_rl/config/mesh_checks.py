@@ -53,8 +53,8 @@ def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     if model.is_moe:
         split.append(("model.moe.ffn_hidden_size", moe.ffn_hidden_size, "etp", mesh.etp))
     if moe.shared_experts:
-        shared = moe.shared_experts * moe.ffn_hidden_size
-        split.append(("model.moe.shared_experts x model.moe.ffn_hidden_size", shared, "tp", mesh.tp))
+        name = "shared_ffn_hidden_size" if moe.shared_ffn_hidden_size else "ffn_hidden_size"
+        split.append((f"model.moe.shared_experts x model.moe.{name}", moe.shared_width, "tp", mesh.tp))
     for name, size, axis, ranks in split:
         if size % ranks:
             yield (
@@ -71,7 +71,7 @@ def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             f"mesh.tp to one of {divisors(heads)}."
         )
     # With fewer key/value heads than ranks, Megatron gives each rank a copy of the one it needs.
-    elif model.family != "deepseek_v3" and kv_heads % tp and tp % kv_heads:
+    elif not model.is_latent and kv_heads % tp and tp % kv_heads:
         yield (
             f"model.num_kv_heads={kv_heads} is neither a multiple nor a divisor of mesh.tp={tp}. Set mesh.tp "
             f"to one of {divisors(kv_heads)}, or to a multiple of {kv_heads}."

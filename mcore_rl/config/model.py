@@ -1,14 +1,27 @@
 """The shape of a model."""
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.section import Probability, Section
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "llama", "qwen3")
-Family = Literal["qwen3_moe", "mixtral", "deepseek_v3", "llama", "qwen3"]
-MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+Family = Literal["qwen3_moe", "mixtral", "deepseek_v3", "llama", "qwen3", "qwen2", "qwen2_moe", "glm4_moe"]
+FAMILIES: tuple[str, ...] = get_args(Family)
+MOE_FAMILIES = tuple(family for family in FAMILIES if family not in ("llama", "qwen2", "qwen3"))
+LATENT_FAMILIES = ("deepseek_v3",)
+"""Those with multi-head latent attention."""
+SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe")
+"""Those whose router has sigmoid scores."""
+Switch = Literal["auto", "on", "off"]
+OFF: tuple[Switch, ...] = ("off",)
+QKV_BIAS: dict[str, tuple[Switch, ...]] = {
+    "qwen2": ("on",),
+    "qwen2_moe": ("on", "off"),
+    "glm4_moe": ("on", "off"),
+}
+QK_NORM: dict[str, tuple[Switch, ...]] = {"qwen3": ("on",), "qwen3_moe": ("on",), "glm4_moe": ("off", "on")}
+"""What a family may have, the default first; families that are not named have none."""
 
 
 class MoEConfig(Section):
@@ -21,23 +34,25 @@ class MoEConfig(Section):
     ffn_hidden_size: NonNegativeInt = 0
     """Inner width of one routed expert."""
     shared_experts: NonNegativeInt = 0
-    """Experts that every token passes, as one MLP of `shared_experts * ffn_hidden_size` (deepseek_v3)."""
+    """Experts that every token passes, as one MLP; qwen2_moe has one and a sigmoid gate on its output."""
+    shared_ffn_hidden_size: NonNegativeInt = 0
+    """Inner width of one shared expert (qwen2_moe); 0: `ffn_hidden_size`."""
     first_dense_layers: NonNegativeInt = 0
     """How many of the first layers keep a dense MLP of width `model.ffn_hidden_size`."""
     normalize_top_k: bool = True
     """The gates of the chosen experts sum to one (Hugging Face's `norm_topk_prob`)."""
     num_groups: NonNegativeInt = 0
-    """Expert groups of group-limited routing (deepseek_v3); 0: none."""
+    """Expert groups of group-limited routing (deepseek_v3, glm4_moe); 0: none."""
     top_groups: NonNegativeInt = 0
     """Groups a token may choose experts from; 0: none."""
     routed_scaling: PositiveFloat = 1.0
-    """Factor on the routed experts' gates (deepseek_v3's `routed_scaling_factor`)."""
+    """Factor on the routed experts' gates (Hugging Face's `routed_scaling_factor`)."""
     balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
     """The loss that evens out the load; over the micro-batch, each sequence, or the global batch."""
     aux_loss_coeff: NonNegativeFloat = 1e-3
     """Weight of the balance loss."""
     expert_bias: bool = False
-    """Even out the load by a bias on the choice of experts, not by a loss (deepseek_v3, arXiv 2408.15664)."""
+    """Even out the load by a bias on the choice of experts, not by a loss (arXiv 2408.15664)."""
     expert_bias_rate: NonNegativeFloat = 1e-3
     """Step of the expert bias, the paper's u."""
     z_loss_coeff: NonNegativeFloat = 0.0
@@ -46,6 +61,11 @@ class MoEConfig(Section):
     """Tokens an expert takes, as a multiple of the even share; the rest is dropped. 0: none is dropped."""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
     """How tokens travel to their experts; `deepep` needs CUDA and the deep_ep package."""
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the shared experts' MLP."""
+        return self.shared_experts * (self.shared_ffn_hidden_size or self.ffn_hidden_size)
 
 
 class MLAConfig(Section):
@@ -70,6 +90,8 @@ class RopeConfig(Section):
 
     theta: PositiveFloat = 10000.0
     """Base of the wavelengths."""
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """How much of a head's width is turned; glm4_moe turns half."""
     scaling: Literal["none", "yarn", "llama3"] = "none"
     """How the wavelengths are stretched beyond the first training length."""
     factor: PositiveFloat = 1.0
@@ -111,6 +133,10 @@ class ModelConfig(Section):
     """Longest sequence the model is meant for."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of every RMSNorm."""
+    qkv_bias: Switch = "auto"
+    """Biases of queries, keys and values (qwen2, qwen2_moe, glm4_moe); `auto`: as the family usually has it."""
+    qk_norm: Switch = "auto"
+    """Norms of each head's queries and keys (qwen3, qwen3_moe, glm4_moe); `auto`: as the family usually has it."""
     tied_embeddings: bool = False
     """Input and output embedding are one weight."""
     attention_dropout: Probability = 0.0
@@ -120,7 +146,7 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     mtp_layers: NonNegativeInt = 0
-    """Multi-token-prediction layers (deepseek_v3, arXiv 2412.19437)."""
+    """Multi-token-prediction layers (deepseek_v3, glm4_moe; arXiv 2412.19437)."""
     mtp_loss_coeff: NonNegativeFloat = 0.1
     """Weight of their loss."""
     rope: RopeConfig = RopeConfig()
@@ -131,6 +157,21 @@ class ModelConfig(Section):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return _is_on(self.qkv_bias, QKV_BIAS.get(self.family, OFF))
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether queries and keys are normed."""
+        return _is_on(self.qk_norm, QK_NORM.get(self.family, OFF))
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.family in LATENT_FAMILIES
 
     @property
     def is_moe(self) -> bool:
@@ -146,3 +187,7 @@ class ModelConfig(Section):
     def layers_alike(self) -> bool:
         """Whether all layers route, or none of a dense family does: Megatron then stores them as one tensor each."""
         return not self.is_moe or all(self.moe_layers)
+
+
+def _is_on(switch: Switch, choices: tuple[Switch, ...]) -> bool:
+    return (choices[0] if switch == "auto" else switch) == "on"

@@ -1,10 +1,33 @@
 """Whether a model's settings agree with each other and with its family, on whatever mesh."""
 
 from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
 
-from mcore_rl.config.model import MOE_FAMILIES, ModelConfig, MoEConfig
+from mcore_rl.config.describe import toml_value
+from mcore_rl.config.model import (
+    MOE_FAMILIES,
+    OFF,
+    QK_NORM,
+    QKV_BIAS,
+    SIGMOID_FAMILIES,
+    ModelConfig,
+)
 
 LLAMA3_ORIGINAL_LENGTH = 8192
+KNOWN_OF: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "mtp_layers": (0, SIGMOID_FAMILIES),
+    "rope.fraction": (1.0, ("glm4_moe",)),
+    "moe.shared_experts": (0, ("qwen2_moe", *SIGMOID_FAMILIES)),
+    "moe.shared_ffn_hidden_size": (0, ("qwen2_moe",)),
+    "moe.num_groups": (0, SIGMOID_FAMILIES),
+    "moe.top_groups": (0, SIGMOID_FAMILIES),
+    "moe.routed_scaling": (1.0, SIGMOID_FAMILIES),
+    "moe.expert_bias": (False, SIGMOID_FAMILIES),
+}
+"""Settings that some families have, and the value that they have in the others."""
+GROUP_SCORES = {"deepseek_v3": 2, "glm4_moe": 2}
+"""By the sum of how many of its experts a family ranks a group."""
 
 
 def model_violations(model: ModelConfig) -> Iterator[str]:
@@ -14,8 +37,7 @@ def model_violations(model: ModelConfig) -> Iterator[str]:
     yield from _rope(model)
     if model.is_moe:
         yield from _router(model)
-        yield from _deepseek_only(model)
-        yield from _groups(model.moe)
+        yield from _groups(model)
 
 
 def divisors(number: int) -> str:
@@ -37,23 +59,43 @@ def _family(model: ModelConfig) -> Iterator[str]:
             f'model.moe.num_experts={experts}, but model.family="{model.family}" is dense. Set it to 0, or '
             f"use one of the families {', '.join(MOE_FAMILIES)}."
         )
-    if model.family != "deepseek_v3" and model.mtp_layers:
-        yield (
-            f"model.mtp_layers={model.mtp_layers} is known of deepseek_v3 only, not of "
-            f'model.family="{model.family}". Set it to 0.'
-        )
+    yield from _features(model)
+
+
+def _features(model: ModelConfig) -> Iterator[str]:
+    """What the family does not have, or cannot be without."""
+    for name, (neutral, families) in KNOWN_OF.items():
+        value = attrgetter(name)(model)
+        in_use = model.is_moe or not name.startswith("moe.")
+        if in_use and value != neutral and model.family not in families:
+            yield (
+                f"model.{name}={toml_value(value)} is known of {', '.join(families)} only, not of "
+                f'model.family="{model.family}". Set it to {toml_value(neutral)}.'
+            )
+    for name, choices in (("qkv_bias", QKV_BIAS), ("qk_norm", QK_NORM)):
+        chosen = getattr(model, name)
+        if chosen not in ("auto", *choices.get(model.family, OFF)):
+            yield (
+                f'model.{name}="{chosen}", but model.family="{model.family}" '
+                f"{'never' if chosen == 'on' else 'always'} has them. Leave it out."
+            )
 
 
 def _shape(model: ModelConfig) -> Iterator[str]:
-    if model.family == "deepseek_v3":
+    if model.is_latent:
         if model.mla.qk_rope_head_dim % 2:
             yield (
                 f"model.mla.qk_rope_head_dim={model.mla.qk_rope_head_dim} is odd: it is turned pairwise. "
                 "Make it even."
             )
         return
-    if model.head_dim % 2:
-        yield f"model.head_dim={model.head_dim} is odd: rotary position turns it pairwise. Make it even."
+    turned = int(model.head_dim * model.rope.fraction)
+    if turned % 2 or not turned:
+        part = f" x model.rope.fraction={model.rope.fraction}" if model.rope.fraction != 1 else ""
+        yield (
+            f"model.head_dim={model.head_dim}{part} is {'odd' if turned % 2 else 'nothing'}: rotary position "
+            "turns it pairwise. Make it even."
+        )
     if model.num_heads % model.num_kv_heads:
         yield (
             f"model.num_heads={model.num_heads} is not a multiple of "
@@ -71,8 +113,15 @@ def _rope(model: ModelConfig) -> Iterator[str]:
         )
     if rope.scaling != "none" and rope.factor < 1.0:
         yield f"model.rope.factor={rope.factor} would shrink the wavelengths. Set it to 1 or above."
-    if rope.scaling == "llama3" and model.family == "deepseek_v3":
-        yield 'model.rope.scaling="llama3" is not known of deepseek_v3\'s attention. Use "yarn" or "none".'
+    if rope.scaling == "yarn" and rope.fraction != 1:
+        yield (
+            f'model.rope.scaling="yarn" with model.rope.fraction={rope.fraction}: Megatron\'s YaRN turns whole '
+            'heads. Use "none".'
+        )
+    if rope.scaling == "llama3" and model.is_latent:
+        yield (
+            f'model.rope.scaling="llama3" is not known of {model.family}\'s attention. Use "yarn" or "none".'
+        )
     elif rope.scaling == "llama3" and rope.original_length != LLAMA3_ORIGINAL_LENGTH:
         yield (
             f'model.rope.original_length={rope.original_length} with model.rope.scaling="llama3": Megatron '
@@ -99,36 +148,20 @@ def _router(model: ModelConfig) -> Iterator[str]:
             "model.moe.top_k=1 with model.moe.normalize_top_k=true: the one gate would be 1 whatever the "
             "router says, and it would not learn. Set model.moe.normalize_top_k=false."
         )
+    if model.family in SIGMOID_FAMILIES and moe.top_k > 1 and not moe.normalize_top_k:
+        yield (
+            f"model.moe.normalize_top_k=false with model.moe.top_k={moe.top_k}: the gates of {model.family}'s "
+            "sigmoid router always sum to one (times model.moe.routed_scaling). Set it to true."
+        )
+    if model.family == "qwen2_moe" and moe.shared_experts != 1:
+        yield (
+            f"model.moe.shared_experts={moe.shared_experts}: qwen2_moe has one shared expert, whose width is "
+            "model.moe.shared_ffn_hidden_size. Set it to 1."
+        )
 
 
-def _deepseek_only(model: ModelConfig) -> Iterator[str]:
-    """Megatron's sigmoid router has what these ask for; the softmax router of the others has not."""
+def _groups(model: ModelConfig) -> Iterator[str]:
     moe = model.moe
-    if model.family == "deepseek_v3":
-        if moe.top_k > 1 and not moe.normalize_top_k:
-            yield (
-                f"model.moe.normalize_top_k=false with model.moe.top_k={moe.top_k}: the gates of "
-                "deepseek_v3's sigmoid router always sum to one (times model.moe.routed_scaling). Set it to "
-                "true."
-            )
-        return
-    for name, neutral in (
-        ("shared_experts", 0),
-        ("num_groups", 0),
-        ("top_groups", 0),
-        ("routed_scaling", 1.0),
-        ("expert_bias", False),
-    ):
-        value = getattr(moe, name)
-        if value != neutral:
-            yield (
-                f"model.moe.{name}={value} is known of deepseek_v3 only, not of "
-                f'model.family="{model.family}". '
-                f"Set it to {neutral}.".replace("False", "false").replace("True", "true")
-            )
-
-
-def _groups(moe: MoEConfig) -> Iterator[str]:
     groups, chosen = moe.num_groups, moe.top_groups
     told = f"model.moe.num_groups={groups} and model.moe.top_groups={chosen}"
     if not (groups and chosen):
@@ -149,11 +182,12 @@ def _groups(moe: MoEConfig) -> Iterator[str]:
             f"{told} leave {chosen * (moe.num_experts // groups)} experts to choose from, fewer than "
             f"model.moe.top_k={moe.top_k}. Choose more groups."
         )
-    # Megatron scores a group by its best top_k // top_groups experts, DeepSeek-V3 by its best two. Where all
-    # groups are chosen their scores do not matter.
-    if chosen < groups and moe.top_k // chosen != 2:
+    # Megatron scores a group by its best top_k // top_groups experts, a family by a fixed number. Where all groups
+    # are chosen their scores do not matter.
+    best = GROUP_SCORES.get(model.family)
+    if best and chosen < groups and moe.top_k // chosen != best:
         yield (
             f"model.moe.top_k={moe.top_k} with model.moe.top_groups={chosen}: Megatron would score a group "
-            f"by its best {moe.top_k // chosen} experts, deepseek_v3 is defined by the best 2. Choose top_k "
-            "= 2 x top_groups."
+            f"by its best {moe.top_k // chosen} experts, {model.family} is defined by the best {best}. Choose "
+            f"top_k = {best} x top_groups."
         )

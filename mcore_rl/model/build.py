@@ -48,6 +48,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=model.tied_embeddings,
         position_embedding_type="yarn" if yarn else "rope",
         rotary_base=model.rope.theta,
+        rotary_percent=model.rope.fraction,
         rope_scaling=model.rope.scaling == "llama3",
         rope_scaling_factor=model.rope.factor,
         mtp_block_spec=mtp_spec(config, te=te, vp_stage=vp_stage),

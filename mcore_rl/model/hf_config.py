@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.config.model import RopeConfig
+from mcore_rl.config.model import MLAConfig, RopeConfig
 from mcore_rl.errors import ConfigError
 
 HfConfig = Mapping[str, Any]
@@ -16,8 +16,11 @@ LLAMA3_CONSTANTS = {
 """Megatron has these built in."""
 
 
-def common(config: HfConfig, *, theta: float = 10000.0) -> dict[str, Any]:
-    """Arguments of ModelConfig that all families take; `theta` is the family's default for rope_theta."""
+def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None = None) -> dict[str, Any]:
+    """Arguments of ModelConfig that all families take.
+
+    `theta` is the family's default for rope_theta; `fraction` that for partial_rotary_factor, if it has one.
+    """
     require(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
     heads = needed(config, "num_attention_heads")
     return {
@@ -33,8 +36,51 @@ def common(config: HfConfig, *, theta: float = 10000.0) -> dict[str, Any]:
         "tied_embeddings": bool(config.get("tie_word_embeddings")),
         "attention_dropout": float(config.get("attention_dropout") or 0.0),
         "init_std": config.get("initializer_range", 0.02),
-        "rope": rope(config, theta),
+        "rope": rope(config, theta, fraction),
     }
+
+
+def many_experts(config: HfConfig) -> dict[str, Any]:
+    """Arguments of MoEConfig that DeepSeek and the families after it name alike."""
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    limited = chosen < groups
+    return {
+        "num_experts": config.get("n_routed_experts") or needed(config, "num_local_experts"),
+        "top_k": needed(config, "num_experts_per_tok"),
+        "ffn_hidden_size": needed(config, "moe_intermediate_size"),
+        "shared_experts": config.get("n_shared_experts") or 0,
+        "first_dense_layers": needed(config, "first_k_dense_replace"),
+        "num_groups": groups if limited else 0,
+        "top_groups": chosen if limited else 0,
+        "routed_scaling": float(config.get("routed_scaling_factor") or 1.0),
+    }
+
+
+def latents(config: HfConfig) -> MLAConfig:
+    """The widths of multi-head latent attention."""
+    return MLAConfig(
+        q_lora_rank=config.get("q_lora_rank") or 0,
+        kv_lora_rank=needed(config, "kv_lora_rank"),
+        qk_nope_head_dim=needed(config, "qk_nope_head_dim"),
+        qk_rope_head_dim=needed(config, "qk_rope_head_dim"),
+        v_head_dim=needed(config, "v_head_dim"),
+    )
+
+
+def num_mtp_layers(config: HfConfig) -> int:
+    """How many multi-token-prediction layers the checkpoint has."""
+    return int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0)
+
+
+def first_dense_layers(config: HfConfig, num_layers: int) -> int:
+    """How many layers have no experts, if they are the first ones, by Qwen's two keys for it."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+    first = is_moe.index(True) if True in is_moe else num_layers
+    if not all(is_moe[first:]):
+        name = "mlp_only_layers" if dense else "decoder_sparse_step"
+        raise refusal(config, name, "has dense layers only before the first layer with experts")
+    return first
 
 
 def needed(config: HfConfig, name: str) -> Any:
@@ -42,7 +88,8 @@ def needed(config: HfConfig, name: str) -> Any:
     value = config.get(name)
     if value is None:
         raise ConfigError(
-            f"config.json lacks {name}. Take the config.json that belongs to the weights, or add what they were made with."
+            f"config.json lacks {name}. Take the config.json that belongs to the weights, or add what they were "
+            "made with."
         )
     return value
 
@@ -63,15 +110,19 @@ def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
     )
 
 
-def rope(config: HfConfig, default_theta: float) -> RopeConfig:
+def rope(config: HfConfig, default_theta: float, default_fraction: float | None = None) -> RopeConfig:
     """Rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    require(config, {"partial_rotary_factor": 1.0})
-    require(settings, {"partial_rotary_factor": 1.0, "truncate": True})
+    require(settings, {"truncate": True})
+    name = "partial_rotary_factor"
+    if default_fraction is None:
+        require(config, {name: 1.0})
+        require(settings, {name: 1.0})
+    fraction = float(settings.get(name) or config.get(name) or default_fraction or 1.0)
     theta = float(settings.get("rope_theta") or config.get("rope_theta") or default_theta)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, fraction=fraction)
     if kind not in ("llama3", "yarn"):
         raise refusal({"rope_type": kind}, "rope_type", "knows only default, llama3 and yarn")
     longest = needed(config, "max_position_embeddings")
@@ -81,7 +132,8 @@ def rope(config: HfConfig, default_theta: float) -> RopeConfig:
     if kind == "yarn" and settings.get("factor") is None:
         settings["factor"] = longest / settings[name]
     settings["factor"] = float(needed(settings, "factor"))
-    return (_llama3 if kind == "llama3" else _yarn)(settings, theta)
+    scaled = (_llama3 if kind == "llama3" else _yarn)(settings, theta)
+    return scaled.model_copy(update={"fraction": fraction})
 
 
 def _llama3(settings: HfConfig, theta: float) -> RopeConfig:

@@ -29,14 +29,14 @@ class Layer:
         """A matrix of `width` columns: whole Hugging Face tensors (name, number of rows) below one another."""
         return self._rule(key, tuple(Rows(self.hf + name, 0, count) for name, count in parts), (width,))
 
-    def interleaved(self, key: str, width: int, groups: int, *parts: tuple[str, int]) -> Rule:
-        """A matrix that takes rows of each part (name, rows of one group) in turn, group by group."""
+    def interleaved(self, key: str, row: Shape, groups: int, *parts: tuple[str, int]) -> Rule:
+        """A tensor that takes rows of each part (name, rows of one group) in turn, group by group."""
         rows = tuple(
             Rows(self.hf + name, group * count, (group + 1) * count)
             for group in range(groups)
             for name, count in parts
         )
-        return self._rule(key, rows, (width,))
+        return self._rule(key, rows, row)
 
     def _rule(self, key: str, rows: tuple[Rows, ...], row: Shape) -> Rule:
         return Rule(key=self.mcore + key, rows=rows, row=row, index=self.index, lead=self.lead)
@@ -44,12 +44,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class MoENames:
-    """Hugging Face's names in an MoE layer: its prefix, and an expert's three matrices."""
+    """Hugging Face's names in an MoE layer: its prefix, an expert's three matrices, the shared experts."""
 
     prefix: str = "mlp."
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
+    shared_gate: str = ""
+    """The gate on the shared experts' output; "": none."""
 
 
 def decoder_layers(model: ModelConfig) -> list[Layer]:
@@ -95,23 +98,18 @@ def outer(model: ModelConfig) -> Iterator[Rule]:
     yield Rule(key="decoder.final_layernorm.weight", rows=(final,), row=())
 
 
-def grouped_query(model: ModelConfig, layer: Layer, *, qk_norms: bool) -> Iterator[Rule]:
+def grouped_query(model: ModelConfig, layer: Layer) -> Iterator[Rule]:
     """Grouped-query attention and the norm before it. Megatron keeps a group's queries, key and value together."""
     head, hidden = model.head_dim, model.hidden_size
-    queries = model.num_heads // model.num_kv_heads * head
+    sizes = {"q": model.num_heads // model.num_kv_heads * head, "k": head, "v": head}
     yield layer.vector("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", hidden)
-    yield layer.interleaved(
-        "self_attention.linear_qkv.weight",
-        hidden,
-        model.num_kv_heads,
-        ("self_attn.q_proj.weight", queries),
-        ("self_attn.k_proj.weight", head),
-        ("self_attn.v_proj.weight", head),
-    )
+    for kind, row in (("weight", (hidden,)), ("bias", ()))[: 1 + model.has_qkv_bias]:
+        parts = [(f"self_attn.{part}_proj.{kind}", size) for part, size in sizes.items()]
+        yield layer.interleaved(f"self_attention.linear_qkv.{kind}", row, model.num_kv_heads, *parts)
     yield layer.matrix(
         "self_attention.linear_proj.weight", model.num_heads * head, ("self_attn.o_proj.weight", hidden)
     )
-    if qk_norms:
+    if model.has_qk_norm:
         yield layer.vector("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", head)
         yield layer.vector("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", head)
 
@@ -193,8 +191,10 @@ def _moe(model: ModelConfig, layer: Layer, layout: ExpertLayout, names: MoENames
         )
         yield replace(bias, fp32=True)
     if moe.shared_experts:
-        width = moe.shared_experts * moe.ffn_hidden_size
-        yield from _gated(model, layer, "mlp.shared_experts.", width, prefix + "shared_experts.")
+        yield from _gated(model, layer, "mlp.shared_experts.", moe.shared_width, f"{prefix}{names.shared}.")
+    if names.shared_gate:
+        gate = (f"{prefix}{names.shared_gate}.weight", 1)
+        yield layer.matrix("mlp.shared_experts.gate_weight", hidden, gate)
     yield from (_fused_experts(model, layer) if layout == "fused" else _experts(model, layer, names))
 
 

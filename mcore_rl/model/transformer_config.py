@@ -54,6 +54,8 @@ def _common(model: ModelConfig) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "init_method_std": model.init_std,
+        "mtp_num_layers": model.mtp_layers or None,
+        "mtp_loss_scaling_factor": model.mtp_loss_coeff,
         # A loss is a sum and a count: divided once, by the world's tokens.
         "calculate_per_token_loss": True,
     }

@@ -32,15 +32,15 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
     hidden = config.hidden_size
     moe_layers = list(config.moe_layers) + [config.moe_layers[-1]] * config.mtp_layers
     num_moe, num_layers = sum(moe_layers), len(moe_layers)
-    is_latent = config.family == "deepseek_v3"
-    projections, scores = (_latent_attention if is_latent else _attention)(config)
+    projections, scores = (_latent_attention if config.is_latent else _attention)(config)
+    gate = hidden if config.family == "qwen2_moe" else 0
     macs = {
         "attention_projections": num_layers * projections,
         "attention_scores": num_layers * scores * seq_length / 2,
         "dense_mlp": (num_layers - num_moe) * 3 * hidden * config.ffn_hidden_size,
         "router": num_moe * hidden * config.moe.num_experts,
         "experts": num_moe * config.moe.top_k * 3 * hidden * config.moe.ffn_hidden_size,
-        "shared_experts": num_moe * config.moe.shared_experts * 3 * hidden * config.moe.ffn_hidden_size,
+        "shared_experts": num_moe * (3 * hidden * config.moe.shared_width + gate),
         "mtp_projections": config.mtp_layers * 2 * hidden * hidden,
         "output": (1 + config.mtp_layers) * hidden * config.vocab_size,
     }

@@ -17,10 +17,20 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+MESHES_OF = {
+    "qwen3_moe": list(MESHES),
+    "deepseek_v3": list(MESHES),
+    "qwen2": ["tp2", "pp2-vpp2"],
+    "qwen2_moe": ["tp2-ep2", "pp2-vpp2", "tp2-etp2"],
+    "glm4_moe": ["tp2-ep2", "pp2-vpp2", "tp2-etp2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"), [(case, mesh) for case, meshes in MESHES_OF.items() for mesh in meshes]
+)
 def test_logits_equal_those_of_transformers(case: str, mesh: str) -> None:
-    heads = {"num_key_value_heads": 2} if case == "qwen3_moe" else {}
+    heads = {} if oracle(case).ours.is_latent else {"num_key_value_heads": 2}
     theirs, tokens_BS = oracle(case, num_hidden_layers=4, **heads), random_tokens()
     wanted_BSV, num_ranks = theirs.logits(tokens_BS), MESHES[mesh].smallest_world
     ranks = run_ranks(logits_on, num_ranks, MESHES[mesh], theirs.ours, theirs.tensors, tokens_BS)

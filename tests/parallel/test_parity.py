@@ -34,6 +34,12 @@ REPRESENTATIVE = ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2", "tp2-pp2-vpp2")
 CASES = [("qwen3_moe", mesh) for mesh in MESHES] + [
     (model, mesh) for model in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
 ]
+CASES += [
+    (model, mesh)
+    for model in ("qwen2_moe", "glm4_moe")
+    for mesh in ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2")
+]
+CASES += [("qwen2", "tp2")]
 CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "cp2")]
 
 

@@ -5,7 +5,16 @@ from pydantic import ValidationError
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_checks import model_violations
 from mcore_rl.errors import ConfigError
-from mcore_rl.model.families import deepseek_v3, llama, mixtral, qwen3, qwen3_moe
+from mcore_rl.model.families import (
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from mcore_rl.model.family import Family
 from mcore_rl.model.hf_config import HfConfig
 from mcore_rl.model.rules import ExpertLayout, copies
@@ -17,6 +26,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "llama": llama.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
 }
 SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` that are one of the families under another name."""

@@ -12,14 +12,14 @@ from mcore_rl.model.weight_map import Rule
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's TransformerConfig."""
-    return attention(model, qk_norms=False)
+    return attention(model)
 
 
 def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
     """The family's tensors on both sides; it has no experts."""
     yield from outer(model)
     for layer in decoder_layers(model):
-        yield from grouped_query(model, layer, qk_norms=False)
+        yield from grouped_query(model, layer)
         yield from feed_forward(model, layer, experts)
 
 

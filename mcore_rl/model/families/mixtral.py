@@ -14,14 +14,14 @@ NAMES = MoENames(prefix="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's TransformerConfig."""
-    return attention(model, qk_norms=False) | softmax_experts(model)
+    return attention(model) | softmax_experts(model)
 
 
 def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
     """The family's tensors on both sides."""
     yield from outer(model)
     for layer in decoder_layers(model):
-        yield from grouped_query(model, layer, qk_norms=False)
+        yield from grouped_query(model, layer)
         yield from feed_forward(model, layer, experts, NAMES)
 
 

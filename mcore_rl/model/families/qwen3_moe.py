@@ -5,21 +5,21 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.model.family import Family, attention, softmax_experts
-from mcore_rl.model.hf_config import HfConfig, common, needed, refusal, require
+from mcore_rl.model.hf_config import HfConfig, common, first_dense_layers, needed, require
 from mcore_rl.model.rules import ExpertLayout, decoder_layers, feed_forward, grouped_query, outer
 from mcore_rl.model.weight_map import Rule
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's TransformerConfig."""
-    return attention(model, qk_norms=True) | softmax_experts(model)
+    return attention(model) | softmax_experts(model)
 
 
 def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
     """The family's tensors on both sides."""
     yield from outer(model)
     for layer in decoder_layers(model):
-        yield from grouped_query(model, layer, qk_norms=True)
+        yield from grouped_query(model, layer)
         yield from feed_forward(model, layer, experts)
 
 
@@ -32,22 +32,11 @@ def from_hf(config: HfConfig) -> ModelConfig:
         num_experts=config.get("num_experts") or needed(config, "num_local_experts"),
         top_k=needed(config, "num_experts_per_tok"),
         ffn_hidden_size=needed(config, "moe_intermediate_size"),
-        first_dense_layers=_first_dense_layers(config, arguments["num_layers"]),
+        first_dense_layers=first_dense_layers(config, arguments["num_layers"]),
         normalize_top_k=bool(config.get("norm_topk_prob")),
         aux_loss_coeff=config.get("router_aux_loss_coef", 1e-3),
     )
     return ModelConfig(family="qwen3_moe", moe=moe, **arguments)
-
-
-def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
-    """How many layers have no experts, if they are the first ones."""
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
-    first = is_moe.index(True) if True in is_moe else num_layers
-    if not all(is_moe[first:]):
-        name = "mlp_only_layers" if dense else "decoder_sparse_step"
-        raise refusal(config, name, "has dense layers only before the first layer with experts")
-    return first
 
 
 FAMILY = Family(

@@ -13,7 +13,16 @@ DEEPSEEK = (
     "model.moe.num_groups=4 model.moe.top_groups=2 model.moe.expert_bias=true model.moe.routed_scaling=2.5 "
     "model.moe.first_dense_layers=1"
 )
-FAMILIES = {"llama": "", "qwen3": "", "qwen3_moe": EXPERTS, "mixtral": EXPERTS, "deepseek_v3": DEEPSEEK}
+FAMILIES = {
+    "llama": "",
+    "qwen2": "",
+    "qwen3": "",
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": f"{EXPERTS} model.moe.shared_experts=1 model.moe.normalize_top_k=false",
+    "mixtral": EXPERTS,
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": f"{DEEPSEEK} model.rope.fraction=0.5",
+}
 
 REMEDIES = "Change Choose Give Leave Lower Make Name Set Shorten Start Take Untie Use Warm".split()
 
@@ -56,6 +65,8 @@ def test_every_family_passes(family):
         ),
         ("llama", "optim.schedule=wsd optim.warmup_steps=90", 1),
         ("llama", "model.rope.scaling=llama3 model.rope.factor=8 model.rope.original_length=8192", 1),
+        ("qwen2_moe", "model.moe.shared_ffn_hidden_size=96 mesh.tp=2 mesh.etp=2", 2),
+        ("glm4_moe", "model.qkv_bias=off model.qk_norm=on mesh.pp=2 model.mtp_layers=1", 2),
         ("llama", "data.split=[1,0,0] train.eval_batches=0", 1),
         ("llama", "platform.recompute=full platform.recompute_modules=[moe]", 1),
         ("llama", "mesh.overlap_param_gather=true mesh.overlap_grad_reduce=true", 1),
@@ -173,15 +184,29 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "data.tokenizer.path=x", 1, 'not read with data.tokenizer.kind="none"'),
         ("llama", "model.moe.num_experts=4 model.moe.ffn_hidden_size=8", 1, '"llama" is dense'),
         ("mixtral", "model.moe.num_experts=0", 1, "is a Mixture of Experts"),
-        ("qwen3_moe", "model.mtp_layers=1", 1, "known of deepseek_v3 only"),
+        ("qwen3_moe", "model.mtp_layers=1", 1, "known of deepseek_v3, glm4_moe only"),
         ("qwen3_moe", "model.moe.ffn_hidden_size=0", 1, "an expert has no width"),
         ("qwen3_moe", "model.moe.top_k=9", 1, "more than model.moe.num_experts=8"),
         ("qwen3_moe", "model.moe.first_dense_layers=4", 1, "leaves none of model.num_layers=4"),
         ("qwen3_moe", "model.moe.top_k=1", 1, "it would not learn"),
         ("deepseek_v3", "model.moe.normalize_top_k=false", 1, "always sum to one"),
-        ("qwen3_moe", "model.moe.shared_experts=1", 1, "shared_experts=1 is known of deepseek_v3 only"),
+        ("qwen3_moe", "model.moe.shared_experts=1", 1, "shared_experts=1 is known of qwen2_moe, "),
         ("mixtral", "model.moe.expert_bias=true", 1, "Set it to false"),
         ("mixtral", "model.moe.routed_scaling=2", 1, "Set it to 1.0"),
+        ("qwen2_moe", "model.moe.shared_experts=2", 1, "qwen2_moe has one shared expert"),
+        ("qwen2", "model.qkv_bias=off", 1, 'model.family="qwen2" always has them'),
+        ("qwen3", "model.qkv_bias=on", 1, 'model.family="qwen3" never has them'),
+        ("llama", "model.qk_norm=on", 1, 'model.qk_norm="on"'),
+        ("llama", "model.rope.fraction=0.5", 1, "rope.fraction=0.5 is known of glm4_moe only"),
+        ("glm4_moe", "model.rope.fraction=0.1", 1, "x model.rope.fraction=0.1 is odd"),
+        ("glm4_moe", "model.rope.scaling=yarn model.rope.factor=4", 1, "Megatron's YaRN turns whole heads"),
+        ("glm4_moe", "model.moe.top_k=6", 1, "by its best 3 experts, glm4_moe is defined by the best 2"),
+        (
+            "qwen2_moe",
+            "model.moe.shared_ffn_hidden_size=63 mesh.tp=2",
+            2,
+            "model.moe.shared_experts x model.moe.shared_ffn_hidden_size = 63",
+        ),
         ("deepseek_v3", "model.moe.top_groups=0", 1, "needs both"),
         ("deepseek_v3", "model.moe.num_groups=3", 1, "not a multiple of model.moe.num_groups=3"),
         ("deepseek_v3", "model.moe.top_groups=5", 1, "not so many groups"),

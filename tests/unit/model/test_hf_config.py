@@ -119,6 +119,8 @@ def test_old_and_new_keys_mean_the_same(case: str) -> None:
 def test_keys_that_a_config_leaves_out_have_the_familys_defaults() -> None:
     mixtral = {key: value for key, value in oracle("mixtral").config.items() if key != "rope_parameters"}
     assert model_from_hf(mixtral).rope.theta == 1e6
+    glm4 = {key: value for key, value in oracle("glm4_moe").config.items() if key != "rope_parameters"}
+    assert model_from_hf(glm4).rope.fraction == 0.5
     qwen3 = {key: value for key, value in oracle("qwen3").config.items() if key != "head_dim"}
     assert model_from_hf(qwen3).head_dim == 128
 
@@ -156,6 +158,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
     ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}, "decoder_sparse_step=2"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate_size"),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("glm4_moe", {"num_experts_per_tok": 6}, r"top_k=6.*best 3 experts"),
+    ("glm4_moe", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "YaRN turns whole heads"),
     ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),

@@ -75,6 +75,10 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "yarn dropped from latent attention": ("deepseek_v3-yarn", lambda m: rope(m, scaling="none")),
     "mscale_all_dim dropped": ("deepseek_v3-yarn", lambda m: rope(m, mscale_all_dim=0.0)),
     "groups dropped": ("deepseek_v3", lambda m: moe(m, num_groups=0, top_groups=0)),
+    "half of the rotation": ("glm4_moe", lambda m: rope(m, fraction=1.0)),
+    "groups of glm4_moe dropped": ("glm4_moe", lambda m: moe(m, num_groups=0, top_groups=0)),
+    "scaling factor of glm4_moe dropped": ("glm4_moe", lambda m: moe(m, routed_scaling=1.0)),
+    "gates of qwen2_moe normalized": ("qwen2_moe", lambda m: moe(m, normalize_top_k=True)),
     "scaling factor dropped": ("deepseek_v3", lambda m: moe(m, routed_scaling=1.0)),
 }
 
@@ -158,6 +162,17 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     "shared expert dropped": (
         "deepseek_v3",
         lambda t: replaced(t, "shared_experts.down_proj.weight", torch.zeros_like),
+    ),
+    "biases dropped": ("qwen2", lambda t: replaced(t, "_proj.bias", torch.zeros_like)),
+    "biases of values reversed": ("qwen2", lambda t: replaced(t, "v_proj.bias", lambda b: b.flip(0))),
+    "gate of the shared expert dropped": (
+        "qwen2_moe",
+        lambda t: replaced(t, "shared_expert_gate.weight", torch.zeros_like),
+    ),
+    "norms of queries dropped": ("glm4_moe", lambda t: replaced(t, "q_norm.weight", torch.ones_like)),
+    "expert bias of glm4_moe dropped": (
+        "glm4_moe",
+        lambda t: replaced(t, "correction_bias", torch.zeros_like),
     ),
     "rotary rows permuted": ("deepseek_v3", lambda t: replaced(t, "q_b_proj.weight", deinterleaved)),
 }

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from mcore_rl.backend.mcore_compat import megatron_version
@@ -19,17 +20,19 @@ from mcore_rl.model.families import model_from_hf
 from mcore_rl.model.global_tensors import copy_in, pieces
 from mcore_rl.model.hf_weights import to_global, to_hf
 from mcore_rl.parallel.mesh import Mesh
-from tests.hf_models import DEEPSEEK, TOLERANCE, Tensors, random_tokens, randomize
+from tests.hf_models import DEEPSEEK, GLM4, TOLERANCE, Tensors, random_tokens, randomize
 
 DEPTH, WEIGHT = 2, 0.3
 LAYERS = DEEPSEEK["num_hidden_layers"]
+FAMILIES = {"DeepseekV3": DEEPSEEK, "Glm4Moe": GLM4}
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def main_and_mtp() -> tuple[Any, Any]:
-    settings = DEEPSEEK | {"num_mtp_layers": DEPTH, "first_k_dense_replace": 0}
-    config = DeepseekV3Config(**settings)
+def main_and_mtp(family: str) -> tuple[Any, Any]:
+    settings = FAMILIES[family] | {"num_mtp_layers": DEPTH, "first_k_dense_replace": 0}
+    config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "eager"
-    main = DeepseekV3ForCausalLM(config)
+    main = getattr(transformers, f"{family}ForCausalLM")(config)
     mtp = MtpModel(main, DEPTH)
     randomize(mtp)
     randomize(main)
@@ -104,8 +107,9 @@ def gradients_of_megatron(model: ModelConfig, weights: Tensors, tokens_BT: Tenso
     return gradients
 
 
-def test_gradients_of_both_losses_equal_those_of_transformers(one_rank: Mesh) -> None:
-    main, mtp = main_and_mtp()
+@each_family
+def test_gradients_of_both_losses_equal_those_of_transformers(family: str, one_rank: Mesh) -> None:
+    main, mtp = main_and_mtp(family)
     model = our_model(main)
     tokens_BT = random_tokens(length=17)
     weights = to_global({name: tensor.detach() for name, tensor in named(main, mtp).items()}, model)
@@ -116,8 +120,9 @@ def test_gradients_of_both_losses_equal_those_of_transformers(one_rank: Mesh) ->
         assert error <= 1e-5, (key, error.item())
 
 
-def test_logits_are_those_of_the_main_model_and_train_no_mtp_layer(one_rank: Mesh) -> None:
-    main, mtp = main_and_mtp()
+@each_family
+def test_logits_are_those_of_the_main_model_and_train_no_mtp_layer(family: str, one_rank: Mesh) -> None:
+    main, mtp = main_and_mtp(family)
     model, tokens_BS = our_model(main), random_tokens()
     chunk = build_model(model, one_rank, start(PlatformConfig()), PlatformConfig())[0]
     copy_in([chunk], to_global({name: tensor.detach() for name, tensor in named(main, mtp).items()}, model))
@@ -130,16 +135,17 @@ def test_logits_are_those_of_the_main_model_and_train_no_mtp_layer(one_rank: Mes
     ]
 
 
-def test_transformers_loads_exported_mtp_layers_and_lacks_nothing(tmp_path: Path) -> None:
-    main, mtp = main_and_mtp()
+@each_family
+def test_transformers_loads_exported_mtp_layers_and_lacks_nothing(family: str, tmp_path: Path) -> None:
+    main, mtp = main_and_mtp(family)
     model = our_model(main)
     tensors = to_hf(
         to_global({name: tensor.detach() for name, tensor in named(main, mtp).items()}, model), model
     )
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     main.config.save_pretrained(tmp_path)
-    loaded = DeepseekV3ForCausalLM.from_pretrained(tmp_path)
-    # transformers looks for MTP weights at layer 61 only, where the published model has them
+    loaded = type(main).from_pretrained(tmp_path)
+    # transformers looks for MTP weights only at the layers where the published models have them
     loaded._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS + k}\..*" for k in range(DEPTH)]
     again = named(loaded, MtpModel.from_pretrained(loaded))
     wanted = named(main, mtp)

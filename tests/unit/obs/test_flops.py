@@ -10,6 +10,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -86,6 +88,24 @@ CASES = {
         moe("qwen3_moe"),
         Qwen3MoeForCausalLM(
             Qwen3MoeConfig(**COMMON, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+        ),
+    ),
+    "qwen2_moe": lambda: (
+        ModelConfig(
+            **(SIZES | {"head_dim": 8}),
+            family="qwen2_moe",
+            moe=MoEConfig(
+                num_experts=6, top_k=2, ffn_hidden_size=24, shared_experts=1, shared_ffn_hidden_size=40
+            ),
+        ),
+        Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(
+                **(COMMON | {"head_dim": 8}),
+                num_experts=6,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                shared_expert_intermediate_size=40,
+            )
         ),
     ),
     "deepseek_v3": lambda: deepseek(q_lora_rank=18),
