@@ -1,0 +1,234 @@
+"""Whether the settings of RL agree with each other, and are what their names say; the reason where not."""
+
+import math
+import re
+from collections.abc import Iterator
+
+from mcore_rl.config.rl import (
+    AdvantageConfig,
+    LossConfig,
+    PromptConfig,
+    RewardConfig,
+    RlConfig,
+    RolloutConfig,
+)
+
+RATIO_OF_SEQUENCE = ("gspo", "gspo_token", "kimi_k2")
+NAMED_PARTS = ("exact", "numeric", "math", "format", "regex", "length")
+NEEDS_ANSWER = ("exact", "numeric", "math")
+
+
+def rl_violations(rl: RlConfig) -> Iterator[str]:
+    """One sentence for each reason why `rl` cannot be run as it is."""
+    yield from _prompts(rl.prompts)
+    yield from _sampling(rl.rollout)
+    yield from _group(rl.rollout, rl.advantage)
+    yield from _objective(rl.loss)
+    yield from _aggregation(rl.loss)
+    yield from _kimi(rl.loss, rl.advantage)
+    yield from _kl(rl.loss)
+    yield from _mismatch(rl.loss)
+    yield from _parts(rl.reward)
+    yield from _part_options(rl.reward)
+    yield from _overlong(rl.reward, rl.rollout, rl.loss)
+
+
+def _prompts(prompts: PromptConfig) -> Iterator[str]:
+    if prompts.task == "file" and not prompts.files:
+        yield (
+            'rl.prompts.task="file", but rl.prompts.files is empty. Name JSONL files, or set a built-in task.'
+        )
+    if prompts.task != "file" and prompts.files:
+        yield (
+            f'rl.prompts.files={list(prompts.files)} is not read with rl.prompts.task="{prompts.task}". Clear '
+            'it, or set task="file".'
+        )
+    if prompts.smallest > prompts.largest:
+        yield (
+            f"rl.prompts.smallest={prompts.smallest} is above rl.prompts.largest={prompts.largest}. Lower it."
+        )
+    if prompts.task == "countdown" and not 2 <= prompts.smallest <= prompts.largest <= 6:
+        yield (
+            f'rl.prompts.smallest={prompts.smallest} and largest={prompts.largest} with task="countdown", '
+            "which has 2 to 6 numbers. Set both within."
+        )
+
+
+def _sampling(rollout: RolloutConfig) -> Iterator[str]:
+    if rollout.temperature == 0:
+        yield (
+            "rl.rollout.temperature=0 makes all completions of a group the same, so that none is better. Set "
+            "it above 0 (1.0 samples from the policy itself)."
+        )
+    if "" in rollout.stop_strings:
+        yield "rl.rollout.stop_strings holds an empty text, which every completion ends in. Take it out."
+
+
+def _group(rollout: RolloutConfig, advantage: AdvantageConfig) -> Iterator[str]:
+    fewest = 3 if advantage.kind == "leave_one_out_zscore" and advantage.ddof == 1 else 2
+    if rollout.group_size < fewest:
+        yield (
+            f'rl.rollout.group_size={rollout.group_size} with rl.advantage.kind="{advantage.kind}" '
+            f"(ddof={advantage.ddof}): every advantage would be 0 or undefined. Set group_size to at least "
+            f"{fewest}."
+        )
+
+
+def _objective(loss: LossConfig) -> Iterator[str]:
+    if loss.clip_low >= 1 and loss.kind != "cispo":
+        yield (
+            f"rl.loss.clip_low={loss.clip_low}: no ratio is below 1 - {loss.clip_low}, so nothing is clipped. "
+            "Set it below 1."
+        )
+    if loss.dual_clip and loss.kind in ("cispo", "kimi_k2"):
+        yield (
+            f'rl.loss.dual_clip={loss.dual_clip} with rl.loss.kind="{loss.kind}", which has no min of two '
+            "terms to bound. Set it to 0."
+        )
+    elif loss.dual_clip and loss.dual_clip <= 1 + loss.clip.high:
+        yield (
+            f"rl.loss.dual_clip={loss.dual_clip} is not above the upper clip 1 + {loss.clip.high}: it would "
+            "cut ratios that are not clipped. Set it higher (3), or to 0."
+        )
+    if loss.tau and loss.kind != "kimi_k2":
+        yield f'rl.loss.tau={loss.tau} is not used with rl.loss.kind="{loss.kind}". Leave it at 0.'
+
+
+def _aggregation(loss: LossConfig) -> Iterator[str]:
+    if loss.kind in RATIO_OF_SEQUENCE and loss.aggregation_in_use != "seq_mean_token_mean":
+        yield (
+            f'rl.loss.kind="{loss.kind}" with rl.loss.aggregation="{loss.aggregation}": its objective is a mean '
+            "over sequences, in which a long one weighs no more than a short one; this would be something else "
+            'under its name. Set aggregation="paper".'
+        )
+    if loss.aggregation_norm_tokens and loss.aggregation != "seq_mean_token_sum_norm":
+        yield (
+            f"rl.loss.aggregation_norm_tokens={loss.aggregation_norm_tokens} is not used with "
+            f'rl.loss.aggregation="{loss.aggregation}". Leave it at 0, or set "seq_mean_token_sum_norm".'
+        )
+
+
+def _kimi(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
+    if loss.kind != "kimi_k2":
+        return
+    if advantage.kind != "mean":
+        yield (
+            f'rl.loss.kind="kimi_k2" with rl.advantage.kind="{advantage.kind}": its regression is on r - '
+            'mean(r), and tau is in units of the reward. Set rl.advantage.kind="mean".'
+        )
+    if loss.clip_low or loss.clip_high:
+        yield (
+            f'rl.loss.clip_low={loss.clip_low}, clip_high={loss.clip_high} with rl.loss.kind="kimi_k2", which '
+            "clips nothing. Set both to 0."
+        )
+    if loss.mismatch != "none":
+        yield (
+            f'rl.loss.mismatch="{loss.mismatch}" with rl.loss.kind="kimi_k2": a regression holds under any '
+            'sampler and takes no importance weights. Set "none".'
+        )
+
+
+def _kl(loss: LossConfig) -> Iterator[str]:
+    if not loss.kl_coeff:
+        if loss.reference_refresh_steps:
+            yield (
+                f"rl.loss.reference_refresh_steps={loss.reference_refresh_steps}, but rl.loss.kl_coeff=0: "
+                "there is no reference. Set kl_coeff, or refresh_steps to 0."
+            )
+        return
+    if loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "own":
+        yield (
+            'rl.loss.kl_estimator="k1" in the loss with its own gradient, whose mean is 0: it pulls nowhere and '
+            'adds noise. Set kl_gradient="k2", another estimator, or kl_in="reward".'
+        )
+    if loss.kl_in == "reward" and loss.kl_gradient == "k2":
+        yield (
+            'rl.loss.kl_gradient="k2" with rl.loss.kl_in="reward", where there is no gradient. Set "own", or '
+            'kl_in="loss".'
+        )
+
+
+def _mismatch(loss: LossConfig) -> Iterator[str]:
+    if loss.mismatch.endswith("mask") and not loss.mismatch_low < 1 < loss.mismatch_high:
+        yield (
+            f"rl.loss.mismatch_low={loss.mismatch_low} ... mismatch_high={loss.mismatch_high} does not hold 1, "
+            "the weight where engine and trainer agree. Set low below and high above it."
+        )
+    elif loss.mismatch.endswith("truncate") and loss.mismatch_high < 1:
+        yield (
+            f"rl.loss.mismatch_high={loss.mismatch_high} truncates weights of tokens on which engine and "
+            "trainer agree. Set it to 1 or more."
+        )
+
+
+def _parts(reward: RewardConfig) -> Iterator[str]:
+    if not reward.parts:
+        yield f"rl.reward.parts is empty. Name some of {', '.join(NAMED_PARTS)} or `module:function`."
+    if len(set(reward.parts)) < len(reward.parts):
+        yield f"rl.reward.parts={list(reward.parts)} names a part twice. Take one out and change its weight."
+    for part in reward.parts:
+        module, colon, function = part.partition(":")
+        is_path = colon and function.isidentifier() and all(name.isidentifier() for name in module.split("."))
+        if part not in NAMED_PARTS and not is_path:
+            yield (
+                f'rl.reward.parts names "{part}". Name one of {", ".join(NAMED_PARTS)}, or a function of yours '
+                "as `package.module:function`."
+            )
+    if reward.weights and len(reward.weights) != len(reward.parts):
+        yield (
+            f"rl.reward.weights has {len(reward.weights)} numbers for {len(reward.parts)} parts. Give one each, "
+            "or none for 1 each."
+        )
+    if not all(map(math.isfinite, (*reward.weights, reward.error_value))):
+        yield (
+            f"rl.reward.weights={list(reward.weights)}, error_value={reward.error_value}: not all are finite. "
+            "Change them."
+        )
+
+
+def _part_options(reward: RewardConfig) -> Iterator[str]:
+    parts = reward.parts
+    for part, pattern in (("format", reward.format_pattern), ("regex", reward.regex_pattern)):
+        if part in parts and not pattern:
+            yield f'rl.reward.parts names "{part}", but rl.reward.{part}_pattern is empty. Set it.'
+        if part not in parts and pattern:
+            yield f'rl.reward.{part}_pattern is not used: rl.reward.parts lacks "{part}". Name it, or clear it.'
+        yield from _pattern(f"rl.reward.{part}_pattern", pattern, groups=0)
+    if reward.answer_pattern and not any(part in NEEDS_ANSWER for part in parts):
+        yield (
+            f"rl.reward.answer_pattern is not used by rl.reward.parts={list(parts)}. Clear it, or name one of "
+            f"{', '.join(NEEDS_ANSWER)}."
+        )
+    yield from _pattern("rl.reward.answer_pattern", reward.answer_pattern, groups=1)
+    low, high = reward.length_min_tokens, reward.length_max_tokens
+    if ("length" in parts) != bool(low or high):
+        yield (
+            f'rl.reward.length_min_tokens={low} and length_max_tokens={high} go with the part "length" in '
+            f"rl.reward.parts={list(parts)}. Set at least one with it, neither without."
+        )
+    elif high and low > high:
+        yield f"rl.reward.length_min_tokens={low} is above length_max_tokens={high}. Lower it."
+
+
+def _pattern(name: str, pattern: str, *, groups: int) -> Iterator[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        yield f"{name}={pattern!r} is no regular expression: {error}. Change it."
+        return
+    if pattern and compiled.groups < groups:
+        yield f"{name}={pattern!r} has no group (...) around the answer. Make one."
+
+
+def _overlong(reward: RewardConfig, rollout: RolloutConfig, loss: LossConfig) -> Iterator[str]:
+    buffer, limit = reward.overlong_buffer_tokens, rollout.max_new_tokens
+    if buffer > limit:
+        yield (
+            f"rl.reward.overlong_buffer_tokens={buffer} is longer than rl.rollout.max_new_tokens={limit}. "
+            "Shorten it."
+        )
+    if buffer and loss.mask_truncated:
+        yield (
+            f"rl.reward.overlong_buffer_tokens={buffer} punishes long completions, and "
+            "rl.loss.mask_truncated=true does not train on the longest. Choose one of them."
+        )
