@@ -100,15 +100,16 @@ def max_token_id(index: IndexFile) -> int:
     return max(int(tokens_T[start : start + BLOCK_TOKENS].max()) for start in starts)
 
 
-def unigram_entropy(prefix: str) -> float:
+def unigram_entropy(*prefixes: str) -> float:
     """Entropy of the tokens' frequencies in nats a token: the loss of the best model that sees no context."""
-    tokens_T = read_index(prefix).tokens_T()
     counts_V = numpy.zeros(0, numpy.int64)
-    for start in range(0, tokens_T.size, BLOCK_TOKENS):
-        block_V = numpy.bincount(tokens_T[start : start + BLOCK_TOKENS], minlength=counts_V.size)
-        block_V[: counts_V.size] += counts_V
-        counts_V = block_V
-    shares_V = counts_V[counts_V > 0] / tokens_T.size
+    for prefix in prefixes:
+        tokens_T = read_index(prefix).tokens_T()
+        for start in range(0, tokens_T.size, BLOCK_TOKENS):
+            block_V = numpy.bincount(tokens_T[start : start + BLOCK_TOKENS], minlength=counts_V.size)
+            block_V[: counts_V.size] += counts_V
+            counts_V = block_V
+    shares_V = counts_V[counts_V > 0] / counts_V.sum()
     return float(-(shares_V * numpy.log(shares_V)).sum())
 
 

@@ -92,7 +92,7 @@ def opened_log(state: TrainState, folder: RunFolder) -> Log:
     if state.platform.rank != 0:
         return silent_log()
     log = open_log(folder.path, config.log, step, config.train.steps, config.model_dump(mode="json"))
-    entropy = unigram_entropy((config.data.valid or config.data.train)[0])
+    entropy = unigram_entropy(*(config.data.valid or config.data.train))
     log.write_now(step, [Metric("data/unigram_nats", entropy)])
     return log
 
