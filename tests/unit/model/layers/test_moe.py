@@ -1,0 +1,137 @@
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from mcore_rl.backend.mcore_compat import megatron_version
+from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.model.layers.moe import LocalDispatcher, MoELayer
+from mcore_rl.parallel.mesh import Mesh
+from tests.unit.model.layers.oracles import assert_close, gradients, small_config
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "balanced": {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.1,
+    },
+    "sigmoid with bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "dropping": {"moe_expert_capacity_factor": 0.5},
+    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "all gathered": {"moe_token_dispatcher_type": "allgather"},
+}
+
+
+def experts_spec(experts: type, submodules: Any = None) -> Any:
+    if megatron_version() == "0.16":
+        return ModuleSpec(module=experts, submodules=submodules)
+    return experts if submodules is None else lambda *args, **kwargs: experts(*args, submodules, **kwargs)
+
+
+def ours_and_megatrons(mesh: Mesh, **changes: Any) -> tuple[MoELayer, moe_layer.MoELayer]:
+    """Two layers with the same weights: ours, and Megatron's with its sequential experts."""
+    provider = LocalSpecProvider()
+    parts = MLPSubmodules(
+        linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
+    )
+    sequential = moe_layer.MoESubmodules(experts=experts_spec(SequentialMLP, parts))
+    stacked = moe_layer.MoESubmodules(experts=experts_spec(GroupedExperts))
+    settings = small_config(**changes)
+    ours = MoELayer(settings, stacked, pg_collection=mesh.groups)
+    megatrons = moe_layer.MoELayer(settings, sequential, pg_collection=mesh.groups)
+    with torch.no_grad():
+        megatrons.router.load_state_dict(ours.router.state_dict())
+        for index, expert in enumerate(megatrons.experts.local_experts):
+            expert.linear_fc1.weight.copy_(ours.experts.linear_fc1.weight[index])
+            expert.linear_fc2.weight.copy_(ours.experts.linear_fc2.weight[index])
+    for layer in (ours, megatrons):
+        layer.set_layer_number(1)
+    return ours, megatrons
+
+
+def weights_of(layer: moe_layer.MoELayer) -> list[Tensor]:
+    """Router, fc1 and fc2 as leaves whose gradients can be compared."""
+    return [layer.router.weight, layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_it_computes_what_megatrons_layer_does(one_rank: Mesh, router: str) -> None:
+    ours, megatrons = ours_and_megatrons(one_rank, **ROUTERS[router])
+    assert isinstance(ours.token_dispatcher, LocalDispatcher)
+    input = torch.randn(19, 3, 32, requires_grad=True)
+    actual, expected = ours(input)[0], megatrons(input)[0]
+    assert_close(actual, expected, 1e-6)
+    d_input, d_router, d_fc1, d_fc2 = gradients(actual, [input, *weights_of(ours)])
+    experts = megatrons.experts.local_experts
+    leaves = [weight for expert in experts for weight in (expert.linear_fc1.weight, expert.linear_fc2.weight)]
+    d_input_m, d_router_m, *d_experts = gradients(expected, [input, megatrons.router.weight, *leaves])
+    assert_close(d_input, d_input_m, 1e-6)
+    assert_close(d_router, d_router_m, 2e-6)
+    assert_close(d_fc1, torch.stack(d_experts[::2]), 1e-6)
+    assert_close(d_fc2, torch.stack(d_experts[1::2]), 1e-6)
+
+
+def test_a_replayed_route_is_the_one_taken(one_rank: Mesh) -> None:
+    ours, megatrons = ours_and_megatrons(one_rank, moe_enable_routing_replay=True)
+    generator = torch.Generator().manual_seed(3)
+    route = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(8)])
+    for layer in (ours, megatrons):
+        layer.router.router_replay.set_target_indices(route)
+        layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    input = torch.randn(8, 1, 32)
+    replayed = ours(input)[0]
+    assert_close(replayed, megatrons(input)[0], 1e-6)
+    ours.router.router_replay.clear_router_replay_action()
+    assert not torch.allclose(ours(input)[0], replayed)
+
+
+def test_two_forwards_before_the_first_backward_keep_their_own_routes(one_rank: Mesh) -> None:
+    """As a pipeline runs them."""
+    ours, _ = ours_and_megatrons(one_rank)
+    inputs = [torch.randn(5, 1, 32, requires_grad=True) for _ in range(2)]
+    alone = [gradients(ours(input)[0], [input])[0] for input in inputs]
+    outputs = [ours(input)[0] for input in inputs]
+    for output, input, expected in zip(outputs, inputs, alone, strict=True):
+        assert torch.equal(gradients(output, [input])[0], expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        {"activation_func": torch.nn.functional.gelu},
+    ],
+    ids=["padded to capacity", "gelu"],
+)
+def test_what_the_short_way_does_not_have_takes_megatrons(one_rank: Mesh, changes: dict[str, Any]) -> None:
+    ours, megatrons = ours_and_megatrons(one_rank, **changes)
+    assert not isinstance(ours.token_dispatcher, LocalDispatcher)
+    input = torch.randn(6, 2, 32)
+    assert_close(ours(input)[0], megatrons(input)[0], 1e-6)
+
+
+def test_experts_start_from_the_random_state_of_experts(one_rank: Mesh) -> None:
+    """The state that differs between expert-parallel ranks, so that experts do too; the default one is left alone."""
+    model_parallel_cuda_manual_seed(1)
+    before = torch.get_rng_state()
+    first = GroupedExperts(4, small_config(), pg_collection=one_rank.groups)
+    assert torch.equal(before, torch.get_rng_state())
+    weights = [*first.linear_fc1.weight, *first.linear_fc2.weight]
+    assert len({weight.sum().item() for weight in weights}) == len(weights)
+    model_parallel_cuda_manual_seed(1)
+    second = GroupedExperts(4, small_config(), pg_collection=one_rank.groups)
+    assert torch.equal(first.linear_fc2.weight, second.linear_fc2.weight)
