@@ -16,8 +16,11 @@ from typing import Any
 import torch
 
 from mcore_rl.backend import cpu_torch as cpu
+from mcore_rl.backend import replacements
 from mcore_rl.backend.adam import FusedAdam
 from mcore_rl.backend.cpu_speed import REPLACEMENTS
+from mcore_rl.backend.optimizer_state import state_by_parameter
+from mcore_rl.backend.shard_checks import find_overlap_on_grid, validate_plan_on_grid
 from mcore_rl.errors import ConfigError
 
 SUPPORTED = ("0.16", "0.19")
@@ -92,22 +95,6 @@ TORCH_PATCHES: tuple[Patch, ...] = (
 )
 
 
-def _without_fp8(init: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, fp8: Any = None, *args: Any, **kwargs: Any) -> None:
-        init(self, fp8 or None, *args, **kwargs)
-
-    return __init__
-
-
-def _copied_storage(_: Any) -> Callable[[], Callable[[torch.Tensor, torch.Tensor], None]]:
-    def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.untyped_storage().resize_(source.untyped_storage().size())
-            target.untyped_storage().copy_(source.untyped_storage())
-
-    return lambda: share_storage
-
-
 MEGATRON_PATCHES: tuple[Patch, ...] = (
     Patch(
         symbol="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
@@ -120,13 +107,13 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-        replace=_without_fp8,
+        replace=replacements.without_fp8,
         reason="it reads the default fp8=False as `fp8 is not None` and then needs TransformerEngine",
         until="it tests the value of fp8",
     ),
     Patch(
         symbol="megatron.core.tensor_parallel.random:_get_share_storage",
-        replace=_copied_storage,
+        replace=replacements.copied_storage,
         versions=("0.19",),
         reason="recomputation compiles a C++ extension at run time, on every rank",
         until="torch can share a storage without one",
@@ -147,19 +134,10 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
 )
 
 
-def _summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
-    def scaled(scale: torch.Tensor) -> None:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        set_loss_scale(scale * ProcessGroupCollection.use_mpu_process_groups(["tp_cp"]).tp_cp.size())
-
-    return staticmethod(scaled)
-
-
 ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     Patch(
         symbol="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
-        replace=_summed_over_shards,
+        replace=replacements.summed_over_shards,
         versions=("0.16",),
         where=CUDA_TOO,
         reason="with a per-token loss each rank scales its share of the balance and z losses by its own tokens only, "
@@ -169,33 +147,10 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
 )
 
 
-def _mtp_with_labels_only(postprocess: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(postprocess)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        count = self.config.mtp_num_layers
-        if not count or kwargs["labels"] is not None:
-            return postprocess(self, *args, **kwargs)
-        self.config.mtp_num_layers = None
-        try:
-            return postprocess(self, *args, **kwargs | {"mtp_in_postprocess": False})
-        finally:
-            self.config.mtp_num_layers = count
-
-    return wrapped
-
-
-def _direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fused_or_default)
-    def wrapped(self: Any, module: Any, name: str) -> Any:
-        return module if name == "linear_q_proj" else fused_or_default(self, module, name)
-
-    return wrapped
-
-
 MODEL_PATCHES: tuple[Patch, ...] = (
     Patch(
         symbol="megatron.core.transformer.mla_qk_norm_config:QKNormConfigResolver._mla_fused_linear_or_default",
-        replace=_direct_queries_unnormed,
+        replace=replacements.direct_queries_unnormed,
         versions=("0.19",),
         where=CUDA_TOO,
         reason="without a latent for the queries it puts a norm before their projection when the keys' latent has one; "
@@ -204,7 +159,7 @@ MODEL_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
-        replace=_mtp_with_labels_only,
+        replace=replacements.mtp_with_labels_only,
         where=CUDA_TOO,
         reason="asked for logits, that is without labels, 0.16 fails in the multi-token prediction, and 0.19 makes up "
         "labels from the input and adds the gradient of that loss to whatever is made of the logits",
@@ -220,6 +175,28 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
         reason="planning a save starts a manager process for this queue, by spawn: seconds at the first save, a hang "
         "in a script without a main guard, an orphan after a kill. Our writers report through a ForkedCall instead",
         until="the queue is made by whoever uses it",
+    ),
+    Patch(
+        symbol="torch.distributed._shard.sharding_spec._internals:_find_nd_overlapping_shards",
+        replace=find_overlap_on_grid,
+        where=CUDA_TOO,
+        reason="its time grows with the square of layers x experts: minutes at every save and load of 48 x 128",
+        until="it sweeps along the axis that has most shards",
+    ),
+    Patch(
+        symbol="torch.distributed.checkpoint.default_planner:_validate_global_plan",
+        replace=validate_plan_on_grid,
+        where=CUDA_TOO,
+        reason="the same on rank 0 at every save",
+        until="it sweeps along the axis that has most shards",
+    ),
+    Patch(
+        symbol="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        replace=lambda _: state_by_parameter,
+        where=CUDA_TOO,
+        reason="with padding between buckets (overlapped reduction, tied embeddings) it saves values of neighbours, "
+        "silently; and it copies the state four times, even where no other rank has a part of it",
+        until="offsets are counted as the gathered buffer is laid out",
     ),
 )
 

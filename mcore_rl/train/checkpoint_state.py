@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from mcore_rl.model.checkpoint.read import OURS, Stored, read
 from mcore_rl.model.checkpoint.weights import (
     common_state,
-    content_metadata,
+    layout,
     put_weights,
     weights_state,
     without_absent_extras,
@@ -30,6 +31,7 @@ def settle_weights(chunks: Sequence[nn.Module]) -> None:
     between (checkpoints, weight sync) would get those of the step before.
     """
     for chunk in chunks:
+        assert isinstance(chunk, DistributedDataParallel)
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
@@ -43,26 +45,31 @@ def full_state(state: TrainState) -> dict[str, Any]:
     _initialize_optimizer(state)
     weights = weights_state(state.chunks, state.mesh)
     # Megatron's optimizer adds to the dict that it is given.
-    moments = state.optimizer.sharded_state_dict(
-        dict(weights), is_loading=False, metadata=content_metadata(state.mesh)
-    )
+    moments = state.optimizer.sharded_state_dict(dict(weights), is_loading=False, metadata=layout(state.mesh))
     ours = {"progress": asdict(state.progress)}
     common = common_state(state.config.model, state.mesh, state.progress.step, ours)
     common["args"].consumed_train_samples = state.progress.consumed_samples
-    return weights | common | {
-        "optimizer": moments,
-        "opt_param_scheduler": state.schedule.state_dict(),
-        "random_states": _random_shard(state, random_states()),
-    }
+    return (
+        weights
+        | common
+        | {
+            "optimizer": moments,
+            "opt_param_scheduler": state.schedule.state_dict(),
+            "random_states": _random_shard(state, random_states()),
+        }
+    )
 
 
 def load_full_state(state: TrainState, stored: Stored) -> list[str]:
     """Collective over the mesh: `state` goes on from the checkpoint; lines for the log on what is not as it was."""
     assert stored.marker is not None
-    is_same_mesh = (stored.marker.mesh, stored.marker.world_size) == (describe_mesh(state.mesh), state.mesh.world.size)
+    is_same_mesh = (stored.marker.mesh, stored.marker.world_size) == (
+        describe_mesh(state.mesh),
+        state.mesh.world.size,
+    )
     wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
     wanted["optimizer"] = state.optimizer.sharded_state_dict(
-        dict(wanted), is_loading=True, metadata=content_metadata(state.mesh)
+        dict(wanted), is_loading=True, metadata=layout(state.mesh)
     )
     if is_same_mesh:
         wanted["random_states"] = _random_shard(state, None)
@@ -81,15 +88,25 @@ def load_full_state(state: TrainState, stored: Stored) -> list[str]:
 
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
-    """Moments, main weights, step counts and the place in the schedule; settings stay what the config says now."""
-    settings = [
-        {name: value for name, value in group.items() if name not in ("params", "step")}
-        for group in state.optimizer.param_groups
-    ]
+    """Moments, main weights, the step count and the place in the schedule; all settings are those of the config."""
+    inner = state.optimizer.chained_optimizers
+    parts = (
+        [loaded["optimizer"]]
+        if len(inner) == 1
+        else [loaded["optimizer"][index] for index in range(len(inner))]
+    )
+    # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail to find its own there.
+    groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
+    step = next(
+        ({"step": group["step"]} for group in groups if "step" in group), {}
+    )  # none before the first step
+    for optimizer, part in zip(inner, parts, strict=True):
+        part["optimizer"]["param_groups"] = [
+            {name: value for name, value in group.items() if name != "params"} | step
+            for group in optimizer.optimizer.param_groups
+        ]
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
-    for group, ours in zip(state.optimizer.param_groups, settings, strict=True):
-        group.update(ours)
     state.schedule.num_steps = 0  # Megatron adds the checkpoint's to it
     state.schedule.load_state_dict(loaded["opt_param_scheduler"])
 

@@ -1,10 +1,10 @@
 """The folder of a run: one writer at a time, and what it says to those who come later.
 
-    config.toml, metrics.jsonl ...      of the loop
-    checkpoints/                        see model/checkpoint/folder.py
-    writer.json                         the attempt that may write here: the fence
-    STOP                                made by anybody: finish the step, save, end
-    DONE                                all steps are done
+config.toml, metrics.jsonl ...      of the loop
+checkpoints/                        see model/checkpoint/folder.py
+writer.json                         the attempt that may write here: the fence
+STOP                                made by anybody: finish the step, save, end
+DONE                                all steps are done
 """
 
 import json
@@ -134,4 +134,6 @@ def _create(path: Path, me: Attempt) -> bool:
 
 
 def _text(me: Attempt) -> str:
-    return json.dumps(asdict(me) | {"since": datetime.now(UTC).isoformat(timespec="seconds")}, indent=1) + "\n"
+    return (
+        json.dumps(asdict(me) | {"since": datetime.now(UTC).isoformat(timespec="seconds")}, indent=1) + "\n"
+    )

@@ -1,0 +1,53 @@
+"""Who this process is: its job, the attempt of that job, its host and its number there."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One start of one job."""
+
+    job: str
+    """Slurm's job id; empty without Slurm."""
+    number: int
+    """How often the job was restarted before."""
+    host: str
+    pid: int
+    born: int
+    """When the process started, in the kernel's ticks since boot: a pid alone may be used again."""
+
+    def is_alive_here(self) -> bool:
+        """Whether it runs on this host; False of one on another host, of which nothing is known."""
+        return self.host == platform.node() and _birth(self.pid) == self.born
+
+    def describe(self) -> str:
+        """For messages."""
+        job = f"job {self.job} attempt {self.number}, " if self.job else ""
+        return f"{job}process {self.pid} on {self.host}"
+
+
+def this_attempt() -> Attempt:
+    """The attempt that this process belongs to."""
+    pid = os.getpid()
+    born = _birth(pid)
+    assert born is not None
+    return Attempt(
+        job=os.environ.get("SLURM_JOB_ID", ""),
+        number=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        host=platform.node(),
+        pid=pid,
+        born=born,
+    )
+
+
+def _birth(pid: int) -> int | None:
+    """Field 22 of /proc/<pid>/stat; None when there is no such process, or only its remains."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # the name before may hold spaces and parentheses
+    return None if state in "ZX" else int(fields[18])

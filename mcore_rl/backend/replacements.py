@@ -1,0 +1,65 @@
+"""What takes the place of parts of Megatron: each replacement is a function of the original, named in mcore_compat."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def without_fp8(init: Callable[..., None]) -> Callable[..., None]:
+    """`CheckpointWithoutOutput.__init__` that takes a false `fp8` for none."""
+
+    def __init__(self: Any, fp8: Any = None, *args: Any, **kwargs: Any) -> None:
+        init(self, fp8 or None, *args, **kwargs)
+
+    return __init__
+
+
+def copied_storage(_: Any) -> Callable[[], Callable[[torch.Tensor, torch.Tensor], None]]:
+    """`_get_share_storage` whose tensors get a copy of the storage."""
+
+    def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.untyped_storage().resize_(source.untyped_storage().size())
+            target.untyped_storage().copy_(source.untyped_storage())
+
+    return lambda: share_storage
+
+
+def summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
+    """`MoEAuxLossAutoScaler.set_loss_scale` by the tokens of all tensor- and context-parallel ranks."""
+
+    def scaled(scale: torch.Tensor) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        set_loss_scale(scale * ProcessGroupCollection.use_mpu_process_groups(["tp_cp"]).tp_cp.size())
+
+    return staticmethod(scaled)
+
+
+def mtp_with_labels_only(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPTModel._postprocess` that leaves multi-token prediction out where nobody asks for a loss."""
+
+    @functools.wraps(postprocess)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count = self.config.mtp_num_layers
+        if not count or kwargs["labels"] is not None:
+            return postprocess(self, *args, **kwargs)
+        self.config.mtp_num_layers = None
+        try:
+            return postprocess(self, *args, **kwargs | {"mtp_in_postprocess": False})
+        finally:
+            self.config.mtp_num_layers = count
+
+    return wrapped
+
+
+def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..., Any]:
+    """The resolver of norms before projections, for which directly projected queries have none."""
+
+    @functools.wraps(fused_or_default)
+    def wrapped(self: Any, module: Any, name: str) -> Any:
+        return module if name == "linear_q_proj" else fused_or_default(self, module, name)
+
+    return wrapped

@@ -1,0 +1,206 @@
+"""The names and the law of checkpoint folders: which count, which is the newest, and how one comes and goes.
+
+`<folder>/iter_0000100` is a checkpoint as Megatron-LM names it. It is written as `writing_*`, gets its marker last and
+is then renamed, so that every `iter_*` was complete once; what a killed run leaves under other names is cleaned away.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.errors import CheckpointError
+
+MARKER = "checkpoint.json"
+LATEST = "latest_checkpointed_iteration.txt"
+WRITING, DELETING = "writing_", "deleting_"
+NAME = re.compile(r"iter_(\d+)")
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marker:
+    """What `checkpoint.json` says; a folder that has none is not complete."""
+
+    step: int
+    time: str
+    """When it was complete, ISO 8601."""
+    world_size: int
+    mesh: dict[str, int]
+    """The mesh that wrote it: sizes by axis."""
+    model: dict[str, Any]
+    """The model's config."""
+    megatron: str
+    """Version of Megatron-Core."""
+    files: dict[str, int]
+    """Bytes of every other file."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the whole checkpoint."""
+        return sum(self.files.values())
+
+
+def path_of_step(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or would be."""
+    return folder / f"iter_{step:07d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint's name; None for other names."""
+    match = NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Every `iter_*` folder, complete or not, the oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_dir() and step_of(path) is not None]
+    return sorted(found, key=lambda path: step_of(path) or 0)
+
+
+def complete_in(folder: Path) -> list[Path]:
+    """The checkpoints that `check` accepts, the oldest step first."""
+    return [path for path in checkpoints_in(folder) if _fault(path) is None]
+
+
+def check(path: Path) -> Marker:
+    """The marker of a complete checkpoint; CheckpointError saying what is wrong and which other one is complete."""
+    fault = _fault(path)
+    if fault is not None:
+        raise CheckpointError(f"{path} {fault}. {others(path)}")
+    return _read_marker(path)
+
+
+def others(path: Path) -> str:
+    """A sentence on the last complete checkpoint beside `path`, for the messages of errors."""
+    complete = [other for other in complete_in(path.parent) if other != path]
+    if not complete:
+        return f"There is no other complete checkpoint in {path.parent}"
+    return (
+        f"The last complete one is {complete[-1]}: to go on from it, move {path.name} away, or name it in "
+        "checkpoint.load of a new run"
+    )
+
+
+def write_marker(path: Path, marker: Marker) -> None:
+    """The last file of a checkpoint, and with it on the disk everything before."""
+    write_atomically(path / MARKER, json.dumps(asdict(marker), indent=1) + "\n")
+
+
+def publish(written: Path, final: Path) -> None:
+    """Give a complete checkpoint its name, and make it the one that `latest` points to."""
+    if final.exists():
+        # The same step once more, after a restart from an older checkpoint.
+        os.replace(final, set_aside(final))
+    os.replace(written, final)
+    sync(final.parent)
+    write_atomically(final.parent / LATEST, f"{step_of(final)}\n")
+
+
+def superseded(folder: Path, keep: int) -> list[Path]:
+    """Renames complete checkpoints but the newest `keep` (0: all are kept); the renamed folders, to be deleted."""
+    complete = [path for path in checkpoints_in(folder) if (path / MARKER).exists()] if keep else []
+    renamed = []
+    for path in complete[:-keep] if keep else []:
+        aside = set_aside(path)
+        os.replace(path, aside)
+        renamed.append(aside)
+    return renamed + [
+        path for path in folder.iterdir() if path.name.startswith(DELETING) and path not in renamed
+    ]
+
+
+def delete(paths: Sequence[Path]) -> None:
+    """Delete folders that no name leads to any more."""
+    for path in paths:
+        shutil.rmtree(path)
+
+
+def clean(folder: Path) -> list[str]:
+    """What killed runs left is put right, for the one writer of the folder; what was done, for the log."""
+    done = []
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(WRITING) and (path / MARKER).exists():
+            # Killed between the marker and the new name: complete, so it counts.
+            final = path_of_step(folder, _read_marker(path).step)
+            publish(path, final)
+            done.append(f"finished the interrupted save {final.name}")
+        elif path.name.startswith((WRITING, DELETING)):
+            shutil.rmtree(path)
+            done.append(f"removed {path.name}, left by a run that was killed")
+    return done
+
+
+def set_aside(path: Path) -> Path:
+    """A free name that says that `path` may be deleted."""
+    number = 0
+    while (aside := path.with_name(f"{DELETING}{path.name}_{number}")).exists():
+        number += 1
+    return aside
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """All of `text` is in the file or it is as before, whenever the machine stops."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Names made or changed in `folder` outlive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path, doing: str) -> Iterator[None]:
+    """An OSError within becomes a CheckpointError that says what was being done where, and how much room there is."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{doing} {path} failed: {error.strerror or error}. {room_at(path)}") from error
+
+
+def room_at(path: Path) -> str:
+    """A sentence on the free space of the file system that `path` is or would be on."""
+    while not path.exists():
+        path = path.parent
+    return f"{shutil.disk_usage(path).free / GIB:.2f} GiB are free at {path}"
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint of ours, as the end of a sentence; None: complete."""
+    if not path.is_dir():
+        return "is not there"
+    if not (path / MARKER).is_file():
+        return f"has no {MARKER}: it is not complete, or not of this program"
+    try:
+        marker = _read_marker(path)
+    except (ValueError, TypeError, OSError) as error:
+        return f"has a damaged {MARKER} ({error})"
+    for name, size in marker.files.items():
+        try:
+            actual = (path / name).stat().st_size
+        except FileNotFoundError:
+            return f"is damaged: its file {name} is missing"
+        if actual != size:
+            return f"is damaged: its file {name} has {actual} bytes, {size} were written"
+    return None
+
+
+def _read_marker(path: Path) -> Marker:
+    return Marker(**json.loads((path / MARKER).read_text(encoding="utf-8")))

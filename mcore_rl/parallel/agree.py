@@ -1,0 +1,49 @@
+"""What one rank finds out, all ranks know: results, decisions and errors."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.errors import McoreRlError
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """Collective over the world: what `action()` returned on rank 0; an error of ours there is raised on all ranks."""
+    box: list[Any] = [_outcome(action) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0, device=CPU)
+    value, error = box[0]
+    if error is not None:
+        raise error
+    result: T = value
+    return result
+
+
+def on_every_rank(action: Callable[[], T]) -> T:
+    """Collective over the world: this rank's `action()`; the first rank's error of ours is raised on all ranks."""
+    value, error = _outcome(action)
+    errors: list[McoreRlError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for rank, failure in enumerate(errors):
+        if failure is not None:
+            raise type(failure)(f"rank {rank}: {failure}" if len(errors) > 1 else str(failure))
+    result: T = value
+    return result
+
+
+def world_max(value: int) -> int:
+    """Collective over the world: the largest of the ranks' values."""
+    box = torch.tensor(value)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box)
+
+
+def _outcome(action: Callable[[], Any]) -> tuple[Any, McoreRlError | None]:
+    try:
+        return action(), None
+    except McoreRlError as error:
+        return None, error

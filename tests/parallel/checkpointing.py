@@ -1,0 +1,133 @@
+"""A run with checkpoints on a rank: begin or resume, train, save, be killed."""
+
+import os
+import signal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pytest
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.run import CheckpointConfig, PlatformConfig, PretrainConfig, TrainConfig
+from mcore_rl.model.families import FAMILIES
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.train.checkpoint import Checkpoints
+from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.run_folder import RunFolder
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.state import TrainState
+from mcore_rl.train.step import train_step
+from tests.parallel.parity import SEQUENCES, batch
+from tests.ranks import run_ranks
+
+QWEN = FAMILIES["qwen3_moe"].tiny
+DEEPSEEK = FAMILIES["deepseek_v3"].tiny
+SMALL = QWEN.model_copy(update={"num_layers": 2})
+
+
+def config_of(
+    run_dir: Path,
+    model: ModelConfig,
+    mesh: MeshConfig,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    **checkpoint: Any,
+) -> PretrainConfig:
+    """Deterministic, with a rate that changes at every step."""
+    return PretrainConfig(
+        run_dir=str(run_dir),
+        platform=PlatformConfig(deterministic=True, precision=precision),
+        model=model,
+        mesh=mesh,
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, clip_grad=0.3),
+        train=TrainConfig(steps=20),
+        checkpoint=CheckpointConfig(**checkpoint),
+    )
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run on this rank."""
+
+    state: TrainState
+    checkpoints: Checkpoints
+    folder: RunFolder
+    source: Path | None
+    lines: list[str]
+    losses: dict[int, float] = field(default_factory=dict)
+    """By the step that they were taken in."""
+
+    def train(self, until: int, save_at: Collection[int] = ()) -> "Run":
+        """Steps up to `until`, each on its own batch, with saves after some."""
+        progress = self.state.progress
+        while progress.step < until:
+            report = train_step(self.state, batch(self.state, progress.step), NextTokenHead())
+            progress.consumed_samples += SEQUENCES
+            progress.consumed_tokens += report.count
+            self.losses[progress.step] = report.loss
+            if progress.step in save_at:
+                self.checkpoints.save()
+            self.lines += self.checkpoints.poll()
+        return self
+
+
+@contextmanager
+def opened(config: PretrainConfig) -> Iterator[Run]:
+    """The run of `config`, begun or resumed; what it saves is complete at the end."""
+    state = set_up(config, start(config.platform))
+    folder = RunFolder(Path(config.run_dir))
+    fence = folder.claim()
+    checkpoints = Checkpoints(state, folder.checkpoints, fence)
+    source = checkpoints.resume()
+    run = Run(state=state, checkpoints=checkpoints, folder=folder, source=source, lines=checkpoints.poll())
+    yield run
+    run.lines += checkpoints.finish()
+    fence.release()
+    destroy_mesh()
+
+
+def trained(config: PretrainConfig, until: int, save_at: Collection[int] = ()) -> Run:
+    """On a rank: the losses, lines and source of a run up to `until`."""
+    with opened(config) as run:
+        run.train(until, save_at)
+    return without_state(run)
+
+
+def without_state(run: Run) -> Any:
+    """What of a run can leave its rank."""
+    return Run(
+        state=None,  # type: ignore[arg-type]
+        checkpoints=None,  # type: ignore[arg-type]
+        folder=run.folder,
+        source=run.source,
+        lines=run.lines,
+        losses=run.losses,
+    )
+
+
+def run(config: PretrainConfig, until: int, save_at: Collection[int] = ()) -> Run:
+    """Rank 0 of `trained` on as many ranks as the mesh needs."""
+    result: Run = run_ranks(trained, config.mesh.smallest_world, config, until, save_at)[0]
+    return result
+
+
+def assert_killed(function: Callable[..., Any], num_ranks: int, *args: Any) -> None:
+    """`function` on ranks of which one kills itself with SIGKILL."""
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(function, num_ranks, *args)
+
+
+def kill_this_rank() -> None:
+    """As the kernel does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def writers() -> list[psutil.Process]:
+    """The processes that write for this rank."""
+    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]

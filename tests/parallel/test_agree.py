@@ -1,0 +1,47 @@
+"""What one rank finds out, all ranks know."""
+
+import os
+
+import pytest
+
+from mcore_rl.errors import CheckpointError, DataError
+from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, world_max
+from tests.ranks import run_ranks
+
+
+def agreed() -> tuple[int, int, int, str, str]:
+    """On a rank: results of the three, and the errors of two."""
+    rank = int(os.environ["RANK"])
+
+    def fail_beyond(first: int) -> int:
+        if rank >= first:
+            raise DataError(f"no file here {rank}")
+        return rank
+
+    def only_on_rank_zero() -> int:
+        assert rank == 0
+        return 42
+
+    with pytest.raises(DataError) as every:
+        on_every_rank(lambda: fail_beyond(1))
+    with pytest.raises(CheckpointError) as zero:
+        on_rank_zero(refuse)
+    return (
+        on_rank_zero(only_on_rank_zero),
+        on_every_rank(lambda: rank),
+        world_max(rank),
+        str(every.value),
+        str(zero.value),
+    )
+
+
+def refuse() -> None:
+    raise CheckpointError("of another model")
+
+
+def test_ranks_agree_on_results_and_errors() -> None:
+    ranks = run_ranks(agreed, 3)
+    for rank, (zero, own, largest, every_error, zero_error) in enumerate(ranks):
+        assert (zero, own, largest) == (42, rank, 2)
+        assert every_error == "rank 1: no file here 1"
+        assert zero_error == "of another model"

@@ -1,0 +1,282 @@
+"""What goes wrong with checkpoints is said on all ranks, with a remedy, and costs nothing that was saved before."""
+
+import json
+import multiprocessing
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.checkpoint.weights import load_weights, save_weights, weights_state
+from mcore_rl.model.global_tensors import pieces
+from mcore_rl.train.setup import set_up
+from tests.parallel.checkpointing import SMALL, config_of, opened, run
+from tests.ranks import run_ranks
+
+ONE = MeshConfig()
+TP2_EP2 = MeshConfig(tp=2, ep=2)
+OTHER = SMALL.model_copy(update={"moe": SMALL.moe.model_copy(update={"num_experts": 4})})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on TP2 x EP2 with checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(config_of(folder, SMALL, TP2_EP2), until=2, save_at=[1, 2])
+    return folder
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "foreground"])
+def test_a_full_disk_loses_nothing(asynchronous: bool, tmp_path: Path) -> None:
+    """One rank cannot write: all ranks hear it, training and the last checkpoint are as before, a later save works."""
+    config = config_of(tmp_path, SMALL, TP2_EP2, asynchronous=asynchronous)
+    whole = run(config_of(tmp_path / "whole", SMALL, TP2_EP2), until=4)
+    for message, losses, names in run_ranks(trained_on_a_full_disk, 2, config):
+        assert message.startswith("step 2 is not saved: rank 1: "), message
+        assert "File too large" in message and "GiB are free at" in message
+        assert f"The last complete one is {tmp_path}/checkpoints/iter_0000001" in message
+        assert names == ["iter_0000001"]
+        assert losses == {step: whole.losses[step] for step in (1, 2, 3)}
+    assert run(config, until=4).losses == {4: whole.losses[4]}
+
+
+def trained_on_a_full_disk(config: PretrainConfig) -> tuple[str, dict[int, float], list[str]]:
+    """On a rank: the failed save's message, the losses of the whole run, and the folders after the failure."""
+    with opened(config) as run:
+        run.train(1, save_at=[1])
+        run.checkpoints.finish()
+        run.train(2)
+        if run.state.mesh.world.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError) as error:
+            run.checkpoints.save()
+            run.checkpoints.finish()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        names = sorted(path.name for path in run.folder.checkpoints.iterdir() if path.is_dir())
+        run.train(3, save_at=[3])
+    return str(error.value), run.losses, names
+
+
+def test_a_full_disk_under_what_rank_zero_writes_at_the_end_is_heard_by_all(tmp_path: Path) -> None:
+    """`.metadata` and the marker: where Megatron's own save would leave the other ranks waiting."""
+    messages = run_ranks(finished_on_a_full_disk, 2, config_of(tmp_path, SMALL, TP2_EP2))
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 1 is not saved: finishing ")
+    assert "There is no other complete checkpoint" in messages[0]
+
+
+def finished_on_a_full_disk(config: PretrainConfig) -> str:
+    """On a rank: the message when the shards could be written and nothing after them."""
+    with opened(config) as run:
+        run.train(1)
+        run.checkpoints.save()
+        # A writer that was forked before has the old limit; pipes and sockets have none.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError) as error:
+            run.checkpoints.finish()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(error.value)
+
+
+def truncated(path: Path) -> str:
+    shard = path / "__1_0.distcp"
+    with shard.open("rb+") as file:
+        file.truncate(1000)
+    return "is damaged: its file __1_0.distcp has 1000 bytes"
+
+
+def without_shard(path: Path) -> str:
+    (path / "__0_0.distcp").unlink()
+    return "is damaged: its file __0_0.distcp is missing"
+
+
+def without_marker(path: Path) -> str:
+    (path / "checkpoint.json").unlink()
+    return "has no checkpoint.json: it is not complete"
+
+
+def with_half_a_marker(path: Path) -> str:
+    text = (path / "checkpoint.json").read_text()
+    (path / "checkpoint.json").write_text(text[: len(text) // 2])
+    return "has a damaged checkpoint.json"
+
+
+@pytest.mark.parametrize("damage", [truncated, without_shard, without_marker, with_half_a_marker])
+def test_a_damaged_checkpoint_is_refused_and_the_last_complete_one_offered(
+    damage: Any, saved: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(saved, copy)
+    what = damage(copy / "checkpoints/iter_0000002")
+    own = config_of(copy, SMALL, ONE)
+    given = config_of(tmp_path / "new", SMALL, ONE, load=str(copy / "checkpoints/iter_0000002"))
+    for config in (own, given):
+        message = run_ranks(refusal, 1, config)[0]
+        assert message.startswith(f"{copy}/checkpoints/iter_0000002 {what}")
+        assert f"The last complete one is {copy}/checkpoints/iter_0000001" in message
+    shutil.move(copy / "checkpoints/iter_0000002", tmp_path / "aside")
+    assert list(run(own, until=2).losses) == [2], "the remedy works"
+
+
+def refusal(config: PretrainConfig) -> str:
+    """On a rank: the message of a run that does not begin."""
+    with pytest.raises(CheckpointError) as error, opened(config):
+        pass
+    return str(error.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_it_is_read(saved: Path, tmp_path: Path) -> None:
+    for optimizer in (True, False):
+        config = config_of(tmp_path, OTHER, TP2_EP2, load=str(saved), load_optimizer=optimizer)
+        first, second = run_ranks(refusal, 2, config)
+        assert first == second
+        assert f"{saved}/checkpoints/iter_0000002 is of another model" in first
+        assert "experts.linear_fc1.weight is (2, 8, 64, 64) there, (2, 4, 64, 64) here" in first
+        assert "model.moe.num_experts is 8 there, 4 here" in first
+
+
+def test_missing_and_surplus_layers_are_named(saved: Path, tmp_path: Path) -> None:
+    tied = SMALL.model_copy(update={"tied_embeddings": True})
+    message = run_ranks(refusal, 1, config_of(tmp_path, tied, ONE, load=str(saved)))[0]
+    assert "output_layer.weight (128, 64) is not in this model" in message
+    assert "model.tied_embeddings is False there, True here" in message
+
+
+def test_settings_that_change_no_shape_are_told(saved: Path, tmp_path: Path) -> None:
+    wider = SMALL.model_copy(update={"moe": SMALL.moe.model_copy(update={"top_k": 4})})
+    lines = run(config_of(tmp_path, wider, ONE, load=str(saved)), until=2).lines
+    assert "not as in the checkpoint: model.moe.top_k is 2 there, 4 here" in lines
+
+
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "new", SMALL, ONE, load=str(tmp_path / "other"))
+    assert (
+        run_ranks(refusal, 1, config)[0]
+        == f"{tmp_path}/other is not there. There is no other complete checkpoint in {tmp_path}"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    (tmp_path / "other/model.safetensors").write_bytes(b"")
+    message = run_ranks(refusal, 1, config)[0]
+    assert message.startswith(f"{tmp_path}/other holds no checkpoint: it is a Hugging Face model.")
+
+
+def test_checkpoints_of_megatron_itself_are_read_and_ours_by_it(saved: Path, tmp_path: Path) -> None:
+    """Weights go both ways through Megatron's own `save` and `load`, which Megatron-LM's tools call."""
+    model = config_of(tmp_path, SMALL, ONE)
+    theirs, ours, again = run_ranks(exchanged_with_megatron, 1, model, saved / "checkpoints/iter_0000002")[0]
+    assert theirs.keys() == ours.keys() and len(theirs) > 12
+    for name, weight in theirs.items():
+        assert torch.equal(weight, ours[name]) and torch.equal(weight, again[name]), name
+
+
+def exchanged_with_megatron(config: PretrainConfig, path: Path) -> tuple[dict[str, torch.Tensor], ...]:
+    """On a rank: weights that Megatron loaded, the same by us, and by us from what Megatron saved of them."""
+    state = set_up(config, start(config.platform))
+    loaded = dist_checkpointing.load(weights_state(state.chunks, state.mesh), str(path))
+    state.chunks[0].module.load_state_dict(loaded["model"])
+    theirs = weights_of(state.chunks)
+    assert loaded["iteration"] == 2 and loaded["args"].num_experts == 8
+    assert (path.parent / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+    release = Path(config.run_dir) / "megatron/release"
+    release.mkdir(parents=True)
+    (release.parent / "latest_checkpointed_iteration.txt").write_text("release")
+    # Megatron's writers are processes, which a daemon, as the ranks of these tests are, may not start.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    dist_checkpointing.save(weights_state(state.chunks, state.mesh), str(release))
+
+    scramble(state.chunks)
+    load_weights(state.chunks, state.mesh, config.model, path)
+    ours = weights_of(state.chunks)
+    scramble(state.chunks)
+    stored = load_weights(state.chunks, state.mesh, config.model, release.parent)
+    assert stored.path == release and stored.marker is None
+    return theirs, ours, weights_of(state.chunks)
+
+
+def weights_of(chunks: Any) -> dict[str, torch.Tensor]:
+    return {f"{piece.key} {piece.where}": piece.data.detach().clone() for piece in pieces(chunks)}
+
+
+def scramble(chunks: Any) -> None:
+    with torch.no_grad():
+        for piece in pieces(chunks):
+            piece.data.add_(1.0)
+
+
+def test_weights_saved_alone_are_loaded_on_any_mesh_and_do_not_pass_for_a_run(tmp_path: Path) -> None:
+    before = run_ranks(weights_saved, 2, config_of(tmp_path, SMALL, TP2_EP2), tmp_path / "w")
+    after = run_ranks(weights_loaded, 1, config_of(tmp_path, SMALL, ONE), tmp_path / "w")
+    assert before[0] == pytest.approx(after[0], rel=1e-12)
+    message = run_ranks(refusal, 1, config_of(tmp_path / "run", SMALL, ONE, load=str(tmp_path / "w")))[0]
+    assert "has weights, but no optimizer state" in message and "checkpoint.load_optimizer=false" in message
+
+
+def weights_saved(config: PretrainConfig, folder: Path) -> float:
+    """On a rank: the sum of squares of all weights, which are saved."""
+    state = set_up(config, start(config.platform))
+    path = save_weights(state.chunks, state.mesh, config.model, folder)
+    with pytest.raises(CheckpointError, match="exists"):
+        save_weights(state.chunks, state.mesh, config.model, folder)
+    assert path == folder / "iter_0000000"
+    squares = sum(piece.data.double().pow(2).sum() for piece in pieces(state.chunks) if piece.is_main)
+    torch.distributed.all_reduce(squares)
+    return float(squares)
+
+
+def weights_loaded(config: PretrainConfig, folder: Path) -> float:
+    """On a rank: the sum of squares of all weights after loading."""
+    state = set_up(config, start(config.platform))
+    load_weights(state.chunks, state.mesh, config.model, folder)
+    return float(sum(piece.data.double().pow(2).sum() for piece in pieces(state.chunks)))
+
+
+def test_old_checkpoints_go_only_when_a_newer_is_complete(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SMALL, ONE, keep=2)
+    seen = run_ranks(names_after_each_step, 1, config)[0]
+    assert seen == [["iter_0000001"], ["iter_0000001", "iter_0000002"], ["iter_0000002", "iter_0000003"]]
+
+
+def names_after_each_step(config: PretrainConfig) -> list[list[str]]:
+    """On a rank: which checkpoints there are when the save of each step is complete."""
+    seen = []
+    with opened(config) as run:
+        for step in (1, 2, 3):
+            run.train(step, save_at=[step])
+            run.checkpoints.finish()
+            assert run.checkpoints.poll() == []
+            run.checkpoints.save()  # of a state that is saved: does nothing
+            seen.append(sorted(path.name for path in run.folder.checkpoints.iterdir() if path.is_dir()))
+    assert (run.folder.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3\n"
+    return seen
+
+
+def test_a_run_that_lost_its_folder_stops_without_writing(tmp_path: Path) -> None:
+    """As on a node that was cut off from the network while the job was started again elsewhere."""
+    messages = run_ranks(robbed, 2, config_of(tmp_path, SMALL, TP2_EP2))
+    assert len(set(messages)) == 1
+    assert "now belongs to job 7 attempt 1, process 1 on elsewhere: this run" in messages[0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["iter_0000001"]
+
+
+def robbed(config: PretrainConfig) -> str:
+    """On a rank: the message when another attempt claims the folder while a save is being written."""
+    with pytest.raises(CheckpointError) as error, opened(config) as run:
+        run.train(1, save_at=[1])
+        run.checkpoints.finish()
+        run.train(2)
+        run.checkpoints.save()
+        if run.state.mesh.world.rank == 0:
+            other = {"job": "7", "number": 1, "host": "elsewhere", "pid": 1, "born": 1}
+            (run.folder.path / "writer.json").write_text(json.dumps(other))
+        run.checkpoints.finish()
+    return str(error.value)

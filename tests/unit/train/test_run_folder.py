@@ -1,0 +1,118 @@
+"""One writer for a run's folder, and its DONE."""
+
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.errors import CheckpointError
+from mcore_rl.train.run_folder import RunFolder
+from tests.ranks import run_ranks
+
+
+def claimed(path: Path) -> None:
+    """On a rank: become the writer and stay it."""
+    RunFolder(path).claim().check()
+
+
+def refused(path: Path) -> str:
+    """On a rank: why not."""
+    with pytest.raises(CheckpointError) as error:
+        RunFolder(path).claim()
+    return str(error.value)
+
+
+def claimed_after(path: Path, writer: dict[str, object]) -> str:
+    """On a rank: the host in the fence after claiming a folder that `writer` had, and released."""
+    path.mkdir(exist_ok=True)
+    (path / "writer.json").write_text(json.dumps(writer))
+    (path / "STOP").touch()
+    folder = RunFolder(path)
+    fence = folder.claim()
+    fence.check()
+    assert not (path / "STOP").exists() and (path / "checkpoints").is_dir()
+    host = json.loads((path / "writer.json").read_text())["host"]
+    fence.release()
+    assert not (path / "writer.json").exists()
+    return str(host)
+
+
+def attempt(pid: int, host: str = os.uname().nodename, born: int | None = None) -> dict[str, object]:
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[19]) if born is None else born
+    return {"job": "", "number": 0, "host": host, "pid": pid, "born": ticks, "since": "then"}
+
+
+def test_a_living_writer_on_this_host_is_not_pushed_out(tmp_path: Path) -> None:
+    tmp_path.joinpath("writer.json").write_text(json.dumps(attempt(os.getpid())))
+    message = run_ranks(refused, 2, tmp_path)
+    assert message[0] == message[1]
+    assert f"{tmp_path} is being written by process {os.getpid()} on " in message[0]
+    assert f"kill {os.getpid()}" in message[0]
+
+
+def test_a_dead_writer_is_taken_over(tmp_path: Path) -> None:
+    run_ranks(claimed, 1, tmp_path)
+    assert (tmp_path / "writer.json").exists(), "the process ended without releasing it"
+    run_ranks(claimed, 1, tmp_path)
+
+
+def test_another_process_with_the_pid_of_a_dead_writer_is_not_taken_for_it(tmp_path: Path) -> None:
+    here = os.uname().nodename
+    assert run_ranks(claimed_after, 1, tmp_path, attempt(os.getpid(), born=1))[0] == here
+
+
+def test_a_zombie_is_dead(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+    writer = attempt(process.pid or 0)
+    process.kill()
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    run_ranks(claimed_after, 1, tmp_path, writer)
+    process.join()
+
+
+def test_a_writer_on_another_host_is_taken_over(tmp_path: Path) -> None:
+    assert run_ranks(claimed_after, 1, tmp_path, attempt(os.getpid(), host="elsewhere"))[0] != "elsewhere"
+
+
+def lost(path: Path) -> list[str]:
+    """On a rank: what a check says after another attempt claimed the folder, and after the fence was deleted."""
+    fence = RunFolder(path).claim()
+    messages = []
+    for content in (json.dumps({"job": "12", "number": 3, "host": "n7", "pid": 5, "born": 6}), None, "{"):
+        if int(os.environ["RANK"]) == 0:
+            fence_file = path / "writer.json"
+            fence_file.unlink() if content is None else fence_file.write_text(content)
+        with pytest.raises(CheckpointError) as error:
+            fence.check()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_writer_that_was_taken_over_hears_it_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(lost, 2, tmp_path)
+    assert first == second
+    assert f"{tmp_path} now belongs to job 12 attempt 3, process 5 on n7" in first[0]
+    assert "somebody who deleted the file" in first[1]
+    assert "is damaged" in first[2]
+
+
+def done(path: Path) -> tuple[str | None, str | None]:
+    """On a rank: what a start hears before and after the last step."""
+    folder = RunFolder(path)
+    folder.claim()
+    before = folder.done()
+    folder.mark_done(40)
+    return before, folder.done()
+
+
+def test_a_start_after_the_last_step_is_told_so(tmp_path: Path) -> None:
+    before, after = run_ranks(done, 1, tmp_path)[0]
+    assert before is None
+    assert after is not None and after.startswith("all 40 steps are done since 20")
+    assert f"({tmp_path}/DONE). Delete it to go on, with a larger train.steps" in after
