@@ -47,6 +47,12 @@ DEEPSEEK = SHAPE | {
     "rms_norm_eps": 1e-5,  # the norms of the latents have 1e-6 nevertheless
 }
 QWEN2_MOE = EXPERTS | {"shared_expert_intermediate_size": 40, "norm_topk_prob": False}
+DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK.items() if key != "num_mtp_layers"} | {
+    "num_experts_per_tok": 3,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 2.0,
+}
+OLMOE = SHAPE | {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 GLM4 = GROUPED | {
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,
@@ -93,6 +99,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", GROUPED),
     "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
     "qwen2_moe-no-biases": ("Qwen2Moe", QWEN2_MOE | {"qkv_bias": False, "mlp_only_layers": [0]}),
+    "olmoe": ("Olmoe", OLMOE | {"norm_topk_prob": False}),
+    "olmoe-normalized": ("Olmoe", OLMOE | {"norm_topk_prob": True}),
+    "deepseek_v2": ("DeepseekV2", DEEPSEEK_V2),
+    "deepseek_v2-lite": (
+        "DeepseekV2",
+        DEEPSEEK_V2
+        | {
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
     "glm4_moe": ("Glm4Moe", GLM4),
     "glm4_moe-plain": (
         "Glm4Moe",

@@ -70,6 +70,11 @@ def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             f"model.num_heads={heads} is not a multiple of mesh.tp={tp}: a rank holds whole heads. Set "
             f"mesh.tp to one of {divisors(heads)}."
         )
+    elif model.has_full_qk_norm and kv_heads % tp:
+        yield (
+            f"model.num_kv_heads={kv_heads} is not a multiple of mesh.tp={tp}: {model.family} norms all keys at "
+            f"once, so that no rank may hold a copy of another's. Set mesh.tp to one of {divisors(kv_heads)}."
+        )
     # With fewer key/value heads than ranks, Megatron gives each rank a copy of the one it needs.
     elif not model.is_latent and kv_heads % tp and tp % kv_heads:
         yield (

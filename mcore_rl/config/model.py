@@ -6,10 +6,21 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from mcore_rl.config.section import Probability, Section
 
-Family = Literal["qwen3_moe", "mixtral", "deepseek_v3", "llama", "qwen3", "qwen2", "qwen2_moe", "glm4_moe"]
+Family = Literal[
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "llama",
+    "qwen3",
+    "qwen2",
+    "qwen2_moe",
+    "glm4_moe",
+    "olmoe",
+    "deepseek_v2",
+]
 FAMILIES: tuple[str, ...] = get_args(Family)
 MOE_FAMILIES = tuple(family for family in FAMILIES if family not in ("llama", "qwen2", "qwen3"))
-LATENT_FAMILIES = ("deepseek_v3",)
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 """Those with multi-head latent attention."""
 SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe")
 """Those whose router has sigmoid scores."""
@@ -20,7 +31,12 @@ QKV_BIAS: dict[str, tuple[Switch, ...]] = {
     "qwen2_moe": ("on", "off"),
     "glm4_moe": ("on", "off"),
 }
-QK_NORM: dict[str, tuple[Switch, ...]] = {"qwen3": ("on",), "qwen3_moe": ("on",), "glm4_moe": ("off", "on")}
+QK_NORM: dict[str, tuple[Switch, ...]] = {
+    "qwen3": ("on",),
+    "qwen3_moe": ("on",),
+    "olmoe": ("on",),
+    "glm4_moe": ("off", "on"),
+}
 """What a family may have, the default first; families that are not named have none."""
 
 
@@ -42,7 +58,7 @@ class MoEConfig(Section):
     normalize_top_k: bool = True
     """The gates of the chosen experts sum to one (Hugging Face's `norm_topk_prob`)."""
     num_groups: NonNegativeInt = 0
-    """Expert groups of group-limited routing (deepseek_v3, glm4_moe); 0: none."""
+    """Expert groups of group-limited routing (deepseek_v2, deepseek_v3, glm4_moe); 0: none."""
     top_groups: NonNegativeInt = 0
     """Groups a token may choose experts from; 0: none."""
     routed_scaling: PositiveFloat = 1.0
@@ -69,7 +85,7 @@ class MoEConfig(Section):
 
 
 class MLAConfig(Section):
-    """Multi-head latent attention (arXiv 2405.04434); used by deepseek_v3."""
+    """Multi-head latent attention (arXiv 2405.04434); used by deepseek_v2 and deepseek_v3."""
 
     q_lora_rank: NonNegativeInt = 0
     """Rank of the query's down-projection; 0: queries are projected directly."""
@@ -105,7 +121,7 @@ class RopeConfig(Section):
     mscale: NonNegativeFloat = 1.0
     """YaRN: temperature of the rotary part."""
     mscale_all_dim: NonNegativeFloat = 0.0
-    """YaRN: temperature of the whole softmax (deepseek_v3)."""
+    """YaRN: temperature of the whole softmax (deepseek_v2, deepseek_v3)."""
 
 
 class ModelConfig(Section):
@@ -122,7 +138,7 @@ class ModelConfig(Section):
     num_kv_heads: PositiveInt = 4
     """Key/value heads (query groups)."""
     head_dim: PositiveInt = 32
-    """Width of a head (deepseek_v3 takes its widths from `mla`)."""
+    """Width of a head (latent attention takes its widths from `mla`)."""
     ffn_hidden_size: PositiveInt = 512
     """Inner width of a dense MLP."""
     vocab_size: PositiveInt = 512
@@ -136,7 +152,7 @@ class ModelConfig(Section):
     qkv_bias: Switch = "auto"
     """Biases of queries, keys and values (qwen2, qwen2_moe, glm4_moe); `auto`: as the family usually has it."""
     qk_norm: Switch = "auto"
-    """Norms of each head's queries and keys (qwen3, qwen3_moe, glm4_moe); `auto`: as the family usually has it."""
+    """Norms of queries and keys (qwen3, qwen3_moe, glm4_moe, olmoe); `auto`: as the family usually has it."""
     tied_embeddings: bool = False
     """Input and output embedding are one weight."""
     attention_dropout: Probability = 0.0
@@ -167,6 +183,11 @@ class ModelConfig(Section):
     def has_qk_norm(self) -> bool:
         """Whether queries and keys are normed."""
         return _is_on(self.qk_norm, QK_NORM.get(self.family, OFF))
+
+    @property
+    def has_full_qk_norm(self) -> bool:
+        """Whether these norms are over all heads at once, not over each."""
+        return self.family == "olmoe"
 
     @property
     def is_latent(self) -> bool:

@@ -15,18 +15,19 @@ from mcore_rl.config.model import (
 )
 
 LLAMA3_ORIGINAL_LENGTH = 8192
+GROUPED = ("deepseek_v2", *SIGMOID_FAMILIES)
 KNOWN_OF: dict[str, tuple[Any, tuple[str, ...]]] = {
     "mtp_layers": (0, SIGMOID_FAMILIES),
     "rope.fraction": (1.0, ("glm4_moe",)),
-    "moe.shared_experts": (0, ("qwen2_moe", *SIGMOID_FAMILIES)),
+    "moe.shared_experts": (0, ("qwen2_moe", *GROUPED)),
     "moe.shared_ffn_hidden_size": (0, ("qwen2_moe",)),
-    "moe.num_groups": (0, SIGMOID_FAMILIES),
-    "moe.top_groups": (0, SIGMOID_FAMILIES),
-    "moe.routed_scaling": (1.0, SIGMOID_FAMILIES),
+    "moe.num_groups": (0, GROUPED),
+    "moe.top_groups": (0, GROUPED),
+    "moe.routed_scaling": (1.0, GROUPED),
     "moe.expert_bias": (False, SIGMOID_FAMILIES),
 }
 """Settings that some families have, and the value that they have in the others."""
-GROUP_SCORES = {"deepseek_v3": 2, "glm4_moe": 2}
+GROUP_SCORES = {"deepseek_v2": 1, "deepseek_v3": 2, "glm4_moe": 2}
 """By the sum of how many of its experts a family ranks a group."""
 
 
@@ -152,6 +153,11 @@ def _router(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.moe.normalize_top_k=false with model.moe.top_k={moe.top_k}: the gates of {model.family}'s "
             "sigmoid router always sum to one (times model.moe.routed_scaling). Set it to true."
+        )
+    if model.family == "deepseek_v2" and moe.normalize_top_k:
+        yield (
+            "model.moe.normalize_top_k=true: the gates of deepseek_v2 are the softmax's probabilities (times "
+            "model.moe.routed_scaling). Set it to false."
         )
     if model.family == "qwen2_moe" and moe.shared_experts != 1:
         yield (

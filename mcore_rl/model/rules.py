@@ -110,8 +110,10 @@ def grouped_query(model: ModelConfig, layer: Layer) -> Iterator[Rule]:
         "self_attention.linear_proj.weight", model.num_heads * head, ("self_attn.o_proj.weight", hidden)
     )
     if model.has_qk_norm:
-        yield layer.vector("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", head)
-        yield layer.vector("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", head)
+        heads = (model.num_heads, model.num_kv_heads) if model.has_full_qk_norm else (1, 1)
+        for part, count in zip("qk", heads, strict=True):
+            key, name = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
+            yield layer.vector(key, name, count * head)
 
 
 def latent(model: ModelConfig, layer: Layer) -> Iterator[Rule]:

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import (
 from mcore_rl.backend.mcore_compat import as_experts_entry, with_moe_layer
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.model.layers.full_norm import FullKeyNorm, FullQueryNorm
 from mcore_rl.model.layers.linear import LatentAttention
 from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.model.layers.norm import RMSNorm
@@ -114,7 +115,10 @@ def _mlp(config: TransformerConfig, *, is_moe: bool) -> Any:
 
 def _grouped_query(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
     provider = TorchSpecProvider()
-    norm = RMSNorm if config.qk_layernorm else IdentityOp
+    query_norm, key_norm = IdentityOp, IdentityOp
+    if config.qk_layernorm:
+        full = config.full_qk_norm
+        query_norm, key_norm = (FullQueryNorm, FullKeyNorm) if full else (RMSNorm, RMSNorm)
     spec = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -122,8 +126,8 @@ def _grouped_query(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str
             linear_qkv=provider.column_parallel_linear(),
             core_attention=SDPAttention,
             linear_proj=provider.row_parallel_linear(),
-            q_layernorm=norm,
-            k_layernorm=norm,
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
         ),
     )
     return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

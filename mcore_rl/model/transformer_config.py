@@ -36,6 +36,7 @@ def transformer_config(
     config = MLATransformerConfig(**arguments) if family.mla else TransformerConfig(**arguments)
     if family.mla:
         _set_latent_norm(config, model, platform)
+    _set_full_norm(config, model, platform)
     if model.rope.scaling == "yarn" and not family.mla:
         _set_yarn(config, model)
     return config
@@ -144,6 +145,16 @@ def _set_latent_norm(config: TransformerConfig, model: ModelConfig, platform: Pl
             'TransformerEngine\'s layers know one epsilon. Set platform.layers="torch", or make them equal.'
         )
     config.latent_norm_eps = model.mla.norm_eps
+
+
+def _set_full_norm(config: TransformerConfig, model: ModelConfig, platform: Platform) -> None:
+    """Norms over all heads: a plain attribute for our layers; Megatron's specs have none for TransformerEngine."""
+    if platform.layers == "te" and model.has_full_qk_norm:
+        raise ConfigError(
+            f"{model.family} norms the queries and the keys of all heads at once, which Megatron's layers by "
+            'TransformerEngine do not. Set platform.layers="torch".'
+        )
+    config.full_qk_norm = model.has_full_qk_norm
 
 
 def _set_yarn(config: TransformerConfig, model: ModelConfig) -> None:

@@ -6,10 +6,12 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_checks import model_violations
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.families import (
+    deepseek_v2,
     deepseek_v3,
     glm4_moe,
     llama,
     mixtral,
+    olmoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -29,6 +31,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": qwen2.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "olmoe": olmoe.FAMILY,
+    "deepseek_v2": deepseek_v2.FAMILY,
 }
 SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` that are one of the families under another name."""

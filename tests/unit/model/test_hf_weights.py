@@ -26,7 +26,9 @@ def test_round_trip_is_bit_identical(case: str, dtype: torch.dtype) -> None:
         assert torch.equal(again[name], tensor), name
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "glm4_moe", "olmoe", "deepseek_v2"]
+)
 def test_fused_experts_make_the_same_megatron_tensors(case: str) -> None:
     theirs = oracle(case)
     ours, fused = theirs.ours, dict(theirs.model.state_dict())

@@ -79,6 +79,11 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "groups of glm4_moe dropped": ("glm4_moe", lambda m: moe(m, num_groups=0, top_groups=0)),
     "scaling factor of glm4_moe dropped": ("glm4_moe", lambda m: moe(m, routed_scaling=1.0)),
     "gates of qwen2_moe normalized": ("qwen2_moe", lambda m: moe(m, normalize_top_k=True)),
+    "gates of olmoe normalized": ("olmoe", lambda m: moe(m, normalize_top_k=True)),
+    "gates of deepseek_v2 normalized": ("deepseek_v2", lambda m: moe(m, normalize_top_k=True)),
+    "groups of deepseek_v2 dropped": ("deepseek_v2", lambda m: moe(m, num_groups=0, top_groups=0)),
+    "scaling factor of deepseek_v2 dropped": ("deepseek_v2", lambda m: moe(m, routed_scaling=1.0)),
+    "yarn dropped from deepseek_v2": ("deepseek_v2-lite", lambda m: rope(m, scaling="none")),
     "scaling factor dropped": ("deepseek_v3", lambda m: moe(m, routed_scaling=1.0)),
 }
 
@@ -174,6 +179,8 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
         "glm4_moe",
         lambda t: replaced(t, "correction_bias", torch.zeros_like),
     ),
+    "full norm of keys dropped": ("olmoe", lambda t: replaced(t, "k_norm.weight", torch.ones_like)),
+    "full norm of queries reversed": ("olmoe", lambda t: replaced(t, "q_norm.weight", lambda w: w.flip(0))),
     "rotary rows permuted": ("deepseek_v3", lambda t: replaced(t, "q_b_proj.weight", deinterleaved)),
 }
 

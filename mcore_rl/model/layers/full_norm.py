@@ -1,0 +1,67 @@
+"""RMSNorm of queries or keys over all heads at once, which tensor parallelism splits."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+class FullQueryNorm(nn.Module):
+    """x / rms(x) * weight, the mean square taken over all heads of all tensor-parallel ranks, computed in fp32.
+
+    In the place of Megatron's norm of each head. Every rank has the whole weight and uses its own heads' part:
+    Megatron knows this norm by its name and sums its gradient over the ranks, which would mix the parts of a
+    sharded one.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.tp_group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
+        self.width, self.eps = self.num_heads(config) * hidden_size, eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(self.width, dtype=config.params_dtype, device=device))
+
+    @staticmethod
+    def num_heads(config: TransformerConfig) -> int:
+        """Of all ranks."""
+        return config.num_attention_heads
+
+    def forward(self, heads_SBND: Tensor) -> Tensor:
+        """Collective over the tensor-parallel group: the normalized heads, in their shape and dtype."""
+        wide = heads_SBND.flatten(-2).float()
+        total, weight = wide.square().sum(-1, keepdim=True), self.weight
+        if self.tp_group.size() > 1:
+            total = _Sum.apply(total, self.tp_group)  # type: ignore[no-untyped-call]
+            weight = weight.chunk(self.tp_group.size())[self.tp_group.rank()]
+        normalized = wide * (total / self.width + self.eps).rsqrt() * weight
+        return normalized.to(heads_SBND.dtype).view_as(heads_SBND)
+
+
+class FullKeyNorm(FullQueryNorm):
+    """The same of keys."""
+
+    @staticmethod
+    def num_heads(config: TransformerConfig) -> int:
+        """Of all ranks."""
+        return int(config.num_query_groups)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks, each of which goes on with it in its own way: so are the gradients summed."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
