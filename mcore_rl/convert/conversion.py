@@ -1,0 +1,125 @@
+"""One conversion from plan to output: the same few steps whatever the formats."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from mcore_rl.convert.manifest import RULES_VERSION
+from mcore_rl.convert.planning import Target, Task, digest
+from mcore_rl.convert.progress import ByteProgress, shown
+from mcore_rl.convert.sources import Source
+from mcore_rl.convert.stream import Job, Record, records_of, run
+from mcore_rl.convert.work_folder import WorkFolder, complete, working
+from mcore_rl.convert.writers import Writer
+from mcore_rl.errors import CheckpointError
+
+PARENT_BYTES = 700 << 20
+"""What the program takes with torch, before it reads anything."""
+WORKER_BYTES = 250 << 20
+"""What a worker takes beside its chunks; most of its memory it shares with the parent."""
+CHUNKS_AT_ONCE = 4
+"""A chunk, the file's pages it comes from, and what casting or dequantising needs."""
+TASK_BYTES = 512 << 20
+"""A task is not larger, unless one chunk is; what a killed worker has begun is done again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How a conversion is run; of these only the sizes of tasks and shards change a byte of the output."""
+
+    workers: int = 1
+    max_ram_bytes: int = 0
+    """0: whatever it takes."""
+    overwrite: bool = False
+    task_bytes: int = TASK_BYTES
+    shard_bytes: int = 5 << 30
+    """Of a safetensors file."""
+    chunk_done: Callable[[int], None] | None = None
+    """See Job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """A plan: what is written from what, and what is added at the end."""
+
+    title: str
+    final: Path
+    targets: Sequence[Target]
+    tasks: Sequence[Task]
+    open_source: Callable[[], Source]
+    writer: Writer
+    identity: str
+    """Of the source's files: a source that has changed is another conversion."""
+    finish: Callable[[Path, str, Sequence[tuple[Task, list[Record]]]], None]
+    """Adds the rest to the folder of files; is given the plan's digest and what is on record."""
+    publish: Callable[[Path, Path], None]
+    notes: Sequence[str] = ()
+    """What the user should know."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(target.num_bytes for target in self.targets)
+
+    @property
+    def largest_chunk_bytes(self) -> int:
+        """Of all tasks."""
+        return max((chunk.num_bytes for task in self.tasks for chunk in task.chunks), default=0)
+
+    @property
+    def plan(self) -> str:
+        """What must be the same for an unfinished conversion to go on."""
+        return sha256(f"{RULES_VERSION} {self.identity} {digest(self.tasks)}".encode()).hexdigest()
+
+
+def convert(conversion: Conversion, settings: Settings, progress: ByteProgress) -> Path:
+    """Run a conversion, or go on with it; where the output is. CheckpointError before writing what can be told before."""
+    workers = workers_within(conversion, settings)
+    plan = conversion.plan
+    for note in conversion.notes:
+        progress.say(note)
+    if workers < settings.workers:
+        progress.say(f"{workers} of {settings.workers} workers, as --max-ram {shown(settings.max_ram_bytes)} holds no more")
+    with working(conversion.final, plan, conversion.num_bytes, overwrite=settings.overwrite) as work:
+        run(_job(conversion, settings, work), workers, progress, conversion.title)
+        conversion.finish(work.out, plan, list(records_of(work.records, conversion.tasks)))
+        complete(work, conversion.publish)
+    progress.event("end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3))
+    progress.say(f"{conversion.final}: {len(conversion.targets)} tensors, {shown(conversion.num_bytes)}, {progress.seconds:.1f} s")
+    return conversion.final
+
+
+def memory_forecast(conversion: Conversion, workers: int) -> int:
+    """Bytes that all processes together hold at most."""
+    return PARENT_BYTES + workers * (WORKER_BYTES + CHUNKS_AT_ONCE * conversion.largest_chunk_bytes)
+
+
+def workers_within(conversion: Conversion, settings: Settings) -> int:
+    """As many workers as --max-ram holds, of those that were asked for."""
+    if settings.workers < 1:
+        raise CheckpointError(f"--workers {settings.workers}: wanted at least 1.")
+    for workers in range(settings.workers, 0, -1):
+        if not settings.max_ram_bytes or memory_forecast(conversion, workers) <= settings.max_ram_bytes:
+            return workers
+    raise CheckpointError(
+        f"--max-ram {shown(settings.max_ram_bytes)} is too little: one worker needs {shown(memory_forecast(conversion, 1))} "
+        f"(the largest chunk is {shown(conversion.largest_chunk_bytes)}). Allow so much."
+    )
+
+
+def files_identity(folder: Path, names: Sequence[str]) -> str:
+    """Names, sizes and times of files."""
+    stats = [(name, (folder / name).stat()) for name in names]
+    return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+
+
+def _job(conversion: Conversion, settings: Settings, work: WorkFolder) -> Job:
+    return Job(
+        folder=work.out,
+        records=work.records,
+        tasks=conversion.tasks,
+        open_source=conversion.open_source,
+        writer=conversion.writer,
+        chunk_done=settings.chunk_done,
+    )

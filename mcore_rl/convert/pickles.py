@@ -1,0 +1,99 @@
+"""Unpickling what others wrote: only the classes named here are ever called, whatever a pickle asks for."""
+
+import io
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from mcore_rl.errors import CheckpointError
+
+Allowed = Mapping[tuple[str, str], Any]
+
+DTYPES: Allowed = {
+    ("torch", str(dtype).removeprefix("torch.")): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+PLAIN: Allowed = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict, **DTYPES}
+METADATA: Allowed = PLAIN | {
+    (module.__name__, name): getattr(module, name)
+    for module, names in {
+        metadata: (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        ),
+        planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        filesystem: ("_StorageInfo", "_StoragePrefix"),
+    }.items()
+    for name in names
+} | {("torch.serialization", "_get_layout"): torch.serialization._get_layout}  # fmt: skip
+"""What `.metadata` of a distributed checkpoint is made of."""
+MALFORMED = (
+    pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError
+)  # fmt: skip
+"""What a pickle that is none raises."""
+
+
+class Opaque:
+    """Stands for an object of a class that is not known here: takes whatever a pickle does to it, does nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "Opaque":
+        """The arguments are dropped."""
+        return super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        """The state is dropped."""
+
+
+class Unpickler(pickle.Unpickler):
+    """Knows `allowed` only; others are refused by name, or made `Opaque`."""
+
+    def __init__(self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+        self._opaque = opaque
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function of the allow-list; nothing is imported."""
+        known = self._allowed.get((module, name))
+        if known is not None:
+            return known
+        if self._opaque:
+            return Opaque
+        raise CheckpointError(
+            f"a pickle asks for {module}.{name}, which could be any program and is not run. Is this file from "
+            "somebody you trust, load and save it again with the program that wrote it"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        """A tensor's storage is not read here."""
+        return pid
+
+
+def load_metadata(path: Path) -> metadata.Metadata:
+    """The `.metadata` of a distributed checkpoint. CheckpointError when it is none, or asks for foreign classes."""
+    file = path / ".metadata"
+    try:
+        loaded = Unpickler(io.BytesIO(file.read_bytes()), METADATA).load()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}.") from None
+    except MALFORMED as error:
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}). Take another copy.") from error
+    if not isinstance(loaded, metadata.Metadata):
+        raise CheckpointError(f"{file} holds a {type(loaded).__name__}, wanted torch's Metadata.")
+    return loaded
+
+
+def load_common(data: bytes) -> dict[str, Any]:
+    """The dict of a `common.pt`'s data.pkl; whatever is no plain value is Opaque, and tensors are left out."""
+    allowed = PLAIN | {("argparse", "Namespace"): Namespace}
+    loaded = Unpickler(io.BytesIO(data), allowed, opaque=True).load()
+    return loaded if isinstance(loaded, dict) else {}
