@@ -1,8 +1,11 @@
 """The output's vocabulary, of which each tensor-parallel rank has an equal slice."""
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mcore_rl.parallel.mesh import Axis
 
@@ -15,3 +18,140 @@ def gather_logits(logits_BSv: Tensor, tp: Axis) -> Tensor:
     slices = [torch.empty_like(logits_BSv) for _ in range(tp.size)]
     dist.all_gather(slices, logits_BSv.contiguous(), group=tp.group)
     return torch.cat(slices, dim=-1)
+
+
+NOT_ASKED = -1
+"""A target of `logprobs_and_entropy` at positions whose results nobody reads."""
+
+
+class TokenFacts(NamedTuple):
+    """Of the next token at each position: the target's logprob, and the whole distribution's entropy, in nats."""
+
+    logprobs_T: Tensor
+    entropy_T: Tensor
+
+
+def logprobs_and_entropy(
+    logits_Tv: Tensor, targets_T: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
+) -> TokenFacts:
+    """Collective over `tp` (forward only), equal on all its ranks: facts under softmax(logits / temperature) of the
+    ids below `vocab_size`; the rows that pad the vocabulary have no probability.
+
+    At least fp32 whatever the logits are in. Beyond inputs, results and the gradient of the logits no more than
+    3 x `chunk_tokens` x v numbers are in memory. Where the target is NOT_ASKED: zeros, and no work.
+    """
+    num_valid = min(max(vocab_size - tp.rank * logits_Tv.shape[-1], 0), logits_Tv.shape[-1])
+    shard = _Shard(tp, tp.rank * logits_Tv.shape[-1], num_valid, 1.0 / temperature, chunk_tokens)
+    logprobs_T, entropy_T = _LogprobsAndEntropy.apply(logits_Tv, targets_T, shard)  # type: ignore[no-untyped-call]
+    return TokenFacts(logprobs_T, entropy_T)
+
+
+class _Shard(NamedTuple):
+    """This rank's slice of the vocabulary: `num_valid` ids from `first` on; and how to read it."""
+
+    tp: Axis
+    first: int
+    num_valid: int
+    inverse_temperature: float
+    chunk_tokens: int
+
+    def scaled(self, logits_Tv: Tensor, rows_C: Tensor) -> Tensor:
+        """A new tensor: these rows' valid logits over the temperature, in fp32 or more."""
+        picked_Cv = logits_Tv[:, : self.num_valid].index_select(0, rows_C)
+        return picked_Cv.to(_exact(logits_Tv.dtype)).mul_(self.inverse_temperature)
+
+    def column_of(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a target is in the slice (0 where it is not), and whether it is."""
+        column_C = targets_C - self.first
+        here_C = (column_C >= 0) & (column_C < self.num_valid)
+        return column_C.where(here_C, 0), here_C
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    """Saves the logits as they came and three numbers a token; the softmax is made anew in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+        rows_N = (targets_T != NOT_ASKED).nonzero().flatten()
+        highest_N, sums_3N = _local_sums(logits_Tv, targets_T, rows_N, shard)
+        if shard.tp.size > 1:
+            local_N = highest_N.clone()
+            dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=shard.tp.group)
+            if shard.num_valid:
+                _move_origin(sums_3N, local_N - highest_N)
+            dist.all_reduce(sums_3N, group=shard.tp.group)
+        total_N, weighted_N, target_N = sums_3N
+        log_total_N = total_N.log()
+        entropy_N = log_total_N - weighted_N / total_N
+        results = total_N.new_zeros(len(targets_T)), total_N.new_zeros(len(targets_T))
+        results[0][rows_N] = (target_N - highest_N) - log_total_N
+        results[1][rows_N] = entropy_N
+        ctx.save_for_backward(logits_Tv, targets_T, rows_N, highest_N + log_total_N, entropy_N)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        if grad_logprobs_T is None and grad_entropy_T is None:
+            return None, None, None
+        logits_Tv, targets_T, rows_N, log_partition_N, entropy_N = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        grad_Tv = torch.zeros_like(logits_Tv)
+        for rows_C, log_partition_C, entropy_C in zip(
+            rows_N.split(shard.chunk_tokens),
+            log_partition_N.split(shard.chunk_tokens),
+            entropy_N.split(shard.chunk_tokens),
+            strict=True,
+        ):
+            logprobs_Cv = shard.scaled(logits_Tv, rows_C).sub_(log_partition_C[:, None])
+            grad_Cv = logprobs_Cv.exp()
+            if grad_entropy_T is None:
+                assert grad_logprobs_T is not None
+                grad_Cv.mul_(-grad_logprobs_T[rows_C][:, None])
+            else:
+                # dH/dx = -p (log p + H), dlogprob/dx = 1[target] - p.
+                pull_Cv = logprobs_Cv.add_(entropy_C[:, None]).mul_(-grad_entropy_T[rows_C][:, None])
+                if grad_logprobs_T is not None:
+                    pull_Cv.sub_(grad_logprobs_T[rows_C][:, None])
+                grad_Cv.mul_(pull_Cv)
+            if grad_logprobs_T is not None and shard.num_valid:
+                column_C, here_C = shard.column_of(targets_T[rows_C])
+                at_target_C = grad_logprobs_T[rows_C].where(here_C, 0)
+                grad_Cv.scatter_add_(1, column_C[:, None], at_target_C[:, None])
+            grad_Tv[rows_C, : shard.num_valid] = grad_Cv.mul_(shard.inverse_temperature).to(grad_Tv.dtype)
+        return grad_Tv, None, None
+
+
+def _local_sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Of this slice, for each row: the highest x; and sum e^y, sum y e^y with y = x - highest, the target's x."""
+    exact = logits_Tv.new_empty(0, dtype=_exact(logits_Tv.dtype))
+    highest_N = exact.new_full((len(rows_N),), -torch.inf)
+    sums_3N = exact.new_zeros((3, len(rows_N)))
+    if not shard.num_valid:
+        return highest_N, sums_3N
+    for start in range(0, len(rows_N), shard.chunk_tokens):
+        chunk = slice(start, start + shard.chunk_tokens)
+        scaled_Cv = shard.scaled(logits_Tv, rows_N[chunk])
+        column_C, here_C = shard.column_of(targets_T[rows_N[chunk]])
+        sums_3N[2, chunk] = scaled_Cv.gather(1, column_C[:, None]).squeeze(1).where(here_C, 0)
+        highest_N[chunk] = scaled_Cv.amax(dim=1)
+        scaled_Cv.sub_(highest_N[chunk, None])
+        exponential_Cv = scaled_Cv.exp()
+        sums_3N[0, chunk] = exponential_Cv.sum(dim=1)
+        sums_3N[1, chunk] = exponential_Cv.mul_(scaled_Cv).sum(dim=1)
+    return highest_N, sums_3N
+
+
+def _move_origin(sums_3N: Tensor, shift_N: Tensor) -> None:
+    """The sums over e^y and y e^y, in place, for y that are `shift` (at most 0) larger."""
+    factor_N = shift_N.exp()
+    sums_3N[1] = factor_N * (sums_3N[1] + shift_N * sums_3N[0])
+    sums_3N[0] *= factor_N
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,87 @@
+"""Logprobs and entropy against log_softmax in float64."""
+
+import pytest
+import torch
+
+from mcore_rl.parallel.mesh import Axis
+from mcore_rl.parallel.vocab import NOT_ASKED, logprobs_and_entropy
+
+ALONE = Axis(None, 0, 1)
+
+
+def example(dtype=torch.float64, tokens=13, padded=24):
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(tokens, padded, generator=generator, dtype=torch.float64).mul_(4).to(dtype)
+    targets = torch.randint(0, 19, (tokens,), generator=generator)
+    pull = torch.randn(2, tokens, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), targets, pull
+
+
+def by_log_softmax(logits, targets, vocab_size, temperature):
+    logprobs_TV = torch.log_softmax(logits.double()[:, :vocab_size] / temperature, dim=-1)
+    entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    return logprobs_TV.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 13, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_log_softmax(chunk_tokens, temperature):
+    logits, targets, pull = example()
+    wanted = by_log_softmax(logits, targets, 19, temperature)
+    (gradient,) = torch.autograd.grad((wanted[0] * pull[0] + wanted[1] * pull[1]).sum(), logits)
+    got = logprobs_and_entropy(
+        logits, targets, ALONE, vocab_size=19, temperature=temperature, chunk_tokens=chunk_tokens
+    )
+    (got[0] * pull[0] + got[1] * pull[1]).sum().backward()
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12, check_dtype=True)
+    torch.testing.assert_close(logits.grad, gradient, rtol=0, atol=1e-12)
+    assert logits.grad[:, 19:].abs().max() == 0
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_either_result_alone_has_its_own_gradient(which):
+    logits, targets, pull = example()
+    wanted = by_log_softmax(logits, targets, 24, 1.0)[which]
+    (gradient,) = torch.autograd.grad((wanted * pull[0]).sum(), logits)
+    got = logprobs_and_entropy(logits, targets, ALONE, vocab_size=24, temperature=1.0, chunk_tokens=4)[which]
+    (got * pull[0]).sum().backward()
+    torch.testing.assert_close(logits.grad, gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "gradient_error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_low_precision_logits_are_read_in_fp32(dtype, gradient_error):
+    logits, targets, pull = example(dtype)
+    wanted = by_log_softmax(logits, targets, 19, 0.5)
+    (gradient,) = torch.autograd.grad((wanted[0] * pull[0] + wanted[1] * pull[1]).sum(), logits)
+    got = logprobs_and_entropy(logits, targets, ALONE, vocab_size=19, temperature=0.5, chunk_tokens=4)
+    (got[0] * pull[0] + got[1] * pull[1]).sum().backward()
+    assert got.logprobs_T.dtype == torch.float32
+    torch.testing.assert_close([x.double() for x in got], list(wanted), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logits.grad, gradient, rtol=gradient_error, atol=gradient_error)
+    assert logits.grad.dtype == dtype
+
+
+def test_positions_that_are_not_asked_for_are_zeros():
+    logits, targets, pull = example()
+    asked = torch.arange(13) % 3 == 0
+    got = logprobs_and_entropy(
+        logits, targets.where(asked, NOT_ASKED), ALONE, vocab_size=19, temperature=1.0, chunk_tokens=2
+    )
+    (got[0] * pull[0] + got[1]).sum().backward()
+    wanted = by_log_softmax(logits, targets, 19, 1.0)
+    torch.testing.assert_close(got, tuple(x.where(asked, 0.0) for x in wanted), rtol=0, atol=1e-12)
+    assert logits.grad[~asked].abs().max() == 0
+    assert logits.grad[asked].abs().max() > 0
+
+
+def test_nothing_asked_is_nothing_and_far_logits_do_not_overflow():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], requires_grad=True)
+    none = logprobs_and_entropy(
+        logits, torch.tensor([NOT_ASKED] * 2), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2
+    )
+    assert [x.tolist() for x in none] == [[0.0, 0.0], [0.0, 0.0]]
+    far = logprobs_and_entropy(
+        logits, torch.tensor([1, 2]), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2
+    )
+    assert far.logprobs_T.tolist() == pytest.approx([-2e4, -1.0986123])
+    assert far.entropy_T.tolist() == pytest.approx([0.0, 1.0986123])
