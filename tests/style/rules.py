@@ -212,12 +212,17 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
 
 
 def patches_come_before_megatron(sources: Sequence[Source]) -> Iterator[str]:
-    """A package that uses Megatron imports the patches first in its `__init__.py`; in backend each file does."""
+    """A package that uses Megatron imports the patches first in its `__init__.py`; in backend each file does.
+
+    What the patches are made of lies in backend and is imported by them: it imports Megatron inside functions only.
+    """
     users = {source.package: source.path for source in sources if _uses_megatron(source)}
     for source in sources:
         at = [index for index, (_, name) in enumerate(source.imports()) if name.startswith(COMPAT)]
         if source.package == "backend":
-            if _uses_megatron(source) and not at and source.module != COMPAT:
+            at_top = (node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+            eager = any(_is_megatron(name) for node in at_top for name in _names(node))
+            if eager and not at and source.module != COMPAT:
                 yield f"{source.path}:1: uses Megatron without {COMPAT}"
         elif source.module == f"mcore_rl.{source.package}" and source.package in users and 0 not in at:
             yield f"{source.path}:1: {users[source.package]} uses Megatron: import {COMPAT} here, first"
@@ -248,7 +253,15 @@ TREE_RULES: tuple[Callable[[Sequence[Source]], Iterator[str]], ...] = (
 
 
 def _uses_megatron(source: Source) -> bool:
-    return any(name.split(".")[0] == "megatron" for _, name in source.imports())
+    return any(_is_megatron(name) for _, name in source.imports())
+
+
+def _is_megatron(name: str) -> bool:
+    return name.split(".")[0] == "megatron"
+
+
+def _names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
 
 
 def _imported_modules(source: Source, modules: set[str]) -> set[str]:

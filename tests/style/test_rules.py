@@ -122,6 +122,8 @@ def test_patches_must_come_before_megatron():
     assert list(rules.patches_come_before_megatron([late])) == []
     careless = parse("mcore_rl/backend/platform.py", "import megatron.core")
     assert len(list(rules.patches_come_before_megatron([careless]))) == 1
+    part = parse("mcore_rl/backend/part.py", "def replacement():\n    import megatron.core")
+    assert list(rules.patches_come_before_megatron([part])) == []
 
 
 def test_circles_of_imports_are_found_and_named():
