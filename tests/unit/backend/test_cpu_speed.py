@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import local_multi_tensor_scale
 from torch import Tensor
@@ -24,6 +25,22 @@ def test_scaling_into_other_tensors_leaves_the_sources() -> None:
     scaled_in_place(local_multi_tensor_scale)(0, torch.zeros(1), [[source], [target]], 4.0)
     assert source.tolist() == [1.0] * 3
     assert target.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mscale": 1.0}, {"mscale": 0.7}, {"rotary_interleaved": True}], ids=str
+)
+@pytest.mark.parametrize("width", [8, 12])
+def test_rotary_positions_are_megatrons(options: dict[str, Any], width: int) -> None:
+    heads, freqs = torch.randn(5, 2, 3, width, requires_grad=True), torch.randn(5, 1, 1, 8)
+    call = rope_utils._apply_rotary_pos_emb_bshd
+
+    def gradients(function: Any) -> list[Tensor]:
+        rotated = function(heads, freqs, **options)
+        return [rotated.detach(), *torch.autograd.grad((rotated * torch.arange(width)).sum(), heads)]
+
+    for ours, megatrons in zip(gradients(call), gradients(call.__wrapped__), strict=True):
+        torch.testing.assert_close(ours, megatrons, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("symbol", REPLACEMENTS)
