@@ -149,6 +149,11 @@ def _kl(loss: LossConfig) -> Iterator[str]:
 
 
 def _mismatch(loss: LossConfig) -> Iterator[str]:
+    if loss.kind == "gspo" and loss.mismatch in ("truncate", "mask"):
+        yield (
+            f'rl.loss.mismatch="{loss.mismatch}" weighs tokens, but rl.loss.kind="gspo" has one ratio and one '
+            f'term a sequence. Set mismatch="sequence_{loss.mismatch}", or kind="gspo_token".'
+        )
     if loss.mismatch.endswith("mask") and not loss.mismatch_low < 1 < loss.mismatch_high:
         yield (
             f"rl.loss.mismatch_low={loss.mismatch_low} ... mismatch_high={loss.mismatch_high} does not hold 1, "

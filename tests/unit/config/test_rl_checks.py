@@ -28,6 +28,8 @@ def violations(words):
         "loss.kl_coeff=0.04 loss.kl_estimator=k1 loss.kl_gradient=k2",
         "loss.kl_coeff=0.04 loss.kl_estimator=k1 loss.kl_in=reward",
         "loss.dual_clip=3 loss.mismatch=mask",
+        "loss.kind=gspo loss.mismatch=sequence_mask",
+        "loss.kind=gspo_token loss.mismatch=mask",
         "reward.parts=[math,format,length,pkg.mod:func] reward.weights=[1,0.1,0.1,1] reward.format_pattern=a "
         "reward.length_max_tokens=9 reward.answer_pattern=<a>(.*)</a>",
         "rollout.group_size=2 advantage.kind=leave_one_out_zscore advantage.ddof=0",
@@ -66,6 +68,7 @@ def test_these_settings_are_fine(words):
         ("loss.reference_refresh_steps=3", "no reference"),
         ("loss.kl_coeff=0.1 loss.kl_estimator=k1", "whose mean is 0"),
         ("loss.kl_coeff=0.1 loss.kl_in=reward loss.kl_gradient=k2", "no gradient"),
+        ("loss.kind=gspo loss.mismatch=truncate", "one term a sequence"),
         ("loss.mismatch=mask loss.mismatch_low=1.5", "does not hold 1"),
         ("loss.mismatch=truncate loss.mismatch_high=0.9", "truncates weights"),
         ("reward.parts=[]", "is empty"),
