@@ -1,5 +1,7 @@
 """Token weights against the means they stand for."""
 
+import itertools
+
 import pytest
 import torch
 from torch import tensor
@@ -23,7 +25,7 @@ def test_the_weighted_sum_over_the_number_of_tokens_is_the_mean_on_any_cut(aggre
     assert totals == BatchTotals(num_tokens=7, num_sequences=3)
     for cut in ([0, 4], [0, 1, 4], [0, 2, 3, 4]):
         total = 0.0
-        for start, end in zip(cut, cut[1:], strict=False):
+        for start, end in itertools.pairwise(cut):
             weights = sequence_weights(LENGTHS[start:end], totals, aggregation, norm_tokens=8)
             assert weights.isfinite().all()
             total += sum(
