@@ -75,7 +75,7 @@ class Window(io.RawIOBase):
 def find_tensor(buffer: Any, start: int, length: int, what: str) -> Saved:
     """The tensor saved in these bytes of `buffer`; CheckpointError naming `what` when there is none."""
     try:
-        with zipfile.ZipFile(Window(buffer, start, length)) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(Window(buffer, start, length)) as archive:
             return _find(archive, buffer, start)
     except (zipfile.BadZipFile, NotImplementedError, *MALFORMED) as error:
         raise CheckpointError(f"{what} is not a saved tensor ({type(error).__name__}: {error}).") from error
@@ -134,6 +134,8 @@ def _member(archive: zipfile.ZipFile, name: str) -> str:
 class _Rebuilt:
     """The arguments with which torch would rebuild a tensor."""
 
-    def __init__(self, storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> None:
+    def __init__(
+        self, storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
+    ) -> None:
         self.storage, self.storage_offset = storage, int(offset)
         self.shape, self.stride = tuple(map(int, shape)), tuple(map(int, stride))

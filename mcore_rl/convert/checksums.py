@@ -23,7 +23,7 @@ class Part(NamedTuple):
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor, without a copy."""
     flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def joined(parts: Iterable[Part], size: int) -> int | None:

@@ -74,19 +74,24 @@ class Conversion:
 
 
 def convert(conversion: Conversion, settings: Settings, progress: ByteProgress) -> Path:
-    """Run a conversion, or go on with it; where the output is. CheckpointError before writing what can be told before."""
+    """Run a conversion, or go on with it; where the output is. What can be refused is refused before writing."""
     workers = workers_within(conversion, settings)
     plan = conversion.plan
     for note in conversion.notes:
         progress.say(note)
     if workers < settings.workers:
-        progress.say(f"{workers} of {settings.workers} workers, as --max-ram {shown(settings.max_ram_bytes)} holds no more")
+        progress.say(
+            f"{workers} of {settings.workers} workers, as --max-ram {shown(settings.max_ram_bytes)} holds no more"
+        )
     with working(conversion.final, plan, conversion.num_bytes, overwrite=settings.overwrite) as work:
         run(_job(conversion, settings, work), workers, progress, conversion.title)
         conversion.finish(work.out, plan, list(records_of(work.records, conversion.tasks)))
         complete(work, conversion.publish)
-    progress.event("end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3))
-    progress.say(f"{conversion.final}: {len(conversion.targets)} tensors, {shown(conversion.num_bytes)}, {progress.seconds:.1f} s")
+    progress.event(
+        "end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3)
+    )
+    size = f"{len(conversion.targets)} tensors, {shown(conversion.num_bytes)}"
+    progress.say(f"{conversion.final}: {size}, {progress.seconds:.1f} s")
     return conversion.final
 
 
@@ -103,8 +108,8 @@ def workers_within(conversion: Conversion, settings: Settings) -> int:
         if not settings.max_ram_bytes or memory_forecast(conversion, workers) <= settings.max_ram_bytes:
             return workers
     raise CheckpointError(
-        f"--max-ram {shown(settings.max_ram_bytes)} is too little: one worker needs {shown(memory_forecast(conversion, 1))} "
-        f"(the largest chunk is {shown(conversion.largest_chunk_bytes)}). Allow so much."
+        f"--max-ram {shown(settings.max_ram_bytes)} is too little: one worker needs "
+        f"{shown(memory_forecast(conversion, 1))} (the largest chunk is {shown(conversion.largest_chunk_bytes)}). Allow so much."
     )
 
 

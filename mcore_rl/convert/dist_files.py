@@ -42,13 +42,17 @@ def write_metadata(folder: Path, done: Done, objects: Mapping[str, bytes]) -> No
         for chunk, record in zip(task.chunks, records, strict=True):
             target = chunk.target
             offset = torch.Size([span.start for span in chunk.where])
-            chunks.setdefault(target.name, []).append(ChunkStorageMetadata(offset, torch.Size(sizes(chunk.where))))
+            chunks.setdefault(target.name, []).append(
+                ChunkStorageMetadata(offset, torch.Size(sizes(chunk.where)))
+            )
             entries[target.name] = target
             storage[MetadataIndex(target.name, offset)] = _StorageInfo(
                 task.file, record.placed.offset, record.placed.length
             )
     state: dict[str, Any] = {
-        key: TensorStorageMetadata(TensorProperties(dtype=target.dtype), torch.Size(target.shape), chunks[key])
+        key: TensorStorageMetadata(
+            TensorProperties(dtype=target.dtype), torch.Size(target.shape), chunks[key]
+        )
         for key, target in entries.items()
     }
     if objects:
@@ -75,16 +79,16 @@ def write_common(folder: Path, common: dict[str, Any]) -> None:
         _flush(file)
 
 
-def finish(folder: Path, model: ModelConfig, step: int) -> None:
-    """The marker, last: with it the folder is complete."""
+def finish(folder: Path, model: ModelConfig, step: int, before: Marker | None = None) -> None:
+    """The marker, last: with it the folder is complete. `before`: of the checkpoint whose training state this has."""
     names = sorted(entry.name for entry in folder.iterdir())
     write_marker(
         folder,
         Marker(
             step=step,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
-            world_size=1,
-            mesh=ONE_RANK,
+            world_size=before.world_size if before else 1,
+            mesh=before.mesh if before else ONE_RANK,
             model=model.model_dump(mode="json"),
             megatron=megatron_version(),
             files={name: (folder / name).stat().st_size for name in names},

@@ -1,6 +1,5 @@
 """A Megatron checkpoint (`torch_dist`) by its metadata: which tensors, in which pieces, where."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -98,19 +97,25 @@ def open_dist(path: Path) -> DistFolder:
 
 def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, Saved]]:
     tensors, objects = {}, {}
-    places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
+    places = {
+        (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
+    }
     for key, entry in sorted(metadata.state_dict_metadata.items()):
         if isinstance(entry, TensorStorageMetadata):
             parts = []
             for chunk in entry.chunks:
                 info = places.get((key, tuple(chunk.offsets)))
                 if info is None:
-                    raise CheckpointError(f"{path}: {key} at {tuple(chunk.offsets)} is in no file. Take another copy.")
+                    raise CheckpointError(
+                        f"{path}: {key} at {tuple(chunk.offsets)} is in no file. Take another copy."
+                    )
                 spans = (Span(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 parts.append(Rectangle(tuple(spans), _place(path, key, info)))
             shape = tuple(entry.size)
             if any(True for _ in covered_otherwise_than_once(shape, [part.where for part in parts])):
-                raise CheckpointError(f"{path}: the parts of {key} {shape} do not make it up. Take another copy.")
+                raise CheckpointError(
+                    f"{path}: the parts of {key} {shape} do not make it up. Take another copy."
+                )
             tensors[key] = DistTensor(shape, entry.properties.dtype, tuple(parts))
         elif (info := (metadata.storage_data or {}).get(MetadataIndex(key))) is not None:
             objects[key] = _place(path, key, info)
@@ -119,8 +124,15 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
 
 def _place(path: Path, key: str, info: object) -> Saved:
     file, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
-    if not isinstance(file, str) or Path(file).name != file or not isinstance(offset, int) or not isinstance(length, int):
-        raise CheckpointError(f"{path}: {key} is said to be in {file!r}, which is not a file of the checkpoint.")
+    if (
+        not isinstance(file, str)
+        or Path(file).name != file
+        or not isinstance(offset, int)
+        or not isinstance(length, int)
+    ):
+        raise CheckpointError(
+            f"{path}: {key} is said to be in {file!r}, which is not a file of the checkpoint."
+        )
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"{path}: {key} is compressed, which is not read here. Save it without.")
     return Saved(file, offset, length)
@@ -135,7 +147,9 @@ def _files(path: Path, metadata: Metadata) -> dict[str, int]:
     for name, end in sorted(ends.items()):
         sizes[name] = (path / name).stat().st_size if (path / name).is_file() else 0
         if sizes[name] < end:
-            raise CheckpointError(f"{path} is damaged: {name} has {sizes[name]} bytes, {end} are in use. Take another copy.")
+            raise CheckpointError(
+                f"{path} is damaged: {name} has {sizes[name]} bytes, {end} are in use. Take another copy."
+            )
     return sizes
 
 
@@ -147,5 +161,3 @@ def _step(path: Path) -> int:
     common = path / "common.pt"
     step = common_of(common.read_bytes(), str(common)).get("iteration", 0) if common.is_file() else 0
     return step if isinstance(step, int) else 0
-
-

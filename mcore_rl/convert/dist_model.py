@@ -1,9 +1,9 @@
-"""A Megatron checkpoint as one of the families: ours by what it says, others by a Hugging Face folder of the same model."""
+"""A Megatron checkpoint as one of the families: ours by what it says, others by a folder of the same model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,14 +61,16 @@ def open_dist_model(
         stored = {key: shape for key, shape in stored.items() if not key.startswith(MTP)}
     elif model.mtp_layers and not any(key.startswith(MTP) for key in stored):
         raise CheckpointError(
-            f"{folder.path} has no MTP layers, though its model has {model.mtp_layers}. Export without them: --mtp drop."
+            f"{folder.path} has no MTP layers, though its model has {model.mtp_layers}. Leave them out: --mtp drop."
         )
     canonical = weight_map(model, experts)
     canonical.prove()
     relaid = detect(model, canonical, stored)
     weights = relaid.weights(canonical)
     weights.prove()
-    odd = [f"{key} is {folder.tensors[key].dtype}" for key in stored if folder.tensors[key].dtype not in FLOATS]
+    odd = [
+        f"{key} is {folder.tensors[key].dtype}" for key in stored if folder.tensors[key].dtype not in FLOATS
+    ]
     if odd:
         raise CheckpointError(f"{folder.path} has tensors that are no plain weights:\n{listed(odd)}")
     return DistModel(folder=folder, model=model, canonical=canonical, weights=weights, layout=relaid.layout)
@@ -114,7 +116,7 @@ def _vocab_multiple(folder: DistFolder, model: ModelConfig, stored: Mapping[str,
     rows = stored.get(EMBEDDING, (0,))[0]
     if rows < model.vocab_size:
         raise CheckpointError(
-            f"{folder.path}: {EMBEDDING} has {rows} rows, the reference's vocabulary {model.vocab_size}. Is the reference "
-            "that of the same model?"
+            f"{folder.path}: {EMBEDDING} has {rows} rows, the reference's vocabulary {model.vocab_size}. Is the "
+            "reference that of the same model?"
         )
     return rows

@@ -68,7 +68,11 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Se
         identity=f"export {options} {found.model} {found.folder.digest} {identity}",
         finish=partial(_finish, found, _Extra(options.reference, config, file_of)),
         publish=replace,
-        notes=[f"{found.model.family}, step {found.folder.step}: {found.layout}", *notes, *_padding_notes(found)],
+        notes=[
+            f"{found.model.family}, step {found.folder.step}: {found.layout}",
+            *notes,
+            *_padding_notes(found),
+        ],
     )
 
 
@@ -80,7 +84,9 @@ def export_targets(found: DistModel, dtype: Dtype, reference: HfFolder | None) -
         if _is_written(copy, reference):
             pairs[copy.name], shapes[copy.name] = pairs[copy.original], shapes[copy.original]
     return [
-        Target(name=name, shape=shape, dtype=_dtype(found, name, pairs[name], dtype), pairs=tuple(pairs[name]))
+        Target(
+            name=name, shape=shape, dtype=_dtype(found, name, pairs[name], dtype), pairs=tuple(pairs[name])
+        )
         for name, shape in shapes.items()
     ]
 
@@ -109,7 +115,9 @@ def _config(found: DistModel, options: ExportOptions, targets: Sequence[Target])
     """config.json, and what is to be said about it."""
     if options.reference is None:
         kinds = {target.dtype for target in targets} - {torch.float32}
-        config = hf_config(found.model) | {"dtype": str(next(iter(kinds), torch.float32)).removeprefix("torch.")}
+        config = hf_config(found.model) | {
+            "dtype": str(next(iter(kinds), torch.float32)).removeprefix("torch.")
+        }
         note = "config.json is made from the checkpoint's settings; there is no tokenizer (see --reference)"
         return _json(config), [note]
     raw, config = (options.reference / "config.json").read_bytes(), read_config(options.reference)
@@ -120,7 +128,9 @@ def _config(found: DistModel, options: ExportOptions, targets: Sequence[Target])
         if config.get(name, found.model.mtp_layers) != found.model.mtp_layers:
             changed.append(f"{name} is {found.model.mtp_layers} instead of {config[name]}")
             config[name] = found.model.mtp_layers
-    return (_json(config) if changed else raw), [f"config.json is the reference's, but {line}" for line in changed]
+    return (_json(config) if changed else raw), [
+        f"config.json is the reference's, but {line}" for line in changed
+    ]
 
 
 def _json(config: dict[str, Any]) -> bytes:
@@ -135,7 +145,9 @@ def _padding_notes(found: DistModel) -> list[str]:
         rows = torch.empty(sizes(where), dtype=found.dtype(key))
         source.fill(rows, key, where)
         if rows.any():
-            notes.append(f"{key}: the {len(rows)} rows that pad the vocabulary are not zero; they are dropped")
+            notes.append(
+                f"{key}: the {len(rows)} rows that pad the vocabulary are not zero; they are dropped"
+            )
     return notes
 
 

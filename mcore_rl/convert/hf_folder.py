@@ -81,7 +81,7 @@ def open_hf(path: Path) -> HfFolder:
         for tensor, stored in _entries(folder / name, header, data_start, sizes[name]):
             if tensor in tensors:
                 raise CheckpointError(
-                    f"{folder}: {tensor} is in {tensors[tensor].file} and in {name}. Remove the file that does not belong."
+                    f"{folder}: {tensor} is in {tensors[tensor].file} and in {name}. Remove the wrong one."
                 )
             tensors[tensor] = stored
     if path.is_dir() and (path / INDEX).is_file():
@@ -103,7 +103,9 @@ def _config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else None
     if config is not None and not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no JSON object. Take the config.json that belongs to the weights.")
+        raise CheckpointError(
+            f"{path} holds no JSON object. Take the config.json that belongs to the weights."
+        )
     return config
 
 
@@ -124,7 +126,11 @@ def _files(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder} has no *.safetensors.{hint}")
     for name in found:
         match = SHARD.fullmatch(name)
-        wanted = [f"{match[1]}-{i:05d}-of-{match[3]}.safetensors" for i in range(1, int(match[3]) + 1)] if match else []
+        wanted = (
+            [f"{match[1]}-{i:05d}-of-{match[3]}.safetensors" for i in range(1, int(match[3]) + 1)]
+            if match
+            else []
+        )
         if missing := sorted(set(wanted) - set(found)):
             raise CheckpointError(f"{folder} lacks shards:\n{listed(missing)}\nDownload or copy them again.")
     return found
@@ -143,7 +149,10 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
 def _check_index(folder: Path, tensors: Mapping[str, Stored]) -> None:
     names = _weight_map(folder)
     faults = [f"{name} is not in {names[name]}" for name in sorted(names.keys() - tensors.keys())]
-    faults += [f"{name}, in {tensors[name].file}, is not in the index" for name in sorted(tensors.keys() - names.keys())]
+    faults += [
+        f"{name}, in {tensors[name].file}, is not in the index"
+        for name in sorted(tensors.keys() - names.keys())
+    ]
     faults += [
         f"{name} is in {tensors[name].file}, not in {names[name]}"
         for name in sorted(names.keys() & tensors.keys())
@@ -169,12 +178,16 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
     except ValueError:
         header = None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file} ({size} bytes) does not begin as safetensors do. Download or copy it again.")
+        raise CheckpointError(
+            f"{file} ({size} bytes) does not begin as safetensors do. Download or copy it again."
+        )
     header.pop("__metadata__", None)
     return header, 8 + length, size, sha256(raw).hexdigest()
 
 
-def _entries(file: Path, header: Mapping[str, Any], data_start: int, size: int) -> Iterator[tuple[str, Stored]]:
+def _entries(
+    file: Path, header: Mapping[str, Any], data_start: int, size: int
+) -> Iterator[tuple[str, Stored]]:
     position = 0
     try:
         entries = sorted(header.items(), key=lambda entry: tuple(entry[1]["data_offsets"]))

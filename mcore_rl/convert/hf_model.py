@@ -10,8 +10,8 @@ import torch
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.hf_folder import HfFolder, open_hf
+from mcore_rl.convert.planning import Pair, Target, chunks_of
 from mcore_rl.convert.sources import FP8, SCALE, HfSource, whole
-from mcore_rl.convert.planning import Target, Pair, chunks_of
 from mcore_rl.convert.stream import fill
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.families import model_from_hf, weight_map
@@ -48,7 +48,9 @@ def open_hf_model(path: Path, *, mtp: Mtp = "keep", vocab_multiple: int = 0) -> 
     """The model in a folder; `vocab_multiple` 0: as our config has it. CheckpointError or ConfigError by name."""
     folder = open_hf(path)
     if folder.config is None:
-        raise CheckpointError(f"{path} has no config.json: what model is it? Take the one that belongs to the weights.")
+        raise CheckpointError(
+            f"{path} has no config.json: what model is it? Take the one that belongs to the weights."
+        )
     model, layout = _model(folder.config, vocab_multiple), expert_layout(folder)
     kept = model.model_copy(update={"mtp_layers": 0}) if mtp == "drop" else model
     weights = weight_map(kept, layout)
@@ -80,7 +82,7 @@ def check_copies(found: HfModel) -> None:
     if differ:
         raise CheckpointError(
             f"Megatron shares tensors that these weights have in different versions:\n{listed(differ)}\n"
-            "Is tie_word_embeddings in config.json right? A different head of an MTP layer can be left out with --mtp drop."
+            "Is tie_word_embeddings in config.json right? An MTP layer can be left out with --mtp drop."
         )
 
 
@@ -117,14 +119,15 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
     ours = {
         name: shape
         for name, shape in found.folder.shapes.items()
-        if name not in dropped and not (name.endswith(SCALE) and name.removesuffix(SCALE) in found.folder.tensors)
+        if name not in dropped
+        and not (name.endswith(SCALE) and name.removesuffix(SCALE) in found.folder.tensors)
     }
     count = found.model.num_layers
     mtp = tuple(f"model.layers.{count + i}." for i in range(found.model.mtp_layers))
     if mtp and not any(name.startswith(mtp) for name in ours):
         raise CheckpointError(
-            f"config.json tells of {found.model.mtp_layers} MTP layers, but there is no tensor {mtp[0]}*. Take the shard "
-            "that has them, or import without them: --mtp drop."
+            f"config.json tells of {found.model.mtp_layers} MTP layers, but there is no tensor {mtp[0]}*. Take the "
+            "shard that has them, or import without them: --mtp drop."
         )
     found.weights.check_hf(ours)
 
@@ -137,7 +140,9 @@ def _check_types(found: HfModel) -> None:
         if dtype not in (*FLOATS, *FP8):
             faults.append(f"{name} is {dtype}, wanted fp32, bf16, fp16, or fp8 with scales")
     if faults:
-        raise CheckpointError(f"{found.folder.path} has tensors of types that cannot be converted:\n{listed(faults)}")
+        raise CheckpointError(
+            f"{found.folder.path} has tensors of types that cannot be converted:\n{listed(faults)}"
+        )
 
 
 def _scale_faults(found: HfModel) -> Iterator[str]:
@@ -160,7 +165,14 @@ def _equal(found: HfModel, one: str, other: str) -> bool:
     if found.dtype(one) != found.dtype(other):
         return False
     sides = [
-        chunks_of(Target(name=name, shape=shape, dtype=found.dtype(name), pairs=(Pair(whole(shape), name, whole(shape)),)))
+        chunks_of(
+            Target(
+                name=name,
+                shape=shape,
+                dtype=found.dtype(name),
+                pairs=(Pair(whole(shape), name, whole(shape)),),
+            )
+        )
         for name in (one, other)
     ]
     return all(

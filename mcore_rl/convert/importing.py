@@ -48,7 +48,9 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Se
     weights.prove()
     check_copies(found)
     targets = import_targets(found, weights, options.dtype)
-    tasks = tasks_of((chunk for target in targets for chunk in chunks_of(target)), settings.task_bytes, "numbered")
+    tasks = tasks_of(
+        (chunk for target in targets for chunk in chunks_of(target)), settings.task_bytes, "numbered"
+    )
     return Conversion(
         title="import",
         final=path_of_step(folder, 0),
@@ -67,7 +69,12 @@ def import_targets(found: HfModel, weights: WeightMap, dtype: Dtype) -> list[Tar
     """Megatron's tensors, in the order of the rules."""
     pairs = import_pairs(weights.blocks)
     return [
-        Target(name=key, shape=shape, dtype=_dtype(found, weights, key, pairs[key], dtype), pairs=tuple(pairs[key]))
+        Target(
+            name=key,
+            shape=shape,
+            dtype=_dtype(found, weights, key, pairs[key], dtype),
+            pairs=tuple(pairs[key]),
+        )
         for key, shape in weights.mcore_shapes.items()
     ]
 
@@ -94,7 +101,9 @@ def _notes(found: HfModel, layout: Layout) -> list[str]:
     return notes
 
 
-def _finish(found: HfModel, layout: Layout, folder: Path, plan: str, done: Sequence[tuple[Task, list[Record]]]) -> None:
+def _finish(
+    found: HfModel, layout: Layout, folder: Path, plan: str, done: Sequence[tuple[Task, list[Record]]]
+) -> None:
     write_metadata(folder, done, {})
     write_format(folder)
     write_common(folder, single_rank_common(found.model, 0, {}))

@@ -1,4 +1,4 @@
-"""The ways in which Megatron names the same tensors: by TransformerEngine's layers or its own, stacked or a layer each."""
+"""The names that Megatron has for the same tensors: TransformerEngine's or its own, layers stacked or apart."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -53,7 +53,9 @@ class Relaid:
         for block in canonical.blocks:
             key, where = self.place(block.mcore_key, block.mcore_where)
             blocks.append(replace(block, mcore_key=key, mcore_where=where))
-        fp32 = {self._key(key, layer) for key in canonical.fp32_keys for layer in self._layers(key, canonical)}
+        fp32 = {
+            self._key(key, layer) for key in canonical.fp32_keys for layer in self._layers(key, canonical)
+        }
         return replace(
             canonical,
             blocks=tuple(blocks),
@@ -64,7 +66,7 @@ class Relaid:
 
     def place(self, key: str, where: Where) -> tuple[str, Where]:
         """Where a rectangle of one of the weight map's tensors is; it must lie in one layer if these are apart."""
-        if self.layout.layers == "each" and _is_stacked(key):
+        if self.layout.layers == "each" and is_stacked(key):
             assert where[0].stop == where[0].start + 1, f"{key} is cut by layers"
             return self._key(key, where[0].start), where[1:]
         return self._key(key, None), where
@@ -72,14 +74,14 @@ class Relaid:
     def shapes(self, canonical: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
         """Keys and shapes."""
         for key, shape in canonical.items():
-            if self.layout.layers == "each" and _is_stacked(key):
+            if self.layout.layers == "each" and is_stacked(key):
                 for layer in range(shape[0]):
                     yield self._key(key, layer), shape[1:]
             else:
                 yield self._key(key, None), shape
 
     def _layers(self, key: str, canonical: WeightMap) -> list[int | None]:
-        apart = self.layout.layers == "each" and _is_stacked(key)
+        apart = self.layout.layers == "each" and is_stacked(key)
         return list(range(canonical.mcore_shapes[key][0])) if apart else [None]
 
     def _key(self, key: str, layer: int | None) -> str:
@@ -111,13 +113,14 @@ def native(model: ModelConfig) -> Layout:
     return Layout("te", "stacked" if model.layers_alike else "each")
 
 
-def _is_stacked(key: str) -> bool:
+def is_stacked(key: str) -> bool:
+    """Whether a key holds all layers."""
     return key.startswith(STACK) and not key.removeprefix(STACK)[:1].isdigit()
 
 
 def _parted(key: str) -> tuple[str, str]:
     """The prefix of a layer, and the name within; no prefix outside of layers."""
-    if _is_stacked(key):
+    if is_stacked(key):
         return STACK, key.removeprefix(STACK)
     if key.startswith(STACK):
         number, _, rest = key.removeprefix(STACK).partition(".")

@@ -19,7 +19,11 @@ RULES_VERSION = 1
 
 
 def write_manifest(
-    folder: Path, plan: str, facts: Mapping[str, Any], sources: Mapping[str, Any], done: Sequence[tuple[Task, list[Record]]]
+    folder: Path,
+    plan: str,
+    facts: Mapping[str, Any],
+    sources: Mapping[str, Any],
+    done: Sequence[tuple[Task, list[Record]]],
 ) -> None:
     """`facts` is what the kind of conversion has to say, `sources` what it read."""
     manifest = {
@@ -63,10 +67,12 @@ def hf_sources(folder: HfFolder, done: Iterable[tuple[Task, list[Record]]]) -> d
     for name, stored in sorted(folder.tensors.items()):
         crc = joined(parts.get(name, ()), stored.num_bytes)
         if crc is None:
-            part = source.checksum(name, whole(stored.shape))
-            crc = part.crc if part else None
+            read = source.checksum(name, whole(stored.shape))
+            crc = read.crc if read else None
         checksums[name] = _hex(crc)
-    files = {name: {"bytes": size, "header_sha256": folder.headers[name]} for name, size in folder.files.items()}
+    files = {
+        name: {"bytes": size, "header_sha256": folder.headers[name]} for name, size in folder.files.items()
+    }
     return {"files": files, "config": folder.config, "tensors": checksums}
 
 

@@ -4,7 +4,6 @@ import io
 import pickle
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from mcore_rl.errors import CheckpointError
 
-Allowed = Mapping[tuple[str, str], Any]
+Allowed = dict[tuple[str, str], Any]
 
 DTYPES: Allowed = {
     ("torch", str(dtype).removeprefix("torch.")): dtype
@@ -54,7 +53,9 @@ class Opaque:
 class Unpickler(pickle.Unpickler):
     """Knows `allowed` only; others are refused by name, or made `Opaque`."""
 
-    def __init__(self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False) -> None:
+    def __init__(
+        self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False
+    ) -> None:
         super().__init__(file)
         self._allowed = allowed
         self._opaque = opaque
@@ -82,11 +83,15 @@ def load_metadata(path: Path) -> metadata.Metadata:
     try:
         loaded = Unpickler(io.BytesIO(file.read_bytes()), METADATA).load()
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?"
+        ) from error
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}.") from None
     except MALFORMED as error:
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}). Take another copy.") from error
+        raise CheckpointError(
+            f"{file} is damaged ({type(error).__name__}: {error}). Take another copy."
+        ) from error
     if not isinstance(loaded, metadata.Metadata):
         raise CheckpointError(f"{file} holds a {type(loaded).__name__}, wanted torch's Metadata.")
     return loaded

@@ -17,11 +17,15 @@ CHUNK_BYTES = 64 << 20
 
 
 class Pair(NamedTuple):
-    """The rectangle `into` of a target is the rectangle `where` of the source's tensor `source`."""
+    """The rectangle `into` of a target is the rectangle `where` of the source's tensor `source`.
+
+    What one side has more axes in front is one position wide. Transposed, the last two axes are exchanged.
+    """
 
     into: Where
     source: str
     where: Where
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +84,9 @@ def import_pairs(blocks: Sequence[Block]) -> dict[str, list[Pair]]:
     """For each Megatron tensor, its rectangles and Hugging Face's."""
     pairs: dict[str, list[Pair]] = {}
     for block in blocks:
-        pairs.setdefault(block.mcore_key, []).append(Pair(block.mcore_where, block.hf_name, block.hf_where))
+        pairs.setdefault(block.mcore_key, []).append(
+            Pair(block.mcore_where, block.hf_name, block.hf_where, block.transposed)
+        )
     return pairs
 
 
@@ -88,7 +94,9 @@ def export_pairs(blocks: Sequence[Block]) -> dict[str, list[Pair]]:
     """For each Hugging Face tensor, its rectangles and Megatron's."""
     pairs: dict[str, list[Pair]] = {}
     for block in blocks:
-        pairs.setdefault(block.hf_name, []).append(Pair(block.hf_where, block.mcore_key, block.mcore_where))
+        pairs.setdefault(block.hf_name, []).append(
+            Pair(block.hf_where, block.mcore_key, block.mcore_where, block.transposed)
+        )
     return pairs
 
 
@@ -102,10 +110,33 @@ def chunks_of(target: Target, limit: int = CHUNK_BYTES) -> Iterator[Chunk]:
         front = tuple(Span(i, i + 1) for i in index)
         for rows in _row_runs(target, lead, limit):
             where = (*front, *rows)
-            yield Chunk(target, where, tuple(_cut(pair, where) for pair in at.get(index, ()) if _meet(pair.into, where)))
+            yield Chunk(
+                target,
+                where,
+                tuple(_cut(pair, where) for pair in at.get(index, ()) if _meet(pair.into, where)),
+            )
 
 
-def tasks_of(chunks: Iterator[Chunk], most_bytes: int, file_of: "Mapping[str, str] | Literal['numbered']") -> list[Task]:
+def chunk_at(target: Target, where: Where) -> Chunk:
+    """Any rectangle of a target."""
+    return Chunk(target, where, tuple(_cut(pair, where) for pair in target.pairs if _meet(pair.into, where)))
+
+
+def composed(pairs: Sequence[Pair], through: Mapping[str, Sequence[Pair]]) -> list[Pair]:
+    """`pairs`, of which each source is itself a target of `through`, down to the sources of `through`."""
+    made = []
+    for pair in pairs:
+        for inner in through[pair.source]:
+            if _meet(inner.into, pair.where):
+                part = _cut(inner, pair.where)
+                turned = part.transposed != pair.transposed
+                made.append(Pair(_moved(part.into, pair), part.source, part.where, turned))
+    return made
+
+
+def tasks_of(
+    chunks: Iterator[Chunk], most_bytes: int, file_of: Mapping[str, str] | Literal["numbered"]
+) -> list[Task]:
     """Chunks in their order, as many a task as fit in `most_bytes`.
 
     `file_of` gives the file of each target; "numbered": every task has a file of its own.
@@ -153,18 +184,20 @@ def digest(tasks: Sequence[Task]) -> str:
             target = chunk.target
             state.update(f"{target.name} {target.shape} {target.dtype} {_plain(chunk.where)}\n".encode())
             for pair in chunk.pairs:
-                state.update(f" {_plain(pair.into)} {pair.source} {_plain(pair.where)}\n".encode())
+                state.update(
+                    f" {_plain(pair.into)} {pair.source} {_plain(pair.where)} {pair.transposed}\n".encode()
+                )
     return state.hexdigest()
 
 
-def _plain(where: Where) -> list[tuple[int, int]]:
-    return [(span.start, span.stop) for span in where]
+def _plain(where: Where) -> list[tuple[int, ...]]:
+    return [tuple(span) for span in where]
 
 
 def _lead(target: Target) -> int:
     """How many axes in front, such as layers and experts, no rectangle is more than one position wide on."""
     lead = 0
-    while lead < len(target.shape) - 1 and all(pair.into[lead].stop - pair.into[lead].start == 1 for pair in target.pairs):
+    while lead < len(target.shape) - 1 and all(pair.into[lead].count == 1 for pair in target.pairs):
         lead += 1
     # A target of one pair and many rows of size one is not cut into as many chunks.
     return lead if target.pairs and lead < len(target.shape) else 0
@@ -191,17 +224,46 @@ def _row_runs(target: Target, lead: int, limit: int) -> Iterator[Where]:
 
 
 def _meet(one: Where, other: Where) -> bool:
-    return all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other, strict=True))
+    return all(low < high for low, high in map(_common, one, other))
 
 
-def _cut(pair: Pair, chunk: Where) -> Pair:
-    """What of a pair is in a chunk."""
-    common = [Span(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(pair.into, chunk, strict=True)]
-    offsets = [(span.start - into.start, span.stop - into.start) for span, into in zip(common, pair.into, strict=True)]
+def _common(span: Span, window: Span) -> tuple[int, int]:
+    """Which of a span's positions, counted from 0, are in a window without steps."""
+    low, high = (-((span.start - edge) // span.step) for edge in window[:2])
+    return max(low, 0), min(high, span.count)
+
+
+def _part(span: Span, low: int, high: int) -> Span:
+    """A span's positions low <= i < high."""
+    return Span(span.start + low * span.step, span.start + (high - 1) * span.step + 1, span.step)
+
+
+def _shift(span: Span, by: int) -> Span:
+    return Span(span.start - by, span.stop - by, span.step)
+
+
+def _cut(pair: Pair, window: Where) -> Pair:
+    """What of a pair is in a window of the target, and where in the window."""
+    common = [_common(span, edge) for span, edge in zip(pair.into, window, strict=True)]
+    into = tuple(
+        _shift(_part(span, *inside), edge.start)
+        for span, inside, edge in zip(pair.into, common, window, strict=True)
+    )
     where = list(pair.where)
-    # Both sides have the same last axes; what one has more in front is one position wide.
-    for back in range(1, min(len(where), len(offsets)) + 1):
-        first = where[-back].start
-        where[-back] = Span(first + offsets[-back][0], first + offsets[-back][1])
-    into = tuple(Span(a.start - b.start, a.stop - b.start) for a, b in zip(common, chunk, strict=True))
-    return Pair(into, pair.source, tuple(where))
+    for axis, other in _facing(len(pair.into), len(where), pair.transposed):
+        where[other] = _part(where[other], *common[axis])
+    return Pair(into, pair.source, tuple(where), pair.transposed)
+
+
+def _moved(part: Where, pair: Pair) -> Where:
+    """Where a rectangle, relative to `pair.where`, comes to lie in the target of the pair."""
+    moved = list(pair.into)
+    for axis, other in _facing(len(moved), len(part), pair.transposed):
+        moved[axis] = _part(moved[axis], part[other].start, part[other].stop)
+    return tuple(moved)
+
+
+def _facing(axes: int, other_axes: int, transposed: bool) -> Iterator[tuple[int, int]]:
+    """The axes of two rectangles that go together, counted from the end."""
+    for back in range(1, min(axes, other_axes) + 1):
+        yield -back, -(3 - back) if transposed and back <= 2 else -back

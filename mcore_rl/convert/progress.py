@@ -8,7 +8,14 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 LOG_INTERVAL_S = 15.0
 """Between two lines where there is no terminal to draw a bar on."""
@@ -47,7 +54,9 @@ class ByteProgress:
         self._done += num_bytes
         for task in self._bar.task_ids:
             self._bar.advance(task, num_bytes)
-        self.event("task", done_bytes=self._done, total_bytes=self._total, seconds=round(self.seconds, 3), **facts)
+        self.event(
+            "task", done_bytes=self._done, total_bytes=self._total, seconds=round(self.seconds, 3), **facts
+        )
         if not self._console.is_terminal and time.monotonic() - self._told > LOG_INTERVAL_S:
             self._told = time.monotonic()
             speed = (self._done - self._before) / max(self.seconds, 1e-9)

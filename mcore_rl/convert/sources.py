@@ -77,21 +77,23 @@ class HfSource:
         with self._files.bytes_of(stored.file, start, count) as raw:
             rows = (where[0].stop - where[0].start, *stored.shape[1:]) if where else ()
             tensor = raw.view(stored.dtype).view(rows)
-            rest = tuple(slice(span.start, span.stop) for span in where[1:])
-            if stored.dtype in FP8 and name + SCALE in self._tensors:
-                out.copy_(self._dequantised(tensor, name, where[0].start, out.dtype)[(slice(None), *rest)].view(out.shape))
-            else:
-                out.copy_((tensor[(slice(None), *rest)] if where else tensor).view(out.shape))
+            if stored.dtype in FP8 and out.dtype not in FP8:
+                tensor = self._dequantised(tensor, name, where[0].start, out.dtype)
+            inside = (
+                tuple(slice(*span) for span in ((0, rows[0], where[0].step), *where[1:])) if where else ()
+            )
+            out.copy_(tensor[inside].view(out.shape))
             del tensor, raw
 
     def checksum(self, name: str, where: Where) -> Part | None:
         """See Source."""
         stored = self._tensors[name]
-        if any(span != (0, size) for span, size in zip(where[1:], stored.shape[1:], strict=True)):
+        whole_rows = whole((0, *stored.shape[1:]))[1:]
+        if where and (where[0].step != 1 or where[1:] != whole_rows):
             return None
         start, count = _run(stored, where)
         with self._files.bytes_of(stored.file, start, count) as raw:
-            crc = zlib.crc32(memoryview(raw.numpy()))
+            crc = zlib.crc32(raw.numpy().data)
             del raw
         return Part(start - stored.start, count, crc)
 
@@ -125,7 +127,8 @@ class DistSource:
         whole_out = out.view(sizes(where))
         for part in self._parts_near(name, where):
             common = tuple(
-                Span(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(where, part.where, strict=True)
+                Span(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(where, part.where, strict=True)
             )
             if all(span.start < span.stop for span in common):
                 self._copy(_at(whole_out, common, where), name, part, common)
@@ -171,7 +174,7 @@ class DistSource:
 
 def sizes(where: Where) -> Shape:
     """Of a rectangle."""
-    return tuple(span.stop - span.start for span in where)
+    return tuple(span.count for span in where)
 
 
 def whole(shape: Shape) -> Where:
@@ -181,7 +184,9 @@ def whole(shape: Shape) -> Where:
 
 def _at(tensor: Tensor, where: Where, origin: Where) -> Tensor:
     """The rectangle `where` of a tensor whose own place is `origin`."""
-    return tensor[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(where, origin, strict=True))]
+    return tensor[
+        tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(where, origin, strict=True))
+    ]
 
 
 def _run(stored: Stored, where: Where) -> tuple[int, int]:

@@ -90,10 +90,13 @@ def records_of(folder: Path, tasks: Sequence[Task]) -> Iterator[tuple[Task, list
     """Each task with the records of its chunks."""
     for task in tasks:
         saved = json.loads(record_file(folder, task.index).read_text(encoding="utf-8"))
-        yield task, [
-            Record(Placed(*entry[0]), entry[1], tuple((name, Part(*part)) for name, part in entry[2]))
-            for entry in saved
-        ]
+        yield (
+            task,
+            [
+                Record(Placed(*entry[0]), entry[1], tuple((name, Part(*part)) for name, part in entry[2]))
+                for entry in saved
+            ],
+        )
 
 
 def record_file(folder: Path, index: int) -> Path:
@@ -108,7 +111,8 @@ def fill(chunk: Chunk, source: Source) -> Tensor:
     covered = sum(math.prod(sizes(pair.into)) for pair in chunk.pairs) == math.prod(shape)
     made = (torch.empty if covered else torch.zeros)(shape, dtype=chunk.target.dtype)
     for pair in chunk.pairs:
-        source.fill(made[tuple(slice(*span) for span in pair.into)], pair.source, pair.where)
+        out = made[tuple(slice(*span) for span in pair.into)]
+        source.fill(out.mT if pair.transposed else out, pair.source, pair.where)
     return made
 
 
@@ -167,7 +171,9 @@ def _do(job: Job, task: Task, source: Source, parent: int) -> None:
                 os._exit(1)  # killed with nobody to tell
             parts = [(pair.source, source.checksum(pair.source, pair.where)) for pair in chunk.pairs]
             made = fill(chunk, source)
-            found.append((zlib.crc32(as_bytes(made)), [(name, part) for name, part in parts if part is not None]))
+            found.append(
+                (zlib.crc32(as_bytes(made)), [(name, part) for name, part in parts if part is not None])
+            )
             yield made
             if job.chunk_done:
                 job.chunk_done(chunk.num_bytes)

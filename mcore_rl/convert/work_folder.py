@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.data.files import sole_writer
 from mcore_rl.convert.progress import shown
+from mcore_rl.data.files import sole_writer
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.checkpoint.folder import naming, sync, write_atomically
 
@@ -44,7 +44,9 @@ def working(final: Path, plan: str, num_bytes: int, *, overwrite: bool) -> Itera
     """
     work = WorkFolder(final.with_name(f"{final.name}.converting"), final)
     if final.exists() and not overwrite:
-        raise CheckpointError(f"{final} exists. Name another output, or add --overwrite to replace it when all is done.")
+        raise CheckpointError(
+            f"{final} exists. Name another output, or add --overwrite to replace it when all is done."
+        )
     before = work.path / "plan.json"
     known = json.loads(before.read_text(encoding="utf-8")).get("plan") if before.exists() else None
     if known is not None and known != plan:

@@ -25,6 +25,15 @@ def build_model(
     return [_build_chunk(config, model, platform, stage) for stage in stages]
 
 
+def build_uninitialized(
+    model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
+) -> nn.Module:
+    """The whole model as one chunk, its weights whatever the memory held, so that none of it is in use yet."""
+    config = transformer_config(model, mesh, platform, settings)
+    config.perform_initialization = False
+    return _build_chunk(config, model, platform, None)
+
+
 def unwrap(chunk: nn.Module) -> GPTModel:
     """The Megatron model inside its wrappers for data parallelism and 16-bit numbers."""
     inner: Any = chunk

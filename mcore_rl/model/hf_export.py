@@ -50,7 +50,9 @@ def _rope(model: ModelConfig) -> Written:
             "original_max_position_embeddings": 8192,
         }
     if rope.scaling == "yarn":
-        temperatures = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
+        temperatures = (
+            {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim} if rope.mscale_all_dim else {}
+        )
         written["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": rope.factor,

@@ -18,6 +18,7 @@ from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import ConfigError, McoreRlError
+from mcore_rl.run.convert_arguments import convert_arguments, inspect_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,18 @@ COMMANDS: dict[str, Command] = {
         'mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40 --temperature 0.7',
         generate_arguments,
         program("mcore_rl.run.generate"),
+    ),
+    "convert": Command(
+        "Convert checkpoints between Hugging Face's and Megatron's formats, and prove that nothing was lost.",
+        "mcore-rl convert import models/Qwen3-30B-A3B checkpoints/qwen3 --workers 8 --max-ram 16G",
+        convert_arguments,
+        program("mcore_rl.run.convert"),
+    ),
+    "inspect": Command(
+        "List what is in a checkpoint of either format, or how it differs from another.",
+        "mcore-rl inspect runs/quickstart/pretrain --diff checkpoints/qwen3",
+        inspect_arguments,
+        program("mcore_rl.run.inspect_checkpoint"),
     ),
     "plot": Command(
         "Draw <run_dir>/metrics.png: loss, learning rate, gradient norm, load of the experts.",

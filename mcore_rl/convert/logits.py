@@ -1,0 +1,221 @@
+"""What two checkpoints compute, each in its own framework, with the weights of one layer in memory at a time."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.convert.dist_model import DistModel
+from mcore_rl.convert.hf_model import HfModel
+from mcore_rl.convert.layouts import Relaid
+from mcore_rl.convert.planning import Pair, Target, chunk_at, composed, export_pairs, import_pairs
+from mcore_rl.convert.progress import ByteProgress
+from mcore_rl.convert.sources import whole
+from mcore_rl.convert.stream import fill
+from mcore_rl.convert.verify import is_hf, open_model
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.build import build_uninitialized, unwrap
+from mcore_rl.model.families import weight_map
+from mcore_rl.model.global_tensors import Piece, pieces
+from mcore_rl.model.weight_map import Span
+from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+
+ROWS, LENGTH = 2, 32
+TOLERANCE = 2e-5
+"""Of the largest logit, and of a layer's largest output, in fp32."""
+Run = Callable[[Tensor], list[Tensor]]
+"""From tokens `[B, S]` to what each layer returns, `[B, S, D]`, and last the logits `[B, S, V]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far two models are apart."""
+
+    logits: float
+    """The largest difference."""
+    layers: float
+    """The same of the layers' outputs, by the largest output of the layer."""
+    largest_logit: float
+
+    @property
+    def tolerance(self) -> float:
+        """What the logits may differ by."""
+        return TOLERANCE * max(1.0, self.largest_logit)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether rounding explains it."""
+        return self.logits <= self.tolerance
+
+
+@torch.no_grad()
+def largest_distance(one: Path, other: Path, reference: Path | None, progress: ByteProgress) -> Distance:
+    """Runs both models in fp32 on the same random tokens. This process must not have Megatron's groups yet."""
+    outputs = []
+    for path in (one, other):
+        known = reference or next((folder for folder in (one, other) if is_hf(folder)), None)
+        found = open_model(path, known, "keep")
+        tokens_BS = torch.randint(
+            0, found.model.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
+        )
+        outputs.append(
+            _in_transformers(found)(tokens_BS)
+            if isinstance(found, HfModel)
+            else _in_megatron(found, tokens_BS)
+        )
+        progress.event("ran", path=str(path), layers=len(outputs[-1]) - 1)
+    (*hidden, logits), (*other_hidden, other_logits) = outputs
+    if len(hidden) != len(other_hidden) or logits.shape != other_logits.shape:
+        raise CheckpointError(
+            f"{one} has {len(hidden)} layers and {logits.shape[-1]} tokens, {other} {len(other_hidden)} and "
+            f"{other_logits.shape[-1]}: these are different models."
+        )
+    apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(hidden, other_hidden, strict=True)]
+    for layer, distance in enumerate(apart):
+        progress.event("layer", layer=layer, relative_distance=distance)
+    return Distance(float((logits - other_logits).abs().max()), max(apart), float(logits.abs().max()))
+
+
+def _in_transformers(found: HfModel) -> Run:
+    """The model of transformers, empty but for the module at work."""
+    config = transformers.AutoConfig.from_pretrained(found.folder.path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
+    _restore_wavelengths(model, config)
+    model.eval()
+    load = partial(_load_hf, found, _hf_pairs(found), found.source())
+    names = {module: name for name, module in model.named_modules()}
+    units = [model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head]
+
+    def enter(module: nn.Module) -> None:
+        module.to_empty(device="cpu")
+        for name, tensor in module.state_dict(prefix=f"{names[module]}.").items():
+            load(name, tensor)
+
+    def run(tokens_BS: Tensor) -> list[Tensor]:
+        with _kept(units, enter, _empty) as outputs:
+            logits = model(tokens_BS, use_cache=False).logits
+        return [*outputs[1:-2], logits]
+
+    return run
+
+
+def _empty(module: nn.Module) -> None:
+    module.to("meta")
+
+
+def _load_hf(found: HfModel, pairs: Mapping[str, list[Pair]], source: Any, name: str, tensor: Tensor) -> None:
+    originals = {copy.name: copy.original for copy in found.weights.copies}
+    name = originals.get(name, name)
+    target = Target(name=name, shape=tuple(tensor.shape), dtype=torch.float32, pairs=tuple(pairs[name]))
+    tensor.copy_(fill(chunk_at(target, whole(target.shape)), source))
+
+
+def _hf_pairs(found: HfModel) -> dict[str, list[Pair]]:
+    """From the tensors of transformers' modules, which has experts in one tensor, to those of the files."""
+    through = import_pairs(found.weights.blocks)
+    inner = export_pairs(weight_map(found.model, "fused").blocks)
+    return {name: composed(pairs, through) for name, pairs in inner.items()}
+
+
+def _restore_wavelengths(model: nn.Module, config: Any) -> None:
+    """What is computed from the config and in no checkpoint."""
+    for module in model.modules():
+        if "inv_freq" in dict(module.named_buffers(recurse=False)):
+            fresh = type(module)(config=config)
+            for name, buffer in fresh.named_buffers(recurse=False):
+                setattr(module, name, buffer)
+
+
+def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
+    """Megatron's model on one rank, its storages empty but for the module at work."""
+    settings = PlatformConfig(precision="fp32")
+    platform, mesh = start(settings), build_mesh(MeshConfig())
+    seed_ranks(1)
+    try:
+        chunk = unwrap(
+            build_uninitialized(found.model.model_copy(update={"mtp_layers": 0}), mesh, platform, settings)
+        ).eval()
+        by_storage: dict[int, list[Piece]] = {}
+        for piece in pieces([chunk]):
+            by_storage.setdefault(_id(piece.data), []).append(piece)
+        load = partial(_load_piece, Relaid(found.model, found.layout), found.source())
+        tied = [chunk.embedding] if found.model.tied_embeddings else []
+        holders: dict[nn.Module, Sequence[nn.Module]] = {chunk.output_layer: [chunk.output_layer, *tied]}
+        units = [chunk.embedding, *chunk.decoder.layers, chunk.decoder.final_layernorm, chunk.output_layer]
+
+        def enter(module: nn.Module) -> None:
+            for tensor in _tensors(holders.get(module, [module])):
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                for piece in by_storage.get(_id(tensor), ()):
+                    load(piece)
+
+        def leave(module: nn.Module) -> None:
+            for tensor in _tensors(holders.get(module, [module])):
+                tensor.untyped_storage().resize_(0)
+
+        for unit in units:
+            leave(unit)
+        positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+        with _kept(units, enter, leave) as outputs:
+            logits = chunk(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None)
+        return [*(hidden.transpose(0, 1) for hidden in outputs[1:-2]), logits[..., : found.model.vocab_size]]
+    finally:
+        destroy_mesh()
+
+
+def _load_piece(relaid: Relaid, source: Any, piece: Piece) -> None:
+    where = tuple(
+        Span(at, at + 1) if isinstance(at, int) else Span(*at.indices(size)[:2])
+        for at, size in zip(piece.where, piece.global_shape, strict=True)
+    )
+    key, there = relaid.place(piece.key, where)
+    source.fill(piece.data, key, there)
+
+
+def _tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and saved buffers."""
+    for module in modules:
+        yield from (
+            tensor for tensor in module.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)
+        )
+
+
+def _id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def _kept(
+    units: Sequence[nn.Module], enter: Callable[[nn.Module], None], leave: Callable[[nn.Module], None]
+) -> Iterator[list[Tensor]]:
+    """What each unit returns, in order; `enter` and `leave` are called around its forward."""
+    outputs: list[Tensor] = []
+
+    def before(module: nn.Module, _: Any) -> None:
+        enter(module)
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output).clone())
+        leave(module)
+
+    hooks = [unit.register_forward_pre_hook(before) for unit in units]
+    hooks += [unit.register_forward_hook(after) for unit in units]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,20 @@
+"""`mcore-rl inspect`: what is in a checkpoint."""
+
+import argparse
+
+from rich.console import Console
+
+from mcore_rl.convert.inspection import contents
+from mcore_rl.convert.progress import ByteProgress
+from mcore_rl.run.convert import report_differences
+
+
+def main(args: argparse.Namespace) -> int:
+    """Status: 0, or 1 when --diff finds a difference."""
+    with ByteProgress(Console()) as progress:
+        if args.diff is None:
+            for line in contents(args.path).lines():
+                progress.say(line)
+            return 0
+        args.reference, args.mtp = None, "keep"
+        return int(report_differences(args.path, args.diff, args, progress) > 0)
