@@ -8,7 +8,7 @@ from torch import Tensor
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.families import weight_map
-from mcore_rl.model.weight_map import Shape, WeightMap, Where, listed
+from mcore_rl.model.weight_map import Block, Shape, WeightMap, Where, listed
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def to_global(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Te
             raise CheckpointError(
                 f"{block.hf_name} is {dtype}, other parts of {block.mcore_key} {target.dtype}."
             )
-        _at(target, block.mcore_where).copy_(_at(source, block.hf_where))
+        _at(target, block.mcore_where).copy_(_hf_side(source, block))
     return made
 
 
@@ -52,9 +52,8 @@ def to_hf(global_tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str,
         target = made.get(block.hf_name)
         if target is None:
             target = made[block.hf_name] = source.new_empty(weights.hf_shapes[block.hf_name])
-        _at(target, block.hf_where).copy_(
-            _at(source, block.mcore_where).reshape_as(_at(target, block.hf_where))
-        )
+        part = _hf_side(target, block)
+        part.copy_(_at(source, block.mcore_where).reshape(part.shape))
     return made | {copy.name: made[copy.original].clone() for copy in weights.copies if copy.written}
 
 
@@ -76,4 +75,10 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 def _at(tensor: Tensor, where: Where) -> Tensor:
     """The rectangle, a view."""
-    return tensor[tuple(slice(span.start, span.stop) for span in where)]
+    return tensor[tuple(slice(*span) for span in where)]
+
+
+def _hf_side(tensor: Tensor, block: Block) -> Tensor:
+    """The block's rectangle of its Hugging Face tensor, a view with Megatron's order of axes."""
+    part = _at(tensor, block.hf_where)
+    return part.mT if block.transposed else part

@@ -4,6 +4,7 @@ Megatron's distributed checkpoints hold whole tensors, whatever mesh they were t
 files: a conversion is a set of rectangle copies, the same in both directions. Nothing here needs a model or a byte.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,23 +20,41 @@ NO_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 class Span(NamedTuple):
-    """The positions start <= i < stop of one axis."""
+    """The positions start <= i < stop of one axis, every `step`-th of them."""
 
     start: int
     stop: int
+    step: int = 1
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """How many positions these are."""
+        return -((self.start - self.stop) // self.step)
 
 
 Where = tuple[Span, ...]
-"""A rectangle: a span an axis."""
+"""A rectangle: a span an axis; with steps its rows or columns lie apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows start <= i < stop of a Hugging Face tensor; a row is what one index of its first axis selects."""
+    """Rows start <= i < stop of a Hugging Face tensor; a row is what one index of its first axis selects.
+
+    `at` picks from axes before that one: an expert of a tensor that holds all. Transposed, the last axis counts.
+    """
 
     name: str
     start: int
     stop: int
+    step: int = 1
+    at: tuple[int, ...] = ()
+    transposed: bool = False
+
+    def where(self, row: Shape) -> Where:
+        """The rectangle, of rows of this shape."""
+        rows, across = (Span(self.start, self.stop, self.step),), tuple(Span(0, size) for size in row)
+        lead = tuple(Span(i, i + 1) for i in self.at)
+        return (*lead, *across, *rows) if self.transposed else (*lead, *rows, *across)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +79,15 @@ class Rule:
 class Block:
     """The rectangle `hf_where` of `hf_name` is the rectangle `mcore_where` of `mcore_key`, element by element.
 
-    The Megatron side may have further axes in front, on which it is one position wide.
+    The Megatron side may have further axes in front, on which it is one position wide. Transposed, the last two
+    axes of one side are those of the other exchanged.
     """
 
     hf_name: str
     hf_where: Where
     mcore_key: str
     mcore_where: Where
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +121,10 @@ class WeightMap:
         for block in self.blocks:
             used[block.hf_name].append(block.hf_where)
             written[block.mcore_key].append(block.mcore_where)
-            if _squeezed(block.mcore_where, len(block.hf_where)) != _sizes(block.hf_where):
+            sizes = _sizes(block.hf_where)
+            if block.transposed:
+                sizes = (*sizes[:-2], *reversed(sizes[-2:]))
+            if _squeezed(block.mcore_where, len(block.hf_where)) != sizes:
                 faults.append(
                     f"{block.hf_name} {_shown(block.hf_where)} and {block.mcore_key} differ in shape"
                 )
@@ -151,12 +175,13 @@ def build_map(rules: Iterable[Rule], copies: Iterable[Copy]) -> WeightMap:
         row = tuple(Span(0, size) for size in rule.row)
         position = 0
         for rows in rule.rows:
-            count = rows.stop - rows.start
-            end = Span(position, position + count)
-            blocks.append(Block(rows.name, (Span(rows.start, rows.stop), *row), rule.key, (*at, end, *row)))
-            position += count
-            known_rows = hf_shapes.get(rows.name, (0,))[0]
-            hf_shapes[rows.name] = (max(known_rows, rows.stop), *rule.row)
+            hf_where = rows.where(rule.row)
+            end = position + Span(rows.start, rows.stop, rows.step).count
+            mcore_where = (*at, Span(position, end), *row)
+            blocks.append(Block(rows.name, hf_where, rule.key, mcore_where, rows.transposed))
+            position = end
+            known = hf_shapes.get(rows.name, (0,) * len(hf_where))
+            hf_shapes[rows.name] = tuple(map(max, known, (span.stop for span in hf_where)))
         if rule.padding:
             padding.append((rule.key, (*at, Span(position, position + rule.padding), *row)))
         shape = (*rule.lead, position + rule.padding, *rule.row)
@@ -176,11 +201,13 @@ def build_map(rules: Iterable[Rule], copies: Iterable[Copy]) -> WeightMap:
 def covered_otherwise_than_once(shape: Shape, places: list[Where]) -> Iterator[tuple[Where, int]]:
     """The parts of a tensor of `shape` that not exactly one of the rectangles covers, and how many do.
 
-    Exact for any rectangles: each axis is cut at every start and stop.
+    Exact for any rectangles: each axis is cut at every start and stop, and by what is left over the steps.
     """
     for place in places:
         fits = len(place) == len(shape)
-        if not fits or any(not 0 <= s.start < s.stop <= n for s, n in zip(place, shape, strict=True)):
+        if not fits or any(
+            not 0 <= s.start < s.stop <= n or s.step < 1 for s, n in zip(place, shape, strict=True)
+        ):
             yield place, -1
             return
     yield from _miscovered(shape, places, ())
@@ -199,14 +226,26 @@ def _miscovered(shape: Shape, places: list[Where], front: Where) -> Iterator[tup
         if len(places) != 1:
             yield (*front, *whole), len(places)
         return
-    cuts = sorted({0, shape[0], *(place[0].start for place in places), *(place[0].stop for place in places)})
-    slab_at = {cut: i for i, cut in enumerate(cuts)}
-    slabs: list[list[Where]] = [[] for _ in cuts[1:]]
-    for place in places:
-        for slab in slabs[slab_at[place[0].start] : slab_at[place[0].stop]]:
-            slab.append(place[1:])
-    for start, stop, slab in zip(cuts, cuts[1:], slabs, strict=False):
-        yield from _miscovered(shape[1:], slab, (*front, Span(start, stop)))
+    for span, slab in _slabs(shape[0], places):
+        yield from _miscovered(shape[1:], slab, (*front, span))
+
+
+def _slabs(size: int, places: list[Where]) -> list[tuple[Span, list[Where]]]:
+    """The first axis in parts of which a place covers all or nothing, and what lies on each, without that axis."""
+    axis = [place[0] for place in places]
+    cuts = sorted({0, size, *(span.start for span in axis), *(span.stop for span in axis)})
+    period = math.lcm(*(span.step for span in axis))
+    parts: list[list[tuple[Span, list[Where]]]] = [
+        [(Span(first, stop, period), []) for first in range(start, min(start + period, stop))]
+        for start, stop in itertools.pairwise(cuts)
+    ]
+    part_at = {cut: i for i, cut in enumerate(cuts)}
+    for place, span in zip(places, axis, strict=True):
+        for between in parts[part_at[span.start] : part_at[span.stop]]:
+            for part, slab in between:
+                if (part.start - span.start) % span.step == 0:
+                    slab.append(place[1:])
+    return [part for between in parts for part in between]
 
 
 def _differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Iterator[str]:
@@ -228,7 +267,7 @@ def _check(what: str, faults: list[str]) -> None:
 
 
 def _sizes(where: Where) -> Shape:
-    return tuple(span.stop - span.start for span in where)
+    return tuple(span.count for span in where)
 
 
 def _squeezed(where: Where, num_axes: int) -> Shape:
@@ -239,4 +278,5 @@ def _squeezed(where: Where, num_axes: int) -> Shape:
 
 
 def _shown(where: Where) -> str:
-    return "[" + ", ".join(f"{span.start}:{span.stop}" for span in where) + "]"
+    steps = (f":{span.step}" if span.step > 1 else "" for span in where)
+    return "[" + ", ".join(f"{s.start}:{s.stop}{step}" for s, step in zip(where, steps, strict=True)) + "]"
