@@ -13,7 +13,7 @@ Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_n
 class PromptConfig(Section):
     """Where prompts and their answers come from."""
 
-    task: Literal["file", "arithmetic", "sorting", "copying", "countdown"] = "file"
+    task: Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown"] = "file"
     """`file`: read `files`; the others make problems without end, each from the seed and its number alone."""
     files: tuple[str, ...] = ()
     """JSON lines with a prompt and an answer; all other fields of a line reach the reward functions."""
@@ -58,7 +58,8 @@ class RewardConfig(Section):
     """How a completion is judged: a weighted sum of named parts, each between its own bounds."""
 
     parts: tuple[str, ...] = ("exact",)
-    """Of `exact`, `numeric`, `math`, `format`, `regex`, `length`, or your own function as `module:function`."""
+    """Of `exact`, `positions`, `numeric`, `math`, `countdown`, `format`, `regex`, `length`, or your own function as
+    `module:function`. The first one tells whether a completion is right (1 or more)."""
     weights: tuple[float, ...] = ()
     """One a part; empty: 1 each."""
     answer_pattern: str = ""

@@ -14,8 +14,8 @@ from mcore_rl.config.rl import (
 )
 
 RATIO_OF_SEQUENCE = ("gspo", "gspo_token", "kimi_k2")
-NAMED_PARTS = ("exact", "numeric", "math", "format", "regex", "length")
-NEEDS_ANSWER = ("exact", "numeric", "math")
+NAMED_PARTS = ("exact", "positions", "numeric", "math", "countdown", "format", "regex", "length")
+NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown")
 
 
 def rl_violations(rl: RlConfig) -> Iterator[str]:

@@ -82,6 +82,15 @@ METRICS: dict[str, Row] = {
     "rollout/mismatch_kl_nats": Row("nats/token", MEAN, "KL(engine || old policy), k3."),
     "rollout/mismatch_max": Row("nats", MAX, "Largest difference of engine's and trainer's logprobs."),
     "rollout/mismatch_dropped_fraction": Row("1", MEAN, "Tokens that rl.loss.mismatch masks."),
+    "reward/mean": Row("1", MEAN, "Weighted sum of the parts, mean over completions."),
+    "reward/part/NAME": Row("1", MEAN, "Part NAME of rl.reward.parts before its weight; overlong: length."),
+    "reward/solved_fraction": Row("1", MEAN, "Completions to which the first part gives 1 or more."),
+    "reward/groups_without_signal_fraction": Row("1", MEAN, "Groups whose rewards are all the same."),
+    "reward/errors": Row("judgements", SUM, "Parts that gave no number; worth rl.reward.error_value."),
+    "reward/errors_raised": Row("judgements", SUM, "Of them: the function raised."),
+    "reward/errors_not_finite": Row("judgements", SUM, "Of them: NaN or infinite."),
+    "reward/errors_timeout": Row("judgements", SUM, "Of them: longer than rl.reward.timeout_s."),
+    "reward/errors_died": Row("judgements", SUM, "Of them: its process crashed."),
     "eval/loss_nats": Row("nats/token", MEAN, "train/loss_nats on the validation text."),
     "eval/perplexity": Row("1", EXP_MEAN, "e to eval/loss_nats."),
     "test/loss_nats": Row("nats/token", MEAN, "train/loss_nats on the test text, at the end."),
@@ -105,8 +114,8 @@ METRICS: dict[str, Row] = {
 
 
 def row_of(name: str) -> Row:
-    """The row of METRICS for `name`; a layer's number stands there as NN."""
-    key = re.sub(r"/layer_\d+/", "/layer_NN/", name)
+    """The row of METRICS for `name`; a layer's number stands there as NN, a part of the reward as NAME."""
+    key = re.sub(r"/layer_\d+/", "/layer_NN/", re.sub(r"^reward/part/.+", "reward/part/NAME", name))
     if key not in METRICS:
         near = difflib.get_close_matches(key, METRICS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""

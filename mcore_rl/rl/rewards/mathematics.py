@@ -1,0 +1,36 @@
+"""Whether two answers are the same number, expression, set or interval: LaTeX and plain text, by math-verify."""
+
+import re
+from typing import Any
+
+from math_verify import parse, verify  # type: ignore[import-untyped]
+
+from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.rewards.rules import GSM8K_MARKER, after_marker, answered
+
+WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+
+
+def math_equal(judged: Judged, *, answer_pattern: str) -> float:
+    """1 when the answer equals the reference. Without `answer_pattern` and `####`, the answer is what math-verify
+    finds in the text: a boxed expression, what follows "answer is", or the last expression.
+    """
+    wanted = _parsed(after_marker(judged.answer))
+    if not wanted:
+        raise ValueError(f"the reference answer {judged.answer!r} is no mathematics")
+    text = answered(judged.completion, answer_pattern)
+    isolated = bool(answer_pattern) or GSM8K_MARKER in text
+    given = _parsed(after_marker(text)) if isolated else _free(text)
+    # Its own time-outs use SIGALRM, which is the worker's.
+    return float(verify(wanted, given, timeout_seconds=None))
+
+
+def _parsed(answer: str) -> Any:
+    """An answer that stands alone is mathematics through and through, unless it has delimiters or words."""
+    is_text = any(mark in answer for mark in DELIMITERS) or WORDS.search(answer)
+    return _free(answer if is_text else f"${answer}$")
+
+
+def _free(text: str) -> Any:
+    return parse(text, parsing_timeout=None)

@@ -1,0 +1,159 @@
+"""Groups of completions to rewards: the parts that the config names, weighed and added."""
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mcore_rl.config.rl import RewardConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.rl.advantages import overlong_penalty
+from mcore_rl.rl.rewards import rules
+from mcore_rl.rl.rewards.judged import Judged, RewardFunction
+from mcore_rl.rl.rewards.mathematics import math_equal
+from mcore_rl.rl.rewards.worker import Failure, Job, Judges
+from mcore_rl.rl.types import Completion, Group, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Rewards of the groups, and how they came about."""
+
+    rewards_PG: Tensor
+    parts: dict[str, Tensor]
+    """Each part's own values `[P, G]`, before its weight; `overlong` is the length penalty."""
+    failures: tuple["FailedPart", ...]
+    """Parts that gave no number; they count as `error_value`."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """This rank's rewards, parts, solved completions and errors."""
+        count = self.rewards_PG.numel()
+        yield Metric("reward/mean", self.rewards_PG.sum(), count)
+        for name, values_PG in self.parts.items():
+            yield Metric(f"reward/part/{name}", values_PG.sum(), count)
+        correctness_PG = next(iter(self.parts.values()))
+        yield Metric("reward/solved_fraction", (correctness_PG >= 1).sum(), count)
+        for kind, number in Counter(failed.failure.kind for failed in self.failures).items():
+            yield Metric(f"reward/errors_{kind}", number)
+        yield Metric("reward/errors", len(self.failures))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedPart:
+    """A part that gave no number for one completion."""
+
+    part: str
+    problem_id: str
+    failure: Failure
+
+
+class Reward:
+    """Judges completions in processes of its own; close it, or use it in a `with`."""
+
+    def __init__(self, config: RewardConfig, *, max_new_tokens: int) -> None:
+        self._config = config
+        self._max_new_tokens = max_new_tokens
+        self._weights = config.weights or (1.0,) * len(config.parts)
+        # Found, and their modules imported, before the processes are forked.
+        functions = [part_function(name, config) for name in config.parts]
+        self._judges = Judges(functions, workers=config.workers, timeout_s=config.timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the judging processes."""
+        self._judges.close()
+
+    def __call__(self, groups: Sequence[Group]) -> Scores:
+        """Rewards of all completions; the groups are equally large."""
+        names = self._config.parts
+        pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
+        judged = [_judged(problem, completion) for problem, completion in pairs]
+        jobs = [Job(function, one) for one in judged for function in range(len(names))]
+        values: list[float] = []
+        failures: list[FailedPart] = []
+        for number, outcome in enumerate(self._judges.run(jobs)):
+            if isinstance(outcome, Failure):
+                problem = pairs[number // len(names)][0]
+                part = names[number % len(names)]
+                failures.append(FailedPart(part=part, problem_id=problem.problem_id, failure=outcome))
+                values.append(self._config.error_value)
+            else:
+                values.append(outcome)
+        values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
+        parts = dict(zip(names, values_PGR.unbind(2), strict=True))
+        rewards_PG = values_PGR @ torch.tensor(self._weights, dtype=torch.float64)
+        if self._config.overlong_buffer_tokens:
+            parts["overlong"] = self._overlong(groups)
+            rewards_PG = rewards_PG + parts["overlong"]
+        return Scores(rewards_PG=rewards_PG, parts=parts, failures=tuple(failures))
+
+    def _overlong(self, groups: Sequence[Group]) -> Tensor:
+        lengths = [[len(completion.tokens_T) for completion in group.completions] for group in groups]
+        return overlong_penalty(
+            torch.tensor(lengths, dtype=torch.float64),
+            max_tokens=self._max_new_tokens,
+            buffer_tokens=self._config.overlong_buffer_tokens,
+            penalty=self._config.overlong_penalty,
+        )
+
+
+def part_function(name: str, config: RewardConfig) -> RewardFunction:
+    """The function of a part, with the config's settings for it; a user's is imported."""
+    if ":" in name:
+        return _own_function(name)
+    pattern = config.answer_pattern
+    functions: dict[str, Callable[..., float]] = {
+        "exact": partial(rules.exact, answer_pattern=pattern),
+        "positions": partial(rules.positions, answer_pattern=pattern),
+        "numeric": partial(rules.numeric, answer_pattern=pattern),
+        "math": partial(math_equal, answer_pattern=pattern),
+        "countdown": partial(rules.countdown, answer_pattern=pattern),
+        "format": partial(rules.format_matches, pattern=config.format_pattern),
+        "regex": partial(rules.regex_found, pattern=config.regex_pattern),
+        "length": partial(
+            rules.length_within, min_tokens=config.length_min_tokens, max_tokens=config.length_max_tokens
+        ),
+    }
+    return functions[name]
+
+
+def _own_function(path: str) -> RewardFunction:
+    module_name, _, name = path.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # a console script does not look in the folder it is started from
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f'rl.reward.parts names "{path}": {error}. Start in the folder with {module_name}, or install it.'
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(
+            f'rl.reward.parts names "{path}", but {module.__file__} has no function {name}. Correct the name.'
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _judged(problem: Problem, completion: Completion) -> Judged:
+    return Judged(
+        prompt=problem.prompt,
+        completion=completion.text,
+        answer=problem.answer,
+        num_tokens=len(completion.tokens_T),
+        is_truncated=completion.is_truncated,
+        fields=problem.fields,
+    )

@@ -1,0 +1,187 @@
+"""Processes that run reward functions, so that one that hangs, crashes or raises costs one judgement, not the run."""
+
+import logging
+import math
+import multiprocessing
+import signal
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+from mcore_rl.rl.rewards.judged import Judged, RewardFunction
+
+GRACE_S = 1.0
+"""A worker ends itself when its time is over; one that switched that off is killed so much later."""
+
+
+class Job(NamedTuple):
+    """Apply the `function`-th function to a completion."""
+
+    function: int
+    judged: Judged
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no number."""
+
+    kind: Literal["raised", "not_finite", "timeout", "died"]
+    text: str
+
+
+Outcome = float | Failure
+
+
+class Judges:
+    """Forked processes that share the jobs; one whose job takes longer than `timeout_s` is replaced."""
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        workers: int,
+        timeout_s: float,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._functions = tuple(functions)
+        self._grace_s = grace_s
+        self._timeout_s = timeout_s
+        self._idle = [self._start() for _ in range(workers)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._idle:
+            self._idle.pop().stop()
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """The outcome of each job, in order."""
+        outcomes: list[Outcome] = [Failure("died", "not judged")] * len(jobs)
+        waiting = list(reversed(range(len(jobs))))
+        busy: dict[Connection, _Busy] = {}
+        while waiting or busy:
+            while waiting and self._idle:
+                number = waiting.pop()
+                worker = self._hand(jobs[number])
+                busy[worker.pipe] = _Busy(worker, number, time.monotonic() + self._timeout_s + self._grace_s)
+            patience = max(0.0, min(one.deadline for one in busy.values()) - time.monotonic())
+            ready = set(wait(list(busy), timeout=patience))
+            for pipe, one in list(busy.items()):
+                is_late = time.monotonic() >= one.deadline
+                if pipe in ready or is_late:
+                    del busy[pipe]
+                    outcomes[one.number] = self._collect(one.worker, is_late)
+        return outcomes
+
+    def _hand(self, job: Job) -> "_Worker":
+        """An idle worker that has the job now; one that died since its last is replaced."""
+        worker = self._idle.pop()
+        try:
+            worker.pipe.send(job)
+        except OSError:
+            worker.stop()
+            worker = self._start()
+            worker.pipe.send(job)
+        return worker
+
+    def _collect(self, worker: "_Worker", is_late: bool) -> Outcome:
+        """What the worker says; one that says nothing is replaced."""
+        try:
+            if worker.pipe.poll():
+                outcome: Outcome = worker.pipe.recv()
+                self._idle.append(worker)
+                return outcome
+        except (EOFError, OSError):
+            is_late = False
+        status = worker.stop()
+        self._idle.append(self._start())
+        if is_late or status == -signal.SIGALRM:
+            return Failure("timeout", f"no answer within {self._timeout_s} s")
+        return Failure("died", f"the process ended with status {status}")
+
+    def _start(self) -> "_Worker":
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(theirs, ours, self._functions, self._timeout_s), daemon=True
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 warns of locks that other threads may hold; a judge takes none of theirs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: "multiprocessing.context.ForkProcess"
+    pipe: Connection
+
+    def stop(self) -> int | None:
+        """End the process if it has not ended, and return how it did; killed, if it was stuck."""
+        self.pipe.close()
+        self.process.join(timeout=0.05)  # one that is dying already must say of what
+        self.process.kill()
+        self.process.join()
+        return self.process.exitcode
+
+
+class _Busy(NamedTuple):
+    worker: _Worker
+    number: int
+    deadline: float
+
+
+class _Guard:
+    """Keeps what is raised inside, of whatever kind: it comes from code that is not ours, and is counted."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self.error = error
+        return isinstance(error, Exception)
+
+
+def _serve(
+    pipe: Connection, parents: Connection, functions: tuple[RewardFunction, ...], timeout_s: float
+) -> None:
+    """Judge until the other end is closed, by the parent or by its death."""
+    parents.close()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # requests to stop are for the parent
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even inside C code
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its time-outs are off: ours is on
+    while True:
+        try:
+            job: Job = pipe.recv()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        outcome = _judge(functions[job.function], job.judged)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        pipe.send(outcome)
+
+
+def _judge(function: RewardFunction, judged: Judged) -> Outcome:
+    with _Guard() as guard:
+        value = float(function(judged))
+        return value if math.isfinite(value) else Failure("not_finite", str(value))
+    return Failure("raised", f"{type(guard.error).__name__}: {guard.error}")

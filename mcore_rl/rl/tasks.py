@@ -1,0 +1,160 @@
+"""Prompts with answers that can be verified: made by rule, or read from files."""
+
+import json
+import random
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.rl import PromptConfig
+from mcore_rl.errors import DataError
+from mcore_rl.rl.types import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadLine:
+    """A line of a prompt file that is not a prompt, and why."""
+
+    file: str
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProblemFile:
+    """What prompt files hold."""
+
+    problems: tuple[Problem, ...]
+    bad_lines: tuple[BadLine, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    prompt: str
+    answer: str
+    fields: dict[str, Any]
+
+
+def make_problem(config: PromptConfig, seed: int, number: int) -> Problem:
+    """The `number`-th problem of a built-in task: always the same for the same task, sizes, seed and number."""
+    generator = random.Random(f"{config.task}/{config.smallest}-{config.largest}/{seed}/{number}")
+    size = generator.randint(config.smallest, config.largest)
+    made = MAKERS[config.task](generator, size)
+    return Problem(
+        problem_id=f"{config.task}/{seed}/{number}",
+        prompt=made.prompt,
+        answer=made.answer,
+        fields=made.fields,
+    )
+
+
+def read_problems(config: PromptConfig) -> ProblemFile:
+    """All lines of `config.files`, in order; a DataError where none of a file's is a prompt."""
+    problems: list[Problem] = []
+    bad_lines: list[BadLine] = []
+    for name in config.files:
+        before = len(problems)
+        for number, line in enumerate(_lines(name), start=1):
+            read = _read_line(line, name, number, config)
+            if isinstance(read, Problem):
+                problems.append(read)
+            else:
+                bad_lines.append(BadLine(file=name, line=number, reason=read))
+        if len(problems) == before:
+            of_this = [bad for bad in bad_lines if bad.file == name]
+            first = f" Line {of_this[0].line}: {of_this[0].reason}." if of_this else ""
+            raise DataError(
+                f"{name} holds no prompt in {len(of_this)} lines.{first} Wanted: JSON lines with "
+                f"{config.prompt_field!r} and {config.answer_field!r} (rl.prompts.prompt_field, answer_field)."
+            )
+    return ProblemFile(problems=tuple(problems), bad_lines=tuple(bad_lines))
+
+
+def _lines(name: str) -> Iterator[bytes]:
+    try:
+        with open(name, "rb") as file:
+            yield from file
+    except OSError as error:
+        raise DataError(
+            f"prompt file {name} cannot be read: {error.strerror}. Check rl.prompts.files."
+        ) from error
+
+
+def _read_line(line: bytes, name: str, number: int, config: PromptConfig) -> Problem | str:
+    """The problem of a line, or why it is none."""
+    if not line.strip():
+        return "empty"
+    try:
+        entry = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error})"
+    if not isinstance(entry, dict):
+        return f"a JSON {type(entry).__name__}, not an object"
+    prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")
+    if not isinstance(prompt, str) or not prompt.strip():
+        return f"no text in {config.prompt_field!r} (other keys: {', '.join(entry) or 'none'})"
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return f"{config.answer_field!r} holds {json.dumps(answer)[:40]}, neither text nor a number"
+    return Problem(problem_id=f"{Path(name).name}:{number}", prompt=prompt, answer=str(answer), fields=entry)
+
+
+def _arithmetic(generator: random.Random, size: int) -> _Made:
+    """Two numbers of `size` digits, added, subtracted or multiplied."""
+    left, right = (generator.randrange(10 ** (size - 1), 10**size) for _ in range(2))
+    sign = generator.choice("+-*")
+    value = {"+": left + right, "-": left - right, "*": left * right}[sign]
+    return _Made(prompt=f"{left} {sign} {right} =", answer=str(value), fields={})
+
+
+def _sorting(generator: random.Random, size: int) -> _Made:
+    """`size` digits in ascending order."""
+    digits = [generator.randrange(10) for _ in range(size)]
+    return _Made(prompt=f"sort {_spaced(digits)}:", answer=_spaced(sorted(digits)), fields={})
+
+
+def _copying(generator: random.Random, size: int) -> _Made:
+    """`size` letters as they are."""
+    letters = "".join(generator.choices(string.ascii_lowercase, k=size))
+    return _Made(prompt=f"copy {letters}:", answer=letters, fields={})
+
+
+def _reversing(generator: random.Random, size: int) -> _Made:
+    """`size` digits from the last to the first."""
+    digits = "".join(generator.choices(string.digits, k=size))
+    return _Made(prompt=f"{digits}=", answer=digits[::-1], fields={})
+
+
+def _countdown(generator: random.Random, size: int) -> _Made:
+    """`size` numbers that make a target with + - * /; the answer is one of the ways."""
+    numbers = [generator.randint(1, 25) for _ in range(size)]
+    expression, value = str(numbers[0]), numbers[0]
+    for number in numbers[1:]:
+        sign = generator.choice([sign for sign in "+-*/" if sign != "/" or value % number == 0])
+        value = {
+            "+": value + number,
+            "-": value - number,
+            "*": value * number,
+            "/": value // number,
+        }[sign]
+        expression = f"({expression} {sign} {number})"
+    shown = generator.sample(numbers, size)
+    return _Made(
+        prompt=f"make {value} from {_spaced(shown)}:",
+        answer=expression[1:-1],
+        fields={"numbers": shown, "target": value},
+    )
+
+
+def _spaced(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+MAKERS: dict[str, Callable[[random.Random, int], _Made]] = {
+    "arithmetic": _arithmetic,
+    "sorting": _sorting,
+    "copying": _copying,
+    "reversing": _reversing,
+    "countdown": _countdown,
+}

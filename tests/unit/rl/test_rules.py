@@ -1,0 +1,168 @@
+"""Rules that judge text."""
+
+from fractions import Fraction
+
+import pytest
+
+from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.rewards.mathematics import math_equal
+from mcore_rl.rl.rewards.rules import (
+    answered,
+    countdown,
+    exact,
+    format_matches,
+    last_number,
+    length_within,
+    numeric,
+    positions,
+    regex_found,
+)
+
+TAG = r"<answer>(.*?)</answer>"
+
+
+def judged(completion, answer="", num_tokens=5, **fields):
+    return Judged(
+        prompt="?",
+        completion=completion,
+        answer=answer,
+        num_tokens=num_tokens,
+        is_truncated=False,
+        fields=fields,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "wanted"),
+    [
+        (" a b \n", "", "a b"),
+        ("<answer>1</answer> no, <answer> 2\n</answer>", TAG, "2"),
+        ("nothing", TAG, ""),
+        ("x", r"x|(y)", ""),
+    ],
+)
+def test_the_answer_is_the_last_match_or_all(text, pattern, wanted):
+    assert answered(text, pattern) == wanted
+
+
+@pytest.mark.parametrize(
+    ("completion", "pattern", "reward"),
+    [
+        ("dcba", "", 1),
+        (" dcba\n", "", 1),
+        ("dcb", "", 0),
+        ("<answer>dcba</answer>", TAG, 1),
+        ("dcba", TAG, 0),
+    ],
+)
+def test_exact(completion, pattern, reward):
+    assert exact(judged(completion, "dcba"), answer_pattern=pattern) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("dcba", 1), ("dcbb", 0.375), ("dcb", 0.375), ("dcbaxxxx", 0.25), ("", 0), ("abcd", 0), ("dxbx", 0.25)],
+)
+def test_positions(completion, reward):
+    assert positions(judged(completion, "dcba"), answer_pattern="") == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("12", 12),
+        ("it is 1,234,567.50 in all.", Fraction("1234567.5")),
+        ("from 3 to -4", -4),
+        ("$1,000.", 1000),
+        ("-$5", -5),
+        (".5", Fraction(1, 2)),
+        ("7-5", 5),
+        ("3.", 3),
+        ("x2 and 10th", None),
+        ("none", None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("3 * 4 = 12", "12", 1),
+        ("so 12.0", "a long way\n#### 12", 1),
+        ("12 it is #### 13", "12", 0),
+        ("1000", "1,000", 1),
+        ("nothing", "12", 0),
+        ("-12", "12", 0),
+    ],
+)
+def test_numeric(completion, answer, reward):
+    assert numeric(judged(completion, answer), answer_pattern="") == reward
+
+
+@pytest.mark.parametrize("rule", [numeric, math_equal])
+def test_a_reference_that_cannot_be_compared_is_an_error_not_a_zero(rule):
+    with pytest.raises(ValueError, match="reference answer"):
+        rule(judged("12", " "), answer_pattern="")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("Thus \\boxed{\\frac{1}{2}}.", "0.5", 1),
+        ("The answer is $1{,}000$.", "1,000", 1),
+        ("#### 72 dollars", "so many\n#### 72", 1),
+        ("#### 73", "so many\n#### 72", 0),
+        ("\\boxed{1+2x}", "2x+1", 1),
+        ("\\boxed{2x}", "2x+1", 0),
+        ("\\boxed{(1, 2]}", "(1,2]", 1),
+        ("I do not know", "3", 0),
+        ("", "3", 0),
+    ],
+)
+def test_mathematics(completion, answer, reward):
+    assert math_equal(judged(completion, answer), answer_pattern="") == reward
+
+
+def test_mathematics_within_a_tag():
+    assert math_equal(judged("7 <answer>1/2</answer> 9", "0.5"), answer_pattern=TAG) == 1
+    assert math_equal(judged("0.5", "0.5"), answer_pattern=TAG) == 0
+
+
+def test_format_is_of_the_whole_and_regex_of_any_part():
+    pattern = r"<think>.*</think>\s*<answer>.*</answer>"
+    good = "<think>a\nb</think>\n<answer>1</answer>"
+    assert format_matches(judged(good + "\n"), pattern=pattern) == 1
+    assert format_matches(judged(good + " more"), pattern=pattern) == 0
+    assert regex_found(judged(good + " more"), pattern=pattern) == 1
+    assert regex_found(judged("<think>"), pattern=pattern) == 0
+
+
+@pytest.mark.parametrize(("length", "reward"), [(4, -0.5), (8, 0), (20, 0), (25, -0.25), (100, -1), (0, -1)])
+def test_length(length, reward):
+    assert length_within(judged("", num_tokens=length), min_tokens=8, max_tokens=20) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("(3 + 5) * 3", 1),
+        ("3*3 + 5*3", 0),  # a 3 too many
+        ("3 * (5 + 3) = 24", 1),
+        ("5 * 3 + 3", 0),  # 18
+        ("24", 0),
+        ("3 ** 5 - 3", 0),
+        ("3 / (5 - 5)", 0),
+        ("__import__('os')", 0),
+        ("(((", 0),
+        ("(3+5)*3" + "+0" * 200, 0),
+        ("", 0),
+    ],
+)
+def test_countdown_takes_any_expression_of_the_numbers_that_makes_the_target(completion, reward):
+    assert countdown(judged(completion, target=24, numbers=[3, 5, 3]), answer_pattern="") == reward
+
+
+def test_countdown_divides_exactly():
+    assert countdown(judged("8 / (3 - 8 / 3)", target=24, numbers=[3, 3, 8, 8]), answer_pattern="") == 1
