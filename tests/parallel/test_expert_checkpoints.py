@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.config.mesh import MeshConfig
@@ -50,7 +51,7 @@ class Layers(MegatronModule):
 
 
 def trained(
-    kind: str, mesh_config: MeshConfig, is_singleton: bool
+    kind: str, mesh_config: MeshConfig, is_singleton: bool, has_bias: bool
 ) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """On a rank: this rank's part of what is saved of the experts `kind` after two steps on this rank's rows."""
     mesh = build_mesh(mesh_config)
@@ -60,14 +61,11 @@ def trained(
         expert_model_parallel_size=mesh_config.ep,
         expert_tensor_parallel_size=mesh_config.etp,
         sequence_parallel=mesh_config.tp > 1,
+        add_bias_linear=has_bias,
         calculate_per_token_loss=True,  # gradients are sums over the ranks
     )
     num_local = NUM_EXPERTS // mesh_config.ep
-    if kind == "ours":
-        experts: MegatronModule = GroupedExperts(num_local, config, pg_collection=mesh.groups)
-    else:
-        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        experts = SequentialMLP(num_local, config, submodules, mesh.groups)
+    experts = made(kind, num_local, config, mesh)
     for weight in experts.parameters():
         weight.allreduce = False
     fill(experts)
@@ -85,6 +83,13 @@ def trained(
     parts = shards(model, optimizer, mesh, is_singleton)
     destroy_mesh()
     return parts
+
+
+def made(kind: str, num_local: int, config: TransformerConfig, mesh: Mesh) -> MegatronModule:
+    if kind == "ours":
+        return GroupedExperts(num_local, config, pg_collection=mesh.groups)
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return SequentialMLP(num_local, config, submodules, mesh.groups)
 
 
 def expert_rows(step: int, expert: int) -> Tensor:
@@ -164,13 +169,44 @@ def whole(ranks: list[Any]) -> Saved:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_our_experts_are_saved_as_megatrons_are(mesh: str, is_singleton: bool) -> None:
     config = MESHES[mesh]
-    ours, our_extras = whole(run_ranks(trained, config.smallest_world, "ours", config, is_singleton))
-    megatrons, extras = whole(run_ranks(trained, 1, "megatron", MeshConfig(), is_singleton))
-    assert ours.keys() == megatrons.keys()
-    assert sum("exp_avg" in key for key in ours) >= 4, "moments are there"
-    for key, tensor in megatrons.items():
+    ours = whole(run_ranks(trained, config.smallest_world, "ours", config, is_singleton, False))
+    megatrons = whole(run_ranks(trained, 1, "megatron", MeshConfig(), is_singleton, False))
+    assert_same(ours, megatrons)
+
+
+def test_experts_with_biases_are_saved_alike_by_one_rank_and_by_two() -> None:
+    """Megatron's own cannot be trained with biases in this torch: it changes a view in place."""
+    two = whole(run_ranks(trained, 2, "ours", MESHES["ep2"], False, True))
+    assert any("exp_avg" in key and "bias" in key for key in two[0])
+    assert_same(two, whole(run_ranks(trained, 1, "ours", MeshConfig(), False, True)))
+
+
+@pytest.mark.parametrize("is_singleton", [False, True], ids=["stacked", "single"])
+def test_biases_are_saved_as_megatrons_are(is_singleton: bool) -> None:
+    ours, megatrons = (run_ranks(saved_biases, 1, kind, is_singleton)[0] for kind in ("ours", "megatron"))
+    assert sum("bias" in key for key, *_ in ours) == NUM_EXPERTS * 3, "two halves of fc1, and fc2"
+    assert ours == megatrons
+
+
+def saved_biases(kind: str, is_singleton: bool) -> set[tuple[Any, ...]]:
+    """On a rank: name, place and shape of the whole of everything that experts with biases save."""
+    mesh = build_mesh(MeshConfig())
+    seed_ranks(1)
+    metadata = layout(mesh) | {"singleton_local_shards": is_singleton}
+    state = made(kind, NUM_EXPERTS, small_config(add_bias_linear=True), mesh).sharded_state_dict(
+        "experts.", (), metadata
+    )
+    tensors = [leaf for leaf in leaves(state) if isinstance(leaf, ShardedTensor)]
+    return {(leaf.key, leaf.global_offset, leaf.local_shape, leaf.global_shape) for leaf in tensors}
+
+
+def assert_same(ours: Saved, theirs: Saved) -> None:
+    (our_tensors, our_extras), (tensors, extras) = ours, theirs
+    assert our_tensors.keys() == tensors.keys()
+    assert sum("exp_avg" in key for key in our_tensors) >= 4, "moments are there"
+    for key, tensor in tensors.items():
         torch.testing.assert_close(
-            ours[key], tensor, rtol=1e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}"
+            our_tensors[key], tensor, rtol=1e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}"
         )
     assert our_extras == extras and extras
 

@@ -8,17 +8,24 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from megatron.core.utils import divide
+from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers import cpu_attention
 from mcore_rl.model.layers.packed import PackedParams, gathered_order
+from mcore_rl.model.layers.sinks import with_sinks
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -26,8 +33,9 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class SDPAttention(MegatronModule):
     """Attention by `scaled_dot_product_attention`, or on a CPU by our own products.
 
-    Grouped queries, values of another width than keys, dropout, sliding window, packed sequences; with context
-    parallelism keys and values are gathered, and a rank computes its two chunks of each sequence.
+    Grouped queries, values of another width than keys, dropout, sliding window, sinks (Megatron's learnable
+    softmax), packed sequences; with context parallelism keys and values are gathered, and a rank computes its two
+    chunks of each sequence.
     """
 
     def __init__(
@@ -44,7 +52,8 @@ class SDPAttention(MegatronModule):
         groups = options.get("pg_collection")
         if groups is None:
             groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group = groups.cp
+        self.tp_group, self.cp_group = groups.tp, groups.cp
+        self.softmax_offset = self._sinks() if config.softmax_type == "learnable" else None
         self.attn_mask_type = attn_mask_type
         width = options.get("k_channels") or config.kv_channels
         self.scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
@@ -135,9 +144,10 @@ class SDPAttention(MegatronModule):
     def _prefix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention of queries that are the last of the keys' positions."""
         no_dropout = self.dropout == 0.0 or not self.training
-        if no_dropout and self.window is None and cpu_attention.is_supported(query, key):
+        is_plain = self.window is None and self.softmax_offset is None
+        if no_dropout and is_plain and cpu_attention.is_supported(query, key):
             return cpu_attention.causal_attention(query, key, value, self.scale)
-        if query.shape[0] == key.shape[0] and self.window is None:
+        if query.shape[0] == key.shape[0] and is_plain:
             return self._attend(query, key, value, None, is_causal=True)
         return self._attend(query, key, value, self._visible(query, key))
 
@@ -162,6 +172,9 @@ class SDPAttention(MegatronModule):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, is_causal: bool = False
     ) -> Tensor:
+        if self.softmax_offset is not None:
+            scores_N = self.softmax_offset / self.scale
+            query, key, value, visible = with_sinks(query, key, value, visible, scores_N)
         query_BNSD, key_BGSD, value_BGSD = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
         width, value_width = query.shape[-1], value.shape[-1]
         if not query.is_cuda and value_width < width:
@@ -182,6 +195,32 @@ class SDPAttention(MegatronModule):
                 enable_gqa=query.shape[2] != key.shape[2],
             )
         return mixed_BNSD[..., :value_width].permute(2, 0, 1, 3)
+
+    def _sinks(self) -> nn.Parameter:
+        """A score for each of this rank's heads."""
+        config = self.config
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        heads = divide(config.num_attention_heads, self.tp_group.size())
+        scores = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork():
+                config.init_method(scores)
+        set_tensor_model_parallel_attributes(scores, True, 0, 1)
+        return scores
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, if there are some, as one tensor of all heads."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+        return sharded
 
 
 def lengths_of(packed: PackedSeqParams, num_tokens: int, multiple: int) -> tuple[int, ...]:
@@ -206,7 +245,7 @@ def lengths_of(packed: PackedSeqParams, num_tokens: int, multiple: int) -> tuple
 def _refuse_unsupported(config: TransformerConfig, attention_type: str, cp_comm_type: str | None) -> None:
     refused = {
         f"attention_type={attention_type!r}": attention_type != "self",
-        f"softmax_type={config.softmax_type!r}": config.softmax_type != "vanilla",
+        f"softmax_type={config.softmax_type!r}": config.softmax_type not in ("vanilla", "learnable"),
         f"cp_comm_type={cp_comm_type!r} with context parallelism": config.context_parallel_size > 1
         and cp_comm_type not in (None, "all_gather"),
         f"window_size={config.window_size}": config.window_size is not None and config.window_size[1] != 0,
@@ -215,6 +254,6 @@ def _refuse_unsupported(config: TransformerConfig, attention_type: str, cp_comm_
         if is_set:
             raise ConfigError(
                 f"attention without TransformerEngine does not have {setting}: it is self-attention with a plain "
-                'softmax, a window to the left (w, 0), and cp_comm_type "all_gather". Change it, or use '
+                'or learnable softmax, a window to the left (w, 0), and cp_comm_type "all_gather". Change it, or use '
                 'platform.layers="te".'
             )

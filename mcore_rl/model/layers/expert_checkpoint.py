@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Offsets = tuple[tuple[int, int, int], ...]
-SPLIT_AXIS = {"linear_fc1": 0, "linear_fc2": 1}
-"""The axis of one expert's weight that expert tensor parallelism splits."""
+SPLIT_AXIS = {"linear_fc1.weight": 0, "linear_fc2.weight": 1, "linear_fc1.bias": 0, "linear_fc2.bias": 0}
+"""The axis of one expert's parameter that expert tensor parallelism splits; it splits none that has biases."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,29 +37,30 @@ class ExpertShards:
 def sharded_experts(
     weights: Mapping[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets, is_gated: bool
 ) -> dict[str, Any]:
-    """For each stacked weight `[e, O, I]` a tensor per expert, and the empty extra state that Megatron writes."""
+    """For each stacked parameter, `[e, ...]`, a tensor per expert, and the empty extra state that Megatron writes."""
     tp_rank, dp_rank = shards.tp_group.rank(), shards.dp_group.rank()
     state: dict[str, Any] = {}
     for name, weight in weights.items():
         stack = _Stack(
-            shards=shards, name=name, outer=outer, halves=2 if is_gated and name == "linear_fc1" else 1
+            shards=shards, name=name, outer=outer, halves=2 if is_gated and "linear_fc1" in name else 1
         )
-        state[f"{prefix}{name}.weight"] = ShardedTensorFactory(
+        state[f"{prefix}{name}"] = ShardedTensorFactory(
             f"{prefix}{stack.suffix}", weight, stack.build, stack.merge, (0, 0, dp_rank)
         )
+    for layer in dict.fromkeys(name.partition(".")[0] for name in weights):
         for expert in range(shards.num_local):
             before, offsets = shards.place(expert, outer)
             shape = tuple(count for _, _, count in offsets) or (1,)
             place = tuple(index for _, index, _ in offsets) or (0,)
-            state[f"{prefix}{name}._extra_state{expert}"] = ShardedObject(
-                f"{prefix}{before}{name}._extra_state", None, shape, place, replica_id=(0, tp_rank, dp_rank)
+            state[f"{prefix}{layer}._extra_state{expert}"] = ShardedObject(
+                f"{prefix}{before}{layer}._extra_state", None, shape, place, replica_id=(0, tp_rank, dp_rank)
             )
     return state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stack:
-    """How a stacked weight, or what the optimizer keeps of it, is taken apart and put together."""
+    """How a stacked parameter, or what the optimizer keeps of it, is taken apart and put together."""
 
     shards: ExpertShards
     name: str
@@ -69,7 +70,7 @@ class _Stack:
 
     @property
     def suffix(self) -> str:
-        return f"experts.{self.name}.weight"
+        return f"experts.{self.name}"
 
     def build(
         self, key: str, stacked: Tensor, replica_id: Any, flattened_range: slice | None
@@ -83,7 +84,7 @@ class _Stack:
             before, offsets = self.shards.place(expert, self.outer)
             axis = len(offsets) + SPLIT_AXIS[self.name]
             for half, part in enumerate(weight.chunk(self.halves)):
-                expert_key = f"{lead}{before}{self.name}.weight"
+                expert_key = f"{lead}{before}{self.name}"
                 split = (axis, tp_rank + half * tp_size, self.halves * tp_size)
                 if self.shards.is_singleton and self.halves == 2:
                     expert_key += ("_w", "_v")[half]

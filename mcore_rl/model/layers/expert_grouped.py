@@ -8,23 +8,28 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+Linear = tuple[Tensor, Tensor | None]
+"""Weight `[E, O, I]` and bias `[E, O]` of all experts."""
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 
 
 def grouped_experts(
     rows_ND: Tensor,
     gates_N: Tensor,
-    fc1_EFD: Tensor,
-    fc2_EDF: Tensor,
+    fc1: Linear,
+    fc2: Linear,
     counts_E: Tensor,
     config: TransformerConfig,
 ) -> Tensor:
-    """`[N, D]`: gate * activation(x @ fc1[e].T) @ fc2[e].T of each row; `counts_E` rows are of each expert."""
+    """`[N, D]`: gate * fc2(activation(fc1(x))) of each row; `counts_E` rows are of each expert."""
+    (fc1_EFD, bias_EF), (fc2_EDF, bias_ED) = fc1, fc2
     if not len(rows_ND):
         # Without a row the weights must still get a gradient: overlapped reduction waits for every parameter.
-        return rows_ND + 0.0 * (fc1_EFD.sum() + fc2_EDF.sum())
+        return rows_ND + 0.0 * sum(param.sum() for param in (*fc1, *fc2) if param is not None)
     activate = partial(_activate, config=config)
     hidden_NF, gates_N1 = _products(rows_ND, fc1_EFD, counts_E), gates_N[:, None]
+    if bias_EF is not None:
+        hidden_NF = hidden_NF + _of_each_row(bias_EF, counts_E, len(rows_ND))
     if config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules:
         checkpoint = CheckpointWithoutOutput(fp8=None)
         active_NF = checkpoint.checkpoint(activate, hidden_NF, gates_N1)
@@ -32,7 +37,16 @@ def grouped_experts(
         checkpoint.discard_output_and_register_recompute(output_ND)
     else:
         output_ND = _products(activate(hidden_NF, gates_N1), fc2_EDF, counts_E)
+    if bias_ED is not None:
+        # The gate is in the activations already.
+        biases_ND = _of_each_row(bias_ED, counts_E, len(rows_ND)) * gates_N1
+        output_ND = output_ND + biases_ND.to(output_ND.dtype)
     return output_ND
+
+
+def _of_each_row(bias_EO: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
+    """`[N, O]`: the bias of each row's expert."""
+    return bias_EO.repeat_interleave(counts_E.to(bias_EO.device), 0, output_size=num_rows)
 
 
 def _products(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:

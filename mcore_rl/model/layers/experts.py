@@ -18,20 +18,21 @@ from mcore_rl.model.layers.expert_checkpoint import ExpertShards, sharded_expert
 from mcore_rl.model.layers.expert_grouped import grouped_experts
 
 
-class StackedWeight(nn.Module):
-    """One weight of every expert, `[e, O, I]`.
+class StackedLinear(nn.Module):
+    """One weight of every expert, `[e, O, I]`, and its bias, `[e, O]`, if it has one.
 
-    The weight is read through a call: Megatron waits for a gathered parameter before the forward of the module
+    They are read through a call: Megatron waits for a gathered parameter before the forward of the module
     that owns it, so that reading the attribute from elsewhere would train on the values of the last step.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
 
-    def forward(self) -> Tensor:
-        """The weight."""
-        return self.weight
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias."""
+        return self.weight, self.bias
 
 
 class GroupedExperts(MegatronModule):
@@ -68,6 +69,7 @@ class GroupedExperts(MegatronModule):
         return bool(
             self.linear_fc1.weight.device.type == "cpu"
             and config.gated_linear_unit
+            and not config.add_bias_linear
             and config.activation_func is silu
             and config.activation_func_clamp_value is None
             and config.glu_linear_offset == 0.0
@@ -81,13 +83,13 @@ class GroupedExperts(MegatronModule):
         fc1, fc2 = self.linear_fc1(), self.linear_fc2()
         if self.is_blockwise:
             assignment = assign_sorted(tokens_per_expert.tolist())
-            return swiglu_experts(sorted_ND, gates_N, fc1, fc2, assignment), None
+            return swiglu_experts(sorted_ND, gates_N, fc1[0], fc2[0], assignment), None
         return grouped_experts(sorted_ND, gates_N, fc1, fc2, tokens_per_expert, self.config), None
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
         """`[T, D]`: every token's sum over its experts, all of which this rank holds whole."""
         assignment = assign_routed(routed_TE)
-        return swiglu_experts(input_TD, probs_TE, self.linear_fc1(), self.linear_fc2(), assignment)
+        return swiglu_experts(input_TD, probs_TE, self.linear_fc1()[0], self.linear_fc2()[0], assignment)
 
     def backward_dw(self) -> None:
         """Weight gradients are not put off: nothing to do."""
@@ -104,7 +106,7 @@ class GroupedExperts(MegatronModule):
             is_singleton=(metadata or {}).get("singleton_local_shards", False),
         )
         is_gated = self.config.gated_linear_unit
-        weights = {"linear_fc1": self.linear_fc1.weight, "linear_fc2": self.linear_fc2.weight}
+        weights = dict(self.named_parameters())
         return sharded_experts(weights, shards, prefix, tuple(sharded_offsets), is_gated)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -112,7 +114,7 @@ class GroupedExperts(MegatronModule):
             del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _weight(self, num_out: int, num_in: int, split_axis: int) -> StackedWeight:
+    def _weight(self, num_out: int, num_in: int, split_axis: int) -> StackedLinear:
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         stacked = torch.empty(
@@ -123,16 +125,20 @@ class GroupedExperts(MegatronModule):
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 for weight in stacked:
                     init(weight)
-        owner = StackedWeight(stacked)
-        set_tensor_model_parallel_attributes(owner.weight, True, split_axis, 1)
-        # Expert gradients are summed over the expert-data-parallel ranks, on every mesh.
-        owner.weight.allreduce = False  # type: ignore[attr-defined]
+        owner = StackedLinear(
+            stacked, stacked.new_zeros(stacked.shape[:2]) if config.add_bias_linear else None
+        )
+        for param in owner.parameters():
+            # Expert gradients are summed over the expert-data-parallel ranks, on every mesh.
+            param.allreduce = False  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(param, True, split_axis if param.dim() == 3 else 1, 1)
         return owner
 
 
 def _refuse_unsupported(config: TransformerConfig) -> None:
     refused = {
-        "add_bias_linear": config.add_bias_linear,
+        "add_bias_linear with expert tensor parallelism": config.add_bias_linear
+        and config.expert_tensor_parallel_size > 1,
         "fp8": bool(config.fp8),
         "fp4": bool(getattr(config, "fp4", None)),
         "moe_apply_probs_on_input with moe_router_topk > 1": config.moe_apply_probs_on_input

@@ -28,7 +28,7 @@ class FullQueryNorm(nn.Module):
     @staticmethod
     def num_heads(config: TransformerConfig) -> int:
         """Of all ranks."""
-        return config.num_attention_heads
+        return int(config.num_attention_heads)
 
     def forward(self, heads_SBND: Tensor) -> Tensor:
         """Collective over the tensor-parallel group: the normalized heads, in their shape and dtype."""

@@ -36,13 +36,24 @@ def small_config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**settings | changes)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """`[s, B, N, Dv]`: softmax(scale * q k) v over the keys that `visible [s, S]` shows."""
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """`[s, B, N, Dv]`: softmax(scale * q k) v over the keys that `visible [s, S]` shows, and over a head's sink."""
     shared = query.shape[2] // key.shape[2]
     query, key, value = query.double(), key.double(), value.double()
     key, value = key.repeat_interleave(shared, 2), value.repeat_interleave(shared, 2)
     scores = torch.einsum("sbnd,tbnd->bnst", query, key) * scale
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks_N is not None:
+        column = sinks_N.double()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : key.shape[0]]
     return torch.einsum("bnst,tbnd->sbnd", weights, value)
 
 

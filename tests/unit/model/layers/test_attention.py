@@ -85,6 +85,32 @@ def test_a_window_is_as_wide_as_in_megatrons_attention(one_rank: Mesh) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(128, 128), (37, 37), (13, 40)])
+def test_sinks_take_their_share_of_the_softmax(
+    one_rank: Mesh, num_queries: int, num_keys: int, window: int | None
+) -> None:
+    query, key, value = heads(num_queries), heads(num_keys, num_heads=2), heads(num_keys, num_heads=2)
+    attention = layer(softmax_type="learnable", window_size=None if window is None else (window, 0))
+    sinks_N = attention.softmax_offset
+    visible = oracles.causal(num_queries, num_keys, window)
+    expected = oracles.attention(query, key, value, visible, 8**-0.5, sinks_N)
+    assert_equal_attention(attention(query, key, value, None), expected, [query, key, value, sinks_N])
+
+
+def test_sinks_are_those_of_megatrons_attention_and_saved_as_such(one_rank: Mesh) -> None:
+    config = small_config(softmax_type="learnable")
+    megatrons = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    query, key, value = heads(24), heads(24, num_heads=2), heads(24, num_heads=2)
+    ours = layer(softmax_type="learnable")
+    ours.load_state_dict(megatrons.state_dict())
+    assert_close(ours(query, key, value, None), megatrons(query, key, value, None), 2e-6)
+    metadata = {"dp_cp_group": one_rank.groups.dp_cp}
+    saved = [module.sharded_state_dict("attention.", (), metadata) for module in (ours, megatrons)]
+    assert saved[0].keys() == saved[1].keys() == {"attention.softmax_offset"}
+    assert ours.softmax_offset.tensor_model_parallel is True
+
+
+@pytest.mark.parametrize("window", [None, 5])
 def test_a_mask_hides_what_it_marks(one_rank: Mesh, window: int | None) -> None:
     query, key, value = heads(24, rows=1), heads(24, rows=1, num_heads=2), heads(24, rows=1, num_heads=2)
     padding = torch.arange(24) < 7
@@ -180,7 +206,7 @@ def test_bf16_differs_by_rounding_only(one_rank: Mesh, length: int) -> None:
     ("changes", "attention_type", "named"),
     [
         ({}, "cross", "cross"),
-        ({"softmax_type": "learnable"}, "self", "learnable"),
+        ({"softmax_type": "off-by-one"}, "self", "off-by-one"),
         ({"window_size": (4, 4)}, "self", r"\(4, 4\)"),
     ],
 )

@@ -59,9 +59,41 @@ def test_they_compute_what_megatrons_sequential_experts_do(one_rank: Mesh, count
         assert_close(ours, theirs, 1e-6)
 
 
+def test_biases_are_those_of_megatrons_sequential_experts(one_rank: Mesh) -> None:
+    biased = {"add_bias_linear": True}
+    layer, (rows, tokens, gates) = grouped(one_rank, **biased), sorted_rows([3, 0, 5, 1])
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    megatrons = SequentialMLP(4, small_config(**biased), submodules, one_rank.groups)
+    ours = dict(layer.named_parameters())
+    assert ours.keys() == {f"linear_fc{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
+    with torch.no_grad():
+        for index, expert in enumerate(megatrons.local_experts):
+            for name, param in expert.named_parameters():
+                ours[name][index].copy_(param.normal_())
+        assert_close(layer(rows, tokens, gates)[0], megatrons(rows, tokens, gates)[0], 1e-6)
+
+
+def test_gradients_of_biases_are_those_of_the_closed_form(one_rank: Mesh) -> None:
+    layer, (rows, tokens, gates) = grouped(one_rank, add_bias_linear=True), sorted_rows([3, 0, 5, 1])
+    wanted = [rows, gates, *layer.parameters()]
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.normal_()
+    fc1, fc1_bias, fc2, fc2_bias = (param.double() for param in wanted[2:])
+    parts = []
+    for e, part in enumerate(rows.double().split(tokens.tolist())):
+        gate, up = (part @ fc1[e].t() + fc1_bias[e]).chunk(2, -1)
+        parts.append((nn.functional.silu(gate) * up) @ fc2[e].t() + fc2_bias[e])
+    expected = torch.cat(parts) * gates.double()[:, None]
+    actual = layer(rows, tokens, gates)[0]
+    assert_close(actual, expected, 1e-6)
+    for ours, theirs in zip(gradients(actual, wanted), gradients(expected, wanted), strict=True):
+        assert_close(ours, theirs, 2e-6)
+
+
 def test_without_a_row_every_weight_still_gets_a_gradient(one_rank: Mesh) -> None:
     """Overlapped reduction of gradients waits for every parameter."""
-    for changes in ({}, {"activation_func": nn.functional.gelu}):
+    for changes in ({}, {"activation_func": nn.functional.gelu}, {"add_bias_linear": True}):
         layer, (rows, tokens, gates) = grouped(one_rank, **changes), sorted_rows([0, 0, 0, 0])
         layer(rows, tokens, gates)[0].sum().backward()
         for weight in layer.parameters():
@@ -169,7 +201,6 @@ def test_every_weight_is_summed_over_the_data_parallel_ranks_of_experts(one_rank
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"add_bias_linear": True}, "add_bias_linear"),
         ({"moe_apply_probs_on_input": True}, "moe_router_topk"),
     ],
 )
