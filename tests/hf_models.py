@@ -53,6 +53,21 @@ DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK.items() if key != "num_mtp_
     "routed_scaling_factor": 2.0,
 }
 OLMOE = SHAPE | {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+GPT_OSS = GROUPED | {
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
 GLM4 = GROUPED | {
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,
@@ -99,6 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", GROUPED),
     "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
     "qwen2_moe-no-biases": ("Qwen2Moe", QWEN2_MOE | {"qkv_bias": False, "mlp_only_layers": [0]}),
+    "gpt_oss": ("GptOss", GPT_OSS),
     "olmoe": ("Olmoe", OLMOE | {"norm_topk_prob": False}),
     "olmoe-normalized": ("Olmoe", OLMOE | {"norm_topk_prob": True}),
     "deepseek_v2": ("DeepseekV2", DEEPSEEK_V2),
@@ -168,6 +184,8 @@ def randomize(model: nn.Module) -> None:
             tensor.copy_(1 + 0.3 * noise)
         elif name.endswith("e_score_correction_bias"):
             tensor.copy_(0.3 * noise)
+        elif name.endswith("gate_up_proj_bias"):
+            tensor.copy_(4 * noise)  # beyond the limit of gpt-oss's activations
         else:
             tensor.copy_(noise / tensor.shape[-1] ** 0.5)
 

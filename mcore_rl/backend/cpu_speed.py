@@ -37,6 +37,18 @@ def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+def gated_by_onednn(gating: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The router's logits, by the products of `by_onednn`."""
+
+    @functools.wraps(gating)
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+        if bias is not None or {input.dtype, weight.dtype, router_dtype} != {torch.float32}:
+            return gating(input, weight, bias, router_dtype)
+        return linear(input, weight)
+
+    return call
+
+
 def rotated_in_halves(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Megatron's rotary embedding of `[S, B, N, D]`, without the tensors of two halves swapped and negated."""
 
@@ -117,6 +129,7 @@ REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": (by_onednn, LINEAR),
     "distributed.param_and_grad_buffer:dist_all_gather_func": (unless_alone, ALONE),
     "distributed.param_and_grad_buffer:dist_reduce_scatter_func": (unless_alone, ALONE),
+    "transformer.moe.router:router_gating_linear": (gated_by_onednn, LINEAR),
     "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd": (rotated_in_halves, ROTARY),
     "optimizer.clip_grads:multi_tensor_scale_impl": (scaled_in_place, SCALE),
 }

@@ -36,6 +36,11 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             f"mesh.sequence_parallel=false with mesh.tp={mesh.tp} and experts: every tensor-parallel rank "
             "would send the same tokens to them. Set mesh.sequence_parallel=true."
         )
+    if model.family == "gpt_oss" and mesh.etp > 1:
+        yield (
+            f"mesh.etp={mesh.etp}: gpt_oss's experts have biases, which Megatron does not cut. Set mesh.etp=1 and "
+            "use mesh.ep."
+        )
     if moe.dispatcher == "deepep" and mesh.ep * mesh.etp == 1:
         yield (
             'model.moe.dispatcher="deepep" with mesh.ep=1 and mesh.etp=1: no token travels. Set mesh.ep > 1, '

@@ -17,6 +17,7 @@ Family = Literal[
     "glm4_moe",
     "olmoe",
     "deepseek_v2",
+    "gpt_oss",
 ]
 FAMILIES: tuple[str, ...] = get_args(Family)
 MOE_FAMILIES = tuple(family for family in FAMILIES if family not in ("llama", "qwen2", "qwen3"))
@@ -28,6 +29,7 @@ Switch = Literal["auto", "on", "off"]
 OFF: tuple[Switch, ...] = ("off",)
 QKV_BIAS: dict[str, tuple[Switch, ...]] = {
     "qwen2": ("on",),
+    "gpt_oss": ("on",),
     "qwen2_moe": ("on", "off"),
     "glm4_moe": ("on", "off"),
 }
@@ -114,6 +116,8 @@ class RopeConfig(Section):
     """How far, for `yarn` and `llama3`."""
     original_length: PositiveInt = 4096
     """Positions of the first training, for `yarn`."""
+    truncate: bool = True
+    """YaRN: the range of wavelengths between those two is rounded to whole ones; gpt_oss does not."""
     beta_fast: PositiveFloat = 32.0
     """YaRN: rotations above which a wavelength is left alone."""
     beta_slow: PositiveFloat = 1.0
@@ -149,10 +153,12 @@ class ModelConfig(Section):
     """Longest sequence the model is meant for."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of every RMSNorm."""
+    sliding_window: NonNegativeInt = 0
+    """Positions that every second layer sees, from the first on, its own included (gpt_oss); 0: all see all."""
     qkv_bias: Switch = "auto"
-    """Biases of queries, keys and values (qwen2, qwen2_moe, glm4_moe); `auto`: as the family usually has it."""
+    """Biases of queries, keys and values (qwen2, qwen2_moe, glm4_moe, gpt_oss); `auto`: as the family has it."""
     qk_norm: Switch = "auto"
-    """Norms of queries and keys (qwen3, qwen3_moe, glm4_moe, olmoe); `auto`: as the family usually has it."""
+    """Norms of queries and keys (qwen3, qwen3_moe, glm4_moe, olmoe); `auto`: as the family has it."""
     tied_embeddings: bool = False
     """Input and output embedding are one weight."""
     attention_dropout: Probability = 0.0

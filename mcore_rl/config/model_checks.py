@@ -19,6 +19,8 @@ GROUPED = ("deepseek_v2", *SIGMOID_FAMILIES)
 KNOWN_OF: dict[str, tuple[Any, tuple[str, ...]]] = {
     "mtp_layers": (0, SIGMOID_FAMILIES),
     "rope.fraction": (1.0, ("glm4_moe",)),
+    "sliding_window": (0, ("gpt_oss",)),
+    "moe.first_dense_layers": (0, tuple(family for family in MOE_FAMILIES if family != "gpt_oss")),
     "moe.shared_experts": (0, ("qwen2_moe", *GROUPED)),
     "moe.shared_ffn_hidden_size": (0, ("qwen2_moe",)),
     "moe.num_groups": (0, GROUPED),
@@ -118,6 +120,11 @@ def _rope(model: ModelConfig) -> Iterator[str]:
         yield (
             f'model.rope.scaling="yarn" with model.rope.fraction={rope.fraction}: Megatron\'s YaRN turns whole '
             'heads. Use "none".'
+        )
+    if not rope.truncate and (rope.scaling != "yarn" or model.is_latent):
+        yield (
+            "model.rope.truncate=false is known of YaRN in grouped-query attention only. Set it to true, or use "
+            'another model.family or model.rope.scaling="yarn".'
         )
     if rope.scaling == "llama3" and model.is_latent:
         yield (

@@ -113,7 +113,6 @@ def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
 def rope(config: HfConfig, default_theta: float, default_fraction: float | None = None) -> RopeConfig:
     """Rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    require(settings, {"truncate": True})
     name = "partial_rotary_factor"
     if default_fraction is None:
         require(config, {name: 1.0})
@@ -159,6 +158,7 @@ def _yarn(settings: HfConfig, theta: float) -> RopeConfig:
         scaling="yarn",
         factor=factor,
         original_length=settings["original_max_position_embeddings"],
+        truncate=settings.get("truncate", True),
         beta_fast=float(settings.get("beta_fast") or 32.0),
         beta_slow=float(settings.get("beta_slow") or 1.0),
         mscale=mscale,

@@ -1,6 +1,6 @@
 """How the parts of a model are called on both sides, and which rows go where: what the families' rules are made of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,23 +23,24 @@ class Layer:
 
     def vector(self, key: str, name: str, size: int) -> Rule:
         """A vector that is the same on both sides."""
-        return self._rule(key, (Rows(self.hf + name, 0, size),), ())
+        return self.tensor(key, [Rows(self.hf + name, 0, size)], ())
 
     def matrix(self, key: str, width: int, *parts: tuple[str, int]) -> Rule:
         """A matrix of `width` columns: whole Hugging Face tensors (name, number of rows) below one another."""
-        return self._rule(key, tuple(Rows(self.hf + name, 0, count) for name, count in parts), (width,))
+        return self.tensor(key, [Rows(self.hf + name, 0, count) for name, count in parts], (width,))
 
     def interleaved(self, key: str, row: Shape, groups: int, *parts: tuple[str, int]) -> Rule:
         """A tensor that takes rows of each part (name, rows of one group) in turn, group by group."""
-        rows = tuple(
+        rows = [
             Rows(self.hf + name, group * count, (group + 1) * count)
             for group in range(groups)
             for name, count in parts
-        )
-        return self._rule(key, rows, row)
+        ]
+        return self.tensor(key, rows, row)
 
-    def _rule(self, key: str, rows: tuple[Rows, ...], row: Shape) -> Rule:
-        return Rule(key=self.mcore + key, rows=rows, row=row, index=self.index, lead=self.lead)
+    def tensor(self, key: str, rows: Sequence[Rows], row: Shape) -> Rule:
+        """A tensor of these rows, whose names are whole, each of shape `row`."""
+        return Rule(key=self.mcore + key, rows=tuple(rows), row=row, index=self.index, lead=self.lead)
 
 
 @dataclass(frozen=True, slots=True)

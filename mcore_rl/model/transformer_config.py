@@ -29,6 +29,8 @@ def transformer_config(
     )
     if model.is_moe:
         arguments |= _dispatch(model, platform)
+    # Experts of TransformerEngine do not take biases together with it.
+    arguments["bias_dropout_fusion"] &= not arguments["add_bias_linear"]
     # Megatron's fused kernel for latent attention knows YaRN only.
     arguments["apply_rope_fusion"] = platform.layers == "te" and (
         not family.mla or model.rope.scaling == "yarn"
@@ -167,6 +169,6 @@ def _set_yarn(config: TransformerConfig, model: ModelConfig) -> None:
         "yarn_beta_slow": rope.beta_slow,
         "yarn_mscale": rope.mscale,
         "yarn_mscale_all_dim": rope.mscale_all_dim,
-        "yarn_correction_range_round_to_int": True,
+        "yarn_correction_range_round_to_int": rope.truncate,
     }.items():
         setattr(config, name, value)

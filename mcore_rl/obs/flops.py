@@ -8,6 +8,7 @@ its weight.
 
 Conventions where the field differs:
 - causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);
+- a layer with a sliding window counts the part of them that lies in the window;
 - a token passes `top_k` routed experts, even when a capacity drops some;
 - the output layer has `vocab_size` rows, without padding;
 - an MTP layer is its projection [2D, D], one transformer layer like the last, and the output layer again.
@@ -34,9 +35,10 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
     num_moe, num_layers = sum(moe_layers), len(moe_layers)
     projections, scores = (_latent_attention if config.is_latent else _attention)(config)
     gate = hidden if config.family == "qwen2_moe" else 0
+    seen = sum(_seen_positions(config, layer, seq_length) for layer in range(num_layers))
     macs = {
         "attention_projections": num_layers * projections,
-        "attention_scores": num_layers * scores * seq_length / 2,
+        "attention_scores": seen * scores,
         "dense_mlp": (num_layers - num_moe) * 3 * hidden * config.ffn_hidden_size,
         "router": num_moe * hidden * config.moe.num_experts,
         "experts": num_moe * config.moe.top_k * 3 * hidden * config.moe.ffn_hidden_size,
@@ -45,6 +47,14 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
         "output": (1 + config.mtp_layers) * hidden * config.vocab_size,
     }
     return {part: 2.0 * count for part, count in macs.items()}
+
+
+def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float:
+    """How many positions a token of this layer attends to, on average."""
+    window = config.sliding_window
+    if not window or layer % 2 or window >= seq_length:
+        return seq_length / 2
+    return window - window * window / (2 * seq_length)
 
 
 def _attention(config: ModelConfig) -> tuple[int, int]:

@@ -22,6 +22,7 @@ MESHES_OF = {
     "deepseek_v3": list(MESHES),
     "qwen2": ["tp2", "pp2-vpp2"],
     "qwen2_moe": ["tp2-ep2", "pp2-vpp2", "tp2-etp2"],
+    "gpt_oss": ["tp2-ep2", "pp2-vpp2", "cp2"],
     "olmoe": ["tp2-ep2", "pp2-vpp2", "tp2-etp2"],
     "deepseek_v2": ["tp2-ep2", "pp2-vpp2", "tp2-etp2"],
     "glm4_moe": ["tp2-ep2", "pp2-vpp2", "tp2-etp2"],

@@ -35,7 +35,9 @@ CASES = [("qwen3_moe", mesh) for mesh in MESHES] + [
     (model, mesh) for model in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
 ]
 CASES += [
-    (model, mesh) for model in ("qwen2_moe", "glm4_moe", "olmoe") for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")
+    (model, mesh)
+    for model in ("qwen2_moe", "glm4_moe", "olmoe", "gpt_oss")
+    for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")
 ]
 CASES += [("qwen2", "tp2"), ("glm4_moe", "tp2-etp2"), ("deepseek_v2", "tp2-ep2")]
 CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "cp2")]

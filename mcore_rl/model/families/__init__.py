@@ -9,6 +9,7 @@ from mcore_rl.model.families import (
     deepseek_v2,
     deepseek_v3,
     glm4_moe,
+    gpt_oss,
     llama,
     mixtral,
     olmoe,
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": glm4_moe.FAMILY,
     "olmoe": olmoe.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
 }
 SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 """Values of `model_type` that are one of the families under another name."""

@@ -21,6 +21,7 @@ FAMILIES = {
     "qwen2_moe": f"{EXPERTS} model.moe.shared_experts=1 model.moe.normalize_top_k=false",
     "mixtral": EXPERTS,
     "deepseek_v3": DEEPSEEK,
+    "gpt_oss": f"{EXPERTS} model.sliding_window=16 model.rope.scaling=yarn model.rope.truncate=false",
     "olmoe": f"{EXPERTS} model.moe.normalize_top_k=false",
     "deepseek_v2": f"{DEEPSEEK} model.moe.expert_bias=false model.moe.top_k=2 model.moe.normalize_top_k=false",
     "glm4_moe": f"{DEEPSEEK} model.rope.fraction=0.5",
@@ -201,6 +202,10 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("mixtral", "model.moe.expert_bias=true", 1, "Set it to false"),
         ("mixtral", "model.moe.routed_scaling=2", 1, "Set it to 1.0"),
         ("qwen2_moe", "model.moe.shared_experts=2", 1, "qwen2_moe has one shared expert"),
+        ("gpt_oss", "mesh.tp=2 mesh.etp=2", 2, "Set mesh.etp=1"),
+        ("gpt_oss", "model.moe.first_dense_layers=1", 1, 'not of model.family="gpt_oss"'),
+        ("qwen3_moe", "model.sliding_window=16", 1, "known of gpt_oss only"),
+        ("gpt_oss", "model.rope.scaling=none", 1, "rope.truncate=false is known of YaRN"),
         ("olmoe", "model.num_kv_heads=2 mesh.tp=4", 4, "olmoe norms all keys at once"),
         ("deepseek_v2", "model.moe.normalize_top_k=true", 1, "are the softmax's probabilities"),
         (

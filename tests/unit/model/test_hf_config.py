@@ -179,7 +179,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
     ("deepseek_v3", {"num_experts_per_tok": 6}, r"top_k=6.*best 3 experts"),
-    ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=false"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+    ("gpt_oss", {"sliding_window": None}, "lacks sliding_window"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": None}}, "mscale_all_dim=1.0"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
 ]

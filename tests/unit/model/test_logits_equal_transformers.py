@@ -84,6 +84,9 @@ WRONG_CONFIGS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "groups of deepseek_v2 dropped": ("deepseek_v2", lambda m: moe(m, num_groups=0, top_groups=0)),
     "scaling factor of deepseek_v2 dropped": ("deepseek_v2", lambda m: moe(m, routed_scaling=1.0)),
     "yarn dropped from deepseek_v2": ("deepseek_v2-lite", lambda m: rope(m, scaling="none")),
+    "window dropped": ("gpt_oss", lambda m: m.model_copy(update={"sliding_window": 0})),
+    "one position more in the window": ("gpt_oss", lambda m: m.model_copy(update={"sliding_window": 8})),
+    "yarn's range rounded": ("gpt_oss", lambda m: rope(m, truncate=True)),
     "scaling factor dropped": ("deepseek_v3", lambda m: moe(m, routed_scaling=1.0)),
 }
 
@@ -95,6 +98,15 @@ def test_a_mistake_in_the_config_changes_the_logits(mistake: str, one_rank: Mesh
     weights = to_global(theirs.tensors, theirs.ours)
     length = 512 if case == "llama-llama3" else 32
     assert distance(theirs, change(theirs.ours), weights, one_rank, length) > SEEN
+
+
+def test_activations_of_gpt_oss_are_cut_off_at_seven(one_rank: Mesh) -> None:
+    ours = oracle("gpt_oss")
+    weights = to_global(ours.tensors, ours.ours)
+    for limit in (6.0, 8.0):
+        theirs = oracle("gpt_oss", swiglu_limit=limit)
+        assert all(torch.equal(theirs.tensors[name], tensor) for name, tensor in ours.tensors.items())
+        assert distance(theirs, ours.ours, weights, one_rank) > SEEN
 
 
 def test_the_latents_norms_have_an_epsilon_of_their_own(one_rank: Mesh) -> None:
@@ -140,6 +152,16 @@ def deinterleaved(q_b: Tensor) -> Tensor:
     return torch.cat([nope, rotary[:, 0::2], rotary[:, 1::2]], dim=1).reshape(q_b.shape)
 
 
+def exchanged(gate_up: Tensor) -> Tensor:
+    """gpt-oss's columns of gate and up-projection, each in the other's place."""
+    return torch.stack([gate_up[..., 1::2], gate_up[..., 0::2]], -1).flatten(-2)
+
+
+def halves_for_turns(gate_up: Tensor) -> Tensor:
+    """All columns of the gate, then those of the up-projection, as the other families have them."""
+    return torch.cat([gate_up[..., 0::2], gate_up[..., 1::2]], -1)
+
+
 WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     "two experts swapped": (
         "qwen3_moe",
@@ -181,6 +203,18 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     ),
     "full norm of keys dropped": ("olmoe", lambda t: replaced(t, "k_norm.weight", torch.ones_like)),
     "full norm of queries reversed": ("olmoe", lambda t: replaced(t, "q_norm.weight", lambda w: w.flip(0))),
+    "sinks dropped": ("gpt_oss", lambda t: replaced(t, "sinks", lambda s: s - 100)),
+    "sinks zero": ("gpt_oss", lambda t: replaced(t, "sinks", torch.zeros_like)),
+    "router bias dropped": ("gpt_oss", lambda t: replaced(t, "router.bias", torch.zeros_like)),
+    "biases of outputs dropped": ("gpt_oss", lambda t: replaced(t, "o_proj.bias", torch.zeros_like)),
+    "biases of experts dropped": ("gpt_oss", lambda t: replaced(t, "down_proj_bias", torch.zeros_like)),
+    "gate and up exchanged": ("gpt_oss", lambda t: replaced(t, "gate_up_proj", exchanged)),
+    "biases of gate and up exchanged": ("gpt_oss", lambda t: replaced(t, "gate_up_proj_bias", exchanged)),
+    "gate above up": ("gpt_oss", lambda t: replaced(t, "gate_up_proj", halves_for_turns)),
+    "two fused experts swapped": (
+        "gpt_oss",
+        lambda t: replaced(t, "1.mlp.experts.down_proj", lambda w: w[[1, 0, 2, 3, 4, 5]]),
+    ),
     "rotary rows permuted": ("deepseek_v3", lambda t: replaced(t, "q_b_proj.weight", deinterleaved)),
 }
 

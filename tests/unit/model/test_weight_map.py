@@ -44,7 +44,8 @@ def variants() -> dict[str, ModelConfig]:
     for name, family in FAMILIES.items():
         tiny = family.tiny
         found[name] = tiny
-        experts = {"num_experts": 7, "first_dense_layers": 2, "num_groups": 0, "top_groups": 0}
+        dense = 0 if name == "gpt_oss" else 2
+        experts = {"num_experts": 7, "first_dense_layers": dense, "num_groups": 0, "top_groups": 0}
         moe = tiny.moe.model_copy(update=experts) if tiny.is_moe else tiny.moe
         heads = 9 if family.mla else 3
         odd = {"vocab_size": 1003, "num_heads": 9, "num_kv_heads": heads, "head_dim": 24, "moe": moe}
@@ -108,6 +109,28 @@ def test_a_broken_map_is_refused_with_the_tensors_name(change: str) -> None:
         broken(change).prove()
 
 
+def test_rows_taken_twice_in_steps_are_found() -> None:
+    weights = weight_map(VARIANTS["gpt_oss"])
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks = [
+        dataclasses.replace(block, hf_where=(*block.hf_where[:-1], Span(0, 96, 2)))
+        if block.hf_name == name and block.hf_where[0].start == 3
+        else block
+        for block in weights.blocks
+    ]
+    with pytest.raises(CheckpointError, match=rf"{name} \[3:4, 0:64, 1:96:2\] is used 0 times"):
+        dataclasses.replace(weights, blocks=tuple(blocks)).prove()
+
+
+def test_a_transposition_that_is_forgotten_is_found() -> None:
+    weights = weight_map(VARIANTS["gpt_oss"])
+    blocks = [dataclasses.replace(block, transposed=False) for block in weights.blocks]
+    with pytest.raises(
+        CheckpointError, match=r"gate_up_proj \[0:1, 0:64, 0:96:2\] and .*fc1.weight differ in shape"
+    ):
+        dataclasses.replace(weights, blocks=tuple(blocks)).prove()
+
+
 def test_padding_that_is_forgotten_is_found() -> None:
     weights = dataclasses.replace(weight_map(VARIANTS["llama"]), padding=())
     with pytest.raises(CheckpointError, match=r"word_embeddings.weight \[120:128, 0:64\] is written 0 times"):
@@ -117,7 +140,7 @@ def test_padding_that_is_forgotten_is_found() -> None:
 def test_coverage_agrees_with_counting_cells() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
-        shape = tuple(torch.randint(1, 5, (3,), generator=generator).tolist())
+        shape = tuple(torch.randint(1, 6, (3,), generator=generator).tolist())
         places = [
             random_place(shape, generator) for _ in range(int(torch.randint(0, 4, (), generator=generator)))
         ]
@@ -132,8 +155,11 @@ def test_coverage_agrees_with_counting_cells() -> None:
 
 
 def random_place(shape: tuple[int, ...], generator: torch.Generator) -> Where:
+    def any_of(count: int) -> int:
+        return int(torch.randint(count, (), generator=generator))
+
     spans = [list(itertools.combinations(range(size + 1), 2)) for size in shape]
-    return tuple(Span(*pairs[int(torch.randint(len(pairs), (), generator=generator))]) for pairs in spans)
+    return tuple(Span(*pairs[any_of(len(pairs))], step=1 + any_of(3)) for pairs in spans)
 
 
 def as_slices(where: Where) -> tuple[slice, ...]:

@@ -6,6 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -108,6 +110,12 @@ CASES = {
             )
         ),
     ),
+    "gpt_oss": lambda: (
+        ModelConfig(**SIZES, family="gpt_oss", moe=MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=72)),
+        GptOssForCausalLM(
+            GptOssConfig(**COMMON, num_local_experts=6, num_experts_per_tok=2, sliding_window=10)
+        ),
+    ),
     "deepseek_v3": lambda: deepseek(q_lora_rank=18),
     "deepseek_v3 without a query rank": lambda: deepseek(q_lora_rank=0),
 }
@@ -141,6 +149,15 @@ def test_an_mtp_layer_is_a_projection_a_layer_and_the_output_again():
     with_mtp = plain.model_copy(update={"mtp_layers": 1})
     added = train_flops_per_token(with_mtp, LENGTH) - train_flops_per_token(one_more_layer, LENGTH)
     assert added == 6 * (2 * 32 * 32 + 32 * 100)
+
+
+@pytest.mark.parametrize(("length", "window"), [(4096, 128), (4096, 4000), (64, 128)])
+def test_every_second_layer_sees_its_window(length, window):
+    model = ModelConfig(**SIZES, family="gpt_oss", moe=MoEConfig(num_experts=6, ffn_hidden_size=72))
+    whole = forward_flops_per_token(model, length)["attention_scores"]
+    windowed = forward_flops_per_token(model.model_copy(update={"sliding_window": window}), length)
+    seen = sum(min(position + 0.5, window) for position in range(length)) / length
+    assert windowed["attention_scores"] / whole == pytest.approx((1 + 2 * seen / (length / 2)) / 3, rel=1e-4)
 
 
 def test_padding_of_the_vocabulary_is_not_the_model():
