@@ -3,11 +3,9 @@
 import gc
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mcore_rl.backend.forked import ForkedCall, ForkedCallError
 from mcore_rl.errors import CheckpointError
@@ -17,9 +15,9 @@ from mcore_rl.model.checkpoint.folder import (
     check,
     checkpoints_in,
     clean,
+    complete_in,
     delete,
     naming,
-    others,
     path_of_step,
     publish,
     room_at,
@@ -43,11 +41,24 @@ class _Save:
 
     step: int
     plan: Plan
-    writing: Callable[[], Written]
-    """Waits for this rank's part; CheckpointError when it failed."""
-    is_running: Callable[[], bool]
     started: float
-    blocked_s: float
+    writing: ForkedCall[Written] | None = None
+    """This rank's part, in the background."""
+    waited_s: float | None = None
+    """How long training stood still; None: all the time."""
+
+    def is_running(self) -> bool:
+        """Whether this rank's part is still being written."""
+        return self.writing is not None and self.writing.is_running()
+
+    def written(self) -> Written:
+        """This rank's part, written here or waited for; CheckpointError when that failed."""
+        try:
+            return self.writing.result() if self.writing else self.plan.write()
+        except ForkedCallError as error:
+            raise CheckpointError(
+                f"the writer of {self.plan.path}: {error}. {room_at(self.plan.path)}"
+            ) from error
 
 
 class Checkpoints:
@@ -80,19 +91,13 @@ class Checkpoints:
             return
         self._wait_for_pending()
         started = time.monotonic()
-        writing = on_rank_zero(self._make_room)
-        plan = self._planner.plan(full_state(self._state), writing)
-        call = ForkedCall(plan.write) if self._state.config.checkpoint.asynchronous else None
-        self._pending = _Save(
-            step=step,
-            plan=plan,
-            writing=partial(_result, call, plan) if call else plan.write,
-            is_running=call.is_running if call else lambda: False,
-            started=started,
-            blocked_s=time.monotonic() - started,
-        )
-        if call is None:
-            self._complete(self._pending)
+        path = on_rank_zero(self._make_room)
+        plan = self._planner.plan(full_state(self._state), path)
+        save = _Save(step=step, plan=plan, started=started)
+        if self._state.config.checkpoint.asynchronous:
+            self._pending = self._handed_over(save)
+        else:
+            self._complete(save)
 
     def poll(self, *, blocking: bool = False) -> list[str]:
         """Between steps: makes a checkpoint of a save that all ranks have written; lines for the log.
@@ -158,19 +163,25 @@ class Checkpoints:
             "than checkpoint.interval lasts",
         ]
 
+    def _handed_over(self, save: _Save) -> _Save:
+        """The save with a background process that writes it."""
+        try:
+            writing = on_every_rank(partial(_in_background, save.plan))
+        except CheckpointError as error:
+            raise self._failure(save, error) from error
+        waited_s = time.monotonic() - save.started
+        return replace(save, plan=save.plan.without_data(), writing=writing, waited_s=waited_s)
+
     def _complete(self, save: _Save) -> None:
         """Make the checkpoint of what the ranks have written; on failure nothing of it is left."""
         self._pending = None
         config = self._state.config
         try:
-            written = on_every_rank(save.writing)
+            written = on_every_rank(save.written)
             marker = finish(save.plan, written, self._state.mesh, config.model, save.step)
             line = on_rank_zero(partial(self._publish, save, marker))
         except CheckpointError as error:
-            on_rank_zero(partial(self._discard, save.plan.path))
-            raise CheckpointError(
-                f"step {save.step} is not saved: {error}. {others(path_of_step(self._folder, save.step))}"
-            ) from error
+            raise self._failure(save, error) from error
         self._saved_step = save.step
         self._lines.append(line)
 
@@ -186,10 +197,11 @@ class Checkpoints:
             doomed = superseded(self._folder, self._state.config.checkpoint.keep)
         if doomed:
             self._deleting = ForkedCall(partial(delete, doomed))
-        took = time.monotonic() - save.started
+        took_s = time.monotonic() - save.started
+        waited_s = took_s if save.waited_s is None else save.waited_s
         return (
-            f"saved {final}: {marker.total_bytes / MIB:.1f} MiB in {took:.1f} s, of which training waited "
-            f"{save.blocked_s:.1f} s"
+            f"saved {final}: {marker.total_bytes / MIB:.1f} MiB in {took_s:.1f} s, of which training waited "
+            f"{waited_s:.1f} s"
         )
 
     def _wait_for_deletion(self) -> None:
@@ -210,9 +222,20 @@ class Checkpoints:
             path.mkdir()
         return path
 
-    def _discard(self, path: Path) -> None:
-        """On rank 0: a failed save leaves nothing that takes room."""
+    def _failure(self, save: _Save, error: CheckpointError) -> CheckpointError:
+        """What to raise when a save has failed, of which nothing is left."""
+        last = on_rank_zero(partial(self._discard, save.plan.path))
+        return CheckpointError(f"step {save.step} is not saved: {error}. {last}")
+
+    def _discard(self, path: Path) -> str:
+        """On rank 0: a failed save leaves nothing that takes room; a sentence on what there is."""
         shutil.rmtree(path, ignore_errors=True)
+        complete = complete_in(self._folder)
+        return (
+            f"The last complete checkpoint is {complete[-1]}"
+            if complete
+            else "There is no complete checkpoint"
+        )
 
     def _clean(self) -> list[str]:
         self._fence.check_here()
@@ -228,9 +251,6 @@ class Checkpoints:
         return found[-1]
 
 
-def _result(call: ForkedCall[Any], plan: Plan) -> Written:
-    try:
-        written: Written = call.result()
-    except ForkedCallError as error:
-        raise CheckpointError(f"the writer of {plan.path}: {error}. {room_at(plan.path)}") from error
-    return written
+def _in_background(plan: Plan) -> ForkedCall[Written]:
+    with naming(plan.path, "starting the writer of"):
+        return ForkedCall(plan.write)

@@ -46,7 +46,7 @@ def full_state(state: TrainState) -> dict[str, Any]:
     weights = weights_state(state.chunks, state.mesh)
     # Megatron's optimizer adds to the dict that it is given.
     moments = state.optimizer.sharded_state_dict(dict(weights), is_loading=False, metadata=layout(state.mesh))
-    ours = {"progress": asdict(state.progress)}
+    ours = {"progress": asdict(state.progress), "device": state.platform.device.type}
     common = common_state(state.config.model, state.mesh, state.progress.step, ours)
     common["args"].consumed_train_samples = state.progress.consumed_samples
     return (
@@ -63,10 +63,7 @@ def full_state(state: TrainState) -> dict[str, Any]:
 def load_full_state(state: TrainState, stored: Stored) -> list[str]:
     """Collective over the mesh: `state` goes on from the checkpoint; lines for the log on what is not as it was."""
     assert stored.marker is not None
-    is_same_mesh = (stored.marker.mesh, stored.marker.world_size) == (
-        describe_mesh(state.mesh),
-        state.mesh.world.size,
-    )
+    is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
     wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
     wanted["optimizer"] = state.optimizer.sharded_state_dict(
         dict(wanted), is_loading=True, metadata=layout(state.mesh)
@@ -77,13 +74,14 @@ def load_full_state(state: TrainState, stored: Stored) -> list[str]:
     put_weights(state.chunks, loaded)
     _put_optimizer(state, loaded)
     state.progress = Progress(**loaded[OURS]["progress"])
-    if is_same_mesh:
+    there = loaded[OURS]["device"]
+    if is_same_mesh and there == state.platform.device.type:
         restore_random_states(loaded["random_states"])
         return []
     reseed(state.config.train.seed, state.progress.step)
     return [
         f"random states follow anew from train.seed={state.config.train.seed} and step {state.progress.step}: the "
-        f"checkpoint is of another mesh ({_sizes(stored.marker.mesh)})"
+        f"checkpoint is of another mesh or device ({_sizes(stored.marker.mesh)}, {there})"
     ]
 
 
@@ -97,9 +95,8 @@ def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
     )
     # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail to find its own there.
     groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
-    step = next(
-        ({"step": group["step"]} for group in groups if "step" in group), {}
-    )  # none before the first step
+    counted = [{"step": group["step"]} for group in groups if "step" in group]
+    step = counted[0] if counted else {}  # none before the first step
     for optimizer, part in zip(inner, parts, strict=True):
         part["optimizer"]["param_groups"] = [
             {name: value for name, value in group.items() if name != "params"} | step

@@ -28,6 +28,7 @@ class RunFolder:
         self.stop_file = path / "STOP"
         self._done = path / "DONE"
         self._writer = path / "writer.json"
+        self._fence: Fence | None = None
 
     def done(self) -> str | None:
         """Collective over the world: what a start after the last step says instead of training; None: not done."""
@@ -40,9 +41,11 @@ class RunFolder:
         return on_rank_zero(read)
 
     def mark_done(self, step: int) -> None:
-        """Collective over the world: all steps are done and saved."""
+        """Collective over the world, by the writer: all steps are done and saved."""
 
         def write() -> None:
+            assert self._fence is not None, "claim the folder first"
+            self._fence.check_here()
             with naming(self._done, "writing"):
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 write_atomically(self._done, f"all {step} steps are done since {now}\n")
@@ -55,7 +58,8 @@ class RunFolder:
         CheckpointError when a living process of this host is the writer. One on another host cannot be asked: it is
         taken over, and notices at its next save.
         """
-        return Fence(self._writer, on_rank_zero(self._claim))
+        self._fence = Fence(self._writer, on_rank_zero(self._claim))
+        return self._fence
 
     def _claim(self) -> Attempt:
         me = this_attempt()

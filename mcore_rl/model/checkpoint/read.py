@@ -3,6 +3,7 @@
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from mcore_rl.backend.mcore_compat import megatron_version
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.checkpoint.folder import LATEST, MARKER, Marker, check, checkpoints_in, others, step_of
@@ -31,8 +33,11 @@ OURS = "mcore_rl"
 OPTIMIZER = "optimizer."
 SHOWN = 3
 """Differences that a message lists."""
-MALFORMED = (OSError, EOFError, RuntimeError, KeyError, ValueError, AttributeError, pickle.UnpicklingError)
-"""What torch raises on files that are not what they should be."""
+MALFORMED = (
+    *(OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, ImportError),
+    *(pickle.UnpicklingError, CheckpointingException),
+)
+"""What torch and Megatron raise on files that are not what they should be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +77,9 @@ def read(state: dict[str, Any], stored: Stored, mesh: Mesh, model: ModelConfig) 
         get_default_load_sharded_strategy(str(stored.path)), mesh.dp_cp.group
     )
     try:
-        with warnings.catch_warnings():
-            # Of what Megatron calls in torch.
-            warnings.filterwarnings(
-                "ignore", module=r"(torch\.distributed|megatron\.core\.dist_checkpointing)\b"
-            )
+        with _quiet():
             loaded: dict[str, Any] = dist_checkpointing.load(state, str(stored.path), strategy)
-    except (CheckpointException, CheckpointingException, *MALFORMED) as error:
+    except (CheckpointException, *MALFORMED) as error:
         raise CheckpointError(
             f"{stored.path} cannot be read: {_reason(error)}. {others(stored.path)}"
         ) from error
@@ -119,13 +120,15 @@ def find(path: Path) -> Path:
 
 def _inspect(path: Path) -> Stored:
     path = find(path)
-    marker = check(path) if (path / MARKER).exists() or not _is_megatrons(path) else None
+    is_megatrons = not (path / MARKER).exists() and (path / "metadata.json").is_file()
+    marker = None if is_megatrons else check(path)
     try:
         metadata = FileSystemReader(str(path)).read_metadata()
     except MALFORMED as error:
         raise CheckpointError(f"{path}/.metadata cannot be read: {_reason(error)}. {others(path)}") from error
-    if marker is None:
+    if is_megatrons:
         _check_lengths(path, metadata)
+        _check_origin(path)
     entries = metadata.state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     return Stored(
@@ -136,12 +139,26 @@ def _inspect(path: Path) -> Stored:
     )
 
 
-def _is_megatrons(path: Path) -> bool:
-    """Whether a folder without our marker is a checkpoint of Megatron-LM, which writes metadata.json last."""
-    if not (path / "metadata.json").is_file():
-        return False
-    common = dist_checkpointing.load_common_state_dict(str(path))
-    return OURS not in common
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings about what Megatron calls in torch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(torch\.distributed|megatron\.core\.dist_checkpointing)\b")
+        yield
+
+
+def _check_origin(path: Path) -> None:
+    """CheckpointError when a folder without our marker is not of Megatron-LM, but of ours."""
+    try:
+        with _quiet():
+            common = dist_checkpointing.load_common_state_dict(str(path))
+    except MALFORMED as error:
+        raise CheckpointError(
+            f"{path}: what is common to all ranks cannot be read ({_reason(error)}): it is damaged, or of another "
+            f"version of Megatron-Core than {megatron_version()}. {others(path)}"
+        ) from error
+    if OURS in common:
+        check(path)
 
 
 def _check_lengths(path: Path, metadata: Metadata) -> None:

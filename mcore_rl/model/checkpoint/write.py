@@ -6,7 +6,7 @@ that only rank 0 sees, such as a full disk under `common.pt` or `.metadata`, lea
 
 import os
 import queue
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,11 @@ class Plan:
     buckets: list[Any]
     common: dict[str, Any] | None
     """What is the same on all ranks, on rank 0."""
+
+    def without_data(self) -> "Plan":
+        """What `finish` needs when another process writes: the copies of tensors go."""
+        self.writer.write_buckets = None
+        return replace(self, buckets=[], common=None)
 
     def write(self) -> Written:
         """Write this rank's files; no communication, so that a forked process can. CheckpointError when it fails."""

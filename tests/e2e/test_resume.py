@@ -1,0 +1,74 @@
+"""A run that is killed, asked to stop and started again computes what it would have computed in one go."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Finished, command, losses
+
+
+def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
+    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """With dropout, on TP2 x EP2, with asynchronous checkpoints every four steps."""
+    straight = mcore_rl("pretrain", config_file, "train.steps=40")
+    assert straight.returncode == 0, straight.stderr
+    run_dir = tmp_path / "broken"
+    words = command("pretrain", config_file, "train.steps=40", f"run_dir={run_dir}")
+
+    killed = started(words)
+    wait_for_step(run_dir, 10, killed)
+    os.kill(ranks_of(killed)[1].pid, signal.SIGKILL)
+    assert killed.wait(timeout=30) != 0
+    reached = max(losses(run_dir))
+    assert 10 <= reached < 40 and not (run_dir / "DONE").exists()
+
+    stopped = started(words)
+    wait_for_step(run_dir, reached + 5, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(timeout=30) == 0, "a clean stop is no failure"
+    stopped_at = max(losses(run_dir))
+    assert reached < stopped_at < 40 and not (run_dir / "DONE").exists()
+    assert (run_dir / f"checkpoints/iter_{stopped_at:07d}").exists()
+
+    last = mcore_rl("pretrain", config_file, "train.steps=40", f"run_dir={run_dir}")
+    assert last.returncode == 0, last.stderr
+    assert f"resumed from {run_dir}/checkpoints/iter_{stopped_at:07d}" in last.stdout
+    assert (run_dir / "DONE").exists()
+    assert losses(run_dir) == losses(tmp_path / "run")
+
+
+def test_a_second_run_does_not_write_to_the_folder_of_a_living_one(
+    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    first = started(command("pretrain", config_file, "train.steps=2000"))
+    wait_for_step(tmp_path / "run", 1, first)
+    second = mcore_rl("pretrain", config_file, "train.steps=2000")
+    assert second.returncode == 2
+    assert f"{tmp_path}/run is being written by process {ranks_of(first)[0].pid} on " in second.stderr
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait(timeout=30) == 0
+
+
+def started(words: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def ranks_of(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes of its ranks, in order."""
+    return sorted(psutil.Process(run.pid).children(), key=lambda child: int(child.environ()["RANK"]))
+
+
+def wait_for_step(run_dir: Path, step: int, run: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
+        if run.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"step {step} was not reached")
+        time.sleep(0.02)
