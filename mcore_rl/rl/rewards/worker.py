@@ -1,5 +1,6 @@
 """Processes that run reward functions, so that one that hangs, crashes or raises costs one judgement, not the run."""
 
+import gc
 import logging
 import math
 import multiprocessing
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
+
+import torch
 
 from mcore_rl.rl.rewards.judged import Judged, RewardFunction
 
@@ -114,10 +117,14 @@ class Judges:
         process = context.Process(
             target=_serve, args=(theirs, ours, self._functions, self._timeout_s), daemon=True
         )
+        collects = gc.isenabled()
+        gc.disable()  # until the child has set aside what it inherits, perhaps tensors on a GPU
         with warnings.catch_warnings():
             # Python 3.12 warns of locks that other threads may hold; a judge takes none of theirs.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
+        if collects:
+            gc.enable()
         theirs.close()
         return _Worker(process, ours)
 
@@ -162,6 +169,9 @@ def _serve(
     pipe: Connection, parents: Connection, functions: tuple[RewardFunction, ...], timeout_s: float
 ) -> None:
     """Judge until the other end is closed, by the parent or by its death."""
+    gc.freeze()
+    gc.enable()
+    torch.set_num_threads(1)  # OpenMP's threads were not copied: a function of the user's may compute
     parents.close()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # requests to stop are for the parent
