@@ -20,6 +20,7 @@ def state_by_parameter(
     parameter is. An optimizer that shares its state with no other rank hands out the state itself; else it is
     gathered on the host of every rank, so that any of them can write a part.
     """
+    # Not at the top: this module is imported by the one that must run before Megatron is.
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
