@@ -69,8 +69,11 @@ def from_hf(config: HfConfig) -> ModelConfig:
     """The model that a config.json describes."""
     require(config, {"attention_bias": True, "swiglu_limit": LIMIT, "swiglu_alpha": ALPHA})
     arguments = common({**config, "attention_bias": False}, theta=150000.0)
-    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(arguments["num_layers"])]
-    if config.get("layer_types") not in (None, alternate):
+    layers = arguments["num_layers"]
+    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    types = config.get("layer_types") or alternate
+    has_window = types != ["full_attention"] * layers
+    if has_window and types != alternate:
         raise refusal(config, "layer_types", "has a window on the first and then on every second layer")
     moe = MoEConfig(
         num_experts=config.get("num_local_experts") or needed(config, "num_experts"),
@@ -78,9 +81,8 @@ def from_hf(config: HfConfig) -> ModelConfig:
         ffn_hidden_size=arguments["ffn_hidden_size"],
         aux_loss_coeff=config.get("router_aux_loss_coef", 1e-3),
     )
-    return ModelConfig(
-        family="gpt_oss", sliding_window=needed(config, "sliding_window"), moe=moe, **arguments
-    )
+    window = needed(config, "sliding_window") if has_window else 0
+    return ModelConfig(family="gpt_oss", sliding_window=window, moe=moe, **arguments)
 
 
 FAMILY = Family(

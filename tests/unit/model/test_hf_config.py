@@ -56,6 +56,42 @@ PUBLISHED_DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
+PUBLISHED_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
 def test_the_published_config_of_deepseek_v3() -> None:
     assert model_from_hf(PUBLISHED_DEEPSEEK_V3) == ModelConfig(
         family="deepseek_v3",
@@ -140,6 +176,30 @@ def test_one_group_is_no_group() -> None:
     assert (moe.num_groups, moe.top_groups) == (0, 0)
 
 
+def test_gpt_oss_may_have_no_window() -> None:
+    config = oracle("gpt_oss").config
+    assert model_from_hf(config).sliding_window == 7
+    assert model_from_hf(config | {"layer_types": ["full_attention"] * 3}).sliding_window == 0
+
+
+def test_the_published_config_of_gpt_oss() -> None:
+    assert model_from_hf(PUBLISHED_GPT_OSS) == ModelConfig(
+        family="gpt_oss",
+        num_layers=24,
+        hidden_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_hidden_size=2880,
+        vocab_size=201088,
+        max_position=131072,
+        norm_eps=1e-5,
+        sliding_window=128,
+        rope=RopeConfig(theta=150000.0, scaling="yarn", factor=32.0, original_length=4096, truncate=False),
+        moe=MoEConfig(num_experts=32, top_k=4, ffn_hidden_size=2880, aux_loss_coeff=0.9),
+    )
+
+
 YARN = PUBLISHED_DEEPSEEK_V3["rope_scaling"]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "gpt2"}, "model_type='gpt2'.*Known are qwen3_moe"),
@@ -183,7 +243,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
     ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
-    ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types="),
     ("gpt_oss", {"sliding_window": None}, "lacks sliding_window"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": None}}, "mscale_all_dim=1.0"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),

@@ -38,6 +38,89 @@ DEEPSEEK_V3 = ModelConfig(
 )
 
 
+PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
+    "OLMoE-1B-7B": (
+        6.92,
+        ModelConfig(
+            family="olmoe",
+            num_layers=16,
+            hidden_size=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=128,
+            vocab_size=50304,
+            moe=MoEConfig(num_experts=64, top_k=8, ffn_hidden_size=1024),
+        ),
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        14.3,
+        ModelConfig(
+            family="qwen2_moe",
+            num_layers=24,
+            hidden_size=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=128,
+            vocab_size=151936,
+            moe=MoEConfig(
+                num_experts=60, ffn_hidden_size=1408, shared_experts=1, shared_ffn_hidden_size=5632
+            ),
+        ),
+    ),
+    "DeepSeek-V2-Lite": (
+        15.7,
+        ModelConfig(
+            family="deepseek_v2",
+            num_layers=27,
+            hidden_size=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            ffn_hidden_size=10944,
+            vocab_size=102400,
+            mla=MLAConfig(q_lora_rank=0),
+            moe=MoEConfig(
+                num_experts=64, top_k=6, ffn_hidden_size=1408, shared_experts=2, first_dense_layers=1
+            ),
+        ),
+    ),
+    "gpt-oss-20b": (
+        20.9,
+        ModelConfig(
+            family="gpt_oss",
+            num_layers=24,
+            hidden_size=2880,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            vocab_size=201088,
+            moe=MoEConfig(num_experts=32, top_k=4, ffn_hidden_size=2880),
+        ),
+    ),
+    "GLM-4.5-Air": (
+        106.8,
+        ModelConfig(
+            family="glm4_moe",
+            num_layers=46,
+            hidden_size=4096,
+            num_heads=96,
+            num_kv_heads=8,
+            head_dim=128,
+            ffn_hidden_size=10944,
+            vocab_size=151552,
+            moe=MoEConfig(
+                num_experts=128,
+                top_k=8,
+                ffn_hidden_size=1408,
+                shared_experts=1,
+                first_dense_layers=1,
+                expert_bias=True,
+            ),
+        ),
+    ),
+}
+"""Billions of parameters, and the config."""
+
+
 def variants() -> dict[str, ModelConfig]:
     """Each family tiny, and with awkward sizes."""
     found = {}
@@ -76,6 +159,14 @@ def test_the_map_of_deepseek_v3_is_proved_from_its_config_alone() -> None:
     elements = sum(torch.Size(shape).numel() for shape in weights.hf_shapes.values())
     # 671B, and 14B of MTP of which the two embeddings are shared (arXiv 2412.19437)
     assert 682e9 < elements < 685e9
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_maps_of_published_models_have_their_published_number_of_parameters(name: str) -> None:
+    billions, model = PUBLISHED[name]
+    weights = weight_map(model)
+    elements = sum(torch.Size(shape).numel() for shape in weights.hf_shapes.values())
+    assert elements / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
