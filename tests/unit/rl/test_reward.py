@@ -161,18 +161,22 @@ def test_a_judge_that_died_between_two_batches_is_replaced():
     assert outcomes[0] != pid or isinstance(outcomes[0], Failure)
 
 
-def test_judges_end_with_the_process_that_started_them():
+@pytest.mark.parametrize("then", ["idle", "hang in C"])
+def test_judges_end_with_the_process_that_started_them(then):
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
     def start_and_hang():
-        judges = Judges([obey], workers=2, timeout_s=60.0)
-        theirs.send([int(pid) for pid in judges.run(jobs("pid", "pid"))])
+        judges = Judges([obey], workers=1, timeout_s=0.5, grace_s=60.0)
+        theirs.send([int(pid) for pid in judges.run(jobs("pid"))])
+        if then != "idle":
+            judges.run(jobs(then))
         time.sleep(60)
 
     parent = context.Process(target=start_and_hang)
     parent.start()
     pids = ours.recv()
+    time.sleep(0.1)
     parent.kill()
     parent.join()
     deadline = time.monotonic() + 5
