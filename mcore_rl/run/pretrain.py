@@ -52,7 +52,8 @@ def train(config: PretrainConfig, plan: DataPlan, platform: Platform) -> None:
     checkpoints = Checkpoints(state, folder.checkpoints, fence)
     checkpoints.resume()
     log = opened_log(state, folder)
-    log.say(platform.describe())
+    for line in [platform.describe(), *checkpoints.poll()]:
+        log.say(line)
     with StopRequest(folder.stop_file) as stop:
         sources = build_sources(state, plan, folder)
         head = NextTokenHead()
