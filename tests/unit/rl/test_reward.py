@@ -143,7 +143,7 @@ def jobs(*texts):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
-    with Judges([obey], workers=workers, timeout_s=0.2, grace_s=0.1) as judges:
+    with Judges([obey], workers=workers, timeout_s=0.4, grace_s=0.8) as judges:
         texts = ["a", "hang", "bb", "hang in C", "ccc", "ignore the alarm", "crash", "exit", "quit", "dddd"]
         outcomes = judges.run(jobs(*texts))
     kinds = [outcome.kind if isinstance(outcome, Failure) else outcome for outcome in outcomes]
