@@ -40,6 +40,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+                process.join()
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import psutil
 import pytest
+import torch
 
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
@@ -128,6 +130,20 @@ def kill_this_rank() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def writers() -> list[psutil.Process]:
-    """The processes that write for this rank."""
-    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+def hold_writers() -> None:
+    """Every writer of this rank stops before it writes, as on a disk that does not answer, until it is resumed."""
+
+    def stop(_: int) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    torch.set_num_threads = stop  # the last thing that a forked process does before its work
+
+
+def held_writers() -> list[psutil.Process]:
+    """The child processes of this rank, when all of them have stopped."""
+    children = psutil.Process().children()
+    deadline = time.monotonic() + 30
+    while not all(child.status() == psutil.STATUS_STOPPED for child in children):
+        assert time.monotonic() < deadline, children
+        time.sleep(0.01)
+    return children

@@ -18,7 +18,7 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.model.checkpoint.weights import load_weights, save_weights, weights_state
 from mcore_rl.model.global_tensors import pieces
 from mcore_rl.train.setup import set_up
-from tests.parallel.checkpointing import SMALL, config_of, opened, run
+from tests.parallel.checkpointing import SMALL, config_of, held_writers, hold_writers, opened, run
 from tests.ranks import run_ranks
 
 ONE = MeshConfig()
@@ -203,7 +203,9 @@ def exchanged_with_megatron(config: PretrainConfig, path: Path) -> tuple[dict[st
     again = weights_of(state.chunks)
 
     (release / "__0_0.distcp").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match=r"release is damaged: __0_0.distcp has 5 bytes, \d+ are in use"):
+    with pytest.raises(
+        CheckpointError, match=r"release is damaged: __0_0.distcp has 5 bytes, \d+ are in use"
+    ):
         load_weights(state.chunks, state.mesh, config.model, release.parent)
     return theirs, ours, again
 
@@ -279,9 +281,13 @@ def robbed(config: PretrainConfig) -> str:
         run.train(1, save_at=[1])
         run.checkpoints.finish()
         run.train(2)
+        hold_writers()
         run.checkpoints.save()
+        held = held_writers()
         if run.state.mesh.world.rank == 0:
             other = {"job": "7", "number": 1, "host": "elsewhere", "pid": 1, "born": 1}
             (run.folder.path / "writer.json").write_text(json.dumps(other))
+        for writer in held:
+            writer.resume()
         run.checkpoints.finish()
     return str(error.value)

@@ -21,10 +21,11 @@ from tests.parallel.checkpointing import (
     SMALL,
     assert_killed,
     config_of,
+    held_writers,
+    hold_writers,
     kill_this_rank,
     opened,
     run,
-    writers,
 )
 from tests.parallel.parity import batch
 from tests.ranks import run_ranks
@@ -169,9 +170,9 @@ def killed_while_saving_step_four(config: PretrainConfig) -> None:
     """On a rank: SIGKILL for rank 0 when its writer of step 4 has started and not finished."""
     with opened(config) as run:
         run.train(4)
+        hold_writers()
         run.checkpoints.save()
-        (writer,) = writers()
-        writer.suspend()
+        assert len(held_writers()) == 1
         if run.state.mesh.world.rank == 0:
             kill_this_rank()
         run.train(5)
@@ -194,13 +195,13 @@ def trained_while_writers_wait(config: PretrainConfig) -> dict[str, torch.Tensor
         router = unwrap(run.state.chunks[0]).decoder.layers[1].mlp.router
         run.train(2)
         saved = router.expert_bias.clone()
+        hold_writers()
         run.checkpoints.save()
-        started = writers()
-        assert len(started) == 1, "a save starts one writer and no other process"
-        started[0].suspend()
+        held = held_writers()
+        assert len(held) == 1, "a save starts one writer and no other process"
         run.train(4)
         assert not (run.folder.checkpoints / "iter_0000002").exists()
-        started[0].resume()
+        held[0].resume()
         later = router.expert_bias.clone()
     assert (run.folder.checkpoints / "iter_0000002").exists()
     return {"saved": saved, "later": later}
