@@ -1,10 +1,14 @@
 """Measuring on a machine that others use too: CPU time of this process, and how far wall time was from it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
+from torch import Tensor
+
+from mcore_rl.backend.products import product
 
 
 @dataclass
@@ -52,10 +56,8 @@ class Peaks:
     SIZE = 1024
 
     def __init__(self) -> None:
-        from mcore_rl.backend.products import product
-
         self._left, self._right = (torch.randn(self.SIZE, self.SIZE) for _ in range(2))
-        self._products = {"mkl": torch.mm, "onednn": product}
+        self._products: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mkl": torch.mm, "onednn": product}
         self._clocks = {name: Clock() for name in self._products}
 
     def measure(self) -> None:

@@ -16,10 +16,12 @@ from mcore_rl.backend.products import product
 
 BLOCK_ROWS = 512
 """Rows of a block."""
-PADDED_MULTIPLE = 32
+PADDED_MULTIPLE = 16
 """Blocks are filled up to a multiple of this: products of few different shapes, for which kernels are compiled once."""
-FEW_ROWS = 16
-"""Blocks of fewer rows are left as they are."""
+FEW_ROWS = 24
+"""Blocks of fewer rows are left as they are: torch's product of them is faster than a padded one."""
+FEW_SUMMED_ROWS = 64
+"""Rows below which adding their part of a weight's gradient in place is faster than making it first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,11 @@ class WeightGradient:
 
     def add(self, expert: int, gradient_NO: Tensor, input_NI: Tensor) -> None:
         """Add `gradient_NO.T @ input_NI` to that of `expert`."""
-        self._parts[expert].add_(product(gradient_NO.t().contiguous(), input_NI.t()))
+        part_OI = self._parts[expert]
+        if len(input_NI) < FEW_SUMMED_ROWS and part_OI.dtype == input_NI.dtype:
+            part_OI.addmm_(gradient_NO.t(), input_NI)
+        else:
+            part_OI.add_(product(gradient_NO.t().contiguous(), input_NI.t()))
 
     def result(self) -> Tensor:
         """What autograd is handed: the gradient, or a tensor never read whose arrival runs the hook."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import router
 from megatron.core.utils import local_multi_tensor_scale
 from torch import Tensor
 
@@ -41,6 +42,20 @@ def test_rotary_positions_are_megatrons(options: dict[str, Any], width: int) -> 
 
     for ours, megatrons in zip(gradients(call), gradients(call.__wrapped__), strict=True):
         torch.testing.assert_close(ours, megatrons, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("router_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_router_logits_are_megatrons(dtype: torch.dtype, router_dtype: torch.dtype) -> None:
+    input, weight = torch.randn(256, 64).to(dtype), torch.randn(128, 64).to(dtype).requires_grad_()
+    call = router.router_gating_linear
+
+    def gradients(function: Any) -> list[Tensor]:
+        logits = function(input.requires_grad_(), weight, None, router_dtype)
+        return [logits.detach(), *torch.autograd.grad(logits.square().sum(), [input, weight])]
+
+    for ours, megatrons in zip(gradients(call), gradients(call.__wrapped__), strict=True):
+        torch.testing.assert_close(ours, megatrons, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("symbol", REPLACEMENTS)
