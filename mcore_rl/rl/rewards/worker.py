@@ -19,6 +19,8 @@ from mcore_rl.rl.rewards.judged import Judged, RewardFunction
 
 GRACE_S = 1.0
 """A worker ends itself when its time is over; one that switched that off is killed so much later."""
+PATIENCE_S = 5.0
+"""A dying process is given so long to say of what."""
 
 
 class Job(NamedTuple):
@@ -64,7 +66,7 @@ class Judges:
     def close(self) -> None:
         """End the processes."""
         while self._idle:
-            self._idle.pop().stop()
+            self._idle.pop().stop(PATIENCE_S)
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """The outcome of each job, in order."""
@@ -91,7 +93,7 @@ class Judges:
         try:
             worker.pipe.send(job)
         except OSError:
-            worker.stop()
+            worker.stop(PATIENCE_S)
             worker = self._start()
             worker.pipe.send(job)
         return worker
@@ -105,7 +107,7 @@ class Judges:
                 return outcome
         except (EOFError, OSError):
             is_late = False
-        status = worker.stop()
+        status = worker.stop(0.0 if is_late else PATIENCE_S)
         self._idle.append(self._start())
         if is_late or status == -signal.SIGALRM:
             return Failure("timeout", f"no answer within {self._timeout_s} s")
@@ -134,10 +136,10 @@ class _Worker:
     process: "multiprocessing.context.ForkProcess"
     pipe: Connection
 
-    def stop(self) -> int | None:
-        """End the process if it has not ended, and return how it did; killed, if it was stuck."""
+    def stop(self, patience_s: float) -> int | None:
+        """How the process ended; it is killed when it has not within `patience_s` of its pipe being closed."""
         self.pipe.close()
-        self.process.join(timeout=0.05)  # one that is dying already must say of what
+        self.process.join(timeout=patience_s)
         self.process.kill()
         self.process.join()
         return self.process.exitcode
