@@ -123,6 +123,13 @@ def test_transformer_engine_which_knows_one_epsilon_refuses_two(one_rank: Mesh) 
         transformer_config(oracle("deepseek_v3").ours, one_rank, platform, settings)
 
 
+def test_transformer_engine_which_norms_each_head_refuses_a_norm_of_all(one_rank: Mesh) -> None:
+    settings = PlatformConfig()
+    platform = dataclasses.replace(start(settings), layers="te")
+    with pytest.raises(ConfigError, match=r'olmoe norms .* Set platform.layers="torch"'):
+        transformer_config(oracle("olmoe").ours, one_rank, platform, settings)
+
+
 def swap(tensors: Tensors, one: str, other: str) -> Tensors:
     """`tensors` with each name that holds `one` and its counterpart with `other` exchanged."""
     assert any(one in name for name in tensors)
