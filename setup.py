@@ -17,6 +17,7 @@ REQUIRES = [
     # holds what differs and refuses other versions.
     'megatron-core>=0.16.1,<0.17; python_version < "3.12"',
     'megatron-core>=0.19,<0.20; python_version >= "3.12"',
+    "jinja2>=3.1",
     "numpy>=1.26",
     # Megatron's checkpoint writer needs psutil without saying so: a save without it waits for ever.
     "psutil>=5.9",
@@ -24,7 +25,9 @@ REQUIRES = [
     "rich>=13",
     "safetensors>=0.4",
     "sentencepiece>=0.2",
+    "tokenizers>=0.20",
     "transformers>=5,<6",
+    "math-verify[antlr4_13_2]>=0.9",
     "matplotlib>=3.8",
     "tensorboard>=2.15",
 ]
