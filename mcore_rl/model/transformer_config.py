@@ -19,6 +19,7 @@ def transformer_config(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> TransformerConfig:
     """The config that makes `model`'s chunks on this rank; the settings must have passed `config.checks`."""
+    _refuse_full_norm(model, platform)
     family = FAMILIES[model.family]
     arguments = (
         _common(model)
@@ -38,7 +39,7 @@ def transformer_config(
     config = MLATransformerConfig(**arguments) if family.mla else TransformerConfig(**arguments)
     if family.mla:
         _set_latent_norm(config, model, platform)
-    _set_full_norm(config, model, platform)
+    config.full_qk_norm = model.has_full_qk_norm
     if model.rope.scaling == "yarn" and not family.mla:
         _set_yarn(config, model)
     return config
@@ -149,14 +150,13 @@ def _set_latent_norm(config: TransformerConfig, model: ModelConfig, platform: Pl
     config.latent_norm_eps = model.mla.norm_eps
 
 
-def _set_full_norm(config: TransformerConfig, model: ModelConfig, platform: Platform) -> None:
-    """Norms over all heads: a plain attribute for our layers; Megatron's specs have none for TransformerEngine."""
+def _refuse_full_norm(model: ModelConfig, platform: Platform) -> None:
+    """Norms over all heads are a plain attribute for our layers; Megatron's specs with TransformerEngine have none."""
     if platform.layers == "te" and model.has_full_qk_norm:
         raise ConfigError(
             f"{model.family} norms the queries and the keys of all heads at once, which Megatron's layers by "
             'TransformerEngine do not. Set platform.layers="torch".'
         )
-    config.full_qk_norm = model.has_full_qk_norm
 
 
 def _set_yarn(config: TransformerConfig, model: ModelConfig) -> None:
