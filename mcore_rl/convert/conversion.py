@@ -69,23 +69,28 @@ class Conversion:
 
     @property
     def plan(self) -> str:
+        """SHA-256 of what is written from what."""
+        return digest(self.tasks)
+
+    @property
+    def attempt(self) -> str:
         """What must be the same for an unfinished conversion to go on."""
-        return sha256(f"{RULES_VERSION} {self.identity} {digest(self.tasks)}".encode()).hexdigest()
+        return sha256(f"{RULES_VERSION} {self.identity} {self.plan}".encode()).hexdigest()
 
 
 def convert(conversion: Conversion, settings: Settings, progress: ByteProgress) -> Path:
     """Run a conversion, or go on with it; where the output is. What can be refused is refused before writing."""
     workers = workers_within(conversion, settings)
-    plan = conversion.plan
     for note in conversion.notes:
         progress.say(note)
     if workers < settings.workers:
         progress.say(
             f"{workers} of {settings.workers} workers, as --max-ram {shown(settings.max_ram_bytes)} holds no more"
         )
-    with working(conversion.final, plan, conversion.num_bytes, overwrite=settings.overwrite) as work:
+    attempt, room = conversion.attempt, conversion.num_bytes
+    with working(conversion.final, attempt, room, overwrite=settings.overwrite) as work:
         run(_job(conversion, settings, work), workers, progress, conversion.title)
-        conversion.finish(work.out, plan, list(records_of(work.records, conversion.tasks)))
+        conversion.finish(work.out, conversion.plan, list(records_of(work.records, conversion.tasks)))
         complete(work, conversion.publish)
     progress.event(
         "end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3)
@@ -109,7 +114,7 @@ def workers_within(conversion: Conversion, settings: Settings) -> int:
             return workers
     raise CheckpointError(
         f"--max-ram {shown(settings.max_ram_bytes)} is too little: one worker needs "
-        f"{shown(memory_forecast(conversion, 1))} (the largest chunk is {shown(conversion.largest_chunk_bytes)}). Allow so much."
+        f"{shown(memory_forecast(conversion, 1))} (a chunk: {shown(conversion.largest_chunk_bytes)}). Allow so much."
     )
 
 

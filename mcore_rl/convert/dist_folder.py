@@ -20,7 +20,7 @@ OPTIMIZER = ("optimizer.", "chained_")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Place:
     """Where something is: `length` bytes of a file, as torch.save wrote them."""
 
     file: str
@@ -33,7 +33,7 @@ class Rectangle:
     """A part of a tensor that was saved on its own."""
 
     where: Where
-    saved: Saved
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class DistFolder:
     """None: not written by this program."""
     step: int
     tensors: dict[str, DistTensor]
-    objects: dict[str, Saved]
+    objects: dict[str, Place]
     """What is no tensor."""
     files: dict[str, int]
     """Bytes by name."""
@@ -95,7 +95,7 @@ def open_dist(path: Path) -> DistFolder:
     )
 
 
-def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, Saved]]:
+def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, Place]]:
     tensors, objects = {}, {}
     places = {
         (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
@@ -110,7 +110,7 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
                         f"{path}: {key} at {tuple(chunk.offsets)} is in no file. Take another copy."
                     )
                 spans = (Span(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-                parts.append(Rectangle(tuple(spans), _place(path, key, info)))
+                parts.append(Rectangle(tuple(spans), _placed(path, key, info)))
             shape = tuple(entry.size)
             if any(True for _ in covered_otherwise_than_once(shape, [part.where for part in parts])):
                 raise CheckpointError(
@@ -118,11 +118,11 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
                 )
             tensors[key] = DistTensor(shape, entry.properties.dtype, tuple(parts))
         elif (info := (metadata.storage_data or {}).get(MetadataIndex(key))) is not None:
-            objects[key] = _place(path, key, info)
+            objects[key] = _placed(path, key, info)
     return tensors, objects
 
 
-def _place(path: Path, key: str, info: object) -> Saved:
+def _placed(path: Path, key: str, info: object) -> Place:
     file, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
     if (
         not isinstance(file, str)
@@ -135,7 +135,7 @@ def _place(path: Path, key: str, info: object) -> Saved:
         )
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"{path}: {key} is compressed, which is not read here. Save it without.")
-    return Saved(file, offset, length)
+    return Place(file, offset, length)
 
 
 def _files(path: Path, metadata: Metadata) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """A Megatron checkpoint as one of the families: ours by what it says, others by a folder of the same model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,15 @@ from mcore_rl.model.weight_map import Shape, WeightMap, listed
 
 EMBEDDING, MTP = "embedding.word_embeddings.weight", "mtp."
 TRAINING_ONLY = {
-    "model.attention_dropout", "model.hidden_dropout", "model.init_std", "model.vocab_multiple", "model.max_position",
-    "model.mtp_layers", "model.mtp_loss_coeff", "model.moe.balance", "model.moe.aux_loss_coeff",
-    "model.moe.expert_bias_rate", "model.moe.z_loss_coeff", "model.moe.capacity_factor", "model.moe.dispatcher",
+    "model": {
+        "attention_dropout", "hidden_dropout", "init_std", "vocab_multiple", "max_position", "mtp_layers",
+        "mtp_loss_coeff",
+    },
+    "moe": {
+        "balance", "aux_loss_coeff", "expert_bias_rate", "z_loss_coeff", "capacity_factor", "dispatcher",
+    },
 }  # fmt: skip
-"""Settings that may differ between a checkpoint and its reference: the weights mean the same."""
+"""Settings that do not change what the same weights compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +100,7 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
     described = model_from_hf(read_config(reference))
     if told is None:
         return described.model_copy(update={"vocab_multiple": _vocab_multiple(folder, described, stored)})
-    faults = list(_disagreements(described, told))
+    faults = disagreements(described, told)
     if faults:
         raise CheckpointError(
             f"{reference} (there) and {folder.path} (here) are different models:\n{listed(faults)}\n"
@@ -105,10 +109,19 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
     return told
 
 
-def _disagreements(described: ModelConfig, told: ModelConfig) -> Iterator[str]:
-    for line in differences(described.model_dump(mode="json"), told.model_dump(mode="json")):
-        if line.split(" ", 1)[0] not in TRAINING_ONLY:
-            yield line
+def disagreements(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """Settings by which the same weights compute something else."""
+    return differences(_meaning(there), _meaning(here))
+
+
+def _meaning(model: ModelConfig) -> dict[str, Any]:
+    """What the settings come to: without those that only training has, and those that the family does not use."""
+    said = model.model_dump(mode="json", exclude=set(TRAINING_ONLY["model"]))
+    said["moe"] = {name: value for name, value in said["moe"].items() if name not in TRAINING_ONLY["moe"]}
+    said |= {"qkv_bias": model.has_qkv_bias, "qk_norm": model.has_qk_norm}
+    unused = ["head_dim", "num_kv_heads"] if model.is_latent else ["mla"]
+    unused += [] if model.is_moe else ["moe"]
+    return {name: value for name, value in said.items() if name not in unused}
 
 
 def _vocab_multiple(folder: DistFolder, model: ModelConfig, stored: Mapping[str, Shape]) -> int:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.archive import find_tensor
+from mcore_rl.convert.archive import Saved, find_tensor
 from mcore_rl.convert.checksums import Part
-from mcore_rl.convert.dist_folder import DistFolder, Rectangle
+from mcore_rl.convert.dist_folder import DistFolder, Place, Rectangle
 from mcore_rl.convert.hf_folder import HfFolder, Stored
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.weight_map import Shape, Span, Where
@@ -121,6 +121,7 @@ class DistSource:
         self._files = Mapped(folder.path)
         self._path = folder.path
         self._parts: dict[str, dict[Span, list[Rectangle]]] = {}
+        self._found: dict[Place, Saved] = {}
 
     def fill(self, out: Tensor, name: str, where: Where) -> None:
         """See Source."""
@@ -137,14 +138,17 @@ class DistSource:
         """Not known: the parts may be any rectangles."""
         return None
 
-    def object_bytes(self, saved: Any) -> bytes:
+    def object_bytes(self, saved: Place) -> bytes:
         """What is stored at a place, as it is."""
         return bytes(self._files[saved.file][saved.offset : saved.offset + saved.length])
 
     def _copy(self, out: Tensor, name: str, part: Rectangle, common: Where) -> None:
-        place = part.saved
+        place = part.place
         file = self._files[place.file]
-        saved = find_tensor(file, place.offset, place.length, f"{name} in {self._path / place.file}")
+        saved = self._found.get(place)
+        if saved is None:
+            what = f"{name} in {self._path / place.file}"
+            saved = self._found[place] = find_tensor(file, place.offset, place.length, what)
         if saved.shape != sizes(part.where):
             raise CheckpointError(
                 f"{self._path / place.file}: {name} has shape {saved.shape} there, {sizes(part.where)} in .metadata. "

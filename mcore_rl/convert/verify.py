@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.dist_model import TRAINING_ONLY, DistModel, open_dist_model
+from mcore_rl.convert.dist_model import DistModel, disagreements, open_dist_model
 from mcore_rl.convert.hf_folder import HfFolder, open_hf
 from mcore_rl.convert.hf_model import HfModel, Mtp, open_hf_model
 from mcore_rl.convert.planning import (
@@ -25,7 +25,6 @@ from mcore_rl.convert.progress import ByteProgress
 from mcore_rl.convert.sources import HfSource, Source, whole
 from mcore_rl.convert.stream import fill
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.model.checkpoint.read import differences
 from mcore_rl.model.families import model_from_hf, weight_map
 
 
@@ -113,9 +112,8 @@ def _config_of(folder: HfFolder) -> ModelConfig | None:
 def _config_differences(one: ModelConfig | None, other: ModelConfig | None) -> Iterator[Difference]:
     """Of what the same weights would compute."""
     if one is not None and other is not None:
-        for line in differences(one.model_dump(mode="json"), other.model_dump(mode="json")):
-            if line.split(" ", 1)[0] not in TRAINING_ONLY:
-                yield Difference("config", line)
+        for line in disagreements(one, other):
+            yield Difference("config", line)
 
 
 def _plain_side(folder: HfFolder) -> Side:

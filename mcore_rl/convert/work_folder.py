@@ -13,6 +13,8 @@ from mcore_rl.data.files import sole_writer
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.checkpoint.folder import naming, sync, write_atomically
 
+ORPHANS_S = 10.0
+"""How long the workers of a killed run may take to notice, after the chunk at hand."""
 MARGIN_BYTES = 64 << 20
 """Free space that metadata and file systems take beside the tensors."""
 
@@ -60,7 +62,7 @@ def working(final: Path, plan: str, num_bytes: int, *, overwrite: bool) -> Itera
     with naming(work.path, "making"):
         work.out.mkdir(parents=True, exist_ok=True)
     remedy = "Wait for it, or end it."
-    with sole_writer(work.path / "lock", wait_s=0.0, remedy=remedy):
+    with sole_writer(work.path / "lock", wait_s=ORPHANS_S, remedy=remedy):
         write_atomically(before, json.dumps({"plan": plan}) + "\n")
         yield work
 

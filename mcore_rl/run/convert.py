@@ -105,7 +105,8 @@ def _verify(args: argparse.Namespace, progress: ByteProgress) -> int:
     if args.logits:
         distance = largest_distance(one, other, args.reference, progress)
         progress.say(
-            f"logits differ by at most {distance.logits:.3g}, layers by at most {distance.layers:.3g} (wanted {distance.tolerance:.3g})"
+            f"logits differ by at most {distance.logits:.3g} (rounding explains {distance.tolerance:.3g}), outputs of "
+            f"layers by {distance.layers:.3g} of the largest"
         )
         failed = failed or not distance.is_small
     return int(failed)

@@ -31,7 +31,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--keys",
         choices=("te", "local"),
         default="te",
-        help="import, relayout: names as of TransformerEngine's layers (default, what our training reads) or of Megatron's own",
+        help="import, relayout: names of TransformerEngine's layers (default: our training's) or of Megatron's own",
     )
     what.add_argument(
         "--layers",
@@ -49,7 +49,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference",
         type=Path,
         metavar="HF_DIR",
-        help="export: a folder of the same model whose config and tokenizer are copied; says what a checkpoint of Megatron-LM is",
+        help="a folder of the same model: export copies config and tokenizer; says what one of Megatron-LM is",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--workers", type=_positive, default=2, metavar="N", help="processes (default 2)")

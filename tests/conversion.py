@@ -1,0 +1,109 @@
+"""Conversions of the tiny models of tests/hf_models.py, as files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from mcore_rl.convert.conversion import Settings, convert
+from mcore_rl.convert.exporting import ExportOptions, plan_export
+from mcore_rl.convert.importing import ImportOptions, plan_import
+from mcore_rl.convert.progress import ByteProgress
+from mcore_rl.convert.verify import Difference, compare
+from tests.hf_models import Tensors, oracle
+
+ONE_FILE = Settings(workers=1)
+
+
+def quiet() -> ByteProgress:
+    return ByteProgress(Console(quiet=True))
+
+
+def write_hf(folder: Path, config: dict[str, Any], tensors: Tensors, shards: int = 1) -> Path:
+    """A Hugging Face folder, with a tokenizer that is none."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=3))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    (folder / "tokenizer.json").write_bytes(b'{"model":\t{}}')
+    names = sorted(tensors)
+    index = {}
+    for shard in range(shards):
+        file = "model.safetensors" if shards == 1 else f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name].contiguous() for name in names[shard::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    if shards > 1:
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (folder / "model.safetensors.index.json").write_text(text)
+    return folder
+
+
+def saved(case: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """The model of `oracle(case)` as published checkpoints are: expert biases in fp32, three shards."""
+    theirs = oracle(case, **changes)
+    tensors = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
+        for name, tensor in theirs.tensors.items()
+    }
+    return write_hf(folder, theirs.config, tensors, shards=3)
+
+
+def read_hf(folder: Path) -> Tensors:
+    tensors: Tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def read_dist(path: Path) -> Tensors:
+    """All tensors of a checkpoint, by torch's own reader."""
+    reader = FileSystemReader(str(path))
+    entries = reader.read_metadata().state_dict_metadata
+    state: dict[str, Tensor] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def imported(source: Path, folder: Path, settings: Settings = ONE_FILE, **options: Any) -> Path:
+    """The checkpoint."""
+    options.setdefault("vocab_multiple", 16)
+    with quiet() as progress:
+        return convert(plan_import(source, folder, ImportOptions(**options), settings), settings, progress)
+
+
+def exported(source: Path, folder: Path, settings: Settings = ONE_FILE, **options: Any) -> Path:
+    """The Hugging Face folder."""
+    with quiet() as progress:
+        return convert(plan_export(source, folder, ExportOptions(**options), settings), settings, progress)
+
+
+def differing(one: Path, other: Path, reference: Path | None = None) -> list[Difference]:
+    with quiet() as progress:
+        return compare(one, other, reference, "keep", progress)
+
+
+def assert_same(ours: Tensors, theirs: Tensors) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Every file but the one that tells the time."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name != "checkpoint.json"
+    }

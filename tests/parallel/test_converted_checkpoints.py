@@ -1,0 +1,105 @@
+"""A converted checkpoint computes what transformers does on every mesh; what was trained on one goes back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.forecast import bytes_by_stage
+from mcore_rl.model.families import FAMILIES, weight_map
+from mcore_rl.model.hf_weights import to_global
+from tests.conversion import assert_same, differing, exported, imported, read_dist, read_hf, saved
+from tests.hf_models import TOLERANCE, oracle, random_tokens
+from tests.parallel.checkpointing import config_of, trained
+from tests.parallel.converted import logits_of_checkpoints, weight_bytes
+from tests.ranks import run_ranks
+
+MESHES = {
+    "one rank": MeshConfig(),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "tp2-etp2": MeshConfig(tp=2, etp=2),
+}
+EVEN: dict[str, Any] = {"num_hidden_layers": 4}
+"""So that pipelines can be cut."""
+TWO_GROUPS = EVEN | {"num_key_value_heads": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": TWO_GROUPS,
+    "qwen3": TWO_GROUPS,
+    "qwen3_moe": TWO_GROUPS,
+    "mixtral": TWO_GROUPS,
+    "deepseek_v3": EVEN,
+}
+"""A family a line: a case of tests/hf_models.py, and what makes it fit the meshes. Experts: 6, of deepseek 8."""
+DENSE = ("llama", "qwen3")
+Converted = dict[str, tuple[ModelConfig, Path]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """Every case, imported, with 1,003 tokens padded to a multiple of 16."""
+    folder = tmp_path_factory.mktemp("converted")
+    return {
+        case: (
+            oracle(case, vocab_size=1003, **changes).ours,
+            imported(saved(case, folder / case / "hf", vocab_size=1003, **changes), folder / case / "ckpt"),
+        )
+        for case, changes in CASES.items()
+    }
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_logits_of_imported_checkpoints_equal_those_of_transformers(mesh: str, checkpoints: Converted) -> None:
+    config, tokens_BS = MESHES[mesh], random_tokens()
+    cut_experts = config.ep * config.etp > 1
+    wanted = {case: found for case, found in checkpoints.items() if not (cut_experts and case in DENSE)}
+    ranks = run_ranks(logits_of_checkpoints, config.smallest_world, config, wanted, tokens_BS)
+    for case in wanted:
+        logits_BSV = oracle(case, vocab_size=1003, **CASES[case]).logits(tokens_BS)
+        answers = [torch.cat(rank[case]) for rank in ranks if rank[case]]
+        assert len(answers) == config.smallest_world // config.pp
+        for answer_BSV in answers:
+            torch.testing.assert_close(answer_BSV[..., :1003], logits_BSV, rtol=0, atol=TOLERANCE, msg=case)
+
+
+def test_a_run_starts_from_an_import_and_what_it_trains_goes_back(tmp_path: Path) -> None:
+    case, changes = "qwen3_moe", TWO_GROUPS | {"vocab_size": 120}
+    source = saved(case, tmp_path / "hf", **changes)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    model = oracle(case, **changes).ours
+    mesh = MeshConfig(tp=2, ep=2)
+    config = config_of(tmp_path / "run", model, mesh, load=str(checkpoint), load_optimizer=False)
+    run = run_ranks(trained, 2, config, 2, (2,))[0]
+    assert any(str(checkpoint) in line for line in run.lines)
+    trained_folder = tmp_path / "run" / "checkpoints" / "iter_0000002"
+    back = exported(trained_folder, tmp_path / "back", reference=source)
+    assert_same(to_global(read_hf(back), model), without_optimizer_and_padding(read_dist(trained_folder), model))
+    assert len(differing(source, back)) > 100
+    again = run_ranks(logits_of_checkpoints, 1, MeshConfig(), {case: (model, trained_folder)}, random_tokens())
+    assert torch.cat(again[0][case]).isfinite().all()
+
+
+def without_optimizer_and_padding(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Training moves the rows that pad the vocabulary; an export drops them."""
+    weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
+    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        weights[key][model.vocab_size :] = 0
+    return weights
+
+
+@pytest.mark.parametrize("mesh", ["tp2-ep2", "pp2-vpp2"])
+def test_the_forecast_of_bytes_is_what_ranks_hold(mesh: str) -> None:
+    config = MESHES[mesh]
+    models = {name: FAMILIES[name].tiny for name in ("qwen3_moe", "deepseek_v3")}
+    models["deepseek_v3"] = models["deepseek_v3"].model_copy(update={"mtp_layers": 1})
+    ranks = run_ranks(weight_bytes, config.smallest_world, config, models)
+    for name, model in models.items():
+        shapes = {key: (shape, 4) for key, shape in weight_map(model).mcore_shapes.items()}
+        forecast = bytes_by_stage(model, shapes, config)
+        for rank in ranks:
+            stage, held = rank[name]
+            assert held == forecast[stage], (name, stage)

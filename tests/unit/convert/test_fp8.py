@@ -1,0 +1,107 @@
+"""fp8 in blocks of 128 x 128 becomes what it stands for, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.errors import CheckpointError
+from tests.conversion import assert_same, differing, exported, imported, read_hf, write_hf
+from tests.hf_models import Tensors, oracle
+
+WIDE = {"hidden_size": 200, "moe_intermediate_size": 136, "n_group": 1, "topk_group": 1, "num_hidden_layers": 2}
+"""So that blocks are cut at both edges, and an expert has more than one."""
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 values and a scale a block."""
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    scales = torch.empty(rows, columns)
+    values = torch.empty(weight.shape)
+    for i in range(rows):
+        for j in range(columns):
+            at = (slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128))
+            scales[i, j] = weight[at].abs().max() / 448
+            values[at] = weight[at] / scales[i, j]
+    return values.to(torch.float8_e4m3fn), scales
+
+
+def exact(values: Tensor, scales: Tensor) -> Tensor:
+    """Element by element: the product in fp32, rounded to bf16."""
+    made = torch.empty(values.shape, dtype=torch.bfloat16)
+    wide = values.float()
+    for i in range(values.shape[0]):
+        for j in range(0, values.shape[1], 128):
+            made[i, j : j + 128] = (wide[i, j : j + 128] * scales[i // 128, j // 128]).bfloat16()
+    return made
+
+
+def model() -> tuple[dict[str, object], Tensors, Tensors]:
+    """config.json, the tensors as DeepSeek publishes them, and what they stand for."""
+    theirs = oracle("deepseek_v3", **WIDE)
+    stored: Tensors = {}
+    meant: Tensors = {}
+    for name, tensor in theirs.tensors.items():
+        if name.endswith("_proj.weight") or "_proj_with_mqa" in name or "q_a_proj" in name:
+            values, scales = quantized(tensor)
+            stored[name], stored[name + "_scale_inv"] = values, scales
+            meant[name] = exact(values, scales)
+        else:
+            kept = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+            stored[name] = meant[name] = kept
+    return theirs.config | {"quantization_config": FP8, "dtype": "bfloat16"}, stored, meant
+
+
+def test_blocks_equal_the_exact_product_rounded_once(tmp_path: Path) -> None:
+    config, stored, meant = model()
+    # Names are dealt out to shards in turn, so that scales lie in other files than their weights.
+    source = write_hf(tmp_path / "hf", config, stored, shards=3)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    again = exported(checkpoint, tmp_path / "again", reference=source)
+    assert_same(read_hf(again), meant)
+    assert differing(source, checkpoint) == []
+    assert "quantization_config" not in (again / "config.json").read_text()
+
+
+def test_ignored_scales_are_found(tmp_path: Path) -> None:
+    config, stored, meant = model()
+    source = write_hf(tmp_path / "hf", config, stored)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    cast = write_hf(tmp_path / "cast", config | {"quantization_config": None}, meant | {name: stored[name].bfloat16()})
+    found = differing(source, imported(cast, tmp_path / "ckpt"))
+    assert [difference.name for difference in found] == [name]
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+FAULTS = {
+    "no scales": (lambda t: {k: v for k, v in t.items() if k != NAME + "_scale_inv"}, "_scale_inv is missing"),
+    "scales of another shape": (
+        lambda t: t | {NAME + "_scale_inv": torch.ones(2, 2)},
+        r"up_proj.weight_scale_inv is torch.float32 \(2, 2\), wanted torch.float32 \(1, 2\)",
+    ),
+    "scales of another type": (
+        lambda t: t | {NAME + "_scale_inv": t[NAME + "_scale_inv"].bfloat16()},
+        "weight_scale_inv is torch.bfloat16",
+    ),
+    "scales without fp8": (lambda t: t | {NAME: t[NAME].bfloat16()}, "yet has scales"),
+    "scales of nothing": (lambda t: t | {"model.x_scale_inv": torch.ones(1)}, "model.x_scale_inv .* belongs to nothing"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_scales_that_do_not_fit_are_refused_by_name(fault: str, tmp_path: Path) -> None:
+    config, stored, _ = model()
+    change, message = FAULTS[fault]
+    source = write_hf(tmp_path / "hf", config, change(stored))
+    with pytest.raises(CheckpointError, match=message):
+        imported(source, tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_other_quantizations_are_refused(tmp_path: Path) -> None:
+    config, stored, _ = model()
+    source = write_hf(tmp_path / "hf", config | {"quantization_config": {"quant_method": "gptq"}}, stored)
+    with pytest.raises(CheckpointError, match="Only fp8"):
+        imported(source, tmp_path / "ckpt")

@@ -1,0 +1,52 @@
+"""Without a reference an export has a config.json with which transformers opens it and computes the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.convert.dist_model import disagreements
+from mcore_rl.model.families import FAMILIES, model_from_hf
+from mcore_rl.model.hf_export import hf_config
+from tests.conversion import exported, imported, saved
+from tests.hf_models import CASES, Tensors, oracle, random_tokens
+
+OPEN = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+tokens_BS, logits = torch.load(sys.argv[1]), {}
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits[folder] = model(tokens_BS).logits
+torch.save(logits, sys.argv[1])
+"""
+
+
+def opened(folders: list[Path], file: Path) -> Tensors:
+    """Logits of models opened by a program that has nothing of ours in memory."""
+    torch.save(random_tokens(length=16), file)
+    subprocess.run([sys.executable, "-c", OPEN, file, *folders], check=True, capture_output=True)
+    logits: Tensors = torch.load(file)
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_config_that_is_written_reads_back(family: str) -> None:
+    tiny = FAMILIES[family].tiny
+    again = model_from_hf(hf_config(tiny))
+    assert disagreements(again, tiny) == []
+    assert (again.mtp_layers, again.max_position) == (tiny.mtp_layers, tiny.max_position)
+
+
+def test_transformers_opens_exports_without_reference(tmp_path: Path) -> None:
+    folders = {}
+    for case in CASES:
+        checkpoint = imported(saved(case, tmp_path / case / "hf"), tmp_path / case / "ckpt")
+        folders[case] = exported(checkpoint, tmp_path / case / "back")
+    logits = opened(list(folders.values()), tmp_path / "logits")
+    for case, folder in folders.items():
+        wanted_BSV = oracle(case).logits(random_tokens(length=16))
+        torch.testing.assert_close(logits[str(folder)], wanted_BSV, rtol=0, atol=1e-6, msg=case)

@@ -1,0 +1,93 @@
+"""The same checkpoint under Megatron's other names, and those that do not say what they are."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.convert.conversion import convert
+from mcore_rl.convert.dist_folder import open_dist
+from mcore_rl.convert.layouts import Layout
+from mcore_rl.convert.relayout import plan_relayout
+from mcore_rl.errors import CheckpointError
+from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, quiet, read_dist, read_hf, saved
+from tests.hf_models import oracle
+
+
+def relaid(source: Path, folder: Path, layout: Layout, reference: Path | None = None) -> Path:
+    with quiet() as progress:
+        return convert(plan_relayout(source, folder, layout, reference, ONE_FILE), ONE_FILE, progress)
+
+
+LAYOUTS = [
+    (case, keys, layers)
+    for case in ("qwen3_moe", "llama", "deepseek_v3")
+    for keys in ("te", "local")
+    for layers in ("stacked", "each")
+    if (case, layers) != ("deepseek_v3", "stacked")
+]
+
+
+@pytest.mark.parametrize(("case", "keys", "layers"), LAYOUTS)
+def test_every_layout_is_read_and_leads_back_to_the_same_bytes(case, keys, layers, tmp_path: Path) -> None:
+    source = saved(case, tmp_path / "hf")
+    checkpoint = imported(source, tmp_path / "ckpt")
+    other = relaid(checkpoint, tmp_path / "other", Layout(keys, layers))
+    assert_same(read_dist(other), read_dist(imported(source, tmp_path / "again", keys=keys, layers=layers)))
+    assert_same(read_hf(exported(other, tmp_path / "back")), read_hf(source))
+    native = Layout("te", "each" if case == "deepseek_v3" else "stacked")
+    assert_same(read_dist(relaid(other, tmp_path / "home", native)), read_dist(checkpoint))
+
+
+def test_the_keys_of_local_layers_are_megatrons(tmp_path: Path) -> None:
+    """As its local specs save them: the norms before MLPs and those of latents have other names."""
+    qwen = read_dist(imported(saved("qwen3_moe", tmp_path / "a"), tmp_path / "b", keys="local", layers="each"))
+    norm = oracle("qwen3_moe").tensors["model.layers.1.post_attention_layernorm.weight"]
+    assert torch.equal(qwen["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"], norm)
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" not in qwen
+    deepseek = read_dist(imported(saved("deepseek_v3", tmp_path / "c"), tmp_path / "d", keys="local"))
+    theirs = oracle("deepseek_v3").tensors
+    for key, name in {
+        "decoder.layers.0.pre_mlp_layernorm.weight": "model.layers.0.post_attention_layernorm.weight",
+        "decoder.layers.2.pre_mlp_layernorm.weight": "model.layers.2.post_attention_layernorm.weight",
+        "decoder.layers.1.self_attention.q_layernorm.weight": "model.layers.1.self_attn.q_a_layernorm.weight",
+        "decoder.layers.1.self_attention.kv_layernorm.weight": "model.layers.1.self_attn.kv_a_layernorm.weight",
+    }.items():
+        assert torch.equal(deepseek[key], theirs[name])
+
+
+def test_layers_that_differ_cannot_be_stacked(tmp_path: Path) -> None:
+    checkpoint = imported(saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="cannot be stacked"):
+        relaid(checkpoint, tmp_path / "other", Layout("te", "stacked"))
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+def test_a_checkpoint_without_our_marker_takes_its_family_from_the_reference(case: str, tmp_path: Path) -> None:
+    source = saved(case, tmp_path / "hf")
+    foreign = imported(source, tmp_path / "ckpt", vocab_multiple=64, keys="local")
+    (foreign / "checkpoint.json").unlink()
+    (foreign / "manifest.json").unlink()
+    assert open_dist(foreign).marker is None
+    with pytest.raises(CheckpointError, match="does not say what model it is.*--reference"):
+        exported(foreign, tmp_path / "back")
+    assert_same(read_hf(exported(foreign, tmp_path / "back", reference=source)), read_hf(source))
+    assert differing(source, foreign) == []
+
+
+def test_a_reference_of_another_model_is_refused(tmp_path: Path) -> None:
+    checkpoint = imported(saved("qwen3_moe", tmp_path / "hf"), tmp_path / "ckpt")
+    other = saved("qwen3_moe-raw-gates", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="normalize_top_k is False there, True here"):
+        exported(checkpoint, tmp_path / "back", reference=other)
+
+
+def test_a_reference_needs_no_weights(tmp_path: Path) -> None:
+    source = saved("mixtral", tmp_path / "hf")
+    checkpoint = imported(source, tmp_path / "ckpt")
+    for file in source.glob("model*"):
+        shutil.move(file, tmp_path)
+    back = exported(checkpoint, tmp_path / "back", reference=source)
+    assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert_same(read_hf(back), read_hf(tmp_path))

@@ -1,0 +1,119 @@
+"""A conversion that is killed goes on where it was, to the same bytes; what is unfinished has no name."""
+
+import dataclasses
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.convert import work_folder
+from mcore_rl.convert.conversion import Settings
+from mcore_rl.data.files import sole_writer
+from mcore_rl.errors import CheckpointError, DataError
+from tests.conversion import bytes_of, exported, imported, saved, write_hf
+from tests.hf_models import oracle
+
+MANY_FILES = Settings(workers=2, task_bytes=15_000, shard_bytes=100_000)
+
+
+def slowly(_: int) -> None:
+    """Leaves time to be killed in."""
+    time.sleep(0.01)
+
+
+def killed(step, source: Path, output: Path, tasks_done: int) -> None:
+    """Runs `step(source, output)` in a process that is killed when so many tasks are done."""
+    slow = dataclasses.replace(MANY_FILES, chunk_done=slowly)
+    process = multiprocessing.get_context("fork").Process(target=step, args=(source, output, slow))
+    process.start()
+    records = next_work(output) / "done"
+    while process.is_alive() and (not records.exists() or len(list(records.glob("*.json"))) < tasks_done):
+        time.sleep(0.002)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (output / "iter_0000000").exists() and not (output / "config.json").exists()
+
+
+def next_work(output: Path) -> Path:
+    """Where an import or an export to `output` grows."""
+    if output.name == "ckpt":
+        return output / "iter_0000000.converting"
+    return output.with_name(f"{output.name}.converting")
+
+
+@pytest.mark.parametrize("step", [imported, exported])
+def test_killed_at_three_random_points_it_ends_in_the_same_bytes(step, tmp_path: Path) -> None:
+    source = saved("deepseek_v3", tmp_path / "hf")
+    if step is exported:
+        source = imported(source, tmp_path / "source")
+    name = "ckpt" if step is imported else "hf"
+    whole = step(source, tmp_path / "whole" / name, MANY_FILES)
+    output = tmp_path / "killed" / name
+    for tasks_done in sorted(random.sample(range(1, 25), 3)):
+        killed(step, source, output, tasks_done)
+    finished = step(source, output, MANY_FILES)
+    assert bytes_of(finished) == bytes_of(whole)
+    assert not next_work(output).exists()
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+    source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
+    killed(imported, source, output, 10)
+    files = {file.name: file.stat().st_mtime_ns for file in (next_work(output) / "out").glob("__*")}
+    done = {file.stem for file in (next_work(output) / "done").glob("*.json")}
+    finished = imported(source, output, MANY_FILES)
+    kept = {name for name, time_ns in files.items() if (finished / name).stat().st_mtime_ns == time_ns}
+    assert kept >= {f"__{index}_0.distcp" for index in done}
+
+
+def test_another_source_or_option_is_not_taken_for_the_unfinished_one(tmp_path: Path) -> None:
+    source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
+    killed(imported, source, output, 3)
+    with pytest.raises(CheckpointError, match="unfinished conversion of something else"):
+        imported(source, output, MANY_FILES, dtype="bf16")
+    os.utime(source / "model-00001-of-00003.safetensors")
+    with pytest.raises(CheckpointError, match="unfinished conversion of something else"):
+        imported(source, output, MANY_FILES)
+    again = imported(source, output, dataclasses.replace(MANY_FILES, overwrite=True))
+    assert bytes_of(again) == bytes_of(imported(source, tmp_path / "whole" / "ckpt", MANY_FILES))
+
+
+def test_an_output_that_exists_is_kept_until_its_successor_is_complete(tmp_path: Path) -> None:
+    source, output = saved("llama", tmp_path / "hf"), tmp_path / "ckpt"
+    first = imported(source, output)
+    before = bytes_of(first)
+    theirs = oracle("llama")
+    changed = {name: tensor + 1 for name, tensor in theirs.tensors.items()}
+    other = write_hf(tmp_path / "other", theirs.config, changed)
+    with pytest.raises(CheckpointError, match="iter_0000000 exists"):
+        imported(other, output)
+    assert bytes_of(first) == before
+    second = imported(other, output, Settings(overwrite=True))
+    assert second == first and bytes_of(second) != before
+    assert sorted(path.name for path in output.iterdir()) == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+
+
+def test_two_conversions_to_one_output_are_not_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
+    killed(imported, source, output, 3)
+    with sole_writer(next_work(output) / "lock", wait_s=10.0, remedy=""):
+        monkeypatch.setattr(work_folder, "ORPHANS_S", 0.1)
+        with pytest.raises(DataError, match="has another writer"):
+            imported(source, output, MANY_FILES)
+
+
+def test_a_worker_that_is_killed_ends_the_conversion_with_a_remedy(tmp_path: Path) -> None:
+    source = saved("deepseek_v3", tmp_path / "hf")
+
+    def die(_: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(CheckpointError, match="ended by signal 9"):
+        imported(source, tmp_path / "ckpt", dataclasses.replace(MANY_FILES, chunk_done=die))
+    assert imported(source, tmp_path / "ckpt", MANY_FILES).exists()

@@ -1,0 +1,109 @@
+"""From Hugging Face to Megatron and back, as files: bit for bit, for every family."""
+
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.convert.conversion import Settings
+from mcore_rl.model.checkpoint.folder import check
+from mcore_rl.model.hf_weights import to_global
+from tests.conversion import (
+    assert_same,
+    bytes_of,
+    differing,
+    exported,
+    imported,
+    read_dist,
+    read_hf,
+    saved,
+    write_hf,
+)
+from tests.hf_models import CASES, oracle
+
+AWKWARD = {"vocab_size": 1003}
+"""With 3 groups, heads of 24 and 6 experts, which all cases have."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_import_and_export_give_back_every_bit(case: str, tmp_path: Path) -> None:
+    theirs = oracle(case, **AWKWARD)
+    source = saved(case, tmp_path / "hf", **AWKWARD)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    assert_same(read_dist(checkpoint), to_global(theirs.tensors, theirs.ours))
+    assert check(checkpoint).model == theirs.ours.model_dump(mode="json")
+    again = exported(checkpoint, tmp_path / "again", reference=source)
+    assert_same(read_hf(again), read_hf(source))
+    assert differing(source, checkpoint) == []
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (again / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+def test_bf16_stays_bf16_bit_for_bit(case: str, tmp_path: Path) -> None:
+    source = saved(case, tmp_path / "hf", torch.bfloat16)
+    checkpoint = imported(source, tmp_path / "ckpt")
+    assert torch.bfloat16 in {tensor.dtype for tensor in read_dist(checkpoint).values()}
+    assert_same(read_hf(exported(checkpoint, tmp_path / "again", reference=source)), read_hf(source))
+
+
+def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
+    source = saved("deepseek_v3", tmp_path / "hf")
+    one, three = (
+        imported(source, tmp_path / str(workers), Settings(workers=workers, task_bytes=30_000))
+        for workers in (1, 3)
+    )
+    assert bytes_of(one) == bytes_of(three) and len(bytes_of(one)) > 15
+    settings = Settings(workers=3, task_bytes=30_000, shard_bytes=100_000)
+    back = [
+        exported(one, tmp_path / f"{n}", Settings(workers=n, task_bytes=30_000, shard_bytes=100_000)) for n in (4, 2)
+    ]
+    assert bytes_of(back[0]) == bytes_of(back[1]) == bytes_of(exported(three, tmp_path / "c", settings))
+
+
+def test_fused_experts_make_the_same_checkpoint_and_are_written_as_the_reference_has_them(tmp_path: Path) -> None:
+    theirs = oracle("qwen3_moe")
+    fused = write_hf(tmp_path / "fused", theirs.config, dict(theirs.model.state_dict()))
+    checkpoint = imported(fused, tmp_path / "ckpt")
+    each = saved("qwen3_moe", tmp_path / "hf")
+    assert_same(read_dist(checkpoint), read_dist(imported(each, tmp_path / "ckpt2")))
+    assert differing(fused, each) == []
+    assert_same(read_hf(exported(checkpoint, tmp_path / "a", reference=fused)), read_hf(fused))
+    assert_same(read_hf(exported(checkpoint, tmp_path / "b")), read_hf(each))
+
+
+def test_a_tied_output_is_written_if_the_reference_repeats_it(tmp_path: Path) -> None:
+    theirs = oracle("qwen3")
+    head = {"lm_head.weight": theirs.tensors["model.embed_tokens.weight"].clone()}
+    repeated = write_hf(tmp_path / "hf", theirs.config, theirs.tensors | head)
+    checkpoint = imported(repeated, tmp_path / "ckpt")
+    assert "output_layer.weight" not in read_dist(checkpoint)
+    assert_same(read_hf(exported(checkpoint, tmp_path / "a", reference=repeated)), read_hf(repeated))
+    assert "lm_head.weight" not in read_hf(exported(checkpoint, tmp_path / "b"))
+
+
+def test_another_type_rounds_once_and_leaves_the_expert_bias(tmp_path: Path) -> None:
+    theirs = oracle("deepseek_v3")
+    checkpoint = imported(saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt", dtype="bf16")
+    wanted = to_global(theirs.tensors, theirs.ours)
+    rounded = {key: t if key.endswith("expert_bias") else t.bfloat16() for key, t in wanted.items()}
+    assert_same(read_dist(checkpoint), rounded)
+    back = read_hf(exported(checkpoint, tmp_path / "back"))
+    assert {name.endswith("correction_bias"): t.dtype for name, t in back.items()} == {
+        True: torch.float32,
+        False: torch.bfloat16,
+    }
+
+
+def test_the_manifest_has_the_checksum_of_every_tensor_on_both_sides(tmp_path: Path) -> None:
+    source = saved("qwen3_moe", tmp_path / "hf")
+    checkpoint = imported(source, tmp_path / "ckpt")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+
+    def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+        return {name: f"{zlib.crc32(tensor.numpy().tobytes()):08x}" for name, tensor in tensors.items()}
+
+    assert {name: entry["crc32"] for name, entry in manifest["tensors"].items()} == checksums(read_dist(checkpoint))
+    assert manifest["sources"]["tensors"] == checksums(read_hf(source))
