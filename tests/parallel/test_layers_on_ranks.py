@@ -8,8 +8,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.model.build import build_model
+from mcore_rl.model.families import FAMILIES
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.linear import ReplicatedLinear
 from mcore_rl.model.layers.packed import packed_params
@@ -191,3 +195,20 @@ def refused_on_ranks() -> str:
 
 def test_a_ring_of_keys_and_values_is_refused() -> None:
     assert all("p2p" in answer for answer in run_ranks(refused_on_ranks, 2))
+
+
+def latent_without_sequence_parallelism() -> str:
+    """On a rank: what is said of latent attention whose rotary key would miss the other ranks' heads."""
+    config = MeshConfig(tp=2, sequence_parallel=False)
+    mesh = build_mesh(config)
+    seed_ranks(1)
+    try:
+        build_model(FAMILIES["deepseek_v3"].tiny, mesh, start(PlatformConfig()), PlatformConfig())
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_latent_attention_over_tensor_ranks_wants_sequence_parallelism() -> None:
+    answers = run_ranks(latent_without_sequence_parallelism, 2)
+    assert all("mesh.sequence_parallel=true" in answer for answer in answers)
