@@ -54,6 +54,15 @@ class RolloutConfig(Section):
     """For `dynamic_sampling`: rollouts of one step after the first; then it trains on the groups it has."""
 
 
+class EngineConfig(Section):
+    """How completions are computed; it changes speed and memory, not what comes out."""
+
+    slots: PositiveInt = 64
+    """Completions in progress at a time on each replica of the model; each holds keys and values of the longest."""
+    step_tokens: PositiveInt = 2048
+    """Tokens of one step at the most: one of each completion in progress, and parts of prompts."""
+
+
 class RewardConfig(Section):
     """How a completion is judged: a weighted sum of named parts, each between its own bounds."""
 
@@ -181,6 +190,7 @@ class RlConfig(Section):
 
     prompts: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()

@@ -41,6 +41,8 @@ class Completion:
     policy_version: int
     """Of the weights; those of its first token when they changed on the way."""
     finish: FinishReason
+    untempered_logprobs_T: tuple[float, ...] | None = None
+    """The same at temperature 1; None: the engine does not tell."""
     experts_TLK: Tensor | None = None
     """Routes of prompt + completion without the last token, which enters no layer; None: not asked for."""
 

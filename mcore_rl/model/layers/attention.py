@@ -24,6 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers import cpu_attention
+from mcore_rl.model.layers.cache import LayerCache
 from mcore_rl.model.layers.packed import PackedParams, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
 
@@ -63,6 +64,8 @@ class SDPAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, max(1, layer_number)
         )
         self.window: int | None = config.window_size[0] if windowed else None
+        self.cache: LayerCache | None = None
+        """Inside `attending_over`: the tokens are those of a generating step, and this has the earlier ones."""
 
     def forward(
         self,
@@ -80,6 +83,8 @@ class SDPAttention(MegatronModule):
         """
         if options.get("attention_bias") is not None:
             raise NotImplementedError("SDPAttention adds no bias to the scores: give none, or a mask")
+        if self.cache is not None:
+            return self._cached(query, key, value, self.cache)
         packed = options.get("packed_seq_params")
         if packed is not None:
             return self._packed(query, key, value, packed)
@@ -95,6 +100,32 @@ class SDPAttention(MegatronModule):
                 f"SDPAttention has no {mask_type} without a mask over {self.cp_group.size()} context-parallel ranks"
             )
         return mixed.flatten(2)
+
+    def _cached(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
+        """`[T, 1, N * Dv]`: each token over the keys and values of its slot up to its own, zeros for padding."""
+        step, num_decode = cache.step, cache.step.num_decode
+        cache.write(key[:, 0], value[:, 0])
+        mixed = query.new_zeros(*query.shape[:3], value.shape[3])
+        if num_decode:
+            keys, values = (
+                kv[:num_decode, : step.longest].transpose(0, 1) for kv in (cache.keys, cache.values)
+            )
+            visible = step.visible(self.window)
+            mixed[:num_decode, 0] = self._newest(query[:num_decode, 0], keys, values, visible)
+        for begin, end, slot, stop in step.spans:
+            keys, values = cache.keys[slot, :stop, None], cache.values[slot, :stop, None]
+            mixed[begin:end] = self._prefix(query[begin:end], keys, values)
+        return mixed.flatten(2)
+
+    def _newest(self, query_BND: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+        """`[B, N, Dv]` of one query a row over keys `[S, B, G, D]`."""
+        if self.softmax_offset is not None:
+            return self._attend(query_BND[None], key, value, visible)[0]
+        # The heads that share a key stand as positions: no key or value is repeated.
+        rows, heads, width = query_BND.shape
+        groups = key.shape[2]
+        query = query_BND.view(rows, groups, heads // groups, width).permute(2, 0, 1, 3)
+        return self._attend(query, key, value, visible).permute(1, 2, 0, 3).reshape(rows, heads, -1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ranks = self.cp_group.size()

@@ -1,0 +1,1 @@
+"""Rollout engines: what makes completions of prompts."""

@@ -1,0 +1,156 @@
+"""Which tokens of which completions a step computes: continuous batching, without tensors.
+
+All ranks of a model make the same schedule by themselves from the same requests and tokens.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Draft:
+    """A completion in the making."""
+
+    group: int
+    index: int
+    """Among the completions of its group."""
+    prompt_T: tuple[int, ...]
+    seed: int
+    tokens_T: list[int] = field(default_factory=list)
+    logprobs_T: list[float] = field(default_factory=list)
+    untempered_logprobs_T: list[float] = field(default_factory=list)
+    cached: int = 0
+    """Positions whose keys and values are in its slot."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its whole prompt has been computed."""
+        return self.cached >= len(self.prompt_T)
+
+    @property
+    def newest(self) -> int:
+        """The token to compute next, once the prompt has been read but for its last token."""
+        return self.tokens_T[-1] if self.tokens_T else self.prompt_T[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions `start` to `stop` of a slot's prompt, computed in one step."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The first `length` positions of a slot become those of another."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Copies first, in order; then one token of each of the slots 0 ... num_decode - 1, then the spans."""
+
+    copies: tuple[Copy, ...]
+    num_decode: int
+    spans: tuple[Span, ...]
+    drawing: tuple[int, ...]
+    """Slots that draw a token: those that decode, then those whose span ends with their prompt."""
+
+
+class Scheduler:
+    """Slots 0 ... n - 1 hold completions: a dense prefix decodes, and behind it at most one prompt is half-read.
+
+    A group's prompt is computed for its first completion; the others copy it and compute its last token again, to
+    draw from. Slots are kept for them, so that a prompt is rarely gone before all have it; then it is computed anew.
+    """
+
+    def __init__(self, drafts: Iterable[Draft], num_slots: int, budget_tokens: int) -> None:
+        assert 0 < num_slots < budget_tokens, (num_slots, budget_tokens)
+        self._waiting: dict[int, deque[Draft]] = {}
+        for draft in drafts:
+            self._waiting.setdefault(draft.group, deque()).append(draft)
+        self._num_slots, self._budget = num_slots, budget_tokens
+        self.active: list[Draft] = []
+        """By slot."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether completions are unfinished."""
+        return bool(self._waiting or self.active)
+
+    def next_step(self) -> Step:
+        """What to compute now; those admitted have their slots."""
+        half = self.active.pop() if self.active and not self.active[-1].is_read else None
+        half_slot = len(self.active)
+        copies = self._admit_siblings(self._num_slots - (half is not None))
+        num_decode = len(self.active)
+        if half is not None:
+            self.active.append(half)
+            if half_slot != num_decode:
+                copies.insert(0, Copy(half_slot, num_decode, half.cached))
+        spans, budget = [], self._budget - num_decode
+        while budget > 0 and (half is not None or self._admit_leader()):
+            draft, half = self.active[-1], None
+            stop = min(draft.cached + budget, len(draft.prompt_T))
+            spans.append(Span(len(self.active) - 1, draft.cached, stop))
+            budget -= stop - draft.cached
+        whole = [span.slot for span in spans if span.stop == len(self.active[span.slot].prompt_T)]
+        return Step(tuple(copies), num_decode, tuple(spans), (*range(num_decode), *whole))
+
+    def computed(self, step: Step) -> None:
+        """The step's keys and values are in the cache."""
+        for draft in self.active[: step.num_decode]:
+            draft.cached += 1
+        for span in step.spans:
+            self.active[span.slot].cached = span.stop
+
+    def remove(self, slots: Sequence[int]) -> list[Copy]:
+        """Free these slots of finished completions: what to copy, in order, so that the others are dense again."""
+        half = self.active.pop() if not self.active[-1].is_read else None
+        half_slot = len(self.active)
+        copies = []
+        for slot in sorted(slots, reverse=True):
+            last = self.active.pop()
+            if slot < len(self.active):
+                copies.append(Copy(len(self.active), slot, last.cached))
+                self.active[slot] = last
+        if half is not None:
+            if slots:
+                copies.append(Copy(half_slot, len(self.active), half.cached))
+            self.active.append(half)
+        return copies
+
+    def _admit_siblings(self, num_slots: int) -> list[Copy]:
+        copies = []
+        sources = {draft.group: slot for slot, draft in enumerate(self.active)}
+        for group, source in sources.items():
+            while group in self._waiting and len(self.active) < num_slots:
+                draft = self._take(group)
+                draft.cached = len(draft.prompt_T) - 1
+                if draft.cached:
+                    copies.append(Copy(source, len(self.active), draft.cached))
+                self.active.append(draft)
+        return copies
+
+    def _admit_leader(self) -> bool:
+        """Give a slot to the first of a group whose prompt nobody has, if one is free beyond those that are kept."""
+        groups = {draft.group for draft in self.active}
+        kept = sum(len(self._waiting.get(group, ())) for group in groups)
+        group = next((group for group in self._waiting if group not in groups), None)
+        if group is None or len(self.active) + kept >= self._num_slots:
+            return False
+        self.active.append(self._take(group))
+        return True
+
+    def _take(self, group: int) -> Draft:
+        queue = self._waiting[group]
+        draft = queue.popleft()
+        if not queue:
+            del self._waiting[group]
+        return draft

@@ -1,0 +1,151 @@
+"""Drawing tokens from logits whose vocabulary lies in slices on the tensor-parallel ranks."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mcore_rl.parallel.mesh import Axis
+
+BLOCK = 256
+"""Tokens whose probabilities are added up at once: a draw looks for its block, then inside it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Temperature, and which tokens may be drawn.
+
+    First the `top_k` likeliest (0: all); of their probability the likeliest that together have `top_p`; of
+    those the ones at least `min_p` times as likely as the likeliest. Tokens as likely as the last one are in.
+    """
+
+    temperature: float = 1.0
+    """0: the likeliest token; logprobs are then those at temperature 1."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every token may be drawn."""
+        return self.top_k == 0 and self.top_p >= 1.0 and self.min_p == 0.0
+
+
+class Drawn(NamedTuple):
+    """A token a row, and its logprob under the whole distribution: at the temperature, and at temperature 1."""
+
+    tokens_B: Tensor
+    logprobs_B: Tensor
+    untempered_logprobs_B: Tensor
+
+
+def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """Numbers in (0, 1), fp64, each a hash of its int64 seed and position and of nothing else (splitmix64)."""
+    mixed_B = seeds_B * -7046029254386353131 + positions_B * -4658895280553007687
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        mixed_B = (mixed_B ^ _shifted(mixed_B, shift)) * factor
+    # The hash of one position begins that of its row: two rounds, for seeds that follow each other.
+    mixed_B = (mixed_B ^ _shifted(mixed_B, 32)) * -4658895280553007687
+    return (_shifted(mixed_B, 11).double() + 0.5) / 2**53
+
+
+@torch.no_grad()
+def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_size: int) -> Drawn:
+    """Collective over `tp`, equal on all its ranks: by the inverse of the distribution function in order of ids.
+
+    The rank's slice of the logits is in any dtype; ids from `vocab_size` on pad the vocabulary and are never drawn.
+    """
+    first = tp.rank * logits_Bv.shape[1]
+    ids_v = torch.arange(first, first + logits_Bv.shape[1], device=logits_Bv.device)
+    logits_Bv = logits_Bv.float().masked_fill(ids_v >= vocab_size, -torch.inf)
+    highest_B = _reduced(logits_Bv.amax(1), dist.ReduceOp.MAX, tp)
+    plain_Bv = logits_Bv - highest_B[:, None]
+    if cut.temperature == 0.0:
+        tokens_B = _reduced(torch.where(plain_Bv == 0, ids_v, vocab_size).amin(1), dist.ReduceOp.MIN, tp)
+        tempered_Bv = plain_Bv
+    else:
+        tempered_Bv = plain_Bv / cut.temperature if cut.temperature != 1.0 else plain_Bv
+        lowest_B = None if cut.is_open else _lowest_kept(tempered_Bv, cut, tp)
+        tokens_B = _inverse_cdf(tempered_Bv, lowest_B, uniforms_B, tp).clamp_(max=vocab_size - 1)
+    logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp)
+    same = tempered_Bv is plain_Bv
+    return Drawn(tokens_B, logprobs_B, logprobs_B if same else _logprobs(plain_Bv, tokens_B - first, tp))
+
+
+def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
+    """`[B]`: tokens may be drawn whose score (at most 0, which the likeliest has) is not below."""
+    lowest_B = scores_Bv.new_full((len(scores_Bv),), -torch.inf)
+    if cut.min_p > 0.0:
+        # As a factor of probabilities min_p does not depend on what else is cut.
+        lowest_B = scores_Bv.new_tensor(cut.min_p).log().expand_as(lowest_B)
+    best_BV = scores_Bv
+    if cut.top_k:
+        candidates_BC = _gathered(scores_Bv.topk(min(cut.top_k, scores_Bv.shape[1])).values, tp)
+        best_BV = candidates_BC.topk(min(cut.top_k, candidates_BC.shape[1])).values
+        lowest_B = torch.maximum(lowest_B, best_BV[:, -1])
+    if cut.top_p < 1.0:
+        sorted_BV = best_BV if cut.top_k else _gathered(scores_Bv, tp).sort(descending=True).values
+        mass_BV = sorted_BV.double().exp().cumsum(1)
+        # A token is in while those before it do not reach top_p.
+        is_in_BV = pad(mass_BV, (1, -1)) < cut.top_p * mass_BV[:, -1:]
+        lowest_B = torch.maximum(lowest_B, sorted_BV.masked_fill(~is_in_BV, torch.inf).amin(1))
+    return lowest_B
+
+
+def _inverse_cdf(scores_Bv: Tensor, lowest_B: Tensor | None, uniforms_B: Tensor, tp: Axis) -> Tensor:
+    """The ids at which the sums of exp(score) of what is kept pass the uniforms' share of the whole."""
+    rows, width = scores_Bv.shape
+    weights_Bv = scores_Bv.exp()
+    if lowest_B is not None:
+        weights_Bv = weights_Bv.masked_fill_(scores_Bv < lowest_B[:, None], 0.0)
+    blocks_BNW = pad(weights_Bv, (0, -width % BLOCK)).view(rows, -1, BLOCK)
+    sums_BN = _gathered(blocks_BNW.sum(2, dtype=torch.float64), tp)
+    ends_BN = sums_BN.cumsum(1)
+    goals_B1 = uniforms_B[:, None] * ends_BN[:, -1:]
+    block_B1 = _passed(sums_BN, goals_B1)
+    start_B1 = pad(ends_BN, (1, 0)).gather(1, block_B1)
+    mine_B1 = block_B1 - tp.rank * blocks_BNW.shape[1]
+    here_B1 = (mine_B1 >= 0) & (mine_B1 < blocks_BNW.shape[1])
+    index_B1W = mine_B1.where(here_B1, 0)[:, :, None].expand(-1, -1, BLOCK)
+    inside_BW = blocks_BNW.gather(1, index_B1W).squeeze(1).double()
+    place_B1 = _passed(inside_BW, goals_B1 - start_B1)
+    ids_B1 = tp.rank * width + mine_B1 * BLOCK + place_B1
+    return _reduced(ids_B1.where(here_B1, 0).squeeze(1), dist.ReduceOp.SUM, tp)
+
+
+def _passed(weights_BN: Tensor, goals_B1: Tensor) -> Tensor:
+    """Where the running sum passes the goal; where rounding lets it never, the last place of any weight."""
+    places_B1 = torch.searchsorted(weights_BN.cumsum(1), goals_B1, right=True)
+    last_B1 = weights_BN.shape[1] - 1 - (weights_BN > 0).flip(1).int().argmax(1, keepdim=True)
+    return torch.minimum(places_B1, last_B1)
+
+
+def _logprobs(scores_Bv: Tensor, columns_B: Tensor, tp: Axis) -> Tensor:
+    """fp64: of the token in each row's column, which one of the ranks has, under the softmax over all ranks."""
+    here_B = (columns_B >= 0) & (columns_B < scores_Bv.shape[1])
+    target_B = scores_Bv.gather(1, columns_B.where(here_B, 0)[:, None]).squeeze(1).where(here_B, 0.0)
+    both_2B = torch.stack([target_B.double(), scores_Bv.exp().sum(1, dtype=torch.float64)])
+    both_2B = _reduced(both_2B, dist.ReduceOp.SUM, tp)
+    return both_2B[0] - both_2B[1].log()
+
+
+def _reduced(local: Tensor, operation: dist.ReduceOp.RedOpType, tp: Axis) -> Tensor:
+    if tp.size > 1:
+        dist.all_reduce(local, op=operation, group=tp.group)
+    return local
+
+
+def _gathered(local_BN: Tensor, tp: Axis) -> Tensor:
+    if tp.size == 1:
+        return local_BN
+    slices = [torch.empty_like(local_BN) for _ in range(tp.size)]
+    dist.all_gather(slices, local_BN.contiguous(), group=tp.group)
+    return torch.cat(slices, dim=1)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """Right, with zeros from the left."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)

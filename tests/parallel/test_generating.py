@@ -1,0 +1,51 @@
+"""The native engine on meshes: the completions of one rank."""
+
+import pytest
+import torch
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.sampling import Cut
+from tests.generating import completions_on, ragged_prompts
+from tests.hf_models import VOCAB, oracle
+from tests.ranks import run_ranks
+
+MESHES = {
+    "tp2": MeshConfig(tp=2),
+    "ep2": MeshConfig(ep=2, dp=2),
+    "pp2": MeshConfig(pp=2),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
+    "cp2": MeshConfig(cp=2),
+}
+MESHES_OF = {"qwen3_moe": list(MESHES), "deepseek_v3": ["tp2", "pp2"]}
+
+SAMPLINGS = [
+    Sampling(max_new_tokens=8, cut=Cut(temperature=0.0), with_routes=True),
+    Sampling(max_new_tokens=8, cut=Cut(temperature=0.8), with_routes=True, stop_tokens=frozenset(range(9))),
+    Sampling(max_new_tokens=5, cut=Cut(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02)),
+]
+SMALL = {"slots": 5, "step_tokens": 16}
+"""So that rows finish and are replaced, and prompts are read in parts."""
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"), [(case, mesh) for case, meshes in MESHES_OF.items() for mesh in meshes]
+)
+def test_completions_are_those_of_one_rank(case: str, mesh: str) -> None:
+    heads = {} if oracle(case).ours.is_latent else {"num_key_value_heads": 2}
+    theirs = oracle(case, num_hidden_layers=4, **heads)
+    prompts = ragged_prompts(8, VOCAB)
+    work = (theirs.ours, theirs.tensors, prompts, SAMPLINGS, SMALL)
+    alone = run_ranks(completions_on, 1, MeshConfig(), *work)[0]
+    assert {completion.finish for completion in alone[1]} == {"stop", "length"}
+    ranks = run_ranks(completions_on, MESHES[mesh].smallest_world, MESHES[mesh], *work)
+    for runs in ranks:
+        for run, reference in zip(runs, alone, strict=True):
+            assert len(run) in (2 * len(prompts), len(prompts) // 2)
+            for ours, wanted in zip(run, reference, strict=False):
+                assert ours.tokens_T == wanted.tokens_T
+                assert ours.logprobs_T == pytest.approx(wanted.logprobs_T, abs=2e-5)
+                assert (ours.experts_TLK is None) == (wanted.experts_TLK is None)
+                if ours.experts_TLK is not None:
+                    torch.testing.assert_close(ours.experts_TLK, wanted.experts_TLK, rtol=0, atol=0)

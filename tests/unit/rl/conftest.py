@@ -1,0 +1,19 @@
+"""One rank in the test's own process."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Mesh]:
+    start(PlatformConfig())
+    mesh = build_mesh(MeshConfig())
+    seed_ranks(1)
+    yield mesh
+    destroy_mesh()
