@@ -19,6 +19,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.run.convert_arguments import convert_arguments, inspect_arguments
+from mcore_rl.run.generate_arguments import generate_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,6 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
 
 
-def generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """A run, a prompt, and how to draw tokens."""
-    parser.add_argument("--run", type=Path, required=True, help="the run_dir of a training")
-    parser.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
-    parser.add_argument("--tokens", type=positive, default=64, help="how many at the most (default 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (default)")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing at a temperature above 0")
-
-
 def plot_arguments(parser: argparse.ArgumentParser) -> None:
     """A run."""
     parser.add_argument("run", type=Path, help="the run_dir of a training")
@@ -103,7 +95,7 @@ COMMANDS: dict[str, Command] = {
         PretrainConfig,
     ),
     "generate": Command(
-        "Continue a text with the newest checkpoint of a run, on one process, whatever its mesh was.",
+        "Continue a text with a checkpoint of a run, on one process, whatever its mesh was.",
         'mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40 --temperature 0.7',
         generate_arguments,
         program("mcore_rl.run.generate"),
