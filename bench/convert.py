@@ -25,9 +25,8 @@ from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.convert.manifest import MANIFEST
 from mcore_rl.convert.progress import ByteProgress
-from mcore_rl.model.families import weight_map
+from mcore_rl.model.families import FAMILIES, weight_map
 from mcore_rl.model.hf_export import hf_config
-from mcore_rl.model.families import FAMILIES
 from mcore_rl.run.convert_arguments import num_bytes
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from mcore_rl.model.weight_map import Shape
 CUT_BY_TP = (
     "word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight",
     "linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight", "linear_fc1.weight",
-    "linear_fc1.bias", "linear_fc2.weight", "softmax_offset",
+    "linear_fc1.bias", "linear_fc2.weight", "softmax_offset", "eh_proj.weight",
 )  # fmt: skip
 """Ends of the keys of tensors that tensor parallelism cuts; the others are whole on every one of its ranks."""
 EXPERTS = ".experts.experts."

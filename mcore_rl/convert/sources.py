@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from mcore_rl.model.weight_map import Shape, Span, Where
 FP8 = (torch.float8_e4m3fn,)
 SCALE = "_scale_inv"
 """`X.weight_scale_inv` holds the scales of the fp8 blocks of `X.weight`."""
+MOST_AHEAD_BYTES = 64 << 20
+"""Of a part, that is read before it is asked for."""
 BAND_BLOCKS = 8
 """Rows of fp8 blocks that are dequantised at a time."""
 
@@ -30,6 +32,9 @@ class Source(Protocol):
 
     def fill(self, out: Tensor, name: str, where: Where) -> None:
         """Copy a rectangle to `out`, which has its sizes but for axes of size 1, in `out`'s dtype."""
+
+    def prefetch(self, name: str, where: Where) -> None:
+        """Let the disk begin to read a rectangle that will be asked for soon."""
 
     def checksum(self, name: str, where: Where) -> Part | None:
         """Of the rectangle's bytes as they are stored; None when they are not one run."""
@@ -49,6 +54,12 @@ class Mapped:
                 found = self._files[name] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return found
 
+    def prefetch(self, name: str, start: int, count: int) -> None:
+        """Have these bytes read while something else is done."""
+        if count:
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self[name].madvise(mmap.MADV_WILLNEED, page, start + count - page)
+
     @contextmanager
     def bytes_of(self, name: str, start: int, count: int) -> Iterator[Tensor]:
         """uint8 `[count]`, a view of the file; its pages are given back on leaving."""
@@ -57,7 +68,7 @@ class Mapped:
             yield torch.empty(0, dtype=torch.uint8)
             return
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_WILLNEED, page, start + count - page)
+        self.prefetch(name, start, count)
         yield _view(mapped, start, count)
         mapped.madvise(mmap.MADV_DONTNEED, page, start + count - page)
 
@@ -84,6 +95,11 @@ class HfSource:
             )
             out.copy_(tensor[inside].view(out.shape))
             del tensor, raw
+
+    def prefetch(self, name: str, where: Where) -> None:
+        """See Source."""
+        stored = self._tensors[name]
+        self._files.prefetch(stored.file, *_run(stored, where))
 
     def checksum(self, name: str, where: Where) -> Part | None:
         """See Source."""
@@ -133,6 +149,14 @@ class DistSource:
             )
             if all(span.start < span.stop for span in common):
                 self._copy(_at(whole_out, common, where), name, part, common)
+
+    def prefetch(self, name: str, where: Where) -> None:
+        """See Source."""
+        for part in self._parts_near(name, where):
+            if all(a.start < b.stop and b.start < a.stop for a, b in zip(where, part.where, strict=True)):
+                self._files.prefetch(
+                    part.place.file, part.place.offset, min(part.place.length, MOST_AHEAD_BYTES)
+                )
 
     def checksum(self, name: str, where: Where) -> Part | None:
         """Not known: the parts may be any rectangles."""

@@ -23,6 +23,7 @@ from mcore_rl.convert.sources import Source, sizes
 from mcore_rl.convert.writers import Placed, Writer
 from mcore_rl.errors import CheckpointError, McoreRlError
 from mcore_rl.model.checkpoint.folder import naming, write_atomically
+from mcore_rl.model.weight_map import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,28 @@ def record_file(folder: Path, index: int) -> Path:
     return folder / f"{index}.json"
 
 
+class Scratch:
+    """Memory for one chunk after another: fresh pages for each would cost as much as the copy."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """A tensor of anything, whose storage is no larger than itself; the one before must not be used any more."""
+        count = math.prod(shape)
+        if len(self._memory) < count * dtype.itemsize:
+            self._memory = bytearray(count * dtype.itemsize)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count).view(shape)
+
+
 @torch.no_grad()
-def fill(chunk: Chunk, source: Source) -> Tensor:
+def fill(chunk: Chunk, source: Source, scratch: Scratch | None = None) -> Tensor:
     """The elements of a chunk."""
-    shape = sizes(chunk.where)
-    covered = sum(math.prod(sizes(pair.into)) for pair in chunk.pairs) == math.prod(shape)
-    made = (torch.empty if covered else torch.zeros)(shape, dtype=chunk.target.dtype)
+    made = (scratch or Scratch()).tensor(sizes(chunk.where), chunk.target.dtype)
+    if sum(math.prod(sizes(pair.into)) for pair in chunk.pairs) < made.numel():
+        made.zero_()
     for pair in chunk.pairs:
         out = made[tuple(slice(*span) for span in pair.into)]
         source.fill(out.mT if pair.transposed else out, pair.source, pair.where)
@@ -164,13 +181,16 @@ def _work(job: Job, todo: Sequence[Task], turn: Any, sender: Connection, number:
 
 def _do(job: Job, task: Task, source: Source, parent: int) -> None:
     found: list[tuple[int, list[tuple[str, Part]]]] = []
+    scratch = Scratch()
 
     def tensors() -> Iterator[Tensor]:
-        for chunk in task.chunks:
+        for number, chunk in enumerate(task.chunks):
+            for pair in (pair for later in task.chunks[number + 1 : number + 2] for pair in later.pairs):
+                source.prefetch(pair.source, pair.where)
             if os.getppid() != parent:
                 os._exit(1)  # killed with nobody to tell
             parts = [(pair.source, source.checksum(pair.source, pair.where)) for pair in chunk.pairs]
-            made = fill(chunk, source)
+            made = fill(chunk, source, scratch)
             found.append(
                 (zlib.crc32(as_bytes(made)), [(name, part) for name, part in parts if part is not None])
             )

@@ -54,9 +54,11 @@ def weight_bytes(mesh_config: MeshConfig, models: dict[str, ModelConfig]) -> dic
     platform, mesh = start(settings), build_mesh(mesh_config)
     found = {}
     for name, model in models.items():
+        seed_ranks(1)
         chunks = build_model(model, mesh, platform, settings)
         storages = {
-            piece.data.untyped_storage().data_ptr(): piece.data.untyped_storage().nbytes() for piece in pieces(chunks)
+            piece.data.untyped_storage().data_ptr(): piece.data.untyped_storage().nbytes()
+            for piece in pieces(chunks)
         }
         found[name] = (mesh.pp.rank, sum(storages.values()))
     return found

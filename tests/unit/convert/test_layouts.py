@@ -11,7 +11,17 @@ from mcore_rl.convert.dist_folder import open_dist
 from mcore_rl.convert.layouts import Layout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import CheckpointError
-from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, quiet, read_dist, read_hf, saved
+from tests.conversion import (
+    ONE_FILE,
+    assert_same,
+    differing,
+    exported,
+    imported,
+    quiet,
+    read_dist,
+    read_hf,
+    saved,
+)
 from tests.hf_models import oracle
 
 
@@ -42,7 +52,9 @@ def test_every_layout_is_read_and_leads_back_to_the_same_bytes(case, keys, layer
 
 def test_the_keys_of_local_layers_are_megatrons(tmp_path: Path) -> None:
     """As its local specs save them: the norms before MLPs and those of latents have other names."""
-    qwen = read_dist(imported(saved("qwen3_moe", tmp_path / "a"), tmp_path / "b", keys="local", layers="each"))
+    qwen = read_dist(
+        imported(saved("qwen3_moe", tmp_path / "a"), tmp_path / "b", keys="local", layers="each")
+    )
     norm = oracle("qwen3_moe").tensors["model.layers.1.post_attention_layernorm.weight"]
     assert torch.equal(qwen["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"], norm)
     assert "decoder.layers.1.pre_mlp_layernorm.weight" not in qwen
@@ -64,13 +76,15 @@ def test_layers_that_differ_cannot_be_stacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
-def test_a_checkpoint_without_our_marker_takes_its_family_from_the_reference(case: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_our_marker_takes_its_family_from_the_reference(
+    case: str, tmp_path: Path
+) -> None:
     source = saved(case, tmp_path / "hf")
     foreign = imported(source, tmp_path / "ckpt", vocab_multiple=64, keys="local")
     (foreign / "checkpoint.json").unlink()
     (foreign / "manifest.json").unlink()
     assert open_dist(foreign).marker is None
-    with pytest.raises(CheckpointError, match="does not say what model it is.*--reference"):
+    with pytest.raises(CheckpointError, match=r"does not say what model it is.*--reference"):
         exported(foreign, tmp_path / "back")
     assert_same(read_hf(exported(foreign, tmp_path / "back", reference=source)), read_hf(source))
     assert differing(source, foreign) == []

@@ -46,7 +46,10 @@ def first(header: dict) -> dict:
 
 BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-3]), "it is cut off"),
-    "cut off in the header": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:30]), "does not begin as"),
+    "cut off in the header": (
+        lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:30]),
+        "does not begin as",
+    ),
     "empty": (lambda f: (f / SECOND).write_bytes(b""), "does not begin as"),
     "too long": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes() + b"x"), "it is too long"),
     "missing shard": (lambda f: (f / SECOND).unlink(), f"names files that are not there:\n  {SECOND}"),
@@ -70,9 +73,15 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="BF16")),
         "its place is",
     ),
-    "unknown type": (lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="F4")), "a type that is not"),
+    "unknown type": (
+        lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="F4")),
+        "a type that is not",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
-    "unknown family": (lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="x")), "model_type='x'"),
+    "unknown family": (
+        lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="x")),
+        "model_type='x'",
+    ),
 }
 
 
@@ -87,10 +96,22 @@ def test_broken_files_are_refused_before_anything_is_written(fault: str, tmp_pat
 
 
 WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
-    "dropped": ("qwen3_moe", lambda t: {k: v for k, v in t.items() if k != NORM}, rf"{NORM} \(48,\) is missing"),
-    "left over": ("qwen3_moe", lambda t: t | {"model.mystery": torch.ones(3)}, "model.mystery .* belongs to nothing"),
+    "dropped": (
+        "qwen3_moe",
+        lambda t: {k: v for k, v in t.items() if k != NORM},
+        rf"{NORM} \(48,\) is missing",
+    ),
+    "left over": (
+        "qwen3_moe",
+        lambda t: t | {"model.mystery": torch.ones(3)},
+        "model.mystery .* belongs to nothing",
+    ),
     "another shape": ("qwen3_moe", lambda t: t | {UP: torch.ones(24, 47)}, rf"{UP} has shape \(24, 47\)"),
-    "another type": ("qwen3_moe", lambda t: t | {UP: t[UP].bfloat16()}, r"of the types torch.bfloat16, torch.float32"),
+    "another type": (
+        "qwen3_moe",
+        lambda t: t | {UP: t[UP].bfloat16()},
+        r"of the types torch.bfloat16, torch.float32",
+    ),
     "integers": ("llama", lambda t: t | {NORM: t[NORM].int()}, f"{NORM} is torch.int32, wanted fp32"),
     "no output": (
         "llama",
@@ -119,7 +140,9 @@ def test_mtp_layers_are_kept_dropped_or_missed(tmp_path: Path) -> None:
     theirs = oracle("deepseek_v3")
     last = {name: t for name, t in theirs.tensors.items() if name.startswith("model.layers.2.")}
     mtp = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in last.items()}
-    mtp |= {f"model.layers.3.{name}.weight": torch.rand(48) for name in ("enorm", "hnorm", "shared_head.norm")}
+    mtp |= {
+        f"model.layers.3.{name}.weight": torch.rand(48) for name in ("enorm", "hnorm", "shared_head.norm")
+    }
     mtp["model.layers.3.eh_proj.weight"] = torch.rand(48, 96)
     mtp["model.layers.3.embed_tokens.weight"] = theirs.tensors["model.embed_tokens.weight"].clone()
     mtp["model.layers.3.shared_head.head.weight"] = theirs.tensors["lm_head.weight"].clone()
@@ -140,7 +163,7 @@ def test_mtp_layers_are_kept_dropped_or_missed(tmp_path: Path) -> None:
     assert differing(thin, plain) == []
     head = {"model.layers.3.shared_head.head.weight": torch.zeros(99, 48)}
     other = write_hf(tmp_path / "other", config, theirs.tensors | mtp | head)
-    with pytest.raises(CheckpointError, match="shared_head.head.weight differs from lm_head.weight"):
+    with pytest.raises(CheckpointError, match=r"shared_head.head.weight differs from lm_head.weight"):
         imported(other, tmp_path / "ckpt")
 
 
@@ -217,7 +240,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has \d+ bytes, \d+ are in use"):
         open_dist(checkpoint)
     file.unlink()
-    with pytest.raises(CheckpointError, match="__0_0.distcp has 0 bytes"):
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has 0 bytes"):
         open_dist(checkpoint)
     (checkpoint / "metadata.json").unlink()
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):

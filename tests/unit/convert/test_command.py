@@ -1,0 +1,67 @@
+"""`mcore-rl convert` and `inspect` as a user gives them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.run.cli import main
+from mcore_rl.run.convert_arguments import mesh_sizes, num_bytes
+from tests.conversion import assert_same, read_hf, saved
+
+
+def test_plan_import_verify_relayout_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, checkpoint, other = saved("qwen3_moe", tmp_path / "hf"), tmp_path / "ckpt", tmp_path / "other"
+    back, log = tmp_path / "back", tmp_path / "log.jsonl"
+    assert main(["convert", "plan", str(source), "--mesh", "ep=2"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "decoder.layers.mlp.router.weight" in told
+        and "pipeline stage 0" in told
+        and "memory: at most" in told
+    )
+    assert main(["convert", "import", str(source), str(checkpoint), "--log", str(log), "--workers", "1"]) == 0
+    assert main(["convert", "verify", str(source), str(checkpoint)]) == 0
+    assert (
+        main(["convert", "relayout", str(checkpoint), str(other), "--keys", "local", "--layers", "each"]) == 0
+    )
+    assert main(["convert", "plan", str(other)]) == 0
+    assert main(["convert", "export", str(other), str(back), "--reference", str(source)]) == 0
+    assert_same(read_hf(back), read_hf(source))
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert events[0] == "begin" and events[-1] == "end" and "task" in events
+
+
+def test_inspect_lists_and_tells_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, other = saved("llama", tmp_path / "hf"), saved("qwen3", tmp_path / "other")
+    assert main(["inspect", str(source)]) == 0
+    told = capsys.readouterr().out
+    assert "family: llama" in told and "model.norm.weight" in told and "99x48" in told
+    assert main(["inspect", str(source), "--diff", str(source)]) == 0
+    assert main(["inspect", str(source), "--diff", str(other)]) == 1
+    assert "only in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["import", "gone"], "takes 2 folders, got 1"),
+        (["export", "a", "b", "--keys", "local"], "--keys means nothing to convert export"),
+        (["import", "gone", "out"], "gone"),
+        (["verify", "a", "b", "--dtype", "bf16"], "--dtype means nothing to convert verify"),
+    ],
+)
+def test_what_makes_no_sense_is_told_with_status_2(words, told, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_sizes_are_read_as_they_are_written() -> None:
+    assert [num_bytes(text) for text in ("8G", "500M", "1.5K", "7", "2GiB")] == [
+        2**33,
+        500 << 20,
+        1536,
+        7,
+        2**31,
+    ]
+    assert mesh_sizes("tp=2,ep=8") == {"tp": 2, "ep": 8}

@@ -1,0 +1,81 @@
+"""Chunks of any size, of rectangles with steps and exchanged axes, make the same tensor; so do checksums."""
+
+import random
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.convert.checksums import Part, joined
+from mcore_rl.convert.planning import Pair, Target, chunks_of, composed
+from mcore_rl.convert.stream import fill
+from mcore_rl.model.weight_map import Span, Where
+
+EXPERTS, HIDDEN, WIDTH = 3, 5, 4
+
+
+class Memory:
+    """A source of tensors that are there."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def fill(self, out: Tensor, name: str, where: Where) -> None:
+        out.copy_(self.tensors[name][tuple(slice(*span) for span in where)].reshape(out.shape))
+
+    def prefetch(self, name: str, where: Where) -> None:
+        pass
+
+    def checksum(self, name: str, where: Where) -> Part | None:
+        return None
+
+
+def fused() -> tuple[Tensor, Tensor, list[Pair]]:
+    """gpt_oss's experts: gate and up in turn and transposed; what Megatron has of them; the pairs."""
+    theirs = torch.randn(EXPERTS, HIDDEN, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    ours = torch.stack([torch.cat([expert[:, 0::2].T, expert[:, 1::2].T]) for expert in theirs])[None]
+    pairs = [
+        Pair(
+            (Span(0, 1), Span(e, e + 1), Span(half * WIDTH, (half + 1) * WIDTH), Span(0, HIDDEN)),
+            "theirs",
+            (Span(e, e + 1), Span(0, HIDDEN), Span(half, 2 * WIDTH, 2)),
+            transposed=True,
+        )
+        for e in range(EXPERTS)
+        for half in (0, 1)
+    ]
+    return theirs, ours, pairs
+
+
+def made(name: str, like: Tensor, pairs: list[Pair], source: Memory, limit: int) -> Tensor:
+    target = Target(name=name, shape=tuple(like.shape), dtype=torch.float32, pairs=tuple(pairs))
+    return torch.cat([fill(chunk, source).reshape(-1) for chunk in chunks_of(target, limit)]).view(like.shape)
+
+
+@pytest.mark.parametrize("limit", [1, 24, 40, 70, 10_000])
+def test_chunks_of_any_size_make_the_tensor_in_both_directions(limit: int) -> None:
+    theirs, ours, pairs = fused()
+    assert torch.equal(made("ours", ours, pairs, Memory({"theirs": theirs}), limit), ours)
+    back = [Pair(pair.where, "ours", pair.into, pair.transposed) for pair in pairs]
+    assert torch.equal(made("theirs", theirs, back, Memory({"ours": ours}), limit), theirs)
+    around = composed(back, {"ours": pairs})
+    assert torch.equal(made("theirs", theirs, around, Memory({"theirs": theirs}), limit), theirs)
+
+
+def test_what_no_pair_covers_is_zeros() -> None:
+    pair = Pair((Span(1, 3), Span(0, 2)), "theirs", (Span(0, 2), Span(0, 2)))
+    source = Memory({"theirs": torch.ones(2, 2)})
+    assert made("ours", torch.empty(4, 2), [pair], source, 8).tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
+
+
+def test_the_checksum_of_the_whole_follows_from_those_of_its_parts(tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(10_007)
+    cuts = [0, 1, 100, 5_000, 5_001, 10_007]
+    parts = [Part(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(cuts)]
+    random.shuffle(parts)
+    assert joined(parts, len(data)) == zlib.crc32(data)
+    assert joined(parts[1:], len(data)) is None
+    assert joined([], 0) == 0
