@@ -4,34 +4,56 @@ Megatron keeps most of these rules in scripts that its package does not contain,
 break without a word. Each function is one topic and yields a message for each violation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import lcm
 
-from mcore_rl.config.data import DataConfig
+from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.mesh_checks import mesh_violations
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_checks import model_violations
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
 from mcore_rl.errors import ConfigError
 
 
 def check(config: PretrainConfig, world_size: int) -> None:
     """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
-    model, mesh = config.model, config.mesh
-    violations = [
-        *model_violations(model),
-        *mesh_violations(model, mesh, config.data.seq_length),
-        *_world(mesh, model, world_size),
-        *_batch(config.train, mesh, world_size),
-        *_schedule(config.optim, config.train.steps),
-        *_data(config.data, config.train),
-        *_platform(config.platform, model),
-        *_recompute(config.platform, model),
-    ]
+    refuse(
+        [
+            *run_violations(config, world_size, config.data.seq_length, "data.seq_length"),
+            *_data(config.data, config.train),
+        ]
+    )
+
+
+def refuse(violations: Sequence[str]) -> None:
+    """ConfigError that lists the violations, if there are any."""
     if violations:
         raise ConfigError("\n".join(f"- {violation}" for violation in violations))
+
+
+def run_violations(config: RunConfig, world_size: int, seq_length: int, field: str) -> Iterator[str]:
+    """What is wrong in the sections that all training programs share; `field` gives the sequences' length."""
+    model, mesh = config.model, config.mesh
+    yield from model_violations(model)
+    yield from mesh_violations(model, mesh, seq_length, field)
+    yield from _world(mesh, model, world_size)
+    yield from _batch(config.train, mesh, world_size)
+    yield from _schedule(config.optim, config.train.steps)
+    yield from _platform(config.platform, model)
+    yield from _recompute(config.platform, model)
+
+
+def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
+    """What is wrong with naming a tokenizer like this."""
+    if tokenizer.kind != "none" and not tokenizer.path:
+        yield f'data.tokenizer.kind="{tokenizer.kind}" has no path. Set data.tokenizer.path.'
+    if tokenizer.kind == "none" and tokenizer.path:
+        yield (
+            f'data.tokenizer.path="{tokenizer.path}" is not read with data.tokenizer.kind="none". Set '
+            "the kind, or clear the path."
+        )
 
 
 def _world(mesh: MeshConfig, model: ModelConfig, world_size: int) -> Iterator[str]:
@@ -136,13 +158,7 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
             f"empty and data.split={list(data.split)} leaves it none. Name files, change the split, or set "
             "train.eval_batches=0."
         )
-    if data.tokenizer.kind != "none" and not data.tokenizer.path:
-        yield f'data.tokenizer.kind="{data.tokenizer.kind}" has no path. Set data.tokenizer.path.'
-    if data.tokenizer.kind == "none" and data.tokenizer.path:
-        yield (
-            f'data.tokenizer.path="{data.tokenizer.path}" is not read with data.tokenizer.kind="none". Set '
-            "the kind, or clear the path."
-        )
+    yield from tokenizer_violations(data.tokenizer)
 
 
 def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:

@@ -8,15 +8,17 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.model_checks import divisors
 
 
-def mesh_violations(model: ModelConfig, mesh: MeshConfig, seq_length: int) -> Iterator[str]:
-    """One sentence for each reason why `mesh` cannot hold `model` and sequences of this length."""
+def mesh_violations(
+    model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str = "data.seq_length"
+) -> Iterator[str]:
+    """One sentence for each reason why `mesh` cannot hold `model` and sequences as long as `field` says."""
     yield from _experts(model, mesh)
     yield from _widths(model, mesh)
     yield from _heads(model, mesh)
     yield from _layers(model, mesh)
     yield from _pipeline(model, mesh)
     yield from _overlap(mesh)
-    yield from _sequence(model, mesh, seq_length)
+    yield from _sequence(model, mesh, seq_length, field)
 
 
 def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
@@ -145,10 +147,10 @@ def _overlap(mesh: MeshConfig) -> Iterator[str]:
         )
 
 
-def _sequence(model: ModelConfig, mesh: MeshConfig, seq_length: int) -> Iterator[str]:
+def _sequence(model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str) -> Iterator[str]:
     if seq_length > model.max_position:
         yield (
-            f"data.seq_length={seq_length} is longer than model.max_position={model.max_position}. Shorten "
+            f"{field}={seq_length} is longer than model.max_position={model.max_position}. Shorten "
             "the sequences, or raise model.max_position (and see model.rope.scaling)."
         )
     zigzag = 2 * mesh.cp if mesh.cp > 1 else 1
@@ -157,7 +159,7 @@ def _sequence(model: ModelConfig, mesh: MeshConfig, seq_length: int) -> Iterator
     if seq_length % unit:
         near = sorted({max(unit, seq_length - seq_length % unit), seq_length - seq_length % unit + unit})
         yield (
-            f"data.seq_length={seq_length} is not a multiple of {unit}: mesh.cp={mesh.cp} cuts it into "
+            f"{field}={seq_length} is not a multiple of {unit}: mesh.cp={mesh.cp} cuts it into "
             f"{zigzag} pieces and sequence parallelism (mesh.tp={mesh.tp}) a rank's part once more. Use "
             f"{' or '.join(map(str, near))}."
         )

@@ -91,16 +91,23 @@ class LogConfig(Section):
     """Dense peak of one rank's device, for MFU; 0: known GPUs by name, otherwise measured at start."""
 
 
-class PretrainConfig(Section):
-    """`mcore-rl pretrain`."""
+class RunConfig(Section):
+    """What every training program reads."""
 
-    run_dir: str = "runs/pretrain"
+    run_dir: str = "runs/run"
     """Where everything of this run is written; one run, one folder, one writer."""
     platform: PlatformConfig = PlatformConfig()
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
-    data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+
+class PretrainConfig(RunConfig):
+    """`mcore-rl pretrain`."""
+
+    run_dir: str = "runs/pretrain"
+    """Where everything of this run is written; one run, one folder, one writer."""
+    data: DataConfig = DataConfig()

@@ -7,10 +7,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedSpans:
-    """Where the sequences of a packed row begin: attention does not cross from one to the next."""
+    """Where sequences begin in the rows laid end to end: attention does not cross from one to the next."""
 
     cu_seqlens: Tensor
-    """Cumulative lengths, int32 [spans + 1]: 0, the first length, the first two together, ..."""
+    """Cumulative lengths, int32 [spans + 1] on the CPU: 0, the first length, ..., all positions of all rows."""
     max_length: int
     """Tokens of the longest span."""
 

@@ -1,18 +1,18 @@
 """Batches by sample cursor: a step trains on what the cursor says, whatever the mesh and the calls before."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mcore_rl.data.batch import Microbatch
+from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.errors import ConfigError, DataError
 
 
 class SampleDataset(Protocol):
-    """Samples by number, as mcore's GPTDataset and BlendedDataset give them."""
+    """Samples by number, as mcore's GPTDataset and BlendedDataset give them; `lengths` of one is that of its spans."""
 
     def __len__(self) -> int: ...
 
@@ -87,4 +87,11 @@ class BatchSource:
             labels_BS=torch.stack([sample["labels"] for sample in samples]),
             loss_mask_BS=torch.stack([sample["loss_mask"] for sample in samples]),
             position_ids_BS=torch.stack([sample["position_ids"] for sample in samples]),
+            packed=_spans([sample["lengths"] for sample in samples]) if "lengths" in samples[0] else None,
         )
+
+
+def _spans(lengths: Sequence[Tensor]) -> PackedSpans:
+    """The spans of rows laid end to end."""
+    of_all = torch.cat([torch.zeros(1, dtype=torch.int32), *lengths])
+    return PackedSpans(cu_seqlens=of_all.cumsum(0, dtype=torch.int32), max_length=int(of_all.max()))

@@ -125,7 +125,8 @@ class HuggingFaceTokenizer:
         self.digest = hashlib.sha256(content).hexdigest()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
-        names = _special_names(folder)
+        names = self.special_tokens = _special_names(folder)
+        """`eos_token` and the like to their text."""
         end = END_OF_TEXT if END_OF_TEXT in ids else names.get("eos_token", "")
         if end not in ids:
             raise DataError(

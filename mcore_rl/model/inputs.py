@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.data.batch import Microbatch
+from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.model.layers.packed import PackedParams, packed_params
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.parallel.sequence import zigzag
+from mcore_rl.parallel.sequence import zigzag, zigzag_spans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,8 @@ class LocalMicrobatch:
     labels_Bs: Tensor
     loss_mask_Bs: Tensor
     position_ids_Bs: Tensor
+    packed: PackedParams | None = None
+    """Of packed rows, which are laid end to end: B is 1."""
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
         """Keyword arguments of GPTModel.forward; with labels it returns losses `[B, s]`, else logits `[B, s, v]`."""
@@ -28,6 +31,8 @@ class LocalMicrobatch:
             "position_ids": self.position_ids_Bs,
             "attention_mask": None,
         }
+        if self.packed is not None:
+            inputs["packed_seq_params"] = self.packed
         if with_labels:
             inputs |= {"labels": self.labels_Bs, "loss_mask": self.loss_mask_Bs}
         return inputs
@@ -35,6 +40,8 @@ class LocalMicrobatch:
 
 def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMicrobatch:
     """The part of `microbatch` that this rank holds."""
+    if microbatch.packed is not None:
+        return _localize_packed(microbatch, microbatch.packed, cp, device)
 
     def mine(full_BS: Tensor) -> Tensor:
         return zigzag(full_BS, cp).to(device, non_blocking=True)
@@ -46,4 +53,26 @@ def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMic
         labels_Bs=mine(microbatch.labels_BS),
         loss_mask_Bs=mine(microbatch.loss_mask_BS),
         position_ids_Bs=mine(microbatch.position_ids_BS),
+    )
+
+
+def _localize_packed(
+    microbatch: Microbatch, spans: PackedSpans, cp: Axis, device: torch.device
+) -> LocalMicrobatch:
+    """Megatron takes one row of packed spans; each span is cut for context parallelism by itself."""
+    lengths = tuple(spans.cu_seqlens.diff().tolist())
+    total = microbatch.tokens_BS.numel()
+    assert sum(lengths) == total, f"spans of {sum(lengths)} positions in rows of {total}"
+    assert cp.size == 1 or not any(length % (2 * cp.size) for length in lengths), (lengths, cp.size)
+
+    def mine(full_BS: Tensor) -> Tensor:
+        return zigzag_spans(full_BS.reshape(1, -1), lengths, cp).to(device, non_blocking=True)
+
+    return LocalMicrobatch(
+        shape=(1, total),
+        tokens_Bs=mine(microbatch.tokens_BS),
+        labels_Bs=mine(microbatch.labels_BS),
+        loss_mask_Bs=mine(microbatch.loss_mask_BS),
+        position_ids_Bs=mine(microbatch.position_ids_BS),
+        packed=packed_params(lengths, device),
     )

@@ -1,5 +1,7 @@
 """Which positions of a sequence a context-parallel rank holds."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,13 @@ def zigzag(full: Tensor, cp: Axis, dim: int = 1) -> Tensor:
         return full
     chunks = full.chunk(2 * cp.size, dim=dim)
     return torch.cat([chunks[cp.rank], chunks[2 * cp.size - 1 - cp.rank]], dim=dim).contiguous()
+
+
+def zigzag_spans(full: Tensor, lengths: Sequence[int], cp: Axis, dim: int = 1) -> Tensor:
+    """This rank's positions of spans of these lengths, one behind the other: `zigzag` of each."""
+    if cp.size == 1:
+        return full
+    return torch.cat([zigzag(span, cp, dim) for span in full.split(list(lengths), dim)], dim)
 
 
 def unzigzag(shards: list[Tensor], dim: int = 1) -> Tensor:

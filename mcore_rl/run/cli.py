@@ -9,14 +9,17 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mcore_rl import __version__
 from mcore_rl.backend.launcher import error_text, launch_local, under_launcher
 from mcore_rl.config.checks import check
 from mcore_rl.config.describe import describe_sections
 from mcore_rl.config.load import dump_config, load_config
-from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.section import Section
+from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.sft_checks import check_sft
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.run.convert_arguments import convert_arguments, inspect_arguments
 from mcore_rl.run.generate_arguments import generate_arguments
@@ -34,8 +37,31 @@ class Command:
     """Whose fields the help explains."""
 
 
-def ranks_of(module: str) -> Callable[[argparse.Namespace], int]:
-    """Be one rank of `module` under a launcher; without one, start its ranks here and wait for them."""
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A training that runs on ranks."""
+
+    module: str
+    config: type[RunConfig]
+    check: Callable[[Any, int], None]
+    """Of such a config and a number of ranks."""
+
+    def checked_config(self, args: argparse.Namespace) -> tuple[RunConfig, int]:
+        """The config and the number of ranks it was checked for."""
+        config = load_config(self.config, Path(args.config), args.overrides)
+        ranks = args.ranks or config.mesh.smallest_world
+        self.check(config, ranks)
+        return config, ranks
+
+
+PROGRAMS: dict[str, Program] = {
+    "pretrain": Program("mcore_rl.run.pretrain", PretrainConfig, check),
+    "sft": Program("mcore_rl.run.sft", SFTConfig, check_sft),
+}
+
+
+def ranks_of(training: Program) -> Callable[[argparse.Namespace], int]:
+    """Be one rank of `training` under a launcher; without one, start its ranks here and wait for them."""
 
     def run_ranks(args: argparse.Namespace) -> int:
         words = [args.config, *args.overrides]
@@ -44,9 +70,9 @@ def ranks_of(module: str) -> Callable[[argparse.Namespace], int]:
                 raise ConfigError(
                     f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out."
                 )
-            return int(importlib.import_module(module).main(words))
-        config, ranks = checked_config(args)
-        return launch_local(module, words, ranks, next_log_dir(Path(config.run_dir)))
+            return int(importlib.import_module(training.module).main(words))
+        config, ranks = training.checked_config(args)
+        return launch_local(training.module, words, ranks, next_log_dir(Path(config.run_dir)))
 
     return run_ranks
 
@@ -62,7 +88,7 @@ def program(module: str) -> Callable[[argparse.Namespace], int]:
 
 def show_config(args: argparse.Namespace) -> int:
     """Print what a run would use, after the same checks."""
-    config, ranks = checked_config(args)
+    config, ranks = PROGRAMS[args.program].checked_config(args)
     sys.stdout.write(f"# passes all checks on {ranks} ranks\n{dump_config(config)}")
     return 0
 
@@ -72,6 +98,14 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.toml", help="the config file")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
     parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
+
+
+def show_arguments(parser: argparse.ArgumentParser) -> None:
+    """The same, and whose config it is."""
+    config_arguments(parser)
+    parser.add_argument(
+        "--program", choices=PROGRAMS, default="pretrain", help="whose config (default pretrain)"
+    )
 
 
 def plot_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,13 +118,20 @@ COMMANDS: dict[str, Command] = {
         "Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
         "mcore-rl pretrain launch/recipes/tiny_moe/pretrain.toml mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
         config_arguments,
-        ranks_of("mcore_rl.run.pretrain"),
+        ranks_of(PROGRAMS["pretrain"]),
         PretrainConfig,
+    ),
+    "sft": Command(
+        "Fine-tune a model on conversations, from the weights of checkpoint.load.",
+        "mcore-rl sft launch/recipes/tiny_moe/sft.toml checkpoint.load=runs/quickstart/pretrain",
+        config_arguments,
+        ranks_of(PROGRAMS["sft"]),
+        SFTConfig,
     ),
     "config": Command(
         "Print the config that a file and overrides make, after all checks, and start nothing.",
         "mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=0 --ranks 64",
-        config_arguments,
+        show_arguments,
         show_config,
         PretrainConfig,
     ),
@@ -145,14 +186,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
         raise ConfigError(f"There is no command {name}. {remedy}")
     command = COMMANDS[name]
     return command.run(parser_of(name, command).parse_intermixed_args(arguments))
-
-
-def checked_config(args: argparse.Namespace) -> tuple[PretrainConfig, int]:
-    """The config and the number of ranks it was checked for."""
-    config = load_config(PretrainConfig, Path(args.config), args.overrides)
-    ranks = args.ranks or config.mesh.smallest_world
-    check(config, ranks)
-    return config, ranks
 
 
 def next_log_dir(run_dir: Path) -> Path:

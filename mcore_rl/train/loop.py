@@ -27,6 +27,8 @@ class Sources:
     """Where sequences come from; a split without data or without evaluations is None."""
 
     train: BatchSource
+    seq_length: float
+    """Positions of a sequence, on which attention's FLOPs depend; of packed ones the mean that a token sees."""
     valid: BatchSource | None = None
     test: BatchSource | None = None
 
@@ -52,7 +54,7 @@ class Fit:
         self.stop = stop
         config = state.config
         self._load = RouterLoad(state.chunks) if config.model.is_moe else None
-        self._flops_per_token = train_flops_per_token(config.model, config.data.seq_length)
+        self._flops_per_token = train_flops_per_token(config.model, sources.seq_length)
         self._peak_flops = peak_flops(
             state.platform.device, config.platform.precision, config.log.peak_tflops
         )

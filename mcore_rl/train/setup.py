@@ -12,7 +12,7 @@ from torch import nn
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.run import RunConfig
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
@@ -20,7 +20,7 @@ from mcore_rl.train.optim import build_optimizer, build_schedule
 from mcore_rl.train.state import Progress, TrainState
 
 
-def set_up(config: PretrainConfig, platform: Platform) -> TrainState:
+def set_up(config: RunConfig, platform: Platform) -> TrainState:
     """Collective over the world: mesh, model with random weights, optimizer, schedule, at step 0."""
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)

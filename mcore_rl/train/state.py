@@ -7,7 +7,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.backend.platform import Platform
-from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.run import RunConfig
 from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh
 
@@ -30,7 +30,7 @@ class Progress:
 class TrainState:
     """The model, its optimizer and schedule on this rank, and the run's progress."""
 
-    config: PretrainConfig
+    config: RunConfig
     platform: Platform
     mesh: Mesh
     chunks: list[DistributedDataParallel]

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.run.cli import COMMANDS, main, next_log_dir, parser_of
+from mcore_rl.run.cli import COMMANDS, PROGRAMS, main, next_log_dir, parser_of
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "launch/recipes/tiny_moe/pretrain.toml")
@@ -46,12 +46,14 @@ def test_neither_torch_nor_megatron_is_imported_for_it():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
 
-def test_the_help_of_pretrain_explains_every_field(capsys):
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_help_of_a_training_explains_every_field(name, capsys):
     with pytest.raises(SystemExit):
-        main(["pretrain", "--help"])
+        main([name, "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for doc in describe(PretrainConfig):
-        assert f"{doc.key} = {doc.default} ({doc.type}) {doc.meaning}".replace("  ", " ") in text
+    for doc in describe(PROGRAMS[name].config):
+        words = f"{doc.key} = {doc.default} ({doc.type}) {doc.meaning}".split()
+        assert " ".join(words) in text
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -61,7 +63,8 @@ def test_the_example_of_every_command_is_valid(name, monkeypatch, capsys):
     assert (program, command) == ("mcore-rl", name)
     parser_of(name, COMMANDS[name]).parse_intermixed_args(words)
     if COMMANDS[name].config:
-        assert main(["config", *words]) == 0
+        program = ["--program", name] if name in PROGRAMS else []
+        assert main(["config", *program, *words]) == 0
 
 
 def test_config_prints_what_loads_back_equal(tmp_path, capsys):

@@ -1,0 +1,39 @@
+"""What a supervised fine-tuning run does."""
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.section import Section
+
+
+class SFTDataConfig(Section):
+    """Conversations as JSON lines, packed into rows without seeing each other; shuffled by train.seed."""
+
+    train: tuple[str, ...] = ()
+    """Files to train on, one conversation a line."""
+    valid: tuple[str, ...] = ()
+    """Files to evaluate on; empty: no evaluation."""
+    format: Literal["auto", "chat", "prompt_response"] = "auto"
+    """`chat`: {"messages": [{"role", "content"}, ...]}; `prompt_response`: {"prompt", "response"}, a chat of two
+    turns; `auto`: by the keys of each line."""
+    chat_template: str = "tokenizer"
+    """`tokenizer`: the one in the tokenizer's folder; `plain`: "role:" above each turn; `raw`: the turns end to end
+    with nothing between; anything else: a file with a jinja template."""
+    row_length: PositiveInt = 1024
+    """Tokens of a row, into which whole conversations are packed."""
+    too_long: Literal["error", "skip"] = "error"
+    """A conversation that no row holds ends the run before it starts, or is left out and counted."""
+    pack_buffer: PositiveInt = 1024
+    """Conversations that are packed at a time: more leave fewer gaps, fewer mix better."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+
+
+class SFTConfig(RunConfig):
+    """`mcore-rl sft`."""
+
+    run_dir: str = "runs/sft"
+    """Where everything of this run is written; one run, one folder, one writer."""
+    data: SFTDataConfig = SFTDataConfig()

@@ -1,0 +1,192 @@
+"""Conversations to token ids, with a mask of the tokens that the assistant says."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import tokenizers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from mcore_rl.data.chat_template import load_template
+from mcore_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from mcore_rl.errors import DataError
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Begins what the assistant says, in templates that mark it."""
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """Turns, each with a role and content, and the tools that a template may describe."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A conversation as tokens; `is_said_T` where the assistant says them, its end of a turn included."""
+
+    ids_T: tuple[int, ...]
+    is_said_T: tuple[bool, ...]
+
+
+class Chat(Protocol):
+    """How conversations become tokens."""
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """All of it; DataError when it does not fit the template."""
+        ...
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """The tokens after which the assistant's next turn begins."""
+        ...
+
+
+def load_chat(template: str, tokenizer: Tokenizer, path: str) -> Chat:
+    """The chat that data.chat_template=`template` names, with the tokenizer that was read from `path`."""
+    if template in ("plain", "raw"):
+        return PlainChat(tokenizer, has_roles=template == "plain")
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise DataError(
+            f'data.chat_template="{template}" needs a Hugging Face tokenizer, whose special tokens mark the turns. '
+            'Set data.chat_template="plain" or "raw".'
+        )
+    return TemplateChat(Path(path), load_template(template, Path(path)), tokenizer.special_tokens)
+
+
+class PlainChat:
+    """Roles as text, an end-of-document token after each turn of the assistant; for any tokenizer.
+
+    Each turn is encoded by itself, so that its tokens do not depend on what follows.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, has_roles: bool) -> None:
+        self._tokenizer = tokenizer
+        self._has_roles = has_roles
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """See Chat."""
+        ids: list[int] = []
+        is_said: list[bool] = []
+        for turn, said in self._turns(conversation):
+            ids += turn
+            is_said += [said] * len(turn)
+        return Encoded(tuple(ids), tuple(is_said))
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """See Chat."""
+        ids = [token for turn, _ in self._turns(conversation) for token in turn]
+        return ids + self._header("assistant")
+
+    def _turns(self, conversation: Conversation) -> Iterator[tuple[list[int], bool]]:
+        if conversation.tools:
+            raise DataError('it has "tools", which a plain template cannot describe')
+        for message in conversation.messages:
+            content, role = message.get("content"), message["role"]
+            if not isinstance(content, str):
+                raise DataError(
+                    f"the content of a turn is {content!r}; without a jinja template it must be text"
+                )
+            yield self._header(role), False
+            if role == "assistant":
+                yield [*self._tokenizer.encode(content), self._tokenizer.eod_id], True
+            else:
+                yield self._tokenizer.encode(content + "\n\n" if self._has_roles else content), False
+
+    def _header(self, role: str) -> list[int]:
+        return self._tokenizer.encode(f"{role}:\n") if self._has_roles else []
+
+
+class TemplateChat:
+    """A jinja template, rendered by transformers, and the tokenizer.json beside it.
+
+    What the assistant says is between the template's generation marks. Without marks it is what a turn adds to
+    the rendering of the turns before, with the prompt for the assistant; a template in which a later turn changes
+    an earlier one is refused, because it would train on what the model never reads.
+    """
+
+    def __init__(self, folder: Path, template: str, special_tokens: Mapping[str, str]) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template = template
+        self._special_tokens = dict(special_tokens)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._ends = tuple(token.content for token in added if token.special)
+        self._is_marked = GENERATION.search(template) is not None
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """See Chat."""
+        text, spans = self._marked(conversation) if self._is_marked else self._by_prefixes(conversation)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        is_said = _overlaps(encoding.offsets, spans)
+        return Encoded(tuple(encoding.ids), tuple(is_said))
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """See Chat."""
+        text, _ = self._render(conversation, len(conversation.messages), add_generation_prompt=True)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        return self._render(conversation, len(conversation.messages), return_assistant_tokens_mask=True)
+
+    def _by_prefixes(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        whole, _ = self._render(conversation, len(conversation.messages))
+        spans = []
+        for index, message in enumerate(conversation.messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(conversation, index, add_generation_prompt=True)
+            after, _ = self._render(conversation, index + 1)
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise DataError(
+                    f"the chat template renders turn {index + 1} differently with and without what follows it, so "
+                    "that what the assistant says cannot be told apart. Put {% generation %} and {% endgeneration %} "
+                    "around it in the template (data.chat_template names a file), or leave such turns out"
+                )
+            spans.append((len(before), len(before) + self._said_length(after[len(before) :])))
+        return whole, spans
+
+    def _said_length(self, turn: str) -> int:
+        """Without the white space that follows an end-of-turn token."""
+        stripped = turn.rstrip()
+        return len(stripped) if stripped.endswith(self._ends) else len(turn)
+
+    def _render(
+        self, conversation: Conversation, num_turns: int, **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the first `num_turns` turns, and what generation marks enclose, as offsets."""
+        rendered: Any
+        try:
+            rendered, spans = render_jinja_template(
+                [[_without_absent(message) for message in conversation.messages[:num_turns]]],
+                tools=[dict(tool) for tool in conversation.tools] or None,
+                chat_template=self._template,
+                **options,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            # What the template's own expressions raise on a conversation of another shape than it expects.
+            raise DataError(f"the chat template does not take it: {error}") from error
+        return rendered[0], [tuple(span) for span in spans[0]] if spans else []
+
+
+def _without_absent(message: Message) -> dict[str, Any]:
+    """Templates ask whether a key is there; `"tool_calls": null` says that it is not."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _overlaps(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """For each token whether some of its text is in a span; spans are in order."""
+    covered = []
+    rest = list(reversed(spans))
+    for start, end in offsets:
+        while rest and rest[-1][1] <= start:
+            rest.pop()
+        covered.append(bool(rest) and end > rest[-1][0])
+    return covered

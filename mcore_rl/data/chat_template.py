@@ -1,0 +1,51 @@
+"""Finding a chat template: in a file, or where Hugging Face tokenizers keep theirs."""
+
+import json
+from pathlib import Path
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from mcore_rl.errors import DataError
+
+NO_TEMPLATE = (
+    "{folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json). Name a "
+    'jinja file with data.chat_template, or set it to "plain" or "raw".'
+)
+
+
+def load_template(name: str, folder: Path) -> str:
+    """The jinja text that data.chat_template=`name` means for a tokenizer in `folder`; DataError unless it parses."""
+    origin, text = _of_tokenizer(folder) if name == "tokenizer" else _of_file(Path(name))
+    try:
+        render_jinja_template([[]], chat_template=text)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(
+            f"{origin} holds no chat template that jinja can read: line {error.lineno}: {error}. Correct it, or name "
+            "another with data.chat_template."
+        ) from error
+    except jinja2.TemplateError:
+        pass  # it wants at least one turn, which it will get
+    return text
+
+
+def _of_file(path: Path) -> tuple[Path, str]:
+    try:
+        return path, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f'data.chat_template="{path}" cannot be read: {error}. Give "tokenizer", "plain", "raw", or a jinja file.'
+        ) from error
+
+
+def _of_tokenizer(folder: Path) -> tuple[Path, str]:
+    """A file of its own goes before the entry in tokenizer_config.json, as in transformers."""
+    if (folder / "chat_template.jinja").is_file():
+        return _of_file(folder / "chat_template.jinja")
+    path = folder / "tokenizer_config.json"
+    entry = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
+    if isinstance(entry, list):
+        entry = {named["name"]: named["template"] for named in entry}.get("default")
+    if not isinstance(entry, str) or not entry:
+        raise DataError(NO_TEMPLATE.format(folder=folder))
+    return path, entry

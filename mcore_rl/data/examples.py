@@ -1,0 +1,169 @@
+"""Conversations of JSON lines as token arrays, with every line that is none named."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from mcore_rl.config.sft import SFTDataConfig
+from mcore_rl.data.chat import Chat, Conversation, Encoded
+from mcore_rl.errors import DataError
+
+SHOWN = 5
+"""Bad lines that a message lists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examples:
+    """Token ids of all conversations, one behind the other."""
+
+    ids_T: NDArray[numpy.int32]
+    is_said_T: NDArray[numpy.bool_]
+    """Where the assistant says the token."""
+    starts_N: NDArray[numpy.int64]
+    """Where each conversation begins, and at last where the last one ends."""
+    num_skipped: int
+    """Conversations that were longer than a row."""
+
+    def __len__(self) -> int:
+        return len(self.starts_N) - 1
+
+    @property
+    def lengths_N(self) -> NDArray[numpy.int64]:
+        """Positions of each conversation in a row: its last token is only a label."""
+        lengths: NDArray[numpy.int64] = numpy.diff(self.starts_N) - 1
+        return lengths
+
+    @property
+    def said_fraction(self) -> float:
+        """Share of the tokens that the assistant says."""
+        return float(self.is_said_T.mean())
+
+
+def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Examples:
+    """The conversations of `paths`, in order; one DataError names all lines that cannot be trained on."""
+    reader = _Reader(config, chat)
+    encoded = [example for path in paths for example in reader.read(path)]
+    if reader.problems:
+        shown = "\n".join(reader.problems[:SHOWN])
+        more = len(reader.problems) - SHOWN
+        raise DataError(shown + (f"\nand {more} more like these" if more > 0 else ""))
+    if not encoded:
+        long = f": all {reader.num_skipped} conversations are longer" if reader.num_skipped else ""
+        raise DataError(
+            f"{', '.join(paths)}: no conversation fits in data.row_length={config.row_length}{long}. Name files with "
+            "conversations, or raise data.row_length."
+        )
+    lengths = [len(example.ids_T) for example in encoded]
+    return Examples(
+        ids_T=numpy.concatenate([numpy.array(example.ids_T, numpy.int32) for example in encoded]),
+        is_said_T=numpy.concatenate([numpy.array(example.is_said_T, numpy.bool_) for example in encoded]),
+        starts_N=numpy.cumsum([0, *lengths], dtype=numpy.int64),
+        num_skipped=reader.num_skipped,
+    )
+
+
+class _Reader:
+    """Collects what is wrong while it reads, so that all of it can be mended at once."""
+
+    def __init__(self, config: SFTDataConfig, chat: Chat) -> None:
+        self.config = config
+        self.chat = chat
+        self.problems: list[str] = []
+        self.num_skipped = 0
+
+    def read(self, path: str) -> Iterator[Encoded]:
+        """The conversations of one file that fit in a row."""
+        before = len(self.problems)
+        num_lines = 0
+        for number, line in _lines(path):
+            num_lines += 1
+            try:
+                example = self._example(line)
+            except DataError as error:
+                self.problems.append(f"{path}:{number}: {error}.")
+                continue
+            length = len(example.ids_T) - 1
+            if length <= self.config.row_length:
+                yield example
+            elif self.config.too_long == "skip":
+                self.num_skipped += 1
+            else:
+                self.problems.append(
+                    f"{path}:{number}: {length} tokens, and data.row_length={self.config.row_length}. Raise it, or set "
+                    'data.too_long="skip".'
+                )
+        if not num_lines and len(self.problems) == before:
+            self.problems.append(f"{path} is empty. Give it lines with conversations, or leave it out.")
+
+    def _example(self, line: bytes) -> Encoded:
+        """DataError, without the place, when the line is nothing to train on."""
+        conversation = _conversation(_entry(line), self.config.format)
+        example = self.chat.encode(conversation)
+        if not any(example.is_said_T[1:]):
+            raise DataError("the assistant says nothing in it, as this template renders it")
+        return example
+
+
+def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and content of each line that is not blank."""
+    try:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Name files that exist.") from error
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise DataError(f"a JSON {type(entry).__name__}, wanted an object")
+    return entry
+
+
+def _conversation(entry: dict[str, Any], wanted: str) -> Conversation:
+    if wanted == "auto":
+        wanted = "prompt_response" if "prompt" in entry and "messages" not in entry else "chat"
+    if wanted == "chat":
+        return Conversation(messages=tuple(_messages(entry)), tools=tuple(_tools(entry)))
+    for key in ("prompt", "response"):
+        if not isinstance(entry.get(key), str):
+            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text')
+    return Conversation(
+        messages=(
+            {"role": "user", "content": entry["prompt"]},
+            {"role": "assistant", "content": entry["response"]},
+        )
+    )
+
+
+def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = entry.get("messages")
+    if not isinstance(messages, list):
+        raise DataError(f'"messages" is {_kind(entry, "messages")}, wanted a list (keys: {", ".join(entry)})')
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f'turn {number} is no object with a "role"')
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError('no turn has the role "assistant", so there is nothing to learn')
+    return messages
+
+
+def _tools(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    tools = entry.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f'"tools" is {_kind(entry, "tools")}, wanted a list of objects')
+    return tools
+
+
+def _kind(entry: dict[str, Any], key: str) -> str:
+    return f"a {type(entry[key]).__name__}" if key in entry else "not there"

@@ -1,0 +1,109 @@
+"""Packed conversations as numbered rows, for `BatchSource`."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from mcore_rl.data.examples import Examples
+from mcore_rl.data.packing import padded, plan_epoch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How rows are made."""
+
+    row_length: int
+    span_multiple: int
+    """Each span is padded to a multiple of this many positions, so that context parallelism can cut it."""
+    buffer: int
+    seed: int
+    pad_id: int
+
+
+class PackedRows:
+    """Row i of an endless run through the examples, each once an epoch; only the first `num_rows` may be asked for.
+
+    A row's number is all that its content depends on: a run that resumes asks for the next number.
+    """
+
+    def __init__(self, examples: Examples, packing: Packing, num_rows: int) -> None:
+        self.examples = examples
+        self.packing = packing
+        self.num_rows = num_rows
+        self._lengths = [padded(length, packing.span_multiple) for length in examples.lengths_N.tolist()]
+        self._ends: list[int] = []  # of each planned epoch, in rows
+        self._plan: tuple[int, list[list[int]]] = (-1, [])
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @property
+    def mean_length(self) -> float:
+        """The length that a token of an example sees on average: sum of squares / sum."""
+        lengths = self.examples.lengths_N.astype(numpy.float64)
+        return float((lengths**2).sum() / lengths.sum())
+
+    @property
+    def rows_of_epoch(self) -> int:
+        """Rows of the first epoch; of others a few more or fewer, as the shuffle falls."""
+        return len(self._epoch(0))
+
+    @property
+    def filled_fraction(self) -> float:
+        """Positions of the first epoch's rows that hold a token of an example."""
+        return float(self.examples.lengths_N.sum()) / (self.rows_of_epoch * self.packing.row_length)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`tokens`, `labels`, `loss_mask`, `position_ids` of `row_length` positions, and the spans' `lengths`."""
+        return self._row(self.members(index))
+
+    def members(self, index: int) -> list[int]:
+        """The examples of row `index`, in their order."""
+        epoch = bisect_right(self._ends, index)
+        while epoch == len(self._ends):
+            begin = self._ends[-1] if self._ends else 0
+            self._ends.append(begin + len(self._epoch(epoch)))
+            epoch = bisect_right(self._ends, index)
+        begin = self._ends[epoch - 1] if epoch else 0
+        return self._epoch(epoch)[index - begin]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        """The rows of an epoch; of one at a time, they are kept."""
+        if self._plan[0] != epoch:
+            packing = self.packing
+            rows = plan_epoch(
+                self._lengths, packing.row_length, buffer=packing.buffer, seed=packing.seed, epoch=epoch
+            )
+            self._plan = (epoch, rows)
+        return self._plan[1]
+
+    def _row(self, members: list[int]) -> dict[str, Tensor]:
+        length = self.packing.row_length
+        ids = torch.full((2, length), self.packing.pad_id)  # tokens, labels
+        mask = torch.zeros(length)
+        positions = torch.zeros(length, dtype=torch.long)
+        lengths = []
+        begin = 0
+        for member in members:
+            first, last = self.examples.starts_N[member : member + 2]
+            said_T = torch.from_numpy(self.examples.is_said_T[first:last])
+            ids_T = torch.from_numpy(self.examples.ids_T[first:last]).long()
+            end, span = begin + len(ids_T) - 1, self._lengths[member]
+            ids[0, begin:end], ids[1, begin:end] = ids_T[:-1], ids_T[1:]
+            mask[begin:end] = said_T[1:].float()
+            positions[begin : begin + span] = torch.arange(span)
+            lengths.append(span)
+            begin += span
+        if begin < length:
+            positions[begin:] = torch.arange(length - begin)
+            lengths.append(length - begin)
+        return {
+            "tokens": ids[0],
+            "labels": ids[1],
+            "loss_mask": mask,
+            "position_ids": positions,
+            "lengths": torch.tensor(lengths, dtype=torch.int32),
+        }

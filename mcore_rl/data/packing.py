@@ -1,0 +1,50 @@
+"""Which examples share a row. Pure planning: lengths in, numbers out."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy
+
+
+def padded(length: int, multiple: int) -> int:
+    """`length`, or the next multiple."""
+    return -(-length // multiple) * multiple
+
+
+def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Rows of indices: each index once, and the lengths of a row add up to at most `row_length`.
+
+    Longest first, each into the fullest row that still holds it: what is left over are then small gaps
+    (asserted in tests/unit/data/test_packing.py).
+    """
+    rows: list[list[int]] = []
+    gaps: list[tuple[int, int]] = []  # (free positions, row), sorted
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        length = lengths[index]
+        assert length <= row_length, f"a length of {length} in rows of {row_length}"
+        place = bisect_left(gaps, (length, -1))
+        if place < len(gaps):
+            free, row = gaps.pop(place)
+        else:
+            free, row = row_length, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        insort(gaps, (free - length, row))
+    return rows
+
+
+def plan_epoch(
+    lengths: Sequence[int], row_length: int, *, buffer: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """The rows of one epoch: each example once, shuffled, packed within `buffer` examples, the rows shuffled again.
+
+    The same arguments give the same rows.
+    """
+    generator = numpy.random.default_rng((seed, epoch))
+    order = generator.permutation(len(lengths)).tolist()
+    rows: list[list[int]] = []
+    for begin in range(0, len(order), buffer):
+        window = order[begin : begin + buffer]
+        packed = pack([lengths[index] for index in window], row_length)
+        rows += [[window[place] for place in row] for row in packed]
+    return [rows[place] for place in generator.permutation(len(rows)).tolist()]

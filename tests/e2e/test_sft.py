@@ -1,0 +1,113 @@
+"""Fine-tuning as a user does it: from the weights of a pretraining run, stopped and resumed, to DONE."""
+
+import json
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from tests.e2e.conftest import Finished, command, losses
+from tests.e2e.test_resume import started, wait_for_step
+
+WORDS = [f"w{index}" for index in range(100)]
+SPECIAL = ["<unk>", "<end>", "<turn>", "user", "assistant"]
+TEMPLATE = (
+    "{% for message in messages %}<turn> {{ message.role }} {{ message.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<turn> assistant {% endif %}"
+)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """A tokenizer of words with its template, and two files of questions whose answers repeat them."""
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    vocabulary = {word: index for index, word in enumerate(SPECIAL + WORDS)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>", "<turn>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    draw = random.Random(0)
+    for name, count in (("train", 120), ("valid", 20)):
+        lines = []
+        for _ in range(count):
+            word = draw.choice(WORDS[:8])
+            question = " ".join([*draw.choices(WORDS, k=draw.randint(0, 9)), word])
+            lines.append(json.dumps({"prompt": question, "response": f"{word} {word}"}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def sft_file(config_file: Path, chats: Path, tmp_path: Path) -> Path:
+    """The pretraining config's model and mesh, 30 steps that go through the data more than twice."""
+    text = config_file.read_text()
+    begin, end = text.index("[data]"), text.index("[mesh]")
+    data = (
+        f'[data]\ntrain = ["{chats}/train.jsonl"]\nvalid = ["{chats}/valid.jsonl"]\nrow_length = 32\n'
+        f'tokenizer = {{ kind = "huggingface", path = "{chats}" }}\n'
+    )
+    path = tmp_path / "sft.toml"
+    path.write_text(text[:begin] + data + text[end:].replace("steps = 12", "steps = 30"))
+    return path
+
+
+def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
+    config_file: Path, sft_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """With dropout, on TP2 x EP2; the answers' loss falls, and the log says where the weights are from."""
+    assert mcore_rl("pretrain", config_file, "train.steps=2").returncode == 0
+    load = [f"checkpoint.load={tmp_path}/run", "checkpoint.load_optimizer=false"]
+
+    straight = mcore_rl("sft", sft_file, f"run_dir={tmp_path}/straight", *load)
+    assert straight.returncode == 0, straight.stderr
+    assert f"weights of {tmp_path}/run/checkpoints/iter_0000002" in straight.stdout
+    assert "120 conversations in" in straight.stdout
+    wanted = losses(tmp_path / "straight")
+    assert (tmp_path / "straight/DONE").exists() and len(wanted) == 30
+    assert wanted[30] < 0.8 * wanted[1]
+    assert "eval/loss_nats" in (tmp_path / "straight/metrics.jsonl").read_text()
+
+    stopped = started(command("sft", sft_file, f"run_dir={tmp_path}/stopped", *load))
+    wait_for_step(tmp_path / "stopped", 5, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(timeout=60) == 0
+    assert len(losses(tmp_path / "stopped")) < 30 and not (tmp_path / "stopped/DONE").exists()
+    last = mcore_rl("sft", sft_file, f"run_dir={tmp_path}/stopped", *load)
+    assert last.returncode == 0, last.stderr
+    assert losses(tmp_path / "stopped") == wanted
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "said"),
+    [
+        ("", [], "train.jsonl is empty"),
+        (
+            '{"prompt": "w1", "response": "w1"}',
+            ["data.row_length=31"],
+            "data.row_length=31 is not a multiple of 2",
+        ),
+        ('{"prompt": "w1", "response": "w1"}', ["model.vocab_size=64"], "model.vocab_size is 64"),
+    ],
+    ids=["empty", "row", "vocabulary"],
+)
+def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(
+    lines: str,
+    overrides: list[str],
+    said: str,
+    chats: Path,
+    sft_file: Path,
+    mcore_rl: Callable[..., Finished],
+    tmp_path: Path,
+) -> None:
+    (chats / "train.jsonl").write_text(lines)
+    result = mcore_rl("sft", sft_file, *overrides)
+    assert result.returncode == 2
+    assert said in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "run/config.toml").exists()

@@ -1,0 +1,158 @@
+"""Tokens of conversations against transformers' own `apply_chat_template`, masks against its generation marks."""
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.chat import Conversation, load_chat
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import DataError
+
+# As Qwen's: the assistant says its content and the end of the turn, and a line break follows.
+PLAIN = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Llama 2's: no header of the assistant, its turn ends in the end of the text.
+BRACKETS = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %} {{ message.content }}"
+    "{{ eos_token }}{% else %}[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}"
+)
+# As Qwen3's: thoughts stay in the last turn only.
+FORGETFUL = PLAIN.replace(
+    "{{ message.content }}", "{{ message.content if loop.last else message.content.split('</think>')[-1] }}"
+)
+CHATS = [
+    [("user", "What is 2 + 2?"), ("assistant", "4")],
+    [
+        ("system", "Be kind.\n"),
+        ("user", "Déjà vu 漢字 😀"),
+        ("assistant", "  indented\n"),
+        ("user", "."),
+        ("assistant", ""),
+    ],
+    [("user", "a"), ("assistant", "b"), ("assistant", "c"), ("user", "<|im_end|>")],
+]
+
+
+def conversation(turns):
+    return Conversation(messages=tuple({"role": role, "content": content} for role, content in turns))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level BPE of 400 tokens with Qwen's special tokens."""
+    path = tmp_path_factory.mktemp("hf")
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["user assistant system What is kind? indented\n" * 9], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": PLAIN}
+    (path / "tokenizer_config.json").write_text(json.dumps(names))
+    return path
+
+
+@pytest.fixture
+def chat(folder, tmp_path):
+    def load(template):
+        tokenizer = load_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
+        if template not in ("tokenizer", "plain", "raw"):
+            (tmp_path / "chat.jinja").write_text(template)
+            template = str(tmp_path / "chat.jinja")
+        return load_chat(template, tokenizer, str(folder))
+
+    return load
+
+
+def of_transformers(folder, turns, template, **options):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return tokenizer.apply_chat_template(messages, chat_template=template, return_dict=True, **options)
+
+
+@pytest.mark.parametrize("turns", CHATS)
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["without marks", "with marks"])
+def test_tokens_and_mask_are_those_of_transformers_with_generation_marks(folder, chat, turns, template):
+    wanted = of_transformers(folder, turns, MARKED, return_assistant_tokens_mask=True)
+    ours = chat(template).encode(conversation(turns))
+    assert list(ours.ids_T) == wanted["input_ids"]
+    assert [int(said) for said in ours.is_said_T] == wanted["assistant_masks"]
+
+
+def test_the_template_of_the_tokenizers_folder_is_used(folder, chat):
+    wanted = of_transformers(folder, CHATS[1], None)
+    assert list(chat("tokenizer").encode(conversation(CHATS[1])).ids_T) == wanted["input_ids"]
+
+
+def test_special_tokens_are_at_hand_in_the_template(folder, chat):
+    said = chat(BRACKETS).encode(conversation(CHATS[0]))
+    assert list(said.ids_T) == of_transformers(folder, CHATS[0], BRACKETS)["input_ids"]
+    words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    spoken = [token for token, is_said in zip(said.ids_T, said.is_said_T, strict=True) if is_said]
+    assert [words.id_to_token(token) for token in spoken] == ["Ġ", "4", "<|im_end|>"]
+
+
+def test_the_prompt_is_what_transformers_would_generate_from(folder, chat):
+    turns = CHATS[1][:2]
+    wanted = of_transformers(folder, turns, PLAIN, add_generation_prompt=True)["input_ids"]
+    assert chat("tokenizer").prompt(conversation(turns)) == wanted
+
+
+def test_a_template_in_which_later_turns_change_earlier_ones_is_refused(chat):
+    turns = [("user", "?"), ("assistant", "<think>hm</think>!"), ("user", "?"), ("assistant", "!")]
+    with pytest.raises(DataError, match="turn 2 differently with and without what follows"):
+        chat(FORGETFUL).encode(conversation(turns))
+    assert any(chat(FORGETFUL).encode(conversation(turns[:2])).is_said_T)
+
+
+def test_what_a_template_raises_is_said(chat):
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + PLAIN
+    with pytest.raises(DataError, match="does not take it: user first"):
+        chat(strict).encode(conversation(CHATS[1]))
+
+
+def test_text_that_is_no_template_is_refused(chat):
+    with pytest.raises(DataError, match=r"no chat template that jinja can read: line 1"):
+        chat("{% for %}")
+
+
+def test_a_tokenizer_without_a_template_is_refused(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path)))
+    with pytest.raises(DataError, match=r'has no chat template .*"plain" or "raw"'):
+        load_chat("tokenizer", tokenizer, str(tmp_path))
+
+
+def test_a_sentencepiece_model_has_no_jinja_template(tokenizer):
+    with pytest.raises(DataError, match='"plain" or "raw"'):
+        load_chat("tokenizer", load_tokenizer(tokenizer), tokenizer.path)
+
+
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [("plain", ["user:\n", "ab\n\n", "assistant:\n"]), ("raw", ["ab"])],
+)
+def test_a_plain_chat_is_its_parts_encoded_by_themselves(tokenizer, template, texts):
+    words = load_tokenizer(tokenizer)
+    chat = load_chat(template, words, tokenizer.path)
+    prompt = [token for text in texts for token in words.encode(text)]
+    answer = [*words.encode("no"), words.eod_id]
+    encoded = chat.encode(conversation([("user", "ab"), ("assistant", "no")]))
+    assert list(encoded.ids_T) == prompt + answer
+    assert list(encoded.is_said_T) == [False] * len(prompt) + [True] * len(answer)
+    assert chat.prompt(conversation([("user", "ab")])) == prompt
