@@ -1,0 +1,123 @@
+"""`mcore-rl generate` on a random model and a real tokenizer."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.backend import platform as platforms
+from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.load import dump_config
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.data.documents import Layout
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
+from mcore_rl.model.build import build_model
+from mcore_rl.model.checkpoint.weights import load_weights, save_weights
+from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.run.cli import main
+
+TEXT = "the cat sat on the mat and the dog sat on the cat while nobody looked at 1984 letters "
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    vocab_size=300,
+    max_position=64,
+    moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16),
+)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a config and a checkpoint of random weights, as large as they must be for texts to differ."""
+    folder = tmp_path_factory.mktemp("run")
+    sample = folder / "sample.jsonl"
+    sample.write_text(json.dumps({"text": TEXT * 20}) + "\n")
+    path = folder / "tokens.model"
+    train_tokenizer(
+        TokenizerTraining(inputs=(sample,), output=path, layout=Layout(kind="jsonl"), vocab_size=300)
+    )
+    tokenizer = TokenizerConfig(kind="sentencepiece", path=str(path))
+    config = PretrainConfig(model=MODEL, data=DataConfig(tokenizer=tokenizer))
+    (folder / "config.toml").write_text(dump_config(config))
+    platform, mesh = platforms.start(PlatformConfig()), build_mesh(MeshConfig())
+    seed_ranks(1)
+    chunks = build_model(MODEL, mesh, platform, PlatformConfig())
+    with torch.no_grad():
+        for param in chunks[0].parameters():
+            param.copy_(torch.randn(param.shape) * 0.3)
+    save_weights(chunks, mesh, MODEL, folder / "checkpoints")
+    destroy_mesh()
+    platforms.stop()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_mesh_left() -> Iterator[None]:
+    yield
+    destroy_mesh()
+    platforms.stop()
+
+
+def generate(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["generate", *map(str, words)]) == 0
+    destroy_mesh()
+    return capsys.readouterr().out
+
+
+def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = generate(capsys, "--run", run_dir, "--prompt", "the cat", "--tokens", 12)
+    tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(run_dir / "tokens.model")))
+    platform, mesh = platforms.start(PlatformConfig()), build_mesh(MeshConfig())
+    seed_ranks(1)
+    chunk = build_model(MODEL, mesh, platform, PlatformConfig())[0].eval()
+    load_weights([chunk], mesh, MODEL, run_dir)
+    tokens = tokenizer.encode("the cat")
+    prompt_tokens = len(tokens)
+    with torch.no_grad():
+        for _ in range(12):
+            inputs_1S, places_1S = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+            logits_V = chunk(input_ids=inputs_1S, position_ids=places_1S, attention_mask=None)[0, -1]
+            tokens.append(int(logits_V[:300].argmax()))
+            if tokens[-1] == tokenizer.eod_id:
+                break
+    platforms.stop()
+    rest = [token for token in tokens[prompt_tokens:] if token != tokenizer.eod_id]
+    assert text == f"the cat{tokenizer.decode(rest)}\n"
+
+
+def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--checkpoint", run_dir / "checkpoints" / "iter_0000000", "--temperature", 0.9, "--tokens", 9]
+    parts = generate(capsys, *words, "--n", 3, "--seed", 5).split("--- ")[1:]
+    assert [part.split("\n")[0] for part in parts] == ["1 of 3", "2 of 3", "3 of 3"]
+    texts = [part.split("\n", 1)[1] for part in parts]
+    assert len(set(texts)) == 3
+    assert [generate(capsys, *words, "--seed", seed) for seed in (5, 6, 7)] == texts
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "give --run RUN_DIR, --checkpoint DIR, or both"),
+        (["--run", "RUN", "--n", "2"], "at temperature 0 is 2 times the same text"),
+        (["--run", "RUN", "--top-p", "0"], "--top-p 0.0, wanted above 0"),
+        (["--run", "RUN", "--top-k", "-1"], "--top-k -1, wanted 0"),
+        (["--run", "RUN", "--tokens", "100"], "the engine holds 64"),
+        (["--run", "RUN/checkpoints"], "Give --run the run_dir of a training"),
+        (["--checkpoint", "/"], "Name the folder of a run"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    words: list[str], error: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", *(word.replace("RUN", str(run_dir)) for word in words)])
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
