@@ -19,7 +19,11 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     actions = "; ".join(f"{name} {meaning}" for name, meaning in ACTIONS.items())
     parser.add_argument("action", choices=ACTIONS, help=actions)
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="from, to; one for plan")
-    what = parser.add_argument_group("what is written")
+    _what_is_written(parser.add_argument_group("what is written"))
+    _how(parser.add_argument_group("how"))
+
+
+def _what_is_written(what: argparse._ArgumentGroup) -> None:
     what.add_argument(
         "--dtype",
         choices=("keep", "bf16", "fp32"),
@@ -51,7 +55,9 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HF_DIR",
         help="a folder of the same model: export copies config and tokenizer; says what one of Megatron-LM is",
     )
-    how = parser.add_argument_group("how")
+
+
+def _how(how: argparse._ArgumentGroup) -> None:
     how.add_argument("--workers", type=_positive, default=2, metavar="N", help="processes (default 2)")
     how.add_argument(
         "--max-ram",
