@@ -1,5 +1,6 @@
 """Packed rows train as their conversations would one by one, on any mesh."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -19,7 +20,7 @@ from mcore_rl.data.packed_rows import PackedRows, Packing
 from mcore_rl.model.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.parallel.schedule import HeadOutput, run_pass
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
@@ -55,6 +56,19 @@ MODELS = {
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 
 
+CHANGED = 3
+
+
+class Logits:
+    """Keeps the model's output."""
+
+    wants_losses = False
+
+    def __call__(self, microbatch: LocalMicrobatch, output: torch.Tensor) -> HeadOutput:
+        """Of each position."""
+        return HeadOutput(loss=output.sum(), count=torch.tensor(1), kept={"logits": output.detach()})
+
+
 def conversations(vocab_size: int) -> Examples:
     generator = numpy.random.default_rng(0)
     total = sum(LENGTHS)
@@ -65,21 +79,20 @@ def conversations(vocab_size: int) -> Examples:
     return Examples(ids_T=ids, is_said_T=is_said, starts_N=starts, num_skipped=0)
 
 
-def packed(state: TrainState) -> list[LocalMicrobatch]:
+def packed(state: TrainState, examples: Examples) -> list[LocalMicrobatch]:
     """On a rank: all conversations in rows of 32 positions, two rows a microbatch."""
     cp, dp = state.mesh.cp, state.mesh.dp
     packing = Packing(
         row_length=32, span_multiple=2 * cp.size if cp.size > 1 else 1, buffer=100, seed=0, pad_id=0
     )
-    rows = PackedRows(conversations(state.config.model.vocab_size), packing, ROWS)
+    rows = PackedRows(examples, packing, ROWS)
     assert rows.rows_of_epoch == ROWS
     source = BatchSource(rows, micro_batch=2, dp_rank=dp.rank, dp_size=dp.size)
     return [localize(microbatch, cp, state.platform.device) for microbatch in source.microbatches(0, ROWS)]
 
 
-def one_by_one(state: TrainState) -> list[LocalMicrobatch]:
+def one_by_one(state: TrainState, examples: Examples) -> list[LocalMicrobatch]:
     """On one rank: each conversation a row of its own length."""
-    examples = conversations(state.config.model.vocab_size)
     bounds = examples.starts_N.tolist()
     microbatches = []
     for begin, end in itertools.pairwise(bounds):
@@ -100,7 +113,8 @@ def loss_and_gradients(
     """On a rank: sums of the loss, and the gradients' pieces."""
     state = set_up(config, start(config.platform))
     copy_in(state.chunks, initial)
-    microbatches = packed(state) if are_packed else one_by_one(state)
+    examples = conversations(config.model.vocab_size)
+    microbatches = packed(state, examples) if are_packed else one_by_one(state, examples)
     with torch.no_grad():
         kept = run_pass(state.chunks, microbatches, NextTokenHead(), backward=False)
     return world_sums(kept, state.mesh, state.platform.device), gradients_of(state, microbatches)
@@ -135,3 +149,38 @@ def test_packed_conversations_train_as_one_by_one(model: str, mesh: str) -> None
     # Not a gradient: the load that moves the bias counts the padding too.
     errors = {name: error for name, error in errors.items() if not name.endswith("expert_bias")}
     assert max(errors.values()) <= (1e-6 if mesh == "1" else 1e-5), largest(errors)
+
+
+def changes_of_logits(config: PretrainConfig) -> list[tuple[int, float]]:
+    """On one rank: for each span its first token, and how far another conversation CHANGED moves its logits."""
+    state = set_up(config, start(config.platform))
+    before = conversations(config.model.vocab_size)
+    ids = before.ids_T.copy()
+    begin, end = before.starts_N[CHANGED : CHANGED + 2]
+    ids[begin:end] = (ids[begin:end] + 1) % config.model.vocab_size
+    both = [packed(state, before), packed(state, dataclasses.replace(before, ids_T=ids))]
+    with torch.no_grad():
+        logits = [
+            torch.cat(
+                [kept["logits"][0] for kept in run_pass(state.chunks, inputs, Logits(), backward=False)]
+            )
+            for inputs in both
+        ]
+    distances = (logits[0] - logits[1]).abs().amax(-1)
+    lengths = [length for inputs in both[0] if inputs.packed for length in inputs.packed.lengths]
+    firsts = torch.cat([inputs.tokens_Bs[0] for inputs in both[0]]).split(lengths)
+    return [
+        (int(first[0]), float(span.max()))
+        for first, span in zip(firsts, distances.split(lengths), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_a_conversation_sees_nothing_of_the_others_in_its_row(model: str) -> None:
+    config = config_of(MODELS[model], MeshConfig())
+    examples = conversations(config.model.vocab_size)
+    changed = int(examples.ids_T[examples.starts_N[CHANGED]])
+    (spans,) = run_ranks(changes_of_logits, 1, config)
+    moved = [first for first, distance in spans if distance > 1e-3]
+    assert moved == [changed]
+    assert max(distance for first, distance in spans if first != changed) < 1e-5
