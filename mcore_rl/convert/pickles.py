@@ -20,23 +20,6 @@ DTYPES: Allowed = {
     if isinstance(dtype, torch.dtype)
 }
 PLAIN: Allowed = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict, **DTYPES}
-METADATA: Allowed = PLAIN | {
-    (module.__name__, name): getattr(module, name)
-    for module, names in {
-        metadata: (
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        ),
-        planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
-        filesystem: ("_StorageInfo", "_StoragePrefix"),
-    }.items()
-    for name in names
-} | {("torch.serialization", "_get_layout"): torch.serialization._get_layout}  # fmt: skip
-"""What `.metadata` of a distributed checkpoint is made of."""
-MALFORMED = (
-    pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError
-)  # fmt: skip
-"""What a pickle that is none raises."""
 
 
 class Opaque:
@@ -48,6 +31,30 @@ class Opaque:
 
     def __setstate__(self, _: Any) -> None:
         """The state is dropped."""
+
+
+METADATA: Allowed = PLAIN | {
+    (module.__name__, name): getattr(module, name)
+    for module, names in {
+        metadata: (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        ),
+        planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        filesystem: ("_StorageInfo", "_StoragePrefix"),
+    }.items()
+    for name in names
+} | {
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # Of older versions of Megatron; nothing of them is needed here.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Opaque,
+    ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
+}  # fmt: skip
+"""What `.metadata` of a distributed checkpoint is made of."""
+MALFORMED = (
+    pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError
+)  # fmt: skip
+"""What a pickle that is none raises."""
 
 
 class Unpickler(pickle.Unpickler):
