@@ -47,22 +47,26 @@ class Examples:
 def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Examples:
     """The conversations of `paths`, in order; one DataError names all lines that cannot be trained on."""
     reader = _Reader(config, chat)
-    encoded = [example for path in paths for example in reader.read(path)]
+    ids, is_said = [], []
+    for path in paths:
+        for example in reader.read(path):
+            # At once: as Python's numbers a million conversations would not fit in memory.
+            ids.append(numpy.array(example.ids_T, numpy.int32))
+            is_said.append(numpy.array(example.is_said_T, numpy.bool_))
     if reader.problems:
         shown = "\n".join(reader.problems[:SHOWN])
         more = len(reader.problems) - SHOWN
         raise DataError(shown + (f"\nand {more} more like these" if more > 0 else ""))
-    if not encoded:
+    if not ids:
         long = f": all {reader.num_skipped} conversations are longer" if reader.num_skipped else ""
         raise DataError(
             f"{', '.join(paths)}: no conversation fits in data.row_length={config.row_length}{long}. Name files with "
             "conversations, or raise data.row_length."
         )
-    lengths = [len(example.ids_T) for example in encoded]
     return Examples(
-        ids_T=numpy.concatenate([numpy.array(example.ids_T, numpy.int32) for example in encoded]),
-        is_said_T=numpy.concatenate([numpy.array(example.is_said_T, numpy.bool_) for example in encoded]),
-        starts_N=numpy.cumsum([0, *lengths], dtype=numpy.int64),
+        ids_T=numpy.concatenate(ids),
+        is_said_T=numpy.concatenate(is_said),
+        starts_N=numpy.cumsum([0, *map(len, ids)], dtype=numpy.int64),
         num_skipped=reader.num_skipped,
     )
 
