@@ -60,7 +60,9 @@ def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_siz
     """
     first = tp.rank * logits_Bv.shape[1]
     ids_v = torch.arange(first, first + logits_Bv.shape[1], device=logits_Bv.device)
-    logits_Bv = logits_Bv.float().masked_fill(ids_v >= vocab_size, -torch.inf)
+    logits_Bv = logits_Bv.float()
+    if first + logits_Bv.shape[1] > vocab_size:
+        logits_Bv = logits_Bv.masked_fill(ids_v >= vocab_size, -torch.inf)
     highest_B = _reduced(logits_Bv.amax(1), dist.ReduceOp.MAX, tp)
     plain_Bv = logits_Bv - highest_B[:, None]
     if cut.temperature == 0.0:
@@ -101,7 +103,9 @@ def _inverse_cdf(scores_Bv: Tensor, lowest_B: Tensor | None, uniforms_B: Tensor,
     weights_Bv = scores_Bv.exp()
     if lowest_B is not None:
         weights_Bv = weights_Bv.masked_fill_(scores_Bv < lowest_B[:, None], 0.0)
-    blocks_BNW = pad(weights_Bv, (0, -width % BLOCK)).view(rows, -1, BLOCK)
+    if width % BLOCK:
+        weights_Bv = pad(weights_Bv, (0, -width % BLOCK))
+    blocks_BNW = weights_Bv.view(rows, -1, BLOCK)
     sums_BN = _gathered(blocks_BNW.sum(2, dtype=torch.float64), tp)
     ends_BN = sums_BN.cumsum(1)
     goals_B1 = uniforms_B[:, None] * ends_BN[:, -1:]
