@@ -41,6 +41,11 @@ class MeshConfig(Section):
         return self.tp * self.pp * self.cp
 
     @property
+    def zigzag(self) -> int:
+        """Pieces that context parallelism cuts a sequence into."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
     def smallest_world(self) -> int:
         """Fewest ranks this mesh runs on, with dp as given (0 counts as the least that fits)."""
         expert = self.etp * self.ep * self.pp

@@ -153,13 +153,12 @@ def _sequence(model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str)
             f"{field}={seq_length} is longer than model.max_position={model.max_position}. Shorten "
             "the sequences, or raise model.max_position (and see model.rope.scaling)."
         )
-    zigzag = 2 * mesh.cp if mesh.cp > 1 else 1
     slices = mesh.tp * mesh.cp if mesh.sequence_parallel else 1
-    unit = lcm(zigzag, slices)
+    unit = lcm(mesh.zigzag, slices)
     if seq_length % unit:
         near = sorted({max(unit, seq_length - seq_length % unit), seq_length - seq_length % unit + unit})
         yield (
             f"{field}={seq_length} is not a multiple of {unit}: mesh.cp={mesh.cp} cuts it into "
-            f"{zigzag} pieces and sequence parallelism (mesh.tp={mesh.tp}) a rank's part once more. Use "
+            f"{mesh.zigzag} pieces and sequence parallelism (mesh.tp={mesh.tp}) a rank's part once more. Use "
             f"{' or '.join(map(str, near))}."
         )

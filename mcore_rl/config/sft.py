@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.run import RunConfig
@@ -28,6 +28,9 @@ class SFTDataConfig(Section):
     """A conversation that no row holds ends the run before it starts, or is left out and counted."""
     pack_buffer: PositiveInt = 1024
     """Conversations that are packed at a time: more leave fewer gaps, fewer mix better."""
+    span_multiple: NonNegativeInt = 0
+    """Conversations are padded to a multiple of so many tokens; 0: what mesh.cp needs (2 * cp, or 1 without it). Only
+    with the same number are the rows the same on meshes of different cp."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
@@ -37,3 +40,8 @@ class SFTConfig(RunConfig):
     run_dir: str = "runs/sft"
     """Where everything of this run is written; one run, one folder, one writer."""
     data: SFTDataConfig = SFTDataConfig()
+
+    @property
+    def span_multiple(self) -> int:
+        """What conversations are padded to in fact."""
+        return self.data.span_multiple or self.mesh.zigzag

@@ -64,10 +64,9 @@ def data_of(config: SFTConfig) -> Data:
 
 def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> Packing:
     """How rows are made for this mesh."""
-    cp = config.mesh.cp
     return Packing(
         row_length=config.data.row_length,
-        span_multiple=2 * cp if cp > 1 else 1,
+        span_multiple=config.span_multiple,
         buffer=config.data.pack_buffer,
         seed=config.train.seed,
         pad_id=tokenizer.eod_id,
