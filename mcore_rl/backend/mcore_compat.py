@@ -288,6 +288,8 @@ def _install() -> None:
     on_cuda = torch.cuda.is_available()
     compile_ = torch.compile
     if not on_cuda:
+        # `with torch.device(...)` knows the factories by identity, from the first time it is asked: torch's own.
+        importlib.import_module("torch.utils._device")._device_constructors()
         for patch in TORCH_PATCHES:
             patch.apply()
         # Megatron's jit_fuser is whatever torch.compile is at this moment; on a CPU compiling costs more than it saves.
