@@ -51,7 +51,9 @@ def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
     for piece in pieces(chunks):
         source = tensors.get(piece.key)
         if source is None:
-            raise CheckpointError(f"no tensor {piece.key} {piece.global_shape} among the {len(tensors)} given")
+            raise CheckpointError(
+                f"no tensor {piece.key} {piece.global_shape} among the {len(tensors)} given"
+            )
         if tuple(source.shape) != piece.global_shape:
             raise CheckpointError(
                 f"{piece.key} has shape {tuple(source.shape)}, the model wants {piece.global_shape}"
