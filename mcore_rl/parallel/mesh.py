@@ -76,7 +76,9 @@ def destroy_mesh() -> None:
 
 def seed_ranks(seed: int) -> None:
     """Seed the random states that weights and dropout draw from, so that TP, EP and PP ranks differ as they must."""
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    )
 
 
 def is_first_chunk(chunk: int | None) -> bool:
