@@ -33,7 +33,9 @@ def summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
     def scaled(scale: torch.Tensor) -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        set_loss_scale(scale * ProcessGroupCollection.use_mpu_process_groups(["tp_cp"]).tp_cp.size())
+        # A scalar, which Megatron can copy into what it holds already: of a forward without a scale, a scalar too.
+        size = ProcessGroupCollection.use_mpu_process_groups(["tp_cp"]).tp_cp.size()
+        set_loss_scale(scale.squeeze() * size)
 
     return staticmethod(scaled)
 

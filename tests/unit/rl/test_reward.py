@@ -124,7 +124,7 @@ def obey(judged):
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         time.sleep(60)
     if judged.completion == "crash":
-        os.kill(os.getpid(), signal.SIGQUIT)
+        os.kill(os.getpid(), signal.SIGKILL)
     if judged.completion == "exit":
         os._exit(3)
     if judged.completion == "quit":
