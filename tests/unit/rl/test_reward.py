@@ -148,7 +148,7 @@ def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
         outcomes = judges.run(jobs(*texts))
     kinds = [outcome.kind if isinstance(outcome, Failure) else outcome for outcome in outcomes]
     assert kinds == [1, "timeout", 2, "timeout", 3, "timeout", "died", "died", "died", 4]
-    assert outcomes[6].text == "the process ended with status -3"
+    assert outcomes[6].text == "the process ended with status -9"
 
 
 def test_a_judge_that_died_between_two_batches_is_replaced():
