@@ -44,8 +44,8 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         groups = key.shape[2]
-        queries, keys, values = _by_group(query, groups), _by_group(key, groups), _by_group(value, groups)
-        queries *= scale
+        keys, values = _by_group(key, groups), _by_group(value, groups)
+        queries = _by_group(query, groups) * scale  # not in place: with one row and one group it is the caller's
         ctx.shapes, ctx.scale = (query.shape, key.shape, value.shape), scale
         output = queries.new_empty(*queries.shape[:2], value.shape[3])
         blocks = _blocks(query.shape, key.shape)

@@ -8,6 +8,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.model.layers import cpu_attention
 from mcore_rl.model.layers.attention import SDPAttention, lengths_of
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from mcore_rl.parallel.mesh import Mesh
@@ -233,3 +234,23 @@ def test_gradients_are_right_in_every_combination_of_group_and_row(one_rank: Mes
         expected = torch.zeros(2, 2, dtype=torch.bool)
         expected[row, head // 2] = True
         assert torch.equal(touched, expected)
+
+
+def test_what_attention_is_given_is_left_as_it_was() -> None:
+    """One row and one group of heads: the layout inside is that of the inputs, and a copy must be made."""
+    query, key, value = (torch.randn(64, 1, heads, 8, requires_grad=True) for heads in (4, 1, 1))
+    before = [tensor.detach().clone() for tensor in (query, key, value)]
+    output = cpu_attention.causal_attention(query, key, value, 0.3)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor.double().permute(1, 2, 0, 3) for tensor in (query, key, value)),
+        is_causal=True,
+        scale=0.3,
+        enable_gqa=True,
+    ).permute(2, 0, 1, 3)
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=1e-6)
+    weight = torch.randn_like(output)
+    gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
+    expected = torch.autograd.grad((wanted * weight.double()).sum(), (query, key, value))
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip((query, key, value), before, strict=True))
