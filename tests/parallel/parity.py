@@ -52,10 +52,14 @@ def config_of(model: ModelConfig, mesh: MeshConfig, platform: PlatformConfig | N
 
 
 def run(
-    config: PretrainConfig, num_ranks: int, initial: Tensors | None = None, sabotage: Sabotage | None = None
+    config: PretrainConfig,
+    num_ranks: int,
+    initial: Tensors | None = None,
+    sabotage: Sabotage | None = None,
+    length: int = LENGTH,
 ) -> Outcome:
     """The five steps of `config` on `num_ranks` ranks, from `initial` weights or random ones."""
-    ranks = run_ranks(five_steps, num_ranks, config, initial, sabotage)
+    ranks = run_ranks(five_steps, num_ranks, config, initial, sabotage, length)
     return Outcome(
         losses=ranks[0]["losses"],
         grad_norms=ranks[0]["grad_norms"],
@@ -74,7 +78,9 @@ def fresh_weights(config: PretrainConfig) -> list[Any]:
     return owned(set_up(config, start(config.platform)))
 
 
-def five_steps(config: PretrainConfig, initial: Tensors | None, sabotage: Sabotage | None) -> dict[str, Any]:
+def five_steps(
+    config: PretrainConfig, initial: Tensors | None, sabotage: Sabotage | None, length: int
+) -> dict[str, Any]:
     """On a rank: gradients of the first batch, then five Adam steps on five batches."""
     state = set_up(config, start(config.platform))
     if initial is not None:
@@ -82,8 +88,8 @@ def five_steps(config: PretrainConfig, initial: Tensors | None, sabotage: Sabota
         state.optimizer.reload_model_params()
     if sabotage is not None:
         sabotage(state)
-    gradients = gradients_of(state, batch(state, 0))
-    reports = [train_step(state, batch(state, step), NextTokenHead()) for step in range(STEPS)]
+    gradients = gradients_of(state, batch(state, 0, length))
+    reports = [train_step(state, batch(state, step, length), NextTokenHead()) for step in range(STEPS)]
     for chunk in state.chunks:
         if config.mesh.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -95,12 +101,12 @@ def five_steps(config: PretrainConfig, initial: Tensors | None, sabotage: Sabota
     }
 
 
-def batch(state: TrainState, step: int) -> list[LocalMicrobatch]:
+def batch(state: TrainState, step: int, length: int = LENGTH) -> list[LocalMicrobatch]:
     """This rank's microbatches of a random batch with an uneven loss mask, the same on every mesh."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, state.config.model.vocab_size, (SEQUENCES, LENGTH + 1), generator=generator)
-    mask = (torch.rand(SEQUENCES, LENGTH, generator=generator) < 0.8).float()
-    mask[-1, LENGTH // 2 :] = 0.0
+    tokens = torch.randint(0, state.config.model.vocab_size, (SEQUENCES, length + 1), generator=generator)
+    mask = (torch.rand(SEQUENCES, length, generator=generator) < 0.8).float()
+    mask[-1, length // 2 :] = 0.0
     share = SEQUENCES // state.mesh.dp.size
     mine = range(state.mesh.dp.rank * share, (state.mesh.dp.rank + 1) * share)
     return [
@@ -109,7 +115,7 @@ def batch(state: TrainState, step: int) -> list[LocalMicrobatch]:
                 tokens_BS=tokens[row : row + 1, :-1],
                 labels_BS=tokens[row : row + 1, 1:],
                 loss_mask_BS=mask[row : row + 1],
-                position_ids_BS=torch.arange(LENGTH)[None],
+                position_ids_BS=torch.arange(length)[None],
             ),
             state.mesh.cp,
             state.platform.device,

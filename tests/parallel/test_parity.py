@@ -59,6 +59,16 @@ def test_five_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     assert_equal_training(outcome, reference)
 
 
+@pytest.mark.parametrize("mesh", ["tp2", "cp2", "pp2-vpp2"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
+def test_sequences_that_go_to_our_own_attention_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
+    """On a CPU multiples of 64 positions do; with one row and one group of heads a rank it once changed its input."""
+    initial, _ = single_rank(model)
+    reference = run(config_of(MODELS[model], MeshConfig()), 1, initial, length=128)
+    config = config_of(MODELS[model], MESHES[mesh])
+    assert_equal_training(run(config, config.mesh.smallest_world, initial, length=128), reference)
+
+
 @pytest.mark.parametrize("mesh", ["1", "pp2-vpp2", "tp2-ep2"])
 @pytest.mark.parametrize("recompute", ["full", "core_attn", "moe", "moe_act-layernorm"])
 def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> None:
