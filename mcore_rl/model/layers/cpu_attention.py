@@ -45,7 +45,9 @@ class _CausalAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         groups = key.shape[2]
         keys, values = _by_group(key, groups), _by_group(value, groups)
-        queries = _by_group(query, groups) * scale  # not in place: with one row and one group it is the caller's
+        queries = (
+            _by_group(query, groups) * scale
+        )  # not in place: with one row and one group it is the caller's
         ctx.shapes, ctx.scale = (query.shape, key.shape, value.shape), scale
         output = queries.new_empty(*queries.shape[:2], value.shape[3])
         blocks = _blocks(query.shape, key.shape)
