@@ -55,6 +55,21 @@ def saved(case: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
     return write_hf(folder, theirs.config, tensors, shards=3)
 
 
+def with_mtp() -> tuple[dict[str, Any], Tensors]:
+    """config.json and tensors of a deepseek_v3 with an MTP layer, as it is published."""
+    theirs = oracle("deepseek_v3")
+    last = {name: t for name, t in theirs.tensors.items() if name.startswith("model.layers.2.")}
+    mtp = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in last.items()}
+    mtp |= {
+        f"model.layers.3.{name}.weight": torch.rand(48) for name in ("enorm", "hnorm", "shared_head.norm")
+    }
+    mtp["model.layers.3.eh_proj.weight"] = torch.rand(48, 96)
+    mtp["model.layers.3.embed_tokens.weight"] = theirs.tensors["model.embed_tokens.weight"].clone()
+    mtp["model.layers.3.shared_head.head.weight"] = theirs.tensors["lm_head.weight"].clone()
+    config = theirs.config | {"num_nextn_predict_layers": 1, "num_mtp_layers": 1}
+    return config, theirs.tensors | mtp
+
+
 def read_hf(folder: Path) -> Tensors:
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):

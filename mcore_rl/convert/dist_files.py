@@ -25,8 +25,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.planning import Task
 from mcore_rl.convert.sources import sizes
 from mcore_rl.convert.stream import Record
-from mcore_rl.model.checkpoint.folder import Marker, write_marker
-from mcore_rl.model.checkpoint.write import COMMON, FORMAT
+from mcore_rl.model.checkpoint.folder import COMMON, METADATA, Marker, crc32_of, write_marker
+from mcore_rl.model.checkpoint.write import FORMAT
 
 ONE_RANK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "vpp": 1}
 OBJECTS = "__objects_0.distcp"
@@ -62,7 +62,7 @@ def write_metadata(folder: Path, done: Done, objects: Mapping[str, bytes]) -> No
                 storage[MetadataIndex(key)] = _StorageInfo(OBJECTS, file.tell(), len(data))
                 file.write(data)
             _flush(file)
-    with (folder / ".metadata").open("wb") as file:
+    with (folder / METADATA).open("wb") as file:
         pickle.dump(Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage), file)
         _flush(file)
 
@@ -92,6 +92,7 @@ def finish(folder: Path, model: ModelConfig, step: int, before: Marker | None = 
             model=model.model_dump(mode="json"),
             megatron=megatron_version(),
             files={name: (folder / name).stat().st_size for name in names},
+            metadata_crc32=crc32_of(folder / METADATA),
         ),
     )
 

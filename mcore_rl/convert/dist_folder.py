@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from mcore_rl.convert.archive import common_of
 from mcore_rl.convert.hf_folder import read_json
-from mcore_rl.convert.pickles import load_metadata
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.checkpoint.folder import MARKER, Marker, check, step_of
+from mcore_rl.model.checkpoint.pickles import load_common, load_metadata
 from mcore_rl.model.checkpoint.read import find
 from mcore_rl.model.weight_map import Shape, Span, Where, covered_otherwise_than_once
 
@@ -159,5 +158,5 @@ def _step(path: Path) -> int:
     if named is not None:
         return named
     common = path / "common.pt"
-    step = common_of(common.read_bytes(), str(common)).get("iteration", 0) if common.is_file() else 0
+    step = load_common(common.read_bytes(), str(common)).get("iteration", 0) if common.is_file() else 0
     return step if isinstance(step, int) else 0

@@ -7,6 +7,7 @@ from itertools import groupby
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.mesh_checks import mesh_violations
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.weights import layers_by_stage
 from mcore_rl.convert.conversion import Conversion, Settings, memory_forecast, workers_within
 from mcore_rl.convert.planning import Target
 from mcore_rl.convert.progress import shown
@@ -56,7 +57,7 @@ def bytes_by_stage(
 ) -> list[int]:
     """Of the weights and buffers of one rank, for each pipeline stage."""
     stages = [0] * mesh.pp
-    stage_of = _stage_of_layer(model, mesh)
+    stage_of = {layer: stage for stage, layers in enumerate(layers_by_stage(model, mesh)) for layer in layers}
     for key, (shape, itemsize) in tensors.items():
         size = math.prod(shape) * itemsize // _ranks_sharing(model, key, mesh)
         if key.startswith("decoder.layers."):
@@ -85,23 +86,6 @@ def _ranks_sharing(model: ModelConfig, key: str, mesh: MeshConfig) -> int:
     if not key.endswith(CUT_BY_TP):
         return 1
     return mesh.tp
-
-
-def _stage_of_layer(model: ModelConfig, mesh: MeshConfig) -> list[int]:
-    """As Megatron deals layers out: in rounds of chunks, the first and last stage as the config says."""
-    first, last = mesh.first_stage_layers, mesh.last_stage_layers
-    inner = mesh.pp - bool(first) - bool(last)
-    each = (model.num_layers - first - last) // inner if inner else 0
-    counts = [each] * mesh.pp
-    if first:
-        counts[0] = first
-    if last:
-        counts[-1] = last
-    stages = []
-    for _ in range(mesh.vpp):
-        for stage, count in enumerate(counts):
-            stages += [stage] * (count // mesh.vpp)
-    return stages
 
 
 def _origin(target: Target) -> str:

@@ -9,10 +9,11 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert import mxfp4
+from mcore_rl.convert.content import fill
 from mcore_rl.convert.hf_folder import HfFolder, open_hf
 from mcore_rl.convert.planning import Pair, Target, chunks_of
 from mcore_rl.convert.sources import FP8, SCALE, HfSource, whole
-from mcore_rl.convert.stream import fill
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.families import model_from_hf, weight_map
 from mcore_rl.model.rules import ExpertLayout
@@ -35,9 +36,11 @@ class HfModel:
     """Tensors that are left out because the user said so."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is read as: of fp8 blocks that of the model."""
-        stored = self.folder.tensors[name].dtype
-        return _model_dtype(self.folder.config or {}) if stored in FP8 else stored
+        """The type that a tensor is read as: of blocks with scales that of the model."""
+        stored = self.folder.tensors.get(name)
+        if stored is None or stored.dtype in FP8:
+            return _model_dtype(self.folder.config or {})
+        return stored.dtype
 
     def source(self) -> HfSource:
         """To read it."""
@@ -102,15 +105,17 @@ def _model_dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def _block(config: dict[str, Any]) -> int:
-    """128, or what the config says of fp8 blocks; other quantizations are refused."""
+    """128, or what the config says of fp8 blocks; quantizations other than these and mxfp4 are refused."""
     quantization = config.get("quantization_config")
     if not quantization:
         return 128
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size") or [128, 128]
+    if method == "mxfp4":
+        return 128
     if method != "fp8" or block[0] != block[1] or quantization.get("fmt", "e4m3") != "e4m3":
         raise CheckpointError(
-            f"config.json has quantization_config {quantization}. Only fp8 (e4m3) in square blocks is read here: "
-            "dequantize the weights first."
+            f"config.json has quantization_config {quantization}. Only fp8 (e4m3) in square blocks and mxfp4 are "
+            "read here: dequantize the weights first."
         )
     return int(block[0])
 
@@ -122,6 +127,10 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
         if name not in dropped
         and not (name.endswith(SCALE) and name.removesuffix(SCALE) in found.folder.tensors)
     }
+    for name, shape in mxfp4.packed(found.folder.tensors).items():
+        ours.pop(name + mxfp4.BLOCKS)
+        ours.pop(name + mxfp4.SCALES, None)
+        ours[name] = shape
     count = found.model.num_layers
     mtp = tuple(f"model.layers.{count + i}." for i in range(found.model.mtp_layers))
     if mtp and not any(name.startswith(mtp) for name in ours):
@@ -134,9 +143,9 @@ def _check_names(found: HfModel, dropped: set[str]) -> None:
 
 def _check_types(found: HfModel) -> None:
     tensors = found.folder.tensors
-    faults = list(_scale_faults(found))
+    faults = [*_scale_faults(found), *mxfp4.faults(tensors)]
     for name in found.weights.hf_shapes:
-        dtype = tensors[name].dtype
+        dtype = found.dtype(name) if name not in tensors else tensors[name].dtype
         if dtype not in (*FLOATS, *FP8):
             faults.append(f"{name} is {dtype}, wanted fp32, bf16, fp16, or fp8 with scales")
     if faults:

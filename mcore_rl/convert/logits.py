@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.convert.content import fill
 from mcore_rl.convert.dist_model import DistModel
 from mcore_rl.convert.hf_model import HfModel
-from mcore_rl.convert.layouts import Relaid
+from mcore_rl.convert.layouts import Relaid, refuse_singletons
 from mcore_rl.convert.planning import Pair, Target, chunk_at, composed, export_pairs, import_pairs
 from mcore_rl.convert.progress import ByteProgress
 from mcore_rl.convert.sources import whole
-from mcore_rl.convert.stream import fill
 from mcore_rl.convert.verify import is_hf, open_model
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import build_uninitialized, unwrap
@@ -142,6 +142,7 @@ def _restore_wavelengths(model: nn.Module, config: Any) -> None:
 
 def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
     """Megatron's model on one rank, its storages empty but for the module at work."""
+    refuse_singletons(found.layout, found.folder.path)
     settings = PlatformConfig(precision="fp32")
     platform, mesh = start(settings), build_mesh(MeshConfig())
     seed_ranks(1)
@@ -183,7 +184,10 @@ def _load_piece(relaid: Relaid, source: Any, piece: Piece) -> None:
         for at, size in zip(piece.where, piece.global_shape, strict=True)
     )
     key, there = relaid.place(piece.key, where)
-    source.fill(piece.data, key, there)
+    # Not straight into the piece: what was filled as numpy's memory cannot be emptied any more.
+    read = torch.empty_like(piece.data)
+    source.fill(read, key, there)
+    piece.data.copy_(read)
 
 
 def _tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -9,12 +9,12 @@ from mcore_rl import __version__
 from mcore_rl.convert.checksums import Part, joined
 from mcore_rl.convert.hf_folder import HfFolder
 from mcore_rl.convert.planning import Target, Task
-from mcore_rl.convert.sources import HfSource, whole
+from mcore_rl.convert.sources import HfSource, Run
 from mcore_rl.convert.stream import Record
 from mcore_rl.model.checkpoint.folder import write_atomically
 
 MANIFEST = "manifest.json"
-RULES_VERSION = 1
+RULES_VERSION = 2
 """Counts the changes after which the same input gives other bytes."""
 
 
@@ -67,8 +67,7 @@ def hf_sources(folder: HfFolder, done: Iterable[tuple[Task, list[Record]]]) -> d
     for name, stored in sorted(folder.tensors.items()):
         crc = joined(parts.get(name, ()), stored.num_bytes)
         if crc is None:
-            read = source.checksum(name, whole(stored.shape))
-            crc = read.crc if read else None
+            crc = source.checksum(Run(stored.file, stored.start, stored.num_bytes, stored.dtype, 0))
         checksums[name] = _hex(crc)
     files = {
         name: {"bytes": size, "header_sha256": folder.headers[name]} for name, size in folder.files.items()

@@ -9,15 +9,14 @@ from mcore_rl.convert.conversion import Conversion, Settings, files_identity
 from mcore_rl.convert.dist_files import finish, write_common, write_format, write_metadata
 from mcore_rl.convert.dist_model import EMBEDDING, DistModel, open_dist_model
 from mcore_rl.convert.importing import publish_checkpoint, single_rank_common
-from mcore_rl.convert.layouts import Layout, Relaid, is_stacked
+from mcore_rl.convert.layouts import Layout, Relaid, is_stacked, refuse_singletons
 from mcore_rl.convert.manifest import write_manifest
 from mcore_rl.convert.planning import Pair, Target, Task, chunks_of, one_dtype, tasks_of
 from mcore_rl.convert.sources import whole
 from mcore_rl.convert.stream import Record
 from mcore_rl.convert.writers import DistWriter
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.checkpoint.folder import path_of_step
-from mcore_rl.model.checkpoint.write import COMMON
+from mcore_rl.model.checkpoint.folder import COMMON, path_of_step
 from mcore_rl.model.weight_map import Shape, Span, listed
 
 EXTRA_STATE = "_extra_state"
@@ -55,6 +54,7 @@ def plan_relayout(
 
 def relaid_targets(found: DistModel, layout: Layout) -> Iterator[Target]:
     """Each tensor of the checkpoint under its new key, for the weights and for each tensor that the optimizer has."""
+    refuse_singletons(found.layout, found.folder.path)
     old, new = Relaid(found.model, found.layout), Relaid(found.model, layout)
     tensors = found.folder.tensors
     places = dict(_places(found.canonical.mcore_shapes, old, new))

@@ -1,19 +1,16 @@
-"""Rectangles of stored tensors, by mmap: a process never holds more of a file than the rectangle at hand."""
+"""Rectangles of stored tensors: a process never holds more of a file than the rectangle at hand."""
 
-import mmap
-import warnings
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from mcore_rl.convert import mxfp4
 from mcore_rl.convert.archive import Saved, find_tensor
-from mcore_rl.convert.checksums import Part
+from mcore_rl.convert.checksums import as_bytes
 from mcore_rl.convert.dist_folder import DistFolder, Place, Rectangle
+from mcore_rl.convert.file_bytes import FileBytes
 from mcore_rl.convert.hf_folder import HfFolder, Stored
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.weight_map import Shape, Span, Where
@@ -27,6 +24,17 @@ BAND_BLOCKS = 8
 """Rows of fp8 blocks that are dequantised at a time."""
 
 
+class Run(NamedTuple):
+    """Bytes start <= i < start + size of a file, and what they are."""
+
+    file: str
+    start: int
+    size: int
+    dtype: torch.dtype
+    row_start: int | None
+    """Where in its tensor it begins, of a tensor that is one run itself."""
+
+
 class Source(Protocol):
     """Something that has tensors by name."""
 
@@ -36,55 +44,36 @@ class Source(Protocol):
     def prefetch(self, name: str, where: Where) -> None:
         """Let the disk begin to read a rectangle that will be asked for soon."""
 
-    def checksum(self, name: str, where: Where) -> Part | None:
-        """Of the rectangle's bytes as they are stored; None when they are not one run."""
+    def run(self, name: str, where: Where) -> Run | None:
+        """Where a rectangle is, as it is stored; None when its bytes do not lie in one run."""
 
+    def read(self, run: Run, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a run from its byte `start` on."""
 
-class Mapped:
-    """Files of a folder in this process's address space, mapped when first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, mmap.mmap] = {}
-
-    def __getitem__(self, name: str) -> mmap.mmap:
-        found = self._files.get(name)
-        if found is None:
-            with (self._folder / name).open("rb") as file:
-                found = self._files[name] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        return found
-
-    def prefetch(self, name: str, start: int, count: int) -> None:
-        """Have these bytes read while something else is done."""
-        if count:
-            page = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self[name].madvise(mmap.MADV_WILLNEED, page, start + count - page)
-
-    @contextmanager
-    def bytes_of(self, name: str, start: int, count: int) -> Iterator[Tensor]:
-        """uint8 `[count]`, a view of the file; its pages are given back on leaving."""
-        mapped = self[name]
-        if not count:
-            yield torch.empty(0, dtype=torch.uint8)
-            return
-        page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        self.prefetch(name, start, count)
-        yield _view(mapped, start, count)
-        mapped.madvise(mmap.MADV_DONTNEED, page, start + count - page)
+    def checksum(self, run: Run) -> int:
+        """The CRC-32 of a run."""
 
 
 class HfSource:
-    """Tensors of a Hugging Face folder; fp8 ones with block scales are read as what they stand for."""
+    """Tensors of a Hugging Face folder; fp8 and mxfp4 ones with their scales are read as what they stand for."""
 
     def __init__(self, folder: HfFolder, block: int = 128) -> None:
         self._tensors = folder.tensors
-        self._files = Mapped(folder.path)
+        self._files = FileBytes(folder.path)
         self._block = block
+        self._packed = mxfp4.packed(folder.tensors)
 
     def fill(self, out: Tensor, name: str, where: Where) -> None:
         """See Source."""
+        if name in self._packed:
+            self._unpack(out, name, where)
+            return
         stored = self._tensors[name]
-        start, count = _run(stored, where)
+        run = self.run(name, where)
+        if run is not None and stored.dtype == out.dtype and out.is_contiguous():
+            self._files.read(run.file, run.start, as_bytes(out))
+            return
+        start, count = _rows(stored, where)
         with self._files.bytes_of(stored.file, start, count) as raw:
             rows = (where[0].stop - where[0].start, *stored.shape[1:]) if where else ()
             tensor = raw.view(stored.dtype).view(rows)
@@ -98,20 +87,44 @@ class HfSource:
 
     def prefetch(self, name: str, where: Where) -> None:
         """See Source."""
+        if name in self._packed:
+            name, where = name + mxfp4.BLOCKS, where[:1]
         stored = self._tensors[name]
-        self._files.prefetch(stored.file, *_run(stored, where))
+        self._files.prefetch(stored.file, *_rows(stored, where))
 
-    def checksum(self, name: str, where: Where) -> Part | None:
+    def run(self, name: str, where: Where) -> Run | None:
         """See Source."""
-        stored = self._tensors[name]
-        whole_rows = whole((0, *stored.shape[1:]))[1:]
-        if where and (where[0].step != 1 or where[1:] != whole_rows):
+        if name in self._packed:
             return None
-        start, count = _run(stored, where)
-        with self._files.bytes_of(stored.file, start, count) as raw:
-            crc = zlib.crc32(raw.numpy().data)
-            del raw
-        return Part(start - stored.start, count, crc)
+        stored = self._tensors[name]
+        if not _is_run(stored, where):
+            return None
+        start, count = _rows(stored, where)
+        return Run(stored.file, start, count, stored.dtype, start - stored.start)
+
+    def read(self, run: Run, start: int, out: memoryview) -> None:
+        """See Source."""
+        self._files.read(run.file, run.start + start, out)
+
+    def checksum(self, run: Run) -> int:
+        """See Source."""
+        return self._files.part(run.file, run.start, run.size).crc32(0, run.size)
+
+    def _unpack(self, out: Tensor, name: str, where: Where) -> None:
+        """Of each expert the rows that `where` asks for as columns; a row is one run of blocks."""
+        experts, columns, rows = where
+        out_ECR = out.view(sizes(where))
+        for number, expert in enumerate(range(*experts)):
+            parts = []
+            for suffix in (mxfp4.BLOCKS, mxfp4.SCALES):
+                stored = self._tensors[name + suffix]
+                inside = tuple(Span(0, size) for size in stored.shape[2:])
+                part = torch.empty((1, rows.count, *stored.shape[2:]), dtype=stored.dtype)
+                self.fill(part, name + suffix, (Span(expert, expert + 1), rows, *inside))
+                parts.append(part[0])
+            whole_RC = torch.empty(rows.count, self._packed[name][1], dtype=out.dtype)
+            mxfp4.unpack(whole_RC, *parts)
+            out_ECR[number] = whole_RC[:, slice(*columns)].mT
 
     def _dequantised(self, rows: Tensor, name: str, first: int, dtype: torch.dtype) -> Tensor:
         """Each element times the scale of its block in fp32, rounded once; `first` is the first row's number."""
@@ -134,7 +147,7 @@ class DistSource:
 
     def __init__(self, folder: DistFolder) -> None:
         self._tensors = folder.tensors
-        self._files = Mapped(folder.path)
+        self._files = FileBytes(folder.path)
         self._path = folder.path
         self._parts: dict[str, dict[Span, list[Rectangle]]] = {}
         self._found: dict[Place, Saved] = {}
@@ -142,46 +155,79 @@ class DistSource:
     def fill(self, out: Tensor, name: str, where: Where) -> None:
         """See Source."""
         whole_out = out.view(sizes(where))
+        for part, common in self._meeting(name, where):
+            self._copy(_at(whole_out, common, where), name, part, common)
+
+    def prefetch(self, name: str, where: Where) -> None:
+        """See Source."""
+        for part, common in self._meeting(name, where):
+            place = part.place
+            run = self._run(name, part, common) if place in self._found else None
+            start, size = (run.start, run.size) if run else (place.offset, place.length)
+            self._files.prefetch(place.file, start, min(size, MOST_AHEAD_BYTES))
+
+    def run(self, name: str, where: Where) -> Run | None:
+        """See Source."""
+        meeting = list(self._meeting(name, where))
+        return self._run(name, *meeting[0]) if len(meeting) == 1 and meeting[0][1] == where else None
+
+    def read(self, run: Run, start: int, out: memoryview) -> None:
+        """See Source."""
+        self._files.read(run.file, run.start + start, out)
+
+    def checksum(self, run: Run) -> int:
+        """See Source."""
+        return self._files.part(run.file, run.start, run.size).crc32(0, run.size)
+
+    def object_bytes(self, saved: Place) -> bytes:
+        """What is stored at a place, as it is."""
+        return self._files.part(saved.file, saved.offset, saved.length)[:]
+
+    def _meeting(self, name: str, where: Where) -> Iterator[tuple[Rectangle, Where]]:
+        """The parts that have something of a rectangle, and what."""
         for part in self._parts_near(name, where):
             common = tuple(
                 Span(max(a.start, b.start), min(a.stop, b.stop))
                 for a, b in zip(where, part.where, strict=True)
             )
             if all(span.start < span.stop for span in common):
-                self._copy(_at(whole_out, common, where), name, part, common)
+                yield part, common
 
-    def prefetch(self, name: str, where: Where) -> None:
-        """See Source."""
-        for part in self._parts_near(name, where):
-            if all(a.start < b.stop and b.start < a.stop for a, b in zip(where, part.where, strict=True)):
-                self._files.prefetch(
-                    part.place.file, part.place.offset, min(part.place.length, MOST_AHEAD_BYTES)
-                )
-
-    def checksum(self, name: str, where: Where) -> Part | None:
-        """Not known: the parts may be any rectangles."""
-        return None
-
-    def object_bytes(self, saved: Place) -> bytes:
-        """What is stored at a place, as it is."""
-        return bytes(self._files[saved.file][saved.offset : saved.offset + saved.length])
+    def _run(self, name: str, part: Rectangle, common: Where) -> Run | None:
+        """A part of a part, if it is one run."""
+        saved = self._saved(name, part)
+        wanted = _at(torch.empty_strided(saved.shape, saved.stride, device="meta"), common, part.where)
+        if not wanted.is_contiguous():
+            return None
+        first = saved.storage_offset + int(wanted.storage_offset())
+        start, size = (count * saved.dtype.itemsize for count in (first, wanted.numel()))
+        return Run(part.place.file, saved.start + start, size, saved.dtype, None)
 
     def _copy(self, out: Tensor, name: str, part: Rectangle, common: Where) -> None:
+        run = self._run(name, part, common)
+        if run is not None and run.dtype == out.dtype and out.is_contiguous():
+            self._files.read(run.file, run.start, as_bytes(out))
+            return
+        saved = self._saved(name, part)
+        with self._files.bytes_of(part.place.file, saved.start, saved.num_bytes) as raw:
+            tensor = raw.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.storage_offset)
+            out.copy_(_at(tensor, common, part.where))
+            del tensor, raw
+
+    def _saved(self, name: str, part: Rectangle) -> Saved:
+        """Where in its file a part is."""
         place = part.place
-        file = self._files[place.file]
         saved = self._found.get(place)
         if saved is None:
             what = f"{name} in {self._path / place.file}"
-            saved = self._found[place] = find_tensor(file, place.offset, place.length, what)
+            archive = self._files.part(place.file, place.offset, place.length)
+            saved = self._found[place] = find_tensor(archive, place.offset, what)
         if saved.shape != sizes(part.where):
             raise CheckpointError(
                 f"{self._path / place.file}: {name} has shape {saved.shape} there, {sizes(part.where)} in .metadata. "
                 "Take another copy."
             )
-        with self._files.bytes_of(place.file, saved.start, saved.num_bytes) as raw:
-            tensor = raw.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.storage_offset)
-            out.copy_(_at(tensor, common, part.where))
-            del tensor, raw
+        return saved
 
     def _parts_near(self, name: str, where: Where) -> list[Rectangle]:
         """The parts that can meet a rectangle, by the span of their first axis: a stacked tensor has thousands."""
@@ -217,16 +263,14 @@ def _at(tensor: Tensor, where: Where, origin: Where) -> Tensor:
     ]
 
 
-def _run(stored: Stored, where: Where) -> tuple[int, int]:
+def _is_run(stored: Stored, where: Where) -> bool:
+    """Whether a rectangle is whole rows without gaps."""
+    return not where or (where[0].step == 1 and where[1:] == whole(stored.shape)[1:])
+
+
+def _rows(stored: Stored, where: Where) -> tuple[int, int]:
     """First byte and number of bytes of the rows that a rectangle spans."""
     if not where:
         return stored.start, stored.num_bytes
     row = stored.num_bytes // stored.shape[0]
     return stored.start + where[0].start * row, (where[0].stop - where[0].start) * row
-
-
-def _view(mapped: mmap.mmap, start: int, count: int) -> Tensor:
-    with warnings.catch_warnings():
-        # The file is opened for reading only, and nothing writes to the view.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=count)

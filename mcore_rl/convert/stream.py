@@ -1,29 +1,29 @@
 """Tasks done by processes that know nothing of each other; what is done is on record and not done again."""
 
+import gc
+import itertools
 import json
-import math
 import multiprocessing
 import os
 import signal
 import traceback
-import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mcore_rl.convert.checksums import Part, as_bytes
-from mcore_rl.convert.planning import Chunk, Task
+from mcore_rl.convert.checksums import Part
+from mcore_rl.convert.content import Content, Scratch
+from mcore_rl.convert.planning import Task
 from mcore_rl.convert.progress import ByteProgress
-from mcore_rl.convert.sources import Source, sizes
+from mcore_rl.convert.sources import Source
 from mcore_rl.convert.writers import Placed, Writer
 from mcore_rl.errors import CheckpointError, McoreRlError
 from mcore_rl.model.checkpoint.folder import naming, write_atomically
-from mcore_rl.model.weight_map import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Event:
 def run(job: Job, workers: int, progress: ByteProgress, title: str) -> None:
     """Do every task that has no record. CheckpointError when a worker fails; the others are stopped then."""
     job.records.mkdir(exist_ok=True)
-    todo = [task for task in job.tasks if not record_file(job.records, task.index).exists()]
+    todo = _dealt([task for task in job.tasks if not record_file(job.records, task.index).exists()])
     with naming(job.folder, "preparing the files in"):
         job.writer.prepare(job.folder)
     total, left = (sum(task.num_bytes for task in tasks) for tasks in (job.tasks, todo))
@@ -105,32 +105,13 @@ def record_file(folder: Path, index: int) -> Path:
     return folder / f"{index}.json"
 
 
-class Scratch:
-    """Memory for one chunk after another: fresh pages for each would cost as much as the copy."""
-
-    def __init__(self) -> None:
-        self._memory = bytearray()
-
-    def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A tensor of anything, whose storage is no larger than itself; the one before must not be used any more."""
-        count = math.prod(shape)
-        if len(self._memory) < count * dtype.itemsize:
-            self._memory = bytearray(count * dtype.itemsize)
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count).view(shape)
-
-
-@torch.no_grad()
-def fill(chunk: Chunk, source: Source, scratch: Scratch | None = None) -> Tensor:
-    """The elements of a chunk."""
-    made = (scratch or Scratch()).tensor(sizes(chunk.where), chunk.target.dtype)
-    if sum(math.prod(sizes(pair.into)) for pair in chunk.pairs) < made.numel():
-        made.zero_()
-    for pair in chunk.pairs:
-        out = made[tuple(slice(*span) for span in pair.into)]
-        source.fill(out.mT if pair.transposed else out, pair.source, pair.where)
-    return made
+def _dealt(tasks: Sequence[Task]) -> list[Task]:
+    """A task of each file in turn: processes that write to one file wait for each other."""
+    files: dict[str, list[Task]] = {}
+    for task in tasks:
+        files.setdefault(task.file, []).append(task)
+    turns = itertools.zip_longest(*files.values())
+    return [task for turn in turns for task in turn if task is not None]
 
 
 def _listen(pipes: dict[Connection, Any], progress: ByteProgress) -> None:
@@ -159,16 +140,11 @@ def _work(job: Job, todo: Sequence[Task], turn: Any, sender: Connection, number:
     """A worker: takes the next task until none is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     torch.set_num_threads(1)
-    parent = os.getppid()
+    gc.freeze()  # the plan, which is there to stay
     try:
-        source = job.open_source()
-        while True:
-            with turn.get_lock():
-                index, turn.value = turn.value, turn.value + 1
-            if index >= len(todo):
-                break
-            _do(job, todo[index], source, parent)
-            sender.send(Event(todo[index].index, todo[index].num_bytes, _peak_rss_bytes(), number))
+        with ThreadPoolExecutor(1) as disk:
+            for task in _done(job, todo, turn, disk):
+                sender.send(Event(task.index, task.num_bytes, _peak_rss_bytes(), number))
         sender.send(None)
     except McoreRlError as error:
         sender.send(error)
@@ -179,30 +155,52 @@ def _work(job: Job, todo: Sequence[Task], turn: Any, sender: Connection, number:
         raise
 
 
-def _do(job: Job, task: Task, source: Source, parent: int) -> None:
-    found: list[tuple[int, list[tuple[str, Part]]]] = []
+def _done(job: Job, todo: Sequence[Task], turn: Any, disk: ThreadPoolExecutor) -> Iterator[Task]:
+    """The tasks that this worker did, each when it is on record. While the disk has one, the next is made."""
+    source = job.open_source()
+    parent = os.getppid()
+    writing: Future[Task] | None = None
+    while True:
+        with turn.get_lock():
+            index, turn.value = turn.value, turn.value + 1
+        made = _make(job, todo[index], source, parent) if index < len(todo) else None
+        if writing is not None:
+            yield writing.result()
+        if made is None:
+            break
+        writing = disk.submit(_record, job, todo[index], made)
+
+
+def _make(job: Job, task: Task, source: Source, parent: int) -> list[Record]:
+    """Write the chunks of a task."""
+    found: list[Content] = []
     scratch = Scratch()
 
-    def tensors() -> Iterator[Tensor]:
+    def contents() -> Iterator[Content]:
         for number, chunk in enumerate(task.chunks):
             for pair in (pair for later in task.chunks[number + 1 : number + 2] for pair in later.pairs):
                 source.prefetch(pair.source, pair.where)
             if os.getppid() != parent:
                 os._exit(1)  # killed with nobody to tell
-            parts = [(pair.source, source.checksum(pair.source, pair.where)) for pair in chunk.pairs]
-            made = fill(chunk, source, scratch)
-            found.append(
-                (zlib.crc32(as_bytes(made)), [(name, part) for name, part in parts if part is not None])
-            )
-            yield made
+            found.append(Content(chunk, source, scratch))
+            yield found[-1]
             if job.chunk_done:
                 job.chunk_done(chunk.num_bytes)
 
-    placed = job.writer.write(job.folder, task, tensors())
-    entries = [
-        [[place.offset, place.length], crc, parts] for place, (crc, parts) in zip(placed, found, strict=True)
-    ]
+    placed = job.writer.write(job.folder, task, contents())
+    return [Record(place, content.crc, content.sources) for place, content in zip(placed, found, strict=True)]
+
+
+def _record(job: Job, task: Task, made: Sequence[Record]) -> Task:
+    """When the task's file is on the disk, its record is."""
+    descriptor = os.open(job.folder / task.file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    entries = [[[record.placed.offset, record.placed.length], record.crc, record.sources] for record in made]
     write_atomically(record_file(job.records, task.index), json.dumps(entries))
+    return task
 
 
 def _peak_rss_bytes() -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.content import fill
 from mcore_rl.convert.dist_model import DistModel, disagreements, open_dist_model
 from mcore_rl.convert.hf_folder import HfFolder, open_hf
 from mcore_rl.convert.hf_model import HfModel, Mtp, open_hf_model
@@ -23,7 +24,6 @@ from mcore_rl.convert.planning import (
 )
 from mcore_rl.convert.progress import ByteProgress
 from mcore_rl.convert.sources import HfSource, Source, whole
-from mcore_rl.convert.stream import fill
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.model.families import model_from_hf, weight_map
 

@@ -1,5 +1,6 @@
 """How a chunk gets into a file: torch's format one after another, or safetensors in places known beforehand."""
 
+import io
 import json
 import os
 import struct
@@ -8,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from mcore_rl.convert.checksums import as_bytes
+from mcore_rl.convert.content import Content
 from mcore_rl.convert.hf_folder import NAMES
 from mcore_rl.convert.planning import Target, Task
+from mcore_rl.convert.saving import save
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class Writer(Protocol):
     def prepare(self, folder: Path) -> None:
         """Once, before any task."""
 
-    def write(self, folder: Path, task: Task, tensors: Iterator[Tensor]) -> list[Placed]:
-        """Write a task's chunks, whose tensors are made as they are asked for; on the disk when this returns."""
+    def write(self, folder: Path, task: Task, contents: Iterator[Content]) -> list[Placed]:
+        """Write a task's chunks, one after another; they need not be on the disk yet."""
 
 
 class DistWriter:
@@ -40,16 +39,14 @@ class DistWriter:
     def prepare(self, folder: Path) -> None:
         """Nothing."""
 
-    def write(self, folder: Path, task: Task, tensors: Iterator[Tensor]) -> list[Placed]:
+    def write(self, folder: Path, task: Task, contents: Iterator[Content]) -> list[Placed]:
         """See Writer."""
         placed = []
-        with (folder / task.file).open("wb") as file:
-            for tensor in tensors:
+        with io.FileIO(folder / task.file, "wb") as file:
+            for content in contents:
                 start = file.tell()
-                torch.save(tensor, file)
+                save(file, content)
                 placed.append(Placed(start, file.tell() - start))
-            file.flush()
-            os.fsync(file.fileno())
         return placed
 
 
@@ -77,16 +74,17 @@ class SafetensorsWriter:
             finally:
                 os.close(descriptor)
 
-    def write(self, folder: Path, task: Task, tensors: Iterator[Tensor]) -> list[Placed]:
+    def write(self, folder: Path, task: Task, contents: Iterator[Content]) -> list[Placed]:
         """See Writer."""
         placed = []
         descriptor = os.open(folder / task.file, os.O_WRONLY)
         try:
-            for chunk, tensor in zip(task.chunks, tensors, strict=True):
-                offset = self._starts[chunk.target.name] + chunk.start
-                _write_at(descriptor, as_bytes(tensor), offset)
-                placed.append(Placed(offset, chunk.num_bytes))
-            os.fsync(descriptor)
+            for content in contents:
+                offset = self._starts[content.chunk.target.name] + content.chunk.start
+                placed.append(Placed(offset, content.chunk.num_bytes))
+                for block in content.blocks():
+                    _write_at(descriptor, block, offset)
+                    offset += len(block)
         finally:
             os.close(descriptor)
         return placed

@@ -79,7 +79,7 @@ class Rule:
 class Block:
     """The rectangle `hf_where` of `hf_name` is the rectangle `mcore_where` of `mcore_key`, element by element.
 
-    The Megatron side may have further axes in front, on which it is one position wide. Transposed, the last two
+    One side may have further axes in front, on which it is one position wide. Transposed, the last two
     axes of one side are those of the other exchanged.
     """
 
@@ -121,10 +121,11 @@ class WeightMap:
         for block in self.blocks:
             used[block.hf_name].append(block.hf_where)
             written[block.mcore_key].append(block.mcore_where)
-            sizes = _sizes(block.hf_where)
+            num_axes = min(len(block.hf_where), len(block.mcore_where))
+            sizes = _squeezed(block.hf_where, num_axes)
             if block.transposed:
                 sizes = (*sizes[:-2], *reversed(sizes[-2:]))
-            if _squeezed(block.mcore_where, len(block.hf_where)) != sizes:
+            if _squeezed(block.mcore_where, num_axes) != sizes:
                 faults.append(
                     f"{block.hf_name} {_shown(block.hf_where)} and {block.mcore_key} differ in shape"
                 )

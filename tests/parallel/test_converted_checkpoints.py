@@ -15,7 +15,18 @@ from mcore_rl.convert.forecast import bytes_by_stage
 from mcore_rl.convert.logits import largest_distance
 from mcore_rl.model.families import FAMILIES, weight_map
 from mcore_rl.model.hf_weights import to_global
-from tests.conversion import assert_same, differing, exported, imported, quiet, read_dist, read_hf, saved
+from tests.conversion import (
+    assert_same,
+    differing,
+    exported,
+    imported,
+    quiet,
+    read_dist,
+    read_hf,
+    saved,
+    with_mtp,
+    write_hf,
+)
 from tests.hf_models import TOLERANCE, oracle, random_tokens
 from tests.parallel.checkpointing import config_of, trained
 from tests.parallel.converted import logits_of_checkpoints, weight_bytes
@@ -141,7 +152,7 @@ def apart(one: Path, other: Path) -> float:
     return distance.logits
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3-yarn", "qwen3"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3-yarn", "qwen3", "gpt_oss"])
 def test_verify_runs_both_models_a_layer_at_a_time(case: str, tmp_path: Path) -> None:
     source = saved(case, tmp_path / "hf")
     checkpoint = imported(source, tmp_path / "ckpt")
@@ -149,3 +160,13 @@ def test_verify_runs_both_models_a_layer_at_a_time(case: str, tmp_path: Path) ->
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
     assert run_ranks(apart, 1, source, checkpoint)[0] > 50 * TOLERANCE
+
+
+def test_verify_compares_the_logits_of_models_that_have_mtp_layers(tmp_path: Path) -> None:
+    """Both sides leave the MTP layers out of the logits, which they do not change."""
+    source = write_hf(tmp_path / "hf", *with_mtp())
+    checkpoint = imported(source, tmp_path / "ckpt")
+    assert any(key.startswith("mtp.") for key in read_dist(checkpoint))
+    assert run_ranks(apart, 1, source, checkpoint)[0] <= TOLERANCE
+    other = exported(checkpoint, tmp_path / "back", reference=source)
+    assert run_ranks(apart, 1, other, checkpoint)[0] <= TOLERANCE

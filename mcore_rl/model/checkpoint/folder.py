@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ from typing import Any
 from mcore_rl.errors import CheckpointError
 
 MARKER = "checkpoint.json"
+METADATA, COMMON = ".metadata", "common.pt"
+"""What is where, as torch writes it; what is the same on all ranks."""
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING = "writing_", "deleting_"
 NAME = re.compile(r"iter_(\d+)")
@@ -39,6 +42,8 @@ class Marker:
     """Version of Megatron-Core."""
     files: dict[str, int]
     """Bytes of every other file."""
+    metadata_crc32: str = ""
+    """Of METADATA, in hexadecimal; "": not known. All other files have checksums inside."""
 
     @property
     def total_bytes(self) -> int:
@@ -180,6 +185,11 @@ def room_at(path: Path) -> str:
     while not path.exists():
         path = path.parent
     return f"{shutil.disk_usage(path).free / GIB:.2f} GiB are free at {path}"
+
+
+def crc32_of(file: Path) -> str:
+    """The CRC-32 of a small file, in hexadecimal."""
+    return f"{zlib.crc32(file.read_bytes()):08x}"
 
 
 def _fault(path: Path) -> str | None:

@@ -1,31 +1,42 @@
 """Reading a sharded state on any mesh, after what is stored was compared with what is wanted."""
 
-import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mcore_rl.backend.mcore_compat import megatron_version
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.checkpoint.folder import LATEST, MARKER, Marker, check, checkpoints_in, others, step_of
-from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.model.checkpoint import pickles
+from mcore_rl.model.checkpoint.archives import FilePart, damaged
+from mcore_rl.model.checkpoint.folder import (
+    COMMON,
+    LATEST,
+    MARKER,
+    METADATA,
+    Marker,
+    check,
+    checkpoints_in,
+    crc32_of,
+    others,
+    step_of,
+)
+from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
 OURS = "mcore_rl"
@@ -33,11 +44,16 @@ OURS = "mcore_rl"
 OPTIMIZER = "optimizer."
 SHOWN = 3
 """Differences that a message lists."""
-MALFORMED = (
-    *(OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, ImportError),
-    *(pickle.UnpicklingError, CheckpointingException),
-)
+MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
 """What torch and Megatron raise on files that are not what they should be."""
+
+
+class Part(NamedTuple):
+    """Bytes start <= i < start + length of a file, as torch.save wrote them."""
+
+    file: str
+    start: int
+    length: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +67,10 @@ class Stored:
     """Global shape of each tensor."""
     objects: frozenset[str]
     """Keys of what is no tensor."""
+    parts: Mapping[str, Sequence[Part]]
+    """Where each of both is."""
+    check_bytes: bool
+    """Whether tensors are to be compared with their checksums before they are read."""
 
     @property
     def has_optimizer(self) -> bool:
@@ -58,21 +78,26 @@ class Stored:
         return self.marker is not None and any(name.startswith(OPTIMIZER) for name in self.shapes)
 
 
-def inspect(path: Path) -> Stored:
+def inspect(path: Path, *, check_bytes: bool = True) -> Stored:
     """Collective over the world: the checkpoint `path`, or the newest in the folder `path`; rank 0 looks.
 
+    With `check_bytes`, `read` will compare tensors with their checksums before it reads them.
     CheckpointError on all ranks when there is none, or it is not complete, damaged, or not Megatron's.
     """
-    return on_rank_zero(partial(_inspect, path))
+    return on_rank_zero(partial(_inspect, path, check_bytes))
 
 
 def read(state: dict[str, Any], stored: Stored, mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
     """Collective over the world: `state` with its shards filled, and what is common to all ranks.
 
-    CheckpointError on all ranks before anything is read when names or shapes differ.
+    CheckpointError on all ranks before anything is read when names or shapes differ, when bytes are not those that
+    were written, or when an object asks for a program.
     """
     wanted = load_preprocess(state)[0]
-    _compare(stored, wanted, model)
+    shapes = _compare(stored, wanted, model)
+    on_every_rank(partial(_check_objects, stored, wanted))
+    if stored.check_bytes:
+        on_every_rank(partial(_check_tensors, stored, shapes.keys()))
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(stored.path)), mesh.dp_cp.group
     )
@@ -118,14 +143,17 @@ def find(path: Path) -> Path:
     raise CheckpointError(f"{path} holds no checkpoint: {_foreign(path)}")
 
 
-def _inspect(path: Path) -> Stored:
+def _inspect(path: Path, check_bytes: bool) -> Stored:
     path = find(path)
     is_megatrons = not (path / MARKER).exists() and (path / "metadata.json").is_file()
     marker = None if is_megatrons else check(path)
-    try:
-        metadata = FileSystemReader(str(path)).read_metadata()
-    except MALFORMED as error:
-        raise CheckpointError(f"{path}/.metadata cannot be read: {_reason(error)}. {others(path)}") from error
+    if marker is not None and marker.metadata_crc32 not in ("", crc32_of(path / METADATA)):
+        raise CheckpointError(
+            f"{path / METADATA} is damaged: its bytes are not those that were written. {others(path)}"
+        )
+    metadata = pickles.load_metadata(path)
+    if (path / COMMON).is_file():
+        pickles.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
     if is_megatrons:
         _check_lengths(path, metadata)
         _check_origin(path)
@@ -136,7 +164,49 @@ def _inspect(path: Path) -> Stored:
         marker=marker,
         shapes={name: tuple(entry.size) for name, entry in tensors.items()},
         objects=frozenset(entries.keys() - tensors.keys()),
+        parts=_parts(metadata),
+        check_bytes=check_bytes,
     )
+
+
+def _parts(metadata: Metadata) -> dict[str, list[Part]]:
+    """Those of each key, but for compressed ones, which torch checks by itself."""
+    found: dict[str, list[Part]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        if not getattr(info, "transform_descriptors", None):
+            found.setdefault(index.fqn, []).append(Part(info.relative_path, info.offset, info.length))
+    return found
+
+
+def _check_objects(stored: Stored, wanted: dict[str, Any]) -> None:
+    """CheckpointError when an object that this rank will load asks for a foreign program: torch would run it."""
+    keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
+    for key in sorted(keys):
+        for part in stored.parts.get(key, ()):
+            _check_part(stored.path, key, part)
+            with (stored.path / part.file).open("rb") as file:
+                data = FilePart(file.fileno(), part.start, part.length)
+                pickles.refuse_programs(data, f"{key} in {stored.path / part.file}")
+
+
+def _check_tensors(stored: Stored, keys: Collection[str]) -> None:
+    """CheckpointError when this rank's share of all ranks' parts is damaged."""
+    every = sorted((part, key) for key in keys for part in stored.parts.get(key, ()))
+    for part, key in every[dist.get_rank() :: dist.get_world_size()]:
+        _check_part(stored.path, key, part)
+
+
+def _check_part(path: Path, key: str, part: Part) -> None:
+    with (path / part.file).open("rb") as file:
+        try:
+            record = damaged(FilePart(file.fileno(), part.start, part.length))
+        except MALFORMED as error:
+            record = str(error)
+    if record is not None:
+        raise CheckpointError(
+            f"{path / part.file} is damaged: the bytes of {key} are not those that were written ({record}). "
+            f"{others(path)}"
+        )
 
 
 @contextmanager
@@ -174,8 +244,8 @@ def _check_lengths(path: Path, metadata: Metadata) -> None:
             )
 
 
-def _compare(stored: Stored, wanted: dict[str, Any], model: ModelConfig) -> None:
-    """Collective over the world."""
+def _compare(stored: Stored, wanted: dict[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Collective over the world: the global shapes of all ranks' tensors, which are those that are stored."""
     shapes = {
         leaf.key: tuple(leaf.global_shape)
         for leaf in nested_values(wanted)
@@ -186,7 +256,7 @@ def _compare(stored: Stored, wanted: dict[str, Any], model: ModelConfig) -> None
     all_shapes = {name: shape for rank in every_rank for name, shape in rank.items()}
     problems = list(_problems(stored, all_shapes))
     if not problems:
-        return
+        return all_shapes
     shown = "; ".join(problems[:SHOWN]) + (
         f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     )

@@ -1,7 +1,6 @@
 """A model's weights to and from checkpoints: for other stages, evaluation, generation, conversion."""
 
 import shutil
-from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.checkpoint.folder import WRITING, naming, path_of_step, publish
+from mcore_rl.model.checkpoint.lm_args import model_args
 from mcore_rl.model.checkpoint.read import OURS, Stored, inspect, read
 from mcore_rl.model.checkpoint.write import ShardPlanner, finish, write_now
 from mcore_rl.parallel.agree import on_rank_zero
@@ -49,31 +49,13 @@ def weights_state(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[str, Any]:
 
 def common_state(model: ModelConfig, mesh: Mesh, step: int, ours: dict[str, Any]) -> dict[str, Any]:
     """What is the same on all ranks: what Megatron-LM looks for when it loads a checkpoint, and our own entry."""
-    args = Namespace(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_heads,
-        num_query_groups=model.num_kv_heads,
-        group_query_attention=True,
-        kv_channels=model.head_dim,
-        max_position_embeddings=model.max_position,
-        padded_vocab_size=model.padded_vocab_size,
-        untie_embeddings_and_output_weights=not model.tied_embeddings,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        num_experts=model.moe.num_experts or None,
-        moe_router_topk=model.moe.top_k,
-        moe_ffn_hidden_size=model.moe.ffn_hidden_size,
-        tensor_model_parallel_size=mesh.tp.size,
-        pipeline_model_parallel_size=mesh.pp.size,
-        world_size=mesh.world.size,
-        data_parallel_size=mesh.dp.size,
-        ckpt_format="torch_dist",
-        no_save_rng=True,  # ours are by rank and mesh, Megatron-LM's by tensor and pipeline rank
-    )
+    args = model_args(model)
+    args.tensor_model_parallel_size = mesh.tp.size
+    args.pipeline_model_parallel_size = mesh.pp.size
+    args.world_size = mesh.world.size
+    args.data_parallel_size = mesh.dp.size
+    args.ckpt_format = "torch_dist"
+    args.no_save_rng = True  # ours are by rank and mesh, Megatron-LM's by tensor and pipeline rank
     return {
         "args": args,
         "checkpoint_version": 3.0,
@@ -122,13 +104,15 @@ def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, fo
     return final
 
 
-def load_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, path: Path) -> Stored:
+def load_weights(
+    chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, path: Path, *, check_bytes: bool = True
+) -> Stored:
     """Collective over the world: the chunks' weights from a checkpoint written on any mesh, whatever else it holds.
 
     `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that keeps its own
     copy of the weights must be told (`reload_model_params`).
     """
-    stored = inspect(path)
+    stored = inspect(path, check_bytes=check_bytes)
     state = without_absent_extras(weights_state(chunks, mesh), stored)
     put_weights(chunks, read(state, stored, mesh, model))
     return stored

@@ -26,11 +26,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mcore_rl.backend.mcore_compat import megatron_version, writer_choice
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.checkpoint.folder import Marker, naming, room_at, sync, write_marker
+from mcore_rl.model.checkpoint.folder import (
+    COMMON,
+    METADATA,
+    Marker,
+    crc32_of,
+    naming,
+    room_at,
+    sync,
+    write_marker,
+)
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
-COMMON = "common.pt"
 FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
@@ -133,7 +141,7 @@ def _finish(plan: Plan, gathered: list[Written], mesh: Mesh, model: ModelConfig,
         plan.writer.finish(plan.metadata, [written.results for written in gathered])
         save_config(FORMAT, str(plan.path))
         files = {name: size for written in gathered for name, size in written.files.items()}
-        for name in (".metadata", "metadata.json"):
+        for name in (METADATA, "metadata.json"):
             files[name] = (plan.path / name).stat().st_size
         marker = Marker(
             step=step,
@@ -143,6 +151,7 @@ def _finish(plan: Plan, gathered: list[Written], mesh: Mesh, model: ModelConfig,
             model=model.model_dump(mode="json"),
             megatron=megatron_version(),
             files=dict(sorted(files.items())),
+            metadata_crc32=crc32_of(plan.path / METADATA),
         )
         sync(plan.path)
         write_marker(plan.path, marker)

@@ -23,6 +23,7 @@ from tests.conversion import (
     saved,
 )
 from tests.hf_models import oracle
+from tests.unit.convert.conftest import Converted
 
 
 def relaid(source: Path, folder: Path, layout: Layout, reference: Path | None = None) -> Path:
@@ -40,9 +41,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("case", "keys", "layers"), LAYOUTS)
-def test_every_layout_is_read_and_leads_back_to_the_same_bytes(case, keys, layers, tmp_path: Path) -> None:
-    source = saved(case, tmp_path / "hf")
-    checkpoint = imported(source, tmp_path / "ckpt")
+def test_every_layout_is_read_and_leads_back_to_the_same_bytes(
+    case, keys, layers, converted: Converted, tmp_path: Path
+) -> None:
+    source, checkpoint = converted(case)
     other = relaid(checkpoint, tmp_path / "other", Layout(keys, layers))
     assert_same(read_dist(other), read_dist(imported(source, tmp_path / "again", keys=keys, layers=layers)))
     assert_same(read_hf(exported(other, tmp_path / "back")), read_hf(source))

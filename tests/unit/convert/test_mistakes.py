@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from mcore_rl.model.checkpoint.folder import MARKER, Marker, write_marker
 from tests.conversion import differing, imported, saved, write_hf
 from tests.hf_models import Tensors, oracle
+from tests.unit.convert.conftest import Converted
 from tests.unit.model.test_logits_equal_transformers import WRONG_CONFIGS, WRONG_TENSORS, swap
 
 NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
@@ -61,36 +61,23 @@ def test_a_checkpoint_cast_to_another_type_is_not_the_same(tmp_path: Path) -> No
     assert {difference.what for difference in found} == {"torch.bfloat16 and torch.float32, the same values"}
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """A case's folder and checkpoint, made once."""
-
-    @cache
-    def made(case: str) -> tuple[Path, Path]:
-        folder = tmp_path_factory.mktemp(case)
-        source = saved(case, folder / "hf")
-        return source, imported(source, folder / "ckpt")
-
-    return made
-
-
 @pytest.mark.parametrize("mistake", WRONG_TENSORS)
 def test_mistakes_in_the_weights_that_change_logits_are_found(
-    mistake: str, right: Callable[[str], tuple[Path, Path]], tmp_path: Path
+    mistake: str, converted: Converted, tmp_path: Path
 ) -> None:
     case, change = WRONG_TENSORS[mistake]
     theirs = oracle(case)
     wrong = write_hf(tmp_path / "wrong", theirs.config, change(theirs.tensors))
-    found = differing(wrong, right(case)[1])
+    found = differing(wrong, converted(case)[1])
     assert found and all("values differ" in difference.what for difference in found)
 
 
 @pytest.mark.parametrize("mistake", WRONG_CONFIGS)
 def test_mistakes_in_the_config_that_change_logits_are_found(
-    mistake: str, right: Callable[[str], tuple[Path, Path]], tmp_path: Path
+    mistake: str, converted: Converted, tmp_path: Path
 ) -> None:
     case, change = WRONG_CONFIGS[mistake]
-    source, checkpoint = right(case)
+    source, checkpoint = converted(case)
     copied = shutil.copytree(checkpoint, tmp_path / "iter_0000000")
     marker = Marker(**json.loads((checkpoint / MARKER).read_text()))
     wrong = change(oracle(case).ours).model_dump(mode="json")

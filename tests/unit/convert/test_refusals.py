@@ -16,7 +16,7 @@ from mcore_rl.convert.conversion import Settings
 from mcore_rl.convert.dist_folder import open_dist
 from mcore_rl.convert.hf_folder import open_hf
 from mcore_rl.errors import CheckpointError, ConfigError
-from tests.conversion import differing, exported, imported, saved, write_hf
+from tests.conversion import differing, exported, imported, saved, with_mtp, write_hf
 from tests.hf_models import Tensors, oracle
 
 NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
@@ -137,17 +137,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(fault: str, tmp_path: Path)
 
 
 def test_mtp_layers_are_kept_dropped_or_missed(tmp_path: Path) -> None:
-    theirs = oracle("deepseek_v3")
-    last = {name: t for name, t in theirs.tensors.items() if name.startswith("model.layers.2.")}
-    mtp = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in last.items()}
-    mtp |= {
-        f"model.layers.3.{name}.weight": torch.rand(48) for name in ("enorm", "hnorm", "shared_head.norm")
-    }
-    mtp["model.layers.3.eh_proj.weight"] = torch.rand(48, 96)
-    mtp["model.layers.3.embed_tokens.weight"] = theirs.tensors["model.embed_tokens.weight"].clone()
-    mtp["model.layers.3.shared_head.head.weight"] = theirs.tensors["lm_head.weight"].clone()
-    config = theirs.config | {"num_nextn_predict_layers": 1, "num_mtp_layers": 1}
-    source = write_hf(tmp_path / "hf", config, theirs.tensors | mtp)
+    theirs, (config, tensors) = oracle("deepseek_v3"), with_mtp()
+    source = write_hf(tmp_path / "hf", config, tensors)
     without = write_hf(tmp_path / "without", config, theirs.tensors)
     kept = imported(source, tmp_path / "kept")
     assert differing(source, kept) == []
@@ -162,7 +153,7 @@ def test_mtp_layers_are_kept_dropped_or_missed(tmp_path: Path) -> None:
     assert json.loads((thin / "config.json").read_text())["num_nextn_predict_layers"] == 0
     assert differing(thin, plain) == []
     head = {"model.layers.3.shared_head.head.weight": torch.zeros(99, 48)}
-    other = write_hf(tmp_path / "other", config, theirs.tensors | mtp | head)
+    other = write_hf(tmp_path / "other", config, tensors | head)
     with pytest.raises(CheckpointError, match=r"shared_head.head.weight differs from lm_head.weight"):
         imported(other, tmp_path / "ckpt")
 
@@ -220,7 +211,7 @@ def test_a_tensor_of_a_checkpoint_that_is_a_program_is_refused(tmp_path: Path) -
     buffer = io.BytesIO()
     torch.save(Boom(tmp_path / "boom"), buffer)
     data = bytearray(file.read_bytes())
-    place = next(iter(open_dist(checkpoint).tensors["decoder.final_layernorm.weight"].parts)).place
+    place = next(iter(open_dist(checkpoint).tensors["embedding.word_embeddings.weight"].parts)).place
     evil = buffer.getvalue()
     assert len(evil) <= place.length
     # Zip files are read from their end.

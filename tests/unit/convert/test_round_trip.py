@@ -22,16 +22,16 @@ from tests.conversion import (
     write_hf,
 )
 from tests.hf_models import CASES, oracle
+from tests.unit.convert.conftest import Converted
 
 AWKWARD = {"vocab_size": 1003}
 """With 3 groups, heads of 24 and 6 experts, which all cases have."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_import_and_export_give_back_every_bit(case: str, tmp_path: Path) -> None:
+def test_import_and_export_give_back_every_bit(case: str, converted: Converted, tmp_path: Path) -> None:
     theirs = oracle(case, **AWKWARD)
-    source = saved(case, tmp_path / "hf", **AWKWARD)
-    checkpoint = imported(source, tmp_path / "ckpt")
+    source, checkpoint = converted(case, **AWKWARD)
     assert_same(read_dist(checkpoint), to_global(theirs.tensors, theirs.ours))
     assert check(checkpoint).model == theirs.ours.model_dump(mode="json")
     again = exported(checkpoint, tmp_path / "again", reference=source)
@@ -39,6 +39,23 @@ def test_import_and_export_give_back_every_bit(case: str, tmp_path: Path) -> Non
     assert differing(source, checkpoint) == []
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (again / name).read_bytes() == (source / name).read_bytes()
+
+
+FIVE_EXPERTS = {
+    "qwen3_moe": {"num_experts": 5},
+    "mixtral": {"num_local_experts": 5},
+    "gpt_oss": {"num_local_experts": 5},
+    "deepseek_v3": {"n_routed_experts": 5, "n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("case", FIVE_EXPERTS)
+def test_five_experts_of_a_vocabulary_of_1003(case: str, tmp_path: Path) -> None:
+    changes = FIVE_EXPERTS[case] | AWKWARD
+    theirs, source = oracle(case, **changes), saved(case, tmp_path / "hf", **changes)
+    checkpoint = imported(source, tmp_path / "ckpt", Settings(workers=2, task_bytes=30_000))
+    assert_same(read_dist(checkpoint), to_global(theirs.tensors, theirs.ours))
+    assert_same(read_hf(exported(checkpoint, tmp_path / "again")), read_hf(source))
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])

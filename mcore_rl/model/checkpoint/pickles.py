@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.model.checkpoint.archives import Sliced, content, records
 
 Allowed = dict[tuple[str, str], Any]
 
@@ -51,10 +53,40 @@ METADATA: Allowed = PLAIN | {
     ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
 }  # fmt: skip
 """What `.metadata` of a distributed checkpoint is made of."""
+SAVED: Allowed = PLAIN | {
+    (module, name): Opaque
+    for module, names in {
+        "argparse": "Namespace",
+        "types": "SimpleNamespace",
+        "pathlib": "PosixPath",
+        "pathlib._local": "PosixPath",
+        "signal": "Signals",
+        "_io": "BytesIO",
+        "io": "BytesIO",
+        "_codecs": "encode",
+        "builtins": "bytearray complex frozenset set slice",
+        "__builtin__": "bytearray complex frozenset set slice",
+        "numpy": "dtype ndarray",
+        "numpy.dtypes": "UInt32DType",
+        "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy._core.multiarray": "_reconstruct scalar",
+        "torch": "device BFloat16Storage BoolStorage ByteStorage CharStorage DoubleStorage FloatStorage HalfStorage "
+        "IntStorage LongStorage ShortStorage",
+        "torch.storage": "UntypedStorage",
+        "torch._utils": "_rebuild_parameter _rebuild_tensor_v2 _rebuild_tensor_v3",
+        "megatron.core.enums": "ModelType",
+        "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
+        "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
+        "megatron.core.transformer.enums": "AttnBackend CudaGraphModule CudaGraphScope InferenceCudaGraphScope",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+"""What Megatron's states are made of beside tensors: it loads these and no others from its `common.pt` itself."""
 MALFORMED = (
-    pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError
-)  # fmt: skip
-"""What a pickle that is none raises."""
+    *(zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError),
+    *(AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError),
+)
+"""What a pickle or an archive that is none raises."""
 
 
 class Unpickler(pickle.Unpickler):
@@ -104,8 +136,25 @@ def load_metadata(path: Path) -> metadata.Metadata:
     return loaded
 
 
-def load_common(data: bytes) -> dict[str, Any]:
-    """The dict of a `common.pt`'s data.pkl; whatever is no plain value is Opaque, and tensors are left out."""
+def load_common(data: Sliced, what: str) -> dict[str, Any]:
+    """The dict of a `common.pt`; whatever is no plain value is Opaque, and tensors are left out."""
     allowed = PLAIN | {("argparse", "Namespace"): Namespace}
-    loaded = Unpickler(io.BytesIO(data), allowed, opaque=True).load()
+    loaded = _unpickled(data, what, allowed, opaque=True)
     return loaded if isinstance(loaded, dict) else {}
+
+
+def refuse_programs(data: Sliced, what: str) -> None:
+    """CheckpointError, naming `what`, unless loading what `torch.save` wrote would call only what Megatron saves."""
+    _unpickled(data, what, SAVED, opaque=False)
+
+
+def _unpickled(data: Sliced, what: str, allowed: Allowed, *, opaque: bool) -> Any:
+    try:
+        pickled = content(data, records(data), "data.pkl")
+        return Unpickler(io.BytesIO(pickled), allowed, opaque=opaque).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}.") from None
+    except MALFORMED as error:
+        raise CheckpointError(
+            f"{what} cannot be read ({type(error).__name__}: {error}). Take another copy."
+        ) from error

@@ -1,0 +1,161 @@
+"""A checkpoint whose bytes were changed, by accident or in order to run a program, is not loaded."""
+
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.checkpoint.folder import crc32_of
+from mcore_rl.model.checkpoint.pickles import load_metadata
+from tests.parallel.checkpointing import SMALL, config_of, opened, run
+from tests.ranks import run_ranks
+
+TP2_EP2 = MeshConfig(tp=2, ep=2)
+
+
+class Program:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.file, "w")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on TP2 x EP2 with checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(config_of(folder, SMALL, TP2_EP2), until=2, save_at=[1, 2])
+    return folder
+
+
+def archive(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def place_of(path: Path, key: str) -> tuple[Path, int, int]:
+    """File, first byte and length of the largest part of a tensor or an object."""
+    storage = load_metadata(path).storage_data
+    info = max((info for index, info in storage.items() if index.fqn == key), key=lambda info: info.length)
+    return path / info.relative_path, info.offset, info.length
+
+
+def overwrite(file: Path, start: int, data: bytes) -> None:
+    with file.open("rb+") as opened_file:
+        opened_file.seek(start)
+        opened_file.write(data)
+
+
+def agree(path: Path) -> None:
+    """The marker says what is there now, as whoever means harm would make it."""
+    marker = json.loads((path / "checkpoint.json").read_text())
+    marker["files"] = {name: (path / name).stat().st_size for name in marker["files"]}
+    marker["metadata_crc32"] = crc32_of(path / ".metadata")
+    (path / "checkpoint.json").write_text(json.dumps(marker))
+
+
+def in_metadata(path: Path, program: Program) -> str:
+    (path / ".metadata").write_bytes(pickle.dumps(program))
+    return ".metadata"
+
+
+def in_the_common_state(path: Path, program: Program) -> str:
+    common = torch.load(path / "common.pt", weights_only=False)
+    torch.save(common | {"more": program}, path / "common.pt")
+    return "common.pt"
+
+
+def in_the_random_states(path: Path, program: Program) -> str:
+    file, start, length = place_of(path, "mcore_rl.random_states/shard_0_2")
+    evil = archive(program)
+    assert len(evil) <= length
+    overwrite(file, start, evil.rjust(length, b"\0"))  # archives are read from their end
+    return "mcore_rl.random_states/shard_0_2 in "
+
+
+HIDDEN = [
+    (in_metadata, "ours"),
+    (in_metadata, "megatrons"),
+    (in_the_common_state, "ours"),
+    (in_the_common_state, "megatrons"),
+    (in_the_random_states, "ours"),
+]
+
+
+@pytest.mark.parametrize(("hide", "whose"), HIDDEN)
+def test_a_program_in_a_checkpoint_is_refused_by_name_and_not_run(
+    hide: Callable[[Path, Program], str], whose: str, saved: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "iter_0000002"
+    shutil.copytree(saved / "checkpoints/iter_0000002", copy)
+    where = hide(copy, Program(tmp_path / "ran"))
+    agree(copy)
+    if whose == "megatrons":
+        (copy / "checkpoint.json").unlink()
+    config = config_of(tmp_path / "new", SMALL, TP2_EP2, load=str(copy), load_optimizer=whose == "ours")
+    messages = run_ranks(refusal, 2, config)
+    assert len(set(messages)) == 1
+    assert where in messages[0] and ".open, which could be any program and is not run" in messages[0]
+    assert not (tmp_path / "ran").exists()
+
+
+def in_a_weight(path: Path) -> str:
+    file, start, length = place_of(path, "decoder.layers.mlp.experts.experts.linear_fc1.weight")
+    flip(file, start + length // 2)
+    return f"{file} is damaged: the bytes of decoder.layers.mlp.experts.experts.linear_fc1.weight are not"
+
+
+def in_a_moment(path: Path) -> str:
+    storage = load_metadata(path).storage_data
+    key = next(index.fqn for index in storage if "exp_avg_sq" in index.fqn)
+    file, start, length = place_of(path, key)
+    flip(file, start + length // 2)
+    return f"{file} is damaged: the bytes of {key} are not"
+
+
+def in_the_list_of_parts(path: Path) -> str:
+    flip(path / ".metadata", (path / ".metadata").stat().st_size // 2)
+    return f"{path}/.metadata is damaged: its bytes are not those that were written"
+
+
+def in_common_values(path: Path) -> str:
+    data = (path / "common.pt").read_bytes()
+    flip(path / "common.pt", data.index(b"num_layers"))
+    return f"{path}/common.pt cannot be read (BadZipFile: "
+
+
+def flip(file: Path, at: int) -> None:
+    overwrite(file, at, bytes([file.read_bytes()[at] ^ 1]))
+
+
+@pytest.mark.parametrize("damage", [in_a_weight, in_a_moment, in_the_list_of_parts, in_common_values])
+def test_one_flipped_bit_is_found_and_the_last_complete_checkpoint_offered(
+    damage: Callable[[Path], str], saved: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(saved, copy)
+    what = damage(copy / "checkpoints/iter_0000002")
+    messages = run_ranks(refusal, 2, config_of(copy, SMALL, TP2_EP2))
+    assert len(set(messages)) == 1 and what in messages[0]
+    if damage is not in_common_values:
+        assert f"The last complete one is {copy}/checkpoints/iter_0000001" in messages[0]
+
+
+def refusal(config: PretrainConfig) -> str:
+    """On a rank: the message of a run that does not begin."""
+    with pytest.raises(CheckpointError) as error, opened(config):
+        pass
+    return str(error.value)
