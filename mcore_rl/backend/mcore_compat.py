@@ -144,6 +144,30 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
         "so that they weigh tp * cp times less than on one rank",
         until="0.19, which multiplies by the size of the tensor and context parallel group",
     ),
+    Patch(
+        symbol="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+        replace=replacements.padding_counts_no_tokens,
+        where=CUDA_TOO,
+        reason="a mask of padding [tokens] does not broadcast over the experts: an error, or with as many tokens as "
+        "experts the wrong ones",
+        until="it makes a column of the mask",
+    ),
+    Patch(
+        symbol="megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count",
+        replace=replacements.counted_over_shards,
+        where=CUDA_TOO,
+        reason="with padding each rank weighs the balance loss by its own share of the tokens, of which a row's end "
+        "has fewer, and a row of padding alone divides by zero",
+        until="the loss is weighed by the tokens of all ranks",
+    ),
+    Patch(
+        symbol="megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
+        replace=replacements.padding_cut_on_every_stage,
+        where=CUDA_TOO,
+        reason="only the first pipeline stage cuts the mask of padding for sequence parallelism; on later ones it is "
+        "longer than the tokens",
+        until="the mask is cut on every stage",
+    ),
 )
 
 

@@ -65,3 +65,42 @@ def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..
         return module if name == "linear_q_proj" else fused_or_default(self, module, name)
 
     return wrapped
+
+
+def padding_counts_no_tokens(apply_expert_bias: Callable[..., None]) -> Callable[..., None]:
+    """`TopKRouter._apply_expert_bias` that takes the mask of tokens as a column beside the experts."""
+
+    def wrapped(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        column = None if padding_mask is None else padding_mask[:, None]
+        apply_expert_bias(self, routing_map, padding_mask=column)
+
+    return wrapped
+
+
+def counted_over_shards(count: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_tokens_per_expert_and_token_count` whose shares of padded tokens are those of the mean rank."""
+
+    def wrapped(
+        routing_map: torch.Tensor, reduce_group: Any, topk: int, with_padding_mask: bool = False
+    ) -> Any:
+        tokens_E, local, total = count(routing_map, reduce_group, topk, with_padding_mask)
+        if not with_padding_mask:
+            return tokens_E, local, total
+        total = total.clamp(min=1.0)
+        return tokens_E, total / reduce_group.size(), total
+
+    return wrapped
+
+
+def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPTModel._preprocess` that cuts the mask of padding `[B, s]` for sequence parallelism on later stages too."""
+
+    def wrapped(self: Any, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
+            from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+            whole_sB = padding_mask.transpose(0, 1).contiguous()
+            padding_mask = scatter_to_sequence_parallel_region(whole_sB).transpose(0, 1).contiguous()
+        return preprocess(self, *args, padding_mask=padding_mask, **kwargs)
+
+    return wrapped

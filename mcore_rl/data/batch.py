@@ -29,3 +29,5 @@ class Microbatch:
     """int64."""
     packed: PackedSpans | None = None
     """None: a row is one sequence."""
+    is_padding_BS: Tensor | None = None
+    """bool: positions of nobody, which count in no statistics of the routers; None: there are none."""

@@ -12,7 +12,7 @@ from mcore_rl.errors import ConfigError, DataError
 
 
 class SampleDataset(Protocol):
-    """Samples by number, as mcore's GPTDataset and BlendedDataset give them; `lengths` of one is that of its spans."""
+    """Samples by number, as mcore's GPTDataset and BlendedDataset give them; packed ones have more (PackedRows)."""
 
     def __len__(self) -> int: ...
 
@@ -82,12 +82,14 @@ class BatchSource:
 
     def _microbatch(self, first: int) -> Microbatch:
         samples = [self.dataset[index] for index in range(first, first + self.micro_batch)]
+        is_packed = "lengths" in samples[0]
         return Microbatch(
             tokens_BS=torch.stack([sample["tokens"] for sample in samples]),
             labels_BS=torch.stack([sample["labels"] for sample in samples]),
             loss_mask_BS=torch.stack([sample["loss_mask"] for sample in samples]),
             position_ids_BS=torch.stack([sample["position_ids"] for sample in samples]),
-            packed=_spans([sample["lengths"] for sample in samples]) if "lengths" in samples[0] else None,
+            packed=_spans([sample["lengths"] for sample in samples]) if is_packed else None,
+            is_padding_BS=torch.stack([sample["is_padding"] for sample in samples]) if is_packed else None,
         )
 
 

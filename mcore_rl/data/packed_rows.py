@@ -57,7 +57,9 @@ class PackedRows:
         return float(self.examples.lengths_N.sum()) / (self.rows_of_epoch * self.packing.row_length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`tokens`, `labels`, `loss_mask`, `position_ids` of `row_length` positions, and the spans' `lengths`."""
+        """`tokens`, `labels`, `loss_mask`, `position_ids`, `is_padding` of `row_length` positions, and the spans'
+        `lengths`.
+        """
         return self._row(self.members(index))
 
     def members(self, index: int) -> list[int]:
@@ -83,7 +85,7 @@ class PackedRows:
     def _row(self, members: list[int]) -> dict[str, Tensor]:
         length = self.packing.row_length
         ids = torch.full((2, length), self.packing.pad_id)  # tokens, labels
-        mask = torch.zeros(length)
+        mask, is_padding = torch.zeros(length), torch.ones(length, dtype=torch.bool)
         positions = torch.zeros(length, dtype=torch.long)
         lengths = []
         begin = 0
@@ -93,7 +95,7 @@ class PackedRows:
             ids_T = torch.from_numpy(self.examples.ids_T[first:last]).long()
             end, span = begin + len(ids_T) - 1, self._lengths[member]
             ids[0, begin:end], ids[1, begin:end] = ids_T[:-1], ids_T[1:]
-            mask[begin:end] = said_T[1:].float()
+            mask[begin:end], is_padding[begin:end] = said_T[1:].float(), False
             positions[begin : begin + span] = torch.arange(span)
             lengths.append(span)
             begin += span
@@ -105,5 +107,6 @@ class PackedRows:
             "labels": ids[1],
             "loss_mask": mask,
             "position_ids": positions,
+            "is_padding": is_padding,
             "lengths": torch.tensor(lengths, dtype=torch.int32),
         }

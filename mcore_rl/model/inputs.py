@@ -23,6 +23,8 @@ class LocalMicrobatch:
     position_ids_Bs: Tensor
     packed: PackedParams | None = None
     """Of packed rows, which are laid end to end: B is 1."""
+    is_padding_Bs: Tensor | None = None
+    """See Microbatch."""
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
         """Keyword arguments of GPTModel.forward; with labels it returns losses `[B, s]`, else logits `[B, s, v]`."""
@@ -33,6 +35,8 @@ class LocalMicrobatch:
         }
         if self.packed is not None:
             inputs["packed_seq_params"] = self.packed
+        if self.is_padding_Bs is not None:
+            inputs["padding_mask"] = self.is_padding_Bs
         if with_labels:
             inputs |= {"labels": self.labels_Bs, "loss_mask": self.loss_mask_Bs}
         return inputs
@@ -68,6 +72,7 @@ def _localize_packed(
     def mine(full_BS: Tensor) -> Tensor:
         return zigzag_spans(full_BS.reshape(1, -1), lengths, cp).to(device, non_blocking=True)
 
+    is_padding_BS = microbatch.is_padding_BS
     return LocalMicrobatch(
         shape=(1, total),
         tokens_Bs=mine(microbatch.tokens_BS),
@@ -75,4 +80,5 @@ def _localize_packed(
         loss_mask_Bs=mine(microbatch.loss_mask_BS),
         position_ids_Bs=mine(microbatch.position_ids_BS),
         packed=packed_params(lengths, device),
+        is_padding_Bs=None if is_padding_BS is None else mine(is_padding_BS),
     )

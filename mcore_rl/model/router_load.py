@@ -1,7 +1,7 @@
 """How many tokens each expert of each layer was sent."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.routers import routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class RouterLoad:
     """Counts what the routers of this rank's chunks decide, without waiting for the device.
 
     A forward pass counts when it records gradients: a training token counts once, also under recomputation,
-    whose first pass records none; evaluation does not count.
+    whose first pass records none; evaluation does not count, nor does padding.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -93,21 +94,17 @@ class RouterLoad:
             _, routed_TE = output
             # Megatron's inference router gives expert numbers instead of a map; it records no gradients.
             assert routed_TE.dtype == torch.bool
+            is_padding = inputs[1] if len(inputs) > 1 else None
+            num_tokens: int | Tensor = len(routed_TE)
+            if is_padding is not None:
+                is_token_T = ~is_padding.reshape(-1)
+                routed_TE, num_tokens = routed_TE & is_token_T[:, None], is_token_T.sum()
             tokens_E = routed_TE.sum(0)
             counts_E.add_(tokens_E)
             if may_drop:
-                dropped.add_(len(routed_TE) * top_k - tokens_E.sum())
+                dropped.add_(num_tokens * top_k - tokens_E.sum())
 
         return count
-
-
-def routers(chunk: nn.Module) -> Iterator[tuple[int, TopKRouter]]:
-    """Every router of a chunk with its layer's number in the whole model, from 0; MTP layers come last."""
-    for module in chunk.modules():
-        if isinstance(module, TopKRouter):
-            # Megatron counts from 1; since 0.19 the routers of MTP layers say so, and count from 1 again.
-            mtp_offset = module.config.num_layers if getattr(module, "is_mtp_layer", False) else 0
-            yield module.layer_number - 1 + mtp_offset, module
 
 
 def load_max_over_mean(tokens_E: Tensor) -> float:

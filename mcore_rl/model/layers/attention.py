@@ -25,7 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers import cpu_attention
 from mcore_rl.model.layers.cache import LayerCache
-from mcore_rl.model.layers.packed import PackedParams, gathered_order
+from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -140,12 +140,12 @@ class SDPAttention(MegatronModule):
         ranks = self.cp_group.size()
         num_tokens = query.shape[0] * ranks
         lengths = lengths_of(packed, num_tokens, 2 * ranks if ranks > 1 else 1)
+        if not isinstance(packed, PackedParams) or packed.lengths != lengths:
+            packed = PackedParams(lengths=lengths)
         if ranks > 1:
-            is_whole = isinstance(packed, PackedParams) and packed.lengths == lengths
-            order = (
-                packed.order(ranks, key.device) if is_whole else gathered_order(lengths, ranks).to(key.device)
-            )
-            key, value = self._gathered(key, value, order)
+            key, value = self._gathered(key, value, packed.order(ranks, key.device))
+        elif batches := packed.batches(key.device):
+            return self._side_by_side(query, key, value, batches)
         parts = zip(
             query.split([length // ranks for length in lengths]),
             key.split(lengths),
@@ -158,6 +158,16 @@ class SDPAttention(MegatronModule):
             chunks = self._chunks(*rows) if ranks > 1 else [rows]
             mixed += [self._prefix(*chunk) for chunk in chunks]
         return torch.cat(mixed).flatten(1)
+
+    def _side_by_side(self, query: Tensor, key: Tensor, value: Tensor, batches: SideBySide) -> Tensor:
+        """As `_packed`: a call for each sequence costs more than the arithmetic of a short one."""
+        sizes = [rows * width for rows, width in batches.shapes]
+        parts = [heads.index_select(0, batches.places_N).split(sizes) for heads in (query, key, value)]
+        mixed = []
+        for shape, *of_batch in zip(batches.shapes, *parts, strict=True):
+            rows = [part.unflatten(0, shape).transpose(0, 1) for part in of_batch]
+            mixed.append(self._prefix(*rows).transpose(0, 1).flatten(0, 1))
+        return torch.cat(mixed).index_select(0, batches.back_T).flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         """Collective over the context-parallel group: keys and values of all positions in their natural order."""

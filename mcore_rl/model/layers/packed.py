@@ -6,6 +6,25 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+SHORT = 64
+"""Sequences of so many positions at the most are filled up to a common width, a multiple of WIDTH_MULTIPLE."""
+WIDTH_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """The sequences of a packed row as a few batches of equally wide rows, one behind the other.
+
+    A row of a batch is a sequence with its last position repeated behind it: causal attention does not see that.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    """Rows and width of each batch."""
+    places_N: Tensor
+    """Of the batches' positions in the packed row."""
+    back_T: Tensor
+    """Of the packed row's positions in the batches."""
+
 
 @dataclass
 class PackedParams(PackedSeqParams):
@@ -14,12 +33,19 @@ class PackedParams(PackedSeqParams):
     lengths: tuple[int, ...] = ()
     """Positions of each sequence, padding included, over all context-parallel ranks."""
     _orders: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _batches: list[SideBySide | None] = field(default_factory=list, repr=False)
 
     def order(self, ranks: int, device: torch.device) -> Tensor:
         """`gathered_order(self.lengths, ranks)`, made once for all layers."""
         if ranks not in self._orders:
             self._orders[ranks] = gathered_order(self.lengths, ranks).to(device, non_blocking=True)
         return self._orders[ranks]
+
+    def batches(self, device: torch.device) -> SideBySide | None:
+        """`side_by_side(self.lengths, device)`, made once for all layers."""
+        if not self._batches:
+            self._batches.append(side_by_side(self.lengths, device))
+        return self._batches[0]
 
 
 def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParams:
@@ -49,3 +75,26 @@ def gathered_order(lengths: tuple[int, ...], ranks: int) -> Tensor:
         places += [first.flatten(), (first + chunk).flip(0).flatten()]
         begin += 2 * chunk
     return torch.cat(places)
+
+
+def side_by_side(lengths: tuple[int, ...], device: torch.device) -> SideBySide | None:
+    """The sequences of `lengths` in fewer batches than there are sequences; None when that is not possible."""
+    members: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        width = -(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE if length <= SHORT else length
+        members.setdefault(width, []).append(number)
+    if len(members) == len(lengths):
+        return None
+    lengths_R = torch.tensor(lengths)
+    begins_R = lengths_R.cumsum(0) - lengths_R
+    places, back_T, begin = [], torch.empty(sum(lengths), dtype=torch.int64), 0
+    for width, numbers in members.items():
+        inside_W = torch.arange(width)
+        places_BW = begins_R[numbers, None] + torch.minimum(inside_W, lengths_R[numbers, None] - 1)
+        is_own_BW = inside_W < lengths_R[numbers, None]
+        back_T[places_BW[is_own_BW]] = begin + is_own_BW.flatten().nonzero().flatten()
+        places.append(places_BW.flatten())
+        begin += places_BW.numel()
+    shapes = tuple((len(numbers), width) for width, numbers in members.items())
+    places_N = torch.cat(places).to(device, non_blocking=True)
+    return SideBySide(shapes, places_N, back_T.to(device, non_blocking=True))

@@ -131,18 +131,23 @@ def test_without_causality_every_key_is_seen(one_rank: Mesh) -> None:
     assert_equal_attention(actual, expected, [query, key, value])
 
 
-@pytest.mark.parametrize("lengths", [(64, 128, 64), (5, 1, 130, 64), (40,)], ids=str)
+MANY = (9, 3, 16, 70, 2, 70, 64, 10, 65, 1)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("lengths", [(64, 128, 64), (5, 1, 130, 64), (40,), MANY], ids=str)
 @pytest.mark.parametrize("beyond", [0, 9])
 def test_packed_sequences_do_not_see_one_another(
-    one_rank: Mesh, lengths: tuple[int, ...], beyond: int
+    one_rank: Mesh, lengths: tuple[int, ...], beyond: int, window: int | None
 ) -> None:
     num_tokens = sum(lengths) + beyond
     query, key, value = heads(num_tokens), heads(num_tokens, num_heads=2), heads(num_tokens, num_heads=2)
-    visible = torch.block_diag(*[oracles.causal(n, n) for n in (*lengths, beyond)]).bool()
+    visible = torch.block_diag(*[oracles.causal(n, n, window) for n in (*lengths, beyond)]).bool()
     row = [tensor[:, 0] for tensor in (query, key, value)]
     expected = oracles.attention(*(tensor[:, :1] for tensor in (query, key, value)), visible, 8**-0.5)
     packed = packed_params(lengths, torch.device("cpu"))
-    actual = layer()(*row, None, packed_seq_params=packed)
+    attention = layer(window_size=None if window is None else (window, 0))
+    actual = attention(*row, None, packed_seq_params=packed)
     assert_equal_attention(actual, expected[:, 0], [query, key, value])
 
 
