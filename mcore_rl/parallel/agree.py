@@ -1,6 +1,6 @@
 """What one rank finds out, all ranks know: results, decisions and errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +10,8 @@ from mcore_rl.errors import McoreRlError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+MOST_PROBLEMS = 5
+"""Of a rank, in one message."""
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
@@ -33,6 +35,17 @@ def on_every_rank(action: Callable[[], T]) -> T:
             raise type(failure)(f"rank {rank}: {failure}" if len(errors) > 1 else str(failure))
     result: T = value
     return result
+
+
+def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
+    """Collective over the world: where any rank has problems, all ranks raise `kind` with the first such rank's."""
+    everyone: list[Sequence[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, list(problems)[:MOST_PROBLEMS])
+    for rank, found in enumerate(everyone):
+        if found:
+            raise kind(
+                "; ".join(f"rank {rank}: {problem}" if len(everyone) > 1 else problem for problem in found)
+            )
 
 
 def world_max(value: int) -> int:

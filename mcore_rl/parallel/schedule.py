@@ -26,6 +26,10 @@ class PassInput(Protocol):
         ...
 
 
+MAX = "max/"
+"""Begins the names of kept numbers of which the world's largest is wanted; of all others it is the sum."""
+
+
 Input = TypeVar("Input", bound=PassInput, contravariant=True)
 
 

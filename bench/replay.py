@@ -1,0 +1,334 @@
+"""What routing replay costs beside an RL step without it, and beside caching int64 in Megatron's RouterReplay.
+
+    python -m bench.replay                 all models, bytes of the shape of Qwen3-30B-A3B; results/replay.json
+
+A step is a pass for old logprobs and an update's forward and backward pass over the same packed rows, fp32, one
+thread. Ours records in the first and imposes in the second: routes in a byte, checksums, accounts, and the comparison
+with the live choice. RouterReplay records and imposes too, checks and compares nothing; its indices are kept as it
+gives them, int64. The three take turns; figures are medians over the rounds of CPU seconds of this process.
+`attributed` is the CPU time inside the tape and its hooks, without the top-k that routers compute anyway: less noisy
+than a difference of steps.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on a shared machine
+
+import torch
+from torch import Tensor, nn
+
+from bench.clock import Clock, contention
+from bench.pretrain import versions
+from mcore_rl.backend.platform import start
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.model.inputs import LocalMicrobatch, localize
+from mcore_rl.obs.metrics import reduced
+from mcore_rl.parallel import route_hooks
+from mcore_rl.parallel.layouts import Layout, Span
+from mcore_rl.parallel.routers import replayed_routers
+from mcore_rl.parallel.routing import RoutingTape
+from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
+from mcore_rl.rl.replay import RoutingCache
+from mcore_rl.rl.route_blocks import Blocks, Codec
+from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.state import TrainState
+
+RESULTS = Path(__file__).parent / "results" / "replay.json"
+MODELS = {
+    "tiny: 4 layers, hidden 128, 4 of 16": ModelConfig(
+        num_layers=4,
+        hidden_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=64, balance="none", aux_loss_coeff=0.0),
+    ),
+    "small: 8 layers, hidden 256, 4 of 16": ModelConfig(
+        num_layers=8,
+        moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256, balance="none", aux_loss_coeff=0.0),
+    ),
+    "fine-grained: 4 layers, hidden 512, 8 of 128": ModelConfig(
+        num_layers=4,
+        hidden_size=512,
+        moe=MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=128, balance="none", aux_loss_coeff=0.0),
+    ),
+}
+OWN = "the router's own choice, which it makes without replay too"
+ROW, ROWS, SAMPLES_A_ROW = 1024, 4, 8
+BIG_LAYERS, BIG_TOP_K, BIG_EXPERTS, BIG_TOKENS = 48, 8, 128, 16384
+
+
+class Bench:
+    """A model, a batch, and three ways to make a step of them."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        config = PretrainConfig(model=model)
+        self.state: TrainState = set_up(config, start(config.platform))
+        self.layouts = [layout(row) for row in range(ROWS)]
+        generator = torch.Generator().manual_seed(0)
+        self.microbatches = [packed_row(model.vocab_size, generator, self.state) for _ in self.layouts]
+        self.cache = RoutingCache(self.state.chunks, model, ReplayConfig(kind="r2"))
+        self.version = 0
+        self.int64_bytes = self.our_bytes = 0
+
+    @torch.no_grad()
+    def old_pass(self, routing: Routing) -> None:
+        """Logprobs of the old policy."""
+        run_pass(self.state.chunks, self.microbatches, NextTokenHead(), backward=False, routing=routing)
+
+    def update_pass(self, routing: Routing) -> None:
+        """Forward and backward of an update; its optimizer step is left out."""
+        for chunk in self.state.chunks:
+            chunk.zero_grad_buffer()
+        run_pass(self.state.chunks, self.microbatches, NextTokenHead(), backward=True, routing=routing)
+
+    def without(self) -> None:
+        """No replay."""
+        self.old_pass(free_routing)
+        self.update_pass(free_routing)
+
+    def ours(self) -> None:
+        """Record, impose."""
+        self.version += 1
+        arguments = (self.state.chunks, self.state.mesh, self.layouts, self.cache, self.version)
+        with RoutingTape(*arguments) as tape:
+            self.old_pass(tape.record)
+            tape.finish()
+        self.our_bytes = self.cache.num_bytes
+        with RoutingTape(*arguments) as tape:
+            self.update_pass(tape.impose)
+            metrics = reduced(tape.finish())
+        assert metrics["routes/changed_fraction"] < 1e-3
+        self.cache.drop(self.version)
+
+    def int64(self) -> None:
+        """The same with Megatron's RouterReplay, chunk by chunk and microbatch by microbatch."""
+        from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+        replays = []
+        for _, router in replayed_routers(self.state.chunks[0]):
+            router.router_replay = RouterReplay()
+            replays.append(router.router_replay)
+        held: list[list[Tensor]] = []
+
+        @contextmanager
+        def record(chunk: nn.Module, index: int) -> Iterator[None]:
+            for replay in replays:
+                replay.set_router_replay_action(RouterReplayAction.RECORD)
+            yield
+            held.append([replay.get_recorded_indices().clone() for replay in replays])
+
+        @contextmanager
+        def impose(chunk: nn.Module, index: int) -> Iterator[None]:
+            for replay, target in zip(replays, held[index], strict=True):
+                replay.set_target_indices(target)
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            yield
+            for replay in replays:
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+        self.old_pass(record)
+        self.int64_bytes = sum(target.nbytes for targets in held for target in targets)
+        self.update_pass(impose)
+        for _, router in replayed_routers(self.state.chunks[0]):
+            router.router_replay = None
+        RouterReplay.clear_global_router_replay_instances()
+
+
+def layout(row: int) -> Layout:
+    """Eight samples of different lengths, nothing left over."""
+    lengths = [ROW // SAMPLES_A_ROW + step for step in range(-4, 5) if step]
+    spans = [Span(row * SAMPLES_A_ROW + place, length, length) for place, length in enumerate(lengths)]
+    return Layout((tuple(spans),), row_length=ROW, packed=True)
+
+
+def packed_row(vocab_size: int, generator: torch.Generator, state: TrainState) -> LocalMicrobatch:
+    """A row of random tokens in the spans of `layout`."""
+    lengths = [span.padded for span in layout(0).spans]
+    tokens = torch.randint(0, vocab_size, (1, ROW + 1), generator=generator)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    return localize(
+        Microbatch(
+            tokens_BS=tokens[:, :-1],
+            labels_BS=tokens[:, 1:],
+            loss_mask_BS=torch.ones(1, ROW),
+            position_ids_BS=torch.cat([torch.arange(length) for length in lengths])[None],
+            packed=PackedSpans(cu_seqlens=bounds, max_length=max(lengths)),
+        ),
+        state.mesh.cp,
+        state.platform.device,
+    )
+
+
+class Attribution:
+    """CPU seconds inside the tape's own functions; a function called by another counts once."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._stack: list[float] = []
+
+    def wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, its own time counted under `name`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._stack.append(0.0)
+            begun = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.process_time() - begun
+                inner = self._stack.pop()
+                self.seconds[name] = self.seconds.get(name, 0.0) + took - inner
+                if self._stack:
+                    self._stack[-1] += took
+
+        return call
+
+    @contextmanager
+    def attributing(self) -> Iterator[None]:
+        """Inside, the parts of the tape are timed."""
+        places: Sequence[tuple[Any, str, str]] = (
+            (RoutingTape, "__init__", "lay_out"),
+            (RoutingTape, "_visit", "read"),
+            (RoutingTape, "_whole_sums", "finish"),
+            (RoutingTape, "_settle", "check_and_compare"),
+            (RoutingTape, "_weights", "check_and_compare"),
+            (RoutingTape, "finish", "finish"),
+            (RoutingCache, "add", "store"),
+            (route_hooks.RouterHook, "get_replay_topk", "routers"),
+        )
+        originals = [getattr(owner, name) for owner, name, _ in places]
+        for owner, name, label in places:
+            setattr(owner, name, self.wrapped(label, getattr(owner, name)))
+        asked = route_hooks.RouterHook.get_replay_topk
+
+        def asking(*arguments: Any, default_compute_topk: Any = None) -> Any:
+            *head, choose = arguments if default_compute_topk is None else (*arguments, default_compute_topk)
+            return asked(*head, self.wrapped(OWN, choose))
+
+        route_hooks.RouterHook.get_replay_topk = asking  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            for (owner, name, _), original in zip(places, originals, strict=True):
+                setattr(owner, name, original)
+
+
+def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Clock]]:
+    """One row of the table."""
+    bench = Bench(model)
+    ways = {"without": bench.without, "ours": bench.ours, "int64": bench.int64}
+    clocks = {name: Clock() for name in ways}
+    for way in ways.values():
+        way()
+    for _ in range(rounds):
+        for name, way in ways.items():
+            with clocks[name]:
+                way()
+    attribution = Attribution()
+    with attribution.attributing():
+        for _ in range(rounds):
+            bench.ours()
+    tokens = ROW * ROWS
+    parts = {name: seconds / rounds for name, seconds in attribution.seconds.items() if name != OWN}
+    step_s = clocks["without"].median_s
+    row = {
+        "step_ms": 1e3 * step_s,
+        "ours_ms": 1e3 * (median(paired(clocks["ours"], clocks["without"]))),
+        "int64_ms": 1e3 * (median(paired(clocks["int64"], clocks["without"]))),
+        "attributed_ms": {name: round(1e3 * seconds, 3) for name, seconds in sorted(parts.items())},
+        "attributed_fraction": round(sum(parts.values()) / step_s, 4),
+        "bytes_per_token": {"ours": bench.our_bytes / tokens, "int64": bench.int64_bytes / tokens},
+        "tokens": tokens,
+        "contention": round(contention(list(clocks.values())), 2),
+    }
+    return {name: round(x, 2) if isinstance(x, float) and x > 1 else x for name, x in row.items()}, list(
+        clocks.values()
+    )
+
+
+def paired(clock: Clock, base: Clock) -> list[float]:
+    """Differences of steps next to each other."""
+    return [mine - theirs for mine, theirs in zip(clock.cpu_s, base.cpu_s, strict=True)]
+
+
+def big_shape() -> dict[str, Any]:
+    """48 layers, 8 of 128: bytes a token, and CPU milliseconds a thousand tokens to store and to read."""
+    device = torch.device("cpu")
+    scores = torch.rand(BIG_TOKENS // 16, BIG_LAYERS, BIG_EXPERTS)
+    codes = scores.topk(BIG_TOP_K).indices.to(torch.uint8).repeat(16, 1, 1)
+    order = torch.randperm(BIG_TOKENS)
+    rows: dict[str, Any] = {}
+    for name, bit_pack in (("a byte", False), ("7 bits", True)):
+        codec, blocks = Codec(BIG_EXPERTS, BIG_LAYERS, BIG_TOP_K, bit_pack), Blocks("device", 0, None, device)
+        store, read = Clock(), Clock()
+        for _ in range(5):
+            with store:
+                number = blocks.add(codec.encode(codes[order]))
+            with read:
+                codec.decode(blocks.rows(number, order, device))
+            held = blocks.num_bytes
+            blocks.drop(number)
+        rows[name] = _times(held, store, read)
+    wide, store, read = codes.long(), Clock(), Clock()
+    for _ in range(5):
+        with store:
+            kept = wide[order].clone()
+        with read:
+            kept[order].clone()
+    rows["int64"] = _times(kept.nbytes, store, read)
+    return rows
+
+
+def _times(held: int, store: Clock, read: Clock) -> dict[str, float]:
+    scale = 1e3 / (BIG_TOKENS / 1000)
+    return {
+        "bytes_per_token": held / BIG_TOKENS,
+        "store_ms_per_1000_tokens": round(store.median_s * scale, 3),
+        "read_ms_per_1000_tokens": round(read.median_s * scale, 3),
+    }
+
+
+def main() -> None:
+    """Print the table and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken")
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    from mcore_rl.parallel.mesh import destroy_mesh
+
+    rows = {}
+    for name, model in MODELS.items():
+        rows[name], _ = measured(model, rounds)
+        destroy_mesh()
+        sys.stdout.write(f"{name}: {json.dumps(rows[name])}\n")
+    shape = big_shape()
+    sys.stdout.write(f"Qwen3-30B-A3B: {json.dumps(shape)}\n")
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": f"python -m bench.replay {shlex.join(sys.argv[1:])}".strip(),
+        "versions": versions(),
+        "rows": rows,
+        "qwen3_30b_a3b": shape,
+    }
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Routing replay: whose choice of experts the policy is trained under."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat
+
+from mcore_rl.config.section import Section
+
+ReplayKind = Literal["none", "r2", "r3"]
+
+
+class ReplayConfig(Section):
+    """Routing replay of an MoE policy (R2, R3: arXiv 2507.18071, 2510.11370). Only the selection of experts is
+    imposed: their gates are the live router's scores, which keep learning.
+
+    Padding is routed live; so are multi-token-prediction layers. (The last token of a rollout, which its engine never
+    routes, is only a label in training.) A balance loss (`model.moe.balance`) is of the live choices, not of the
+    imposed ones; the expert bias counts the tokens that experts worked on, so the imposed.
+    """
+
+    kind: ReplayKind = "none"
+    """`r2`: the routes of the training engine's pass for old logprobs; `r3`: those of the rollout engine, in that
+    pass too; `none`: every pass routes for itself."""
+    reference: Literal["live", "replay"] = "live"
+    """How the reference policy routes: for itself, or under the same routes as the policy."""
+    missing: Literal["error", "live"] = "error"
+    """For r3, when an engine gave a completion without routes (a preempted request): end the run, or route that
+    sample live and count it."""
+    store: Literal["device", "pinned", "file"] = "device"
+    """Where routes wait for their pass: beside the model, in page-locked main memory, or in a memory-mapped file in
+    the run's folder."""
+    budget_gib: NonNegativeFloat = 0.0
+    """Of each rank: routes beyond so much of `store` go to the next slower one (device, pinned, file); 0: no
+    limit."""
+    observe_rollout: bool = False
+    """The engine tells its routes although they are not imposed, and how many the trainer would have chosen otherwise
+    is told (`rollout_routes/...`); r3 always does so."""
+    bit_pack: bool = False
+    """Keep only the bits that an expert's number needs (128 experts: 7, 512: 9), not whole bytes: smaller and slower
+    to read."""

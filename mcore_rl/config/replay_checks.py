@@ -1,0 +1,65 @@
+"""Whether routing replay can do what is asked of it with this model and this rollout engine."""
+
+from collections.abc import Iterator
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.replay import ReplayConfig
+
+MAX_CODES = 2**15
+
+
+def replay_violations(
+    replay: ReplayConfig, model: ModelConfig, *, router_fusion: bool = False, engine_gives_routes: bool = True
+) -> Iterator[str]:
+    """One sentence for each reason why `replay` cannot be run; `router_fusion`: the policy's router is one kernel."""
+    if replay.kind == "none":
+        yield from _unused(replay)
+        return
+    if not model.is_moe:
+        yield (
+            f'replay.kind="{replay.kind}" with model.family="{model.family}" and no experts: nothing is routed. '
+            'Set replay.kind="none".'
+        )
+        return
+    if router_fusion:
+        yield (
+            f'replay.kind="{replay.kind}" with moe_router_fusion: the fused router returns before it asks for the '
+            "imposed experts, and replay would do nothing. Build the policy without it."
+        )
+    codes = model.moe.num_experts * (2 if model.moe.capacity_factor else 1)
+    if codes > MAX_CODES:
+        yield (
+            f"model.moe.num_experts={model.moe.num_experts} with replay: a route is kept in 16 bits with a sign. "
+            'Set replay.kind="none".'
+        )
+    if replay.kind == "r3":
+        yield from _rollout(replay, model, engine_gives_routes)
+    elif replay.missing == "live":
+        yield (
+            'replay.missing="live" with replay.kind="r2": the training engine records every route, and one that is '
+            'missing is a bug. Set replay.missing="error".'
+        )
+
+
+def _rollout(replay: ReplayConfig, model: ModelConfig, engine_gives_routes: bool) -> Iterator[str]:
+    if not engine_gives_routes:
+        yield (
+            'replay.kind="r3" with a rollout engine that does not tell its routes. Use the native engine, or set '
+            'replay.kind="r2".'
+        )
+    if model.moe.capacity_factor:
+        yield (
+            f'replay.kind="r3" with model.moe.capacity_factor={model.moe.capacity_factor}: what is dropped depends '
+            "on the tokens that are computed together, which are others in a rollout. Set capacity_factor=0, or "
+            'replay.kind="r2", which carries what was dropped.'
+        )
+
+
+def _unused(replay: ReplayConfig) -> Iterator[str]:
+    if replay.reference == "replay":
+        yield (
+            'replay.reference="replay" with replay.kind="none": there are no routes to impose. Set '
+            'replay.reference="live", or a kind.'
+        )
+    if replay.missing == "live":
+        yield 'replay.missing="live" is not read with replay.kind="none". Set replay.missing="error".'

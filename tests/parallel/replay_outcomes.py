@@ -1,0 +1,117 @@
+"""One rank's routes and what it made of them, and whether other ranks together make the same of them."""
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from mcore_rl.config.mesh import MeshConfig
+from tests.parallel.parity import Tensors, assembled, config_of, largest, random_weights, relative_errors
+from tests.parallel.replaying import Case, replay_all, tiny
+from tests.ranks import run_ranks
+
+MODELS = {
+    "qwen3_moe": tiny("qwen3_moe"),
+    "qwen3_moe-8": tiny("qwen3_moe", num_layers=8),
+    "deepseek_v3": tiny("deepseek_v3"),
+    "deepseek_v3-8": tiny("deepseek_v3", num_layers=8),
+    "qwen3_moe-full": tiny("qwen3_moe", capacity_factor=1.0),
+    "qwen3_moe-allgather": tiny("qwen3_moe", dispatcher="allgather"),
+    "deepseek_v3-mtp": tiny("deepseek_v3", mtp=1),
+}
+LAYOUTS = ("packed", "padded")
+
+
+class Outcome(NamedTuple):
+    """One layout of one case, of all ranks together."""
+
+    free: dict[int, float]
+    same: dict[int, float]
+    recorded: dict[int, dict[int, list[int]]]
+    losses: dict[int, float]
+    gradients: Tensors
+    metrics: dict[str, Any]
+    unchanged: dict[str, Any]
+    errors: list[str]
+    accounts: list[list[dict[str, int]]]
+
+
+def together(ranks: Sequence[dict[str, Any]]) -> Outcome:
+    """Of what each rank returned."""
+    recorded: dict[int, dict[int, list[int]]] = {}
+    for rank in ranks:
+        for layer, routes in rank.get("recorded", {}).items():
+            recorded.setdefault(layer, {}).update(routes)
+    return Outcome(
+        *({name: x for rank in ranks for name, x in rank.get(key, {}).items()} for key in ("free", "same")),
+        recorded,
+        {name: x for rank in ranks for name, x in rank["losses"].items()},
+        assembled([rank["gradients"] for rank in ranks]),
+        ranks[0]["metrics"],
+        ranks[0].get("unchanged", {}),
+        [rank["error"] for rank in ranks],
+        [rank["accounts"] for rank in ranks],
+    )
+
+
+class Reference(NamedTuple):
+    """One rank's weights, its routes in a folder, and what it made of them."""
+
+    weights: Tensors
+    folder: tempfile.TemporaryDirectory[str]
+    outcomes: dict[str, Outcome]
+
+
+@functools.cache
+def one_rank(model: str) -> Reference:
+    """Of each layout."""
+    weights = random_weights(config_of(MODELS[model], MeshConfig()))
+    folder = tempfile.TemporaryDirectory(prefix="routes-")
+    layouts = ("padded",) if model.endswith("mtp") else LAYOUTS
+    case = Case(model=model, mesh=MeshConfig(), layouts=layouts)
+    ((found,),) = run_ranks(replay_all, 1, [case], MODELS, {model: weights}, {model: folder.name})
+    return Reference(
+        weights, folder, {layout: together([x]) for layout, x in zip(layouts, found, strict=True)}
+    )
+
+
+def outcomes(cases: list[Case]) -> list[dict[str, Outcome]]:
+    """Of cases with worlds of one size, by layout."""
+    models = sorted({case.model for case in cases})
+    weights = {model: one_rank(model).weights for model in models}
+    folders = {model: one_rank(model).folder.name for model in models}
+    ranks = run_ranks(replay_all, cases[0].mesh.smallest_world, cases, MODELS, weights, folders)
+    return [
+        {
+            layout: together([rank[index][place] for rank in ranks])
+            for place, layout in enumerate(case.layouts)
+        }
+        for index, case in enumerate(cases)
+    ]
+
+
+def assert_equal(outcome: Outcome, reference: Outcome) -> None:
+    """The same routes recorded, nothing changed by them, the same training under them."""
+    assert outcome.errors == [""] * len(outcome.errors)
+    # The same weights: bit-equal under their own routes, which are those of one rank.
+    assert outcome.free == outcome.same
+    assert outcome.unchanged["routes/changed_fraction"] == 0
+    assert outcome.unchanged["routes/changed_tokens_fraction"] == 0
+    assert {
+        layer: {n: sorted(k) for n, k in routes.items()} for layer, routes in outcome.recorded.items()
+    } == {layer: {n: sorted(k) for n, k in routes.items()} for layer, routes in reference.recorded.items()}
+    assert_same_training(outcome, reference)
+    for name, (value, count) in reference.metrics.items():
+        if name != "routes/cached_bytes":
+            assert outcome.metrics[name] == pytest.approx((value, count), rel=1e-4), name
+    for account in (account for rank in outcome.accounts for account in rank):
+        assert account["consumed"] == account["expected"], account
+
+
+def assert_same_training(outcome: Outcome, reference: Outcome) -> None:
+    """Losses and gradients of other weights under the same routes."""
+    assert outcome.losses == pytest.approx(reference.losses, rel=1e-5)
+    errors = relative_errors(outcome.gradients, reference.gradients)
+    assert max(errors.values()) <= 1e-5, f"gradients differ: {largest(errors)}"

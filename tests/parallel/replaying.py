@@ -1,0 +1,308 @@
+"""Routes recorded, imposed and compared on any mesh; many cases in one world of ranks."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.errors import RoutingError
+from mcore_rl.model.build import unwrap
+from mcore_rl.model.families import FAMILIES
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.model.inputs import LocalMicrobatch, localize
+from mcore_rl.parallel.layouts import Layout, Span
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.parallel.routing import RoutingTape
+from mcore_rl.parallel.schedule import HeadOutput, free_routing, run_pass
+from mcore_rl.rl.replay import RoutingCache
+from mcore_rl.rl.route_files import load, save
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.state import TrainState
+from tests.parallel.parity import Tensors, config_of, owned
+
+LENGTHS = (13, 8, 16, 5, 11, 16, 3, 10)
+"""Tokens of the samples; the last position of each is not trained on."""
+ROW, WIDE = 16, 32
+"""Positions of a padded and of a packed row."""
+IDS = 1000
+VERSION = 3
+Sabotage = Callable[[TrainState], None]
+
+NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
+
+
+def tiny(family: str, num_layers: int = 4, mtp: int = 0, **moe: Any) -> ModelConfig:
+    """A family's smallest model; the routers' losses, which see padding, are left out."""
+    model = FAMILIES[family].tiny
+    experts = model.moe.model_copy(update=NO_ROUTER_LOSS | moe)
+    return model.model_copy(update={"moe": experts, "num_layers": num_layers, "mtp_layers": mtp})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model on one mesh, recorded and replayed."""
+
+    model: str
+    mesh: MeshConfig
+    recompute: str = "none"
+    layouts: tuple[str, ...] = ("packed", "padded")
+    precision: Literal["fp32", "bf16"] = "fp32"
+    sabotage: Sabotage | None = None
+    replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(kind="r2"))
+
+    @property
+    def platform(self) -> PlatformConfig:
+        """With this recomputation."""
+        if self.recompute in ("none", "full"):
+            return PlatformConfig(precision=self.precision, recompute=self.recompute)  # type: ignore[arg-type]
+        modules: Any = (self.recompute,)
+        return PlatformConfig(precision=self.precision, recompute="selective", recompute_modules=modules)
+
+
+class LossHead:
+    """Losses of trained tokens, weighted unevenly; keeps those of all."""
+
+    wants_losses = True
+
+    def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
+        """See Head."""
+        mask_Bs = microbatch.loss_mask_Bs
+        loss = (output.float() * mask_Bs * (1 + microbatch.position_ids_Bs % 3)).sum()
+        kept = {"losses": output.detach().float(), "mask": mask_Bs}
+        return HeadOutput(loss=loss, count=mask_Bs.sum().int(), kept=kept)
+
+
+def sample_tokens(sample: int, vocab_size: int) -> Tensor:
+    """Ids of a sample and the token after it."""
+    generator = torch.Generator().manual_seed(sample)
+    return torch.randint(0, vocab_size, (LENGTHS[sample] + 1,), generator=generator)
+
+
+def layouts_of(packed: bool, dp_rank: int, dp_size: int) -> list[Layout]:
+    """This replica's microbatches: two samples each, in two padded rows or in one packed row with gaps."""
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    mine = pairs[dp_rank * len(pairs) // dp_size : (dp_rank + 1) * len(pairs) // dp_size]
+    if not packed:
+        return [
+            Layout(tuple((Span(n, LENGTHS[n], ROW),) for n in pair), row_length=ROW, packed=False)
+            for pair in mine
+        ]
+    layouts = []
+    for pair in mine:
+        spans = [Span(n, LENGTHS[n], -(-LENGTHS[n] // 4) * 4) for n in pair]
+        rest = WIDE - sum(span.padded for span in spans)
+        if rest:
+            spans.append(Span(-1, 0, rest))
+        layouts.append(Layout((tuple(spans),), row_length=WIDE, packed=True))
+    return layouts
+
+
+def microbatch_of(layout: Layout, state: TrainState) -> tuple[LocalMicrobatch, Tensor]:
+    """This rank's part, and of each position sample * IDS + position, -1 for padding."""
+    vocab = state.config.model.vocab_size
+    columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "mask": [], "positions": [], "names": []}
+    for span in layout.spans:
+        count = span.num_tokens if span.sample >= 0 else 0
+        rest = span.padded - count
+        tokens = sample_tokens(span.sample, vocab) if count else torch.zeros(1, dtype=torch.int64)
+        mask = torch.ones(count)
+        if count:
+            mask[-1] = 0.0
+        names = span.sample * IDS + torch.arange(count)
+        pads = torch.zeros(rest, dtype=torch.int64)
+        for name, values in {
+            "ids": torch.cat([tokens[:count], pads]),
+            "labels": torch.cat([tokens[1 : count + 1], pads]),
+            "mask": torch.cat([mask, pads.float()]),
+            "positions": torch.arange(span.padded),
+            "names": torch.cat([names, pads - 1]),
+        }.items():
+            columns[name].append(values)
+    rows = {name: torch.cat(values).view(-1, layout.row_length) for name, values in columns.items()}
+    spans = None
+    if layout.packed:
+        bounds = torch.tensor([0, *(span.padded for span in layout.spans)]).cumsum(0).int()
+        spans = PackedSpans(cu_seqlens=bounds, max_length=int(bounds.diff().max()))
+
+    def made(ids: Tensor) -> LocalMicrobatch:
+        whole = Microbatch(
+            tokens_BS=ids,
+            labels_BS=rows["labels"],
+            loss_mask_BS=rows["mask"],
+            position_ids_BS=rows["positions"],
+            packed=spans,
+        )
+        return localize(whole, state.mesh.cp, state.platform.device)
+
+    return made(rows["ids"]), made(rows["names"]).tokens_Bs
+
+
+@dataclass
+class Run:
+    """A model on this rank, and what passes over one batch need."""
+
+    state: TrainState
+    cache: RoutingCache
+    version: int
+    layouts: list[Layout]
+    microbatches: list[LocalMicrobatch]
+    names: list[Tensor]
+
+    def tape(self, **options: Any) -> RoutingTape:
+        """For one pass."""
+        return RoutingTape(
+            self.state.chunks, self.state.mesh, self.layouts, self.cache, self.version, **options
+        )
+
+    def losses(self, kept: Sequence[dict[str, Tensor]]) -> dict[int, float]:
+        """Of each trained token on this rank, by its name."""
+        found: dict[int, float] = {}
+        for names_Bs, facts in zip(self.names, kept, strict=False):
+            chosen = facts["mask"] > 0
+            found |= dict(zip(names_Bs[chosen].tolist(), facts["losses"][chosen].tolist(), strict=True))
+        return found
+
+    def evaluate(self, routing: Any = free_routing) -> dict[int, float]:
+        """Losses of a pass without gradients."""
+        for chunk in self.state.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            kept = run_pass(self.state.chunks, self.microbatches, LossHead(), backward=False, routing=routing)
+        for chunk in self.state.chunks:
+            chunk.train()
+        return self.losses(kept)
+
+    def gradients(self, routing: Any = free_routing) -> tuple[dict[int, float], list[Any]]:
+        """Losses and finished gradients, in the pieces of the weights."""
+        chunks = self.state.chunks
+        config = unwrap(chunks[0]).config
+        config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(
+            *args, **(kwargs | {"force_all_reduce": True})
+        )
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        kept = run_pass(chunks, self.microbatches, LossHead(), backward=True, routing=routing)
+        params = [param for chunk in chunks for param in chunk.parameters()]
+        weights = [param.detach().clone() for param in params]
+        with torch.no_grad():
+            for param in params:
+                param.copy_(param.main_grad)
+            found = owned(self.state)
+            for param, value in zip(params, weights, strict=True):
+                param.copy_(value)
+        return self.losses(kept), [piece for piece in found if not piece[0].endswith("expert_bias")]
+
+    def routes(self) -> dict[int, dict[int, list[Any]]]:
+        """Layer -> token's name -> experts held here."""
+        found: dict[int, dict[int, list[Any]]] = {layer: {} for layer in self.cache.layers}
+        for sample in self.cache.samples(self.version):
+            entry = self.cache.entry(self.version, sample)
+            codes_nlK = self.cache.codes(entry, torch.arange(len(entry.position_n)))
+            for position, codes_lK in zip(entry.position_n.tolist(), codes_nlK.tolist(), strict=True):
+                for layer, codes_K in zip(self.cache.layers, codes_lK, strict=True):
+                    found[layer][sample * IDS + position] = codes_K
+        return found
+
+
+def opened(case: Case, model: ModelConfig, folder: Path | None = None) -> list[Run]:
+    """On a rank: a new model with no routes yet, and a batch of each layout."""
+    config = config_of(model, case.mesh, case.platform)
+    state = set_up(config, start(config.platform))
+    cache = RoutingCache(state.chunks, model, case.replay, folder)
+    return [batch_of(state, cache, layout == "packed") for layout in case.layouts]
+
+
+def batch_of(state: TrainState, cache: RoutingCache, packed: bool) -> Run:
+    """This replica's microbatches; the policy's version is one for each layout."""
+    layouts = layouts_of(packed, state.mesh.dp.rank, state.mesh.dp.size)
+    made = [microbatch_of(layout, state) for layout in layouts]
+    return Run(state, cache, VERSION + packed, layouts, [m for m, _ in made], [names for _, names in made])
+
+
+def perturbed(weights: Tensors) -> Tensors:
+    """Other weights, whose routers choose otherwise for many tokens."""
+    generator = torch.Generator().manual_seed(5)
+    changed = {}
+    for name, value in sorted(weights.items()):
+        noise = torch.randn(value.shape, generator=generator)
+        is_router = ".router.weight" in name
+        changed[name] = value + (0.03 if is_router else 0.002) * noise if value.dim() > 1 else value
+    return changed
+
+
+def replay(case: Case, model: ModelConfig, weights: Tensors, folder: str) -> list[dict[str, Any]]:
+    """On a rank, for each layout: record under `weights`, replay under them and then under others.
+
+    One rank leaves its routes in `folder`; all others impose those, after they have compared them with their own.
+    """
+    runs = opened(case, model)
+    state, mesh = runs[0].state, runs[0].state.mesh
+    copy_in(state.chunks, weights)
+    # What is dropped depends on which tokens are together on a rank: other ranks record other routes.
+    drops = bool(model.moe.capacity_factor)
+    facts = [{} if drops and mesh.world.size > 1 else replayed_unchanged(run) for run in runs]
+    for run in runs:
+        if mesh.world.size == 1:
+            save(run.cache, run.version, Path(folder), mesh)
+        else:
+            load(run.cache, run.version, Path(folder), run.layouts, mesh)
+    copy_in(state.chunks, perturbed(weights))
+    for run, found in zip(runs, facts, strict=True):
+        found |= replayed(run, case.sabotage)
+    destroy_mesh()
+    return facts
+
+
+def replayed_unchanged(run: Run) -> dict[str, Any]:
+    """What a pass that records gives, and one that imposes its routes on the same weights."""
+    tape = run.tape()
+    free = run.evaluate(tape.record)
+    tape.finish()
+    recorded = run.routes()
+    tape = run.tape()
+    same = run.evaluate(tape.impose)
+    unchanged = {metric.name: float(metric.value) for metric in tape.finish()}
+    return {"free": free, "same": same, "recorded": recorded, "unchanged": unchanged}
+
+
+def replayed(run: Run, sabotage: Sabotage | None) -> dict[str, Any]:
+    """Losses and gradients under the routes of the cache; an error of the accounts as text, beside them."""
+    tape = run.tape()
+    routing = tape.impose
+    if sabotage is not None:
+        sabotage(run.state)
+    losses, gradients = run.gradients(routing)
+    error, metrics = "", {}
+    try:
+        metrics = {metric.name: (float(metric.value), float(metric.count)) for metric in tape.finish()}
+    except RoutingError as problem:
+        error = str(problem)
+    accounts = [dataclasses.asdict(account) for account in tape.accounts]
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "metrics": metrics,
+        "error": error,
+        "accounts": accounts,
+    }
+
+
+def replay_all(
+    cases: Sequence[Case],
+    models: dict[str, ModelConfig],
+    weights: dict[str, Tensors],
+    folders: dict[str, str],
+) -> list[list[dict[str, Any]]]:
+    """On a rank: the cases one after the other."""
+    return [replay(case, models[case.model], weights[case.model], folders[case.model]) for case in cases]

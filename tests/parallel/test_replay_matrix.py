@@ -1,0 +1,121 @@
+"""Routes of one rank, imposed on every mesh: the same losses and gradients; broken replay is told apart."""
+
+import re
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.mesh import MeshConfig
+from tests.parallel import replay_mistakes as mistakes
+from tests.parallel.parity import largest, relative_errors
+from tests.parallel.replay_outcomes import LAYOUTS, assert_equal, assert_same_training, one_rank, outcomes
+from tests.parallel.replaying import Case
+
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+MESHES = {
+    "tp2": MeshConfig(tp=2),
+    "pp2": MeshConfig(pp=2),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "ep2": MeshConfig(ep=2, dp=2),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+    "tp2-etp2": MeshConfig(tp=2, etp=2),
+    "cp2": MeshConfig(cp=2),
+    "dp2": MeshConfig(dp=2),
+    "cp2-pp2": MeshConfig(cp=2, pp=2),
+    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
+    "pp4-vpp2": MeshConfig(pp=4, vpp=2),
+}
+RECOMPUTE = ("none", "full", "moe")
+
+
+def model_of(family: str, mesh: str) -> str:
+    return f"{family}-8" if mesh == "pp4-vpp2" else family
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_routes_of_one_rank_give_its_gradients_on_every_mesh(mesh: str, family: str) -> None:
+    """Each without, with full, and with selective recomputation; packed and padded."""
+    model = model_of(family, mesh)
+    cases = [Case(model=model, mesh=MESHES[mesh], recompute=recompute) for recompute in RECOMPUTE]
+    for case, found in zip(cases, outcomes(cases), strict=True):
+        for layout in LAYOUTS:
+            assert_equal(found[layout], one_rank(model).outcomes[layout])
+        again = {account["recomputed"] > 0 for rank in found["packed"].accounts for account in rank}
+        assert again == {case.recompute != "none"}
+
+
+def test_replay_changes_most_routes_of_the_other_weights() -> None:
+    """Else the matrix would compare nothing."""
+    metrics = one_rank("qwen3_moe").outcomes["packed"].metrics
+    changed, count = metrics["routes/changed_fraction"]
+    assert 0.2 < changed / count < 0.8
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2"])
+def test_multi_token_prediction_routes_for_itself(mesh: str) -> None:
+    cases = [
+        Case(model="deepseek_v3-mtp", mesh=MESHES[mesh], recompute=recompute, layouts=("padded",))
+        for recompute in ("none", "full")
+    ]
+    reference = one_rank("deepseek_v3-mtp").outcomes["padded"]
+    assert sorted(reference.recorded) == [1, 2, 3]
+    for found in outcomes(cases):
+        assert_equal(found["padded"], reference)
+
+
+def test_the_dispatcher_does_not_matter() -> None:
+    model = "qwen3_moe-allgather"
+    (found,) = outcomes([Case(model=model, mesh=MESHES["tp2-ep2"], recompute="full")])
+    for layout, outcome in found.items():
+        assert_equal(outcome, one_rank(model).outcomes[layout])
+
+
+def test_in_bf16_the_same_weights_give_the_same_bits() -> None:
+    """The routes of fp32 are then imposed: the accounts hold."""
+    cases = [
+        Case(model="qwen3_moe", mesh=MESHES[mesh], recompute="full", precision="bf16")
+        for mesh in ("pp2-vpp2", "tp2")
+    ]
+    for found in outcomes(cases):
+        for outcome in found.values():
+            assert outcome.free == outcome.same
+            assert outcome.unchanged["routes/changed_fraction"] == 0
+            assert outcome.errors == ["", ""]
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2", "cp2"])
+def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
+    model = "qwen3_moe-full"
+    cases = [Case(model=model, mesh=MESHES[mesh], recompute=recompute) for recompute in ("none", "full")]
+    references = one_rank(model).outcomes
+    recorded = references["packed"].recorded.values()
+    codes = [code for routes in recorded for codes in routes.values() for code in codes]
+    assert 0 < sum(code >= 8 for code in codes) < len(codes) / 2
+    for found in outcomes(cases):
+        for layout, outcome in found.items():
+            assert outcome.errors == [""] * len(outcome.errors)
+            assert_same_training(outcome, references[layout])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recompute", "mistake", "told"),
+    [
+        ("pp2-vpp2", "full", mistakes.arm_all_routers_of_the_process, "left over|times"),
+        ("pp4-vpp2", "full", mistakes.arm_all_routers_of_the_process, "left over|times"),
+        ("pp2", "full", mistakes.recompute_with_the_latest_forward, "times in recomputation"),
+        ("pp2-vpp2", "none", mistakes.batched_messages, ""),
+    ],
+)
+def test_the_known_mistakes_give_other_gradients(mesh: str, recompute: str, mistake: Any, told: str) -> None:
+    """The comparison sees each; the accounts see those that are about routes."""
+    model = model_of("qwen3_moe", mesh)
+    case = Case(model=model, mesh=MESHES[mesh], recompute=recompute, layouts=("padded",), sabotage=mistake)
+    (found,) = outcomes([case])
+    outcome, reference = found["padded"], one_rank(model).outcomes["padded"]
+    errors = relative_errors(outcome.gradients, reference.gradients)
+    assert max(errors.values()) > 1e-3, largest(errors)
+    assert len(set(outcome.errors)) == 1, "ranks disagree"
+    assert bool(outcome.errors[0]) == bool(told), outcome.errors
+    if told:
+        assert re.search(rf"layer \d, microbatch \d \(samples .*({told})", outcome.errors[0])

@@ -1,0 +1,80 @@
+"""Routes that come from other ranks, another layout or another mesh are those of one rank all the same."""
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.mesh import MeshConfig
+from tests.parallel import travelling
+from tests.parallel.replay_outcomes import MODELS, assert_same_training, one_rank, together
+from tests.ranks import run_ranks
+
+WORLD = 4
+MESHES = {
+    "tp2-dp2": MeshConfig(tp=2, dp=2),
+    "cp2-dp2": MeshConfig(cp=2, dp=2),
+    "pp2-dp2": MeshConfig(pp=2, dp=2),
+    "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
+}
+
+
+def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
+    """R3: only what is trained here and of the layers here travels, in one byte a choice; nothing is broadcast."""
+    alone = one_rank("qwen3_moe")
+    reference = alone.outcomes["packed"]
+    ranks = run_ranks(
+        travelling.trained_on_rollouts,
+        WORLD,
+        list(MESHES.values()),
+        MODELS["qwen3_moe"],
+        alone.weights,
+        reference.recorded,
+    )
+    for index, mesh in enumerate(MESHES.values()):
+        facts = [rank[index] for rank in ranks]
+        assert_same_training(together(facts), reference)
+        for fact in facts:
+            expected, sent = fact["moved"]
+            assert sent == expected and (sent > 0 or mesh.dp == 1), (sent, expected)
+            assert fact["held"][0] == fact["held"][1]
+            assert fact["other_traffic"] == {}
+
+
+def test_routes_replay_in_other_rows_and_under_other_meshes(tmp_path: Path) -> None:
+    alone = one_rank("qwen3_moe")
+    reference = alone.outcomes["packed"]
+    ranks = run_ranks(
+        travelling.laid_out_otherwise,
+        WORLD,
+        list(MESHES.values()),
+        MODELS["qwen3_moe"],
+        alone.weights,
+        str(tmp_path),
+    )
+    for index in range(len(MESHES)):
+        found = [rank[index] for rank in ranks]
+        for replay in range(1 + bool(index)):
+            assert_same_training(together([rank["facts"][replay] for rank in found]), reference)
+        told = {rank["error"] for rank in found}
+        assert len(told) == 1
+        assert "laid out otherwise" in min(told) or "there are no routes" in min(told)
+
+
+def test_an_error_on_one_rank_is_told_by_all() -> None:
+    first, second = run_ranks(travelling.damaged_on_one_rank, 2, MODELS["qwen3_moe"])
+    assert first == second
+    flipped, missing = first
+    assert "rank 1: layers [1], sample 6 of version 3: the routes are not the recorded ones" in flipped
+    assert "rank 1: sample 7 of version 3, layers [0, 1, 2, 3]: there are no routes" in missing
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_native_engines_routes_are_the_training_passes(family: str) -> None:
+    """With the same weights: R3 changes next to nothing, whichever replica generated."""
+    meshes = [MESHES[name] for name in ("tp2-dp2", "cp2-dp2", "pp2-dp2")]
+    ranks = run_ranks(
+        travelling.trained_on_the_engines, WORLD, meshes, MODELS[family], one_rank(family).weights
+    )
+    for metrics in (metrics for rank in ranks for metrics in rank):
+        assert metrics["rollout_routes/compared_tokens"] == sum(min(n, 15) for n in travelling.LENGTHS)
+        assert metrics["rollout_routes/changed_fraction"] <= 2

@@ -1,0 +1,258 @@
+"""Routes that come from other ranks than those that train under them; on a rank."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.errors import RoutingError
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.parallel.layouts import Layout, Span
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.replay import RoutingCache
+from mcore_rl.rl.route_files import load, save
+from mcore_rl.rl.route_rollouts import RolloutRoutes, fill, routes_of
+from mcore_rl.rl.sampling import Cut
+from tests.generating import engine_on, prompt_of
+from tests.parallel.parity import Tensors
+from tests.parallel.replaying import (
+    IDS,
+    LENGTHS,
+    VERSION,
+    Case,
+    Run,
+    microbatch_of,
+    opened,
+    perturbed,
+    replayed,
+    sample_tokens,
+)
+
+Recorded = dict[int, dict[int, list[int]]]
+
+
+def as_rollout(sample: int, recorded: Recorded, vocab_size: int) -> RolloutRoutes:
+    """As an engine would tell them: all layers of the model, every token."""
+    layers = sorted(recorded)
+    routes = [[recorded[layer][sample * IDS + n] for layer in layers] for n in range(LENGTHS[sample])]
+    tokens_T = sample_tokens(sample, vocab_size)[: LENGTHS[sample]]
+    return RolloutRoutes(tokens_T, torch.tensor(routes, dtype=torch.uint8))
+
+
+class Traffic:
+    """Bytes that this rank gives to collectives of tensors, by their name; of all_to_all those for others."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, int] = {}
+
+    @contextmanager
+    def counted(self, axis_rank: int) -> Iterator[None]:
+        """Inside."""
+        originals = {name: getattr(dist, name) for name in ("all_to_all_single", "broadcast", "all_gather")}
+
+        def counting(name: str) -> Callable[..., Any]:
+            def call(output: Tensor, given: Any, *args: Any, **kwargs: Any) -> Any:
+                if name == "all_to_all_single":
+                    sizes = args[1]
+                    count = sum(size for rank, size in enumerate(sizes) if rank != axis_rank)
+                else:
+                    count = output.nbytes if isinstance(output, Tensor) else given.nbytes
+                self.sent[name] = self.sent.get(name, 0) + count
+                return originals[name](output, given, *args, **kwargs)
+
+            return call
+
+        for name in originals:
+            setattr(dist, name, counting(name))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+
+def trained_on_rollouts(
+    meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors, recorded: Recorded
+) -> list[dict[str, Any]]:
+    """On each mesh: replicas train under routes that others of them were given by the engine."""
+    return [one_rollout(mesh, model, weights, recorded) for mesh in meshes]
+
+
+def one_rollout(
+    mesh_config: MeshConfig, model: ModelConfig, weights: Tensors, recorded: Recorded
+) -> dict[str, Any]:
+    case = Case(model="", mesh=mesh_config, layouts=("packed",), replay=ReplayConfig(kind="r3"))
+    (run,) = opened(case, model)
+    mesh = run.state.mesh
+    copy_in(run.state.chunks, perturbed(weights))
+    mine = [n for n in range(len(LENGTHS)) if n % mesh.dp_cp.size == mesh.dp_cp.rank]
+    generated = {n: as_rollout(n, recorded, model.vocab_size) for n in mine}
+    traffic = Traffic()
+    with traffic.counted(mesh.dp_cp.rank):
+        fill(run.cache, run.version, generated, run.layouts, mesh)
+    # Of samples that other replicas generated: positions here, layers here, one byte a choice, and checksums.
+    entries = {n: run.cache.entry(run.version, n) for n in run.cache.samples(run.version)}
+    row_bytes = len(run.cache.layers) * run.cache.top_k
+    foreign = sum(
+        len(entry.position_n) * row_bytes + 8 * len(run.cache.layers)
+        for n, entry in entries.items()
+        if n not in mine
+    )
+    held = sum(len(entry.position_n) for entry in entries.values()) * row_bytes
+    received = torch.tensor([foreign, traffic.sent.pop("all_to_all_single")])
+    dist.all_reduce(received)
+    facts = replayed(run, None)
+    destroy_mesh()
+    return facts | {
+        "moved": received.tolist(),
+        "other_traffic": traffic.sent,
+        "held": (run.cache.num_bytes, held),
+    }
+
+
+def other_layouts(dp_rank: int, dp_size: int) -> list[Layout]:
+    """The samples in other rows, of other replicas."""
+    rows = [(7, 4), (6, 1, 3), (0, 5), (2,)]
+    mine = rows[(dp_size - 1 - dp_rank) * len(rows) // dp_size : (dp_size - dp_rank) * len(rows) // dp_size]
+    layouts = []
+    for row in mine:
+        spans = [Span(n, LENGTHS[n], -(-LENGTHS[n] // 8) * 8) for n in row]
+        rest = 48 - sum(span.padded for span in spans)
+        layouts.append(Layout(((*spans, Span(-1, 0, rest)),), row_length=48, packed=True))
+    return layouts
+
+
+def laid_out_otherwise(
+    meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors, folder: str
+) -> list[dict[str, Any]]:
+    """On each mesh: recorded in one layout, replayed in another; then from the files of the mesh before."""
+    results = []
+    for index, mesh_config in enumerate(meshes):
+        (run,) = opened(Case(model="", mesh=mesh_config, layouts=("padded",)), model)
+        mesh = run.state.mesh
+        copy_in(run.state.chunks, weights)
+        tape = run.tape()
+        run.evaluate(tape.record)
+        tape.finish()
+        recorded = run.routes()
+        other = rebatched(run, other_layouts(mesh.dp.rank, mesh.dp.size))
+        error = refused(other)
+        run.cache.rearrange(run.version, other.layouts, mesh)
+        save(run.cache, run.version, Path(folder) / str(index), mesh)
+        copy_in(run.state.chunks, perturbed(weights))
+        facts = [replayed(other, None)]
+        if index:
+            run.cache.close()
+            load(run.cache, run.version, Path(folder) / str(index - 1), other.layouts, mesh)
+            facts.append(replayed(other, None))
+        results.append({"facts": facts, "recorded": recorded, "error": error})
+        destroy_mesh()
+    return results
+
+
+def rebatched(run: Run, layouts: list[Layout]) -> Run:
+    """The same model and cache, another batch."""
+    made = [microbatch_of(layout, run.state) for layout in layouts]
+    return Run(run.state, run.cache, run.version, layouts, [m for m, _ in made], [names for _, names in made])
+
+
+def refused(run: Run) -> str:
+    """What an imposing tape says."""
+    try:
+        assert run.tape().impose
+    except RoutingError as error:
+        return str(error)
+    return ""
+
+
+def damaged_on_one_rank(model: ModelConfig) -> list[str]:
+    """Two replicas, of which only the second lacks a sample; then only the second has a flipped bit."""
+    (run,) = opened(Case(model="", mesh=MeshConfig(dp=2), layouts=("padded",)), model)
+    tape = run.tape()
+    run.evaluate(tape.record)
+    tape.finish()
+    cache: RoutingCache = run.cache
+    is_second = run.state.mesh.dp.rank == 1
+    if is_second:
+        entry = cache.entry(VERSION, 6)
+        cache._blocks._blocks[entry.block].rows_nw[entry.first, 3] ^= 1
+    tape = run.tape()
+    run.evaluate(tape.impose)
+    errors = []
+    try:
+        tape.finish()
+    except RoutingError as error:
+        errors.append(str(error))
+    if is_second:
+        del cache._entries[VERSION, 7]
+    errors.append(refused(run))
+    destroy_mesh()
+    return errors
+
+
+def trained_on_the_engines(
+    meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors
+) -> list[dict[str, float]]:
+    """On each mesh: the native engine's routes of what it generated, in a pass over it by other replicas."""
+    return [one_engine(mesh, model, weights) for mesh in meshes]
+
+
+def one_engine(mesh_config: MeshConfig, model: ModelConfig, weights: Tensors) -> dict[str, float]:
+    case = Case(model="", mesh=mesh_config, layouts=("packed",), replay=ReplayConfig(kind="r3"))
+    (run,) = opened(case, model)
+    mesh = run.state.mesh
+    copy_in(run.state.chunks, weights)
+    engine = engine_on(run.state.chunks, mesh, model, gathers_routes=mesh.tp.size > 1)
+    mine = [n for n in range(len(LENGTHS)) if n % mesh.dp_cp.size == mesh.dp_cp.rank]
+    prompts = [prompt_of(sample_tokens(n, model.vocab_size)[:2].tolist(), str(n)) for n in mine]
+    sampling = Sampling(max_new_tokens=14, cut=Cut(temperature=1.0), with_routes=True)
+    groups = engine.generate(prompts, sampling, [[n] for n in mine])
+    generated = {}
+    for n, group in zip(mine, groups, strict=True):
+        routes = routes_of(group.prompt, group.completions[0])
+        assert routes is not None
+        # As long as the sample of this number: a rollout may be cut anywhere.
+        generated[n] = RolloutRoutes(routes.tokens_T[: LENGTHS[n]], routes.experts_TLK[: LENGTHS[n]])
+    boxes: list[dict[int, list[int]]] = [{} for _ in range(mesh.world.size)]
+    dist.all_gather_object(boxes, {n: routes.tokens_T.tolist() for n, routes in generated.items()})
+    said = {n: torch.tensor(tokens) for box in boxes for n, tokens in box.items()}
+    lengths = {n: len(tokens) for n, tokens in said.items()}
+    assert all(lengths[n] == min(LENGTHS[n], 15) for n in lengths), lengths
+    run = with_words(run, said)
+    fill(run.cache, run.version, generated, run.layouts, mesh)
+    tape = run.tape()
+    run.evaluate(tape.impose)
+    metrics = {metric.name: float(metric.value) for metric in tape.finish("rollout_routes")}
+    destroy_mesh()
+    return metrics
+
+
+def with_words(run: Run, said: dict[int, Tensor]) -> Run:
+    """The same layouts, shortened to what was said, with its words in the samples' places."""
+    layouts = [
+        Layout(
+            tuple(
+                tuple(
+                    Span(span.sample, len(said[span.sample]), span.padded) if span.sample >= 0 else span
+                    for span in row
+                )
+                for row in layout.rows
+            ),
+            layout.row_length,
+            layout.packed,
+        )
+        for layout in run.layouts
+    ]
+    for microbatch, names_Bs in zip(run.microbatches, run.names, strict=True):
+        for place, name in enumerate(names_Bs[0].tolist()):
+            if name >= 0 and name % IDS < len(said[name // IDS]):
+                microbatch.tokens_Bs[0, place] = said[name // IDS][name % IDS]
+    return Run(run.state, run.cache, run.version, layouts, run.microbatches, run.names)
