@@ -1,5 +1,8 @@
 """The errors that are the user's to mend. Each message says what it got, what it wanted, and what to do."""
 
+HUNG_STATUS = 75
+"""Exit status of a rank that ended because no step finished in train.hang_s."""
+
 
 class McoreRlError(Exception):
     """Base of the errors below: printed without a traceback, exit status 2."""
@@ -23,3 +26,7 @@ class TrainingError(McoreRlError):
 
 class EngineError(McoreRlError):
     """A rollout engine that failed."""
+
+
+class RoutingError(McoreRlError):
+    """Routes of a replay that are missing, twice there, damaged, or not the ones that routers took."""

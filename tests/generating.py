@@ -28,8 +28,11 @@ def loaded(model: ModelConfig, tensors: Tensors, mesh: Mesh) -> list[nn.Module]:
     return chunks
 
 
-def engine_on(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, **sizes: int) -> MegatronEngine:
-    return MegatronEngine(chunks, mesh, model, spelled, EngineConfig(**({"slots": 8} | sizes)))
+def engine_on(
+    chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, *, gathers_routes: bool = True, **sizes: int
+) -> MegatronEngine:
+    config = EngineConfig(**({"slots": 8} | sizes))
+    return MegatronEngine(chunks, mesh, model, spelled, config, gathers_routes=gathers_routes)
 
 
 def spelled(tokens: Sequence[int]) -> str:

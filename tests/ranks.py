@@ -26,9 +26,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
     pipes, ranks = [], []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_rank, args=(sender, rank, num_ranks, port, function, args), daemon=True
-        )
+        process = context.Process(target=_run_rank, args=(sender, rank, num_ranks, port, function, args))
         process.start()
         sender.close()
         pipes.append(receiver)

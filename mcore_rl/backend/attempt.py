@@ -23,6 +23,10 @@ class Attempt:
         """Whether it runs on this host; False of one on another host, of which nothing is known."""
         return self.host == platform.node() and _birth(self.pid) == self.born
 
+    def supersedes(self, other: "Attempt") -> bool:
+        """Whether it is a later start of the same job: Slurm has ended the other one, or will."""
+        return bool(self.job) and self.job == other.job and self.number > other.number
+
     def describe(self) -> str:
         """For messages."""
         job = f"job {self.job} attempt {self.number}, " if self.job else ""

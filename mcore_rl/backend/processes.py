@@ -135,7 +135,7 @@ class _Guard(AbstractContextManager[None]):
             with suppress(RuntimeError):
                 self.store.set("failure", json.dumps([self.rank, headline]))
                 self._wait_until_heard()
-            _end_process(failure.status)
+            end_process(failure.status)
 
     def _first_to_fail(self, *, wait: bool) -> int:
         """The rank that failed first: this one if no other has claimed it; `wait` a while for such a claim."""
@@ -180,7 +180,7 @@ class _Guard(AbstractContextManager[None]):
                 sys.stderr.write(words + "\n")
             with suppress(RuntimeError):
                 self.store.add("heard", 1)
-            _end_process(1)
+            end_process(1)
 
 
 def _status(error: BaseException) -> int:
@@ -206,8 +206,8 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(word in text for word in LOST_PEER_WORDS)
 
 
-def _end_process(status: int) -> NoReturn:
-    """At once: a usual exit would wait for collectives and child processes that never end."""
+def end_process(status: int) -> NoReturn:
+    """Of this process and its children, at once: a usual exit waits for collectives and children that never end."""
     sys.stdout.flush()
     sys.stderr.flush()
     for child in psutil.Process().children(recursive=True):

@@ -22,6 +22,7 @@ def check(config: PretrainConfig, world_size: int) -> None:
     refuse(
         [
             *run_violations(config, world_size, config.data.seq_length, "data.seq_length"),
+            *batch_violations(config.train, config.mesh, world_size),
             *_data(config.data, config.train),
         ]
     )
@@ -39,7 +40,6 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from model_violations(model)
     yield from mesh_violations(model, mesh, seq_length, field)
     yield from _world(mesh, model, world_size)
-    yield from _batch(config.train, mesh, world_size)
     yield from _schedule(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
     yield from _recompute(config.platform, model)
@@ -53,6 +53,18 @@ def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
         yield (
             f'data.tokenizer.path="{tokenizer.path}" is not read with data.tokenizer.kind="none". Set '
             "the kind, or clear the path."
+        )
+
+
+def chat_violations(tokenizer: TokenizerConfig, chat_template: str, text: str) -> Iterator[str]:
+    """What is wrong with making tokens of `text` (what it is, in a word) with these."""
+    yield from tokenizer_violations(tokenizer)
+    if tokenizer.kind == "none":
+        yield f'data.tokenizer.kind="none", but {text} are text. Set it, and data.tokenizer.path.'
+    if tokenizer.kind == "sentencepiece" and chat_template not in ("plain", "raw"):
+        yield (
+            f'data.chat_template="{chat_template}" with data.tokenizer.kind="sentencepiece": a jinja template '
+            'marks turns with special tokens, which a .model file alone does not name. Set it to "plain" or "raw".'
         )
 
 
@@ -80,7 +92,8 @@ def _world(mesh: MeshConfig, model: ModelConfig, world_size: int) -> Iterator[st
         )
 
 
-def _batch(train: TrainConfig, mesh: MeshConfig, world_size: int) -> Iterator[str]:
+def batch_violations(train: TrainConfig, mesh: MeshConfig, world_size: int) -> Iterator[str]:
+    """What is wrong with a batch of rows, of which every data-parallel rank has as many."""
     yield from _ramp(train)
     dp, rest = divmod(world_size, mesh.model_parallel)
     if rest or mesh.dp not in (0, dp):

@@ -77,11 +77,12 @@ def toml_value(value: Any) -> str:
 
 
 def _describe_field(key: str, field: FieldInfo) -> FieldDoc:
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
     return FieldDoc(
         key=key,
         annotation=field.annotation,
         type=type_name(field.annotation, field.metadata),
-        default="" if field.is_required() or field.default is None else toml_value(field.default),
+        default="" if default is None else toml_value(default),
         meaning=field.description or "",
     )
 

@@ -18,13 +18,15 @@ class PromptConfig(Section):
     files: tuple[str, ...] = ()
     """JSON lines with a prompt and an answer; all other fields of a line reach the reward functions."""
     prompt_field: str = "prompt"
-    """The field with the prompt."""
+    """The field with the prompt: text, or a list of {"role", "content"}."""
     answer_field: str = "answer"
     """The field with the reference answer; a line may lack it when no reward needs it."""
     smallest: PositiveInt = 2
     """Of a built-in task: fewest digits, letters or numbers of a problem."""
     largest: PositiveInt = 4
     """Of a built-in task: most digits, letters or numbers of a problem."""
+    max_tokens: PositiveInt = 1024
+    """Prompts of files that are longer are left out and counted; one of a built-in task ends the run."""
 
 
 class RolloutConfig(Section):
@@ -90,15 +92,17 @@ class RewardConfig(Section):
     error_value: float = 0.0
     """What a part is worth that raised, returned no finite number, or took too long."""
     workers: PositiveInt = 1
-    """Processes of each rank that judge."""
+    """Processes of each replica that judge."""
 
 
 class AdvantageConfig(Section):
     """What a completion's reward means beside the others of its prompt. A group of equal rewards gets zeros."""
 
-    kind: Literal["zscore", "mean", "leave_one_out", "leave_one_out_zscore"] = "zscore"
+    kind: Literal["zscore", "mean", "leave_one_out", "leave_one_out_zscore", "steps"] = "zscore"
     """`zscore`: (r - mean) / (std + eps); `mean`: r - mean; `leave_one_out`: r - mean of the others (RLOO);
-    `leave_one_out_zscore`: that, over the others' std where it is not 0."""
+    `leave_one_out_zscore`: that, over the others' std where it is not 0; `steps`: a token gets the sum of the z-scores,
+    among all steps of its prompt's completions, of the steps that end there or later (2402.03300, process supervision);
+    a reward that is a plain number is one step at the end."""
     ddof: Literal[0, 1] = 1
     """Of the standard deviation: 1 divides by group_size - 1, 0 by group_size."""
     eps: NonNegativeFloat = 1e-6
@@ -151,8 +155,8 @@ class LossConfig(Section):
     """Of the estimator, in the loss: its own derivative, or that of k2, which is the KL's in expectation."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Added to the loss, or its sum over a completion, under the old policy, taken from the reward."""
-    reference_refresh_steps: NonNegativeInt = 0
-    """Every so many steps the reference becomes the policy (iterative GRPO); 0: never."""
+    reference_refresh_rollouts: NonNegativeInt = 0
+    """Every so many rollout batches the reference becomes the policy (iterative GRPO); 0: never."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Of the mean entropy of the next token over the whole vocabulary, which is raised."""
     mismatch: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
@@ -185,6 +189,40 @@ class LossConfig(Section):
         return self.aggregation
 
 
+class UpdateConfig(Section):
+    """How a rollout batch becomes updates of train.global_batch completions each."""
+
+    epochs: PositiveInt = 1
+    """Times that each completion of a rollout batch is trained on."""
+    row_tokens: NonNegativeInt = 0
+    """Tokens of one forward pass on one replica, into which whole completions are packed; 0: one of the longest."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """Whose logprobs are the old policy's: of the training pass under the weights of the rollout, or as sampled,
+    which saves that pass and leaves the engine's rounding in the ratio."""
+
+
+class EvalConfig(Section):
+    """Prompts that are never trained on, and how they are answered; train.eval_interval says when."""
+
+    files: tuple[str, ...] = ()
+    """As rl.prompts.files; with a built-in task they stay empty, and problems of another seed are made."""
+    num_prompts: PositiveInt = 64
+    """The first so many."""
+    samples: PositiveInt = 1
+    """Completions a prompt: with k of them pass@k is told too."""
+    temperature: NonNegativeFloat = 0.0
+    """Of these completions; 0: the likeliest tokens."""
+
+
+class SamplesConfig(Section):
+    """Completions that people read: all of a rollout batch as JSON lines in `<run_dir>/samples`, some in the log."""
+
+    interval: NonNegativeInt = 10
+    """Rollout batches between two that are written; 0: none."""
+    shown: NonNegativeInt = 3
+    """Of those, how many stand in the log as a table."""
+
+
 class RlConfig(Section):
     """One RL step: prompts, rollouts, rewards, advantages, loss."""
 
@@ -194,6 +232,9 @@ class RlConfig(Section):
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    update: UpdateConfig = UpdateConfig()
+    eval: EvalConfig = EvalConfig()
+    samples: SamplesConfig = SamplesConfig()
 
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

@@ -26,6 +26,7 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _objective(rl.loss)
     yield from _aggregation(rl.loss)
     yield from _kimi(rl.loss, rl.advantage)
+    yield from _steps(rl)
     yield from _kl(rl.loss)
     yield from _mismatch(rl.loss)
     yield from _parts(rl.reward)
@@ -128,12 +129,32 @@ def _kimi(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
         )
 
 
+def _steps(rl: RlConfig) -> Iterator[str]:
+    if rl.advantage.kind != "steps":
+        return
+    if rl.loss.kind == "gspo":
+        yield (
+            'rl.advantage.kind="steps" with rl.loss.kind="gspo", which has one advantage a sequence. Set '
+            'rl.loss.kind="gspo_token", "grpo" or "cispo".'
+        )
+    if rl.loss.kl_coeff and rl.loss.kl_in == "reward":
+        yield (
+            'rl.loss.kl_in="reward" with rl.advantage.kind="steps": a KL summed over a completion is of no step. '
+            'Set kl_in="loss".'
+        )
+    if rl.rollout.dynamic_sampling:
+        yield (
+            'rl.rollout.dynamic_sampling=true with rl.advantage.kind="steps": groups are chosen by whole rewards, '
+            "which may differ where steps do not. Set it to false."
+        )
+
+
 def _kl(loss: LossConfig) -> Iterator[str]:
     if not loss.kl_coeff:
-        if loss.reference_refresh_steps:
+        if loss.reference_refresh_rollouts:
             yield (
-                f"rl.loss.reference_refresh_steps={loss.reference_refresh_steps}, but rl.loss.kl_coeff=0: "
-                "there is no reference. Set kl_coeff, or refresh_steps to 0."
+                f"rl.loss.reference_refresh_rollouts={loss.reference_refresh_rollouts}, but rl.loss.kl_coeff=0: "
+                "there is no reference. Set kl_coeff, or it to 0."
             )
         return
     if loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "own":

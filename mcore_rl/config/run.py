@@ -59,6 +59,9 @@ class TrainConfig(Section):
     """Batches of `global_batch` sequences an evaluation reads; 0: no evaluation."""
     max_skipped: NonNegativeInt = 10
     """Steps in a row with a loss or gradient that is not finite before the run gives up; each is skipped."""
+    hang_s: NonNegativeFloat = 1800.0
+    """A run that is so long between two steps (in RL: rollouts; also a start, an evaluation or a save) hangs: it is
+    ended, to go on from its last checkpoint; 0: it may hang."""
 
 
 class CheckpointConfig(Section):
@@ -74,6 +77,8 @@ class CheckpointConfig(Section):
     """A checkpoint (or a folder of them) to start from when the run has none of its own."""
     load_optimizer: bool = True
     """Whether `load` brings optimizer, schedule and data position too, or only the weights."""
+    check_bytes: bool = True
+    """What is loaded is first compared with its checksums, by all ranks together; false: trusted to be whole."""
 
 
 class LogConfig(Section):

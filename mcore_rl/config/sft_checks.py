@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mcore_rl.config.checks import refuse, run_violations, tokenizer_violations
+from mcore_rl.config.checks import batch_violations, chat_violations, refuse, run_violations
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
 
 
@@ -12,6 +12,7 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
     refuse(
         [
             *run_violations(config, world_size, data.row_length, "data.row_length"),
+            *batch_violations(config.train, config.mesh, world_size),
             *_data(data),
             *_spans(config),
         ]
@@ -21,14 +22,7 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
 def _data(data: SFTDataConfig) -> Iterator[str]:
     if not data.train:
         yield 'data.train is empty. Name files of JSON lines with "messages", or "prompt" and "response".'
-    yield from tokenizer_violations(data.tokenizer)
-    if data.tokenizer.kind == "none":
-        yield 'data.tokenizer.kind="none", but conversations are text. Set it, and data.tokenizer.path.'
-    if data.tokenizer.kind == "sentencepiece" and data.chat_template not in ("plain", "raw"):
-        yield (
-            f'data.chat_template="{data.chat_template}" with data.tokenizer.kind="sentencepiece": a jinja template '
-            'marks turns with special tokens, which a .model file alone does not name. Set it to "plain" or "raw".'
-        )
+    yield from chat_violations(data.tokenizer, data.chat_template, "conversations")
 
 
 def _spans(config: SFTConfig) -> Iterator[str]:

@@ -124,7 +124,7 @@ class ConsoleSink:
             for name, (label, show) in COLUMNS.items()
             if isinstance(value := values.get(name), float | int)
         ]
-        if "train/loss_nats" in values and (left := self._time_left(step)) is not None:
+        if "train/lr" in values and (left := self._time_left(step)) is not None:
             cells.append(f"{left} [dim]left[/]")
         if cells:
             width = len(str(self._total_steps))
@@ -162,6 +162,11 @@ def _short(number: float) -> str:
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "train/loss_nats": ("loss", "{:.4f}".format),
+    "reward/mean": ("reward", "{:.3f}".format),
+    "reward/solved_fraction": ("solved", "{:.3f}".format),
+    "rollout/completion_tokens": ("length", "{:.1f}".format),
+    "policy/entropy_nats": ("entropy", "{:.3f}".format),
+    "policy/kl_old_nats": ("KL old", "{:.2e}".format),
     "mtp/loss_nats": ("mtp loss", "{:.4f}".format),
     "train/lr": ("lr", "{:.2e}".format),
     "train/grad_norm": ("grad norm", "{:.3f}".format),
@@ -170,6 +175,8 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "moe/load_max_over_mean": ("load max/mean", "{:.2f}".format),
     "eval/loss_nats": ("eval loss", "{:.4f}".format),
     "eval/perplexity": ("perplexity", "{:.2f}".format),
+    "eval/solved_fraction": ("eval solved", "{:.3f}".format),
+    "eval/reward": ("eval reward", "{:.3f}".format),
     "test/loss_nats": ("test loss", "{:.4f}".format),
     "test/perplexity": ("perplexity", "{:.2f}".format),
     "checkpoint/save_s": ("checkpoint complete after s", "{:.1f}".format),

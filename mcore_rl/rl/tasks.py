@@ -93,11 +93,17 @@ def _read_line(line: bytes, name: str, number: int, config: PromptConfig) -> Pro
     if not isinstance(entry, dict):
         return f"a JSON {type(entry).__name__}, not an object"
     prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")
+    messages = tuple(prompt) if isinstance(prompt, list) else ()
+    if messages:
+        if not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in messages):
+            return f'{config.prompt_field!r} is a list, of which a turn is no object with a "role"'
+        prompt = messages[-1].get("content")
     if not isinstance(prompt, str) or not prompt.strip():
         return f"no text in {config.prompt_field!r} (other keys: {', '.join(entry) or 'none'})"
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return f"{config.answer_field!r} holds {json.dumps(answer)[:40]}, neither text nor a number"
-    return Problem(problem_id=f"{Path(name).name}:{number}", prompt=prompt, answer=str(answer), fields=entry)
+    problem_id = f"{Path(name).name}:{number}"
+    return Problem(problem_id=problem_id, prompt=prompt, answer=str(answer), messages=messages, fields=entry)
 
 
 def _arithmetic(generator: random.Random, size: int) -> _Made:

@@ -16,7 +16,10 @@ class Problem:
     problem_id: str
     """The same in every run: of a built-in task its seed and number, of a file its name and line."""
     prompt: str
+    """Of a conversation, its last turn."""
     answer: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The turns of a conversation; empty: `prompt` is the one turn of the user."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else came with it, for reward functions."""
 
@@ -44,7 +47,8 @@ class Completion:
     untempered_logprobs_T: tuple[float, ...] | None = None
     """The same at temperature 1; None: the engine does not tell."""
     experts_TLK: Tensor | None = None
-    """Routes of prompt + completion without the last token, which enters no layer; None: not asked for."""
+    """Routes of prompt + completion without the last token, which enters no layer, for all layers that route or for
+    those of this pipeline stage; None: not asked for."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.logprobs_T), (len(self.tokens_T), len(self.logprobs_T))
@@ -61,22 +65,3 @@ class Group:
 
     prompt: Prompt
     completions: tuple[Completion, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """One training sequence: a prompt, a completion, and what the completion was worth beside the others."""
-
-    prompt: Prompt
-    completion: Completion
-    reward: float
-    advantages_T: tuple[float, ...]
-    """One a completion token."""
-
-    def __post_init__(self) -> None:
-        assert len(self.advantages_T) == len(self.completion.tokens_T)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of prompt and completion."""
-        return len(self.prompt.tokens_T) + len(self.completion.tokens_T)

@@ -2,27 +2,32 @@
 
 import argparse
 import difflib
+import functools
 import importlib
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from launch.arguments import jobs_arguments, launch_arguments
 from mcore_rl import __version__
 from mcore_rl.backend.launcher import error_text, launch_local, under_launcher
-from mcore_rl.config.checks import check
 from mcore_rl.config.describe import describe_sections
-from mcore_rl.config.load import dump_config, load_config
-from mcore_rl.config.run import PretrainConfig, RunConfig
+from mcore_rl.config.load import dump_config
+from mcore_rl.config.programs import PROGRAMS, Program
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.config.sft_checks import check_sft
+from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.run.convert_arguments import convert_arguments, inspect_arguments
 from mcore_rl.run.generate_arguments import generate_arguments
+from mcore_rl.run.log_folders import next_log_dir
+from mcore_rl.run.problems_arguments import problems_arguments
+from mcore_rl.run.report_arguments import report_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +42,6 @@ class Command:
     """Whose fields the help explains."""
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A training that runs on ranks."""
-
-    module: str
-    config: type[RunConfig]
-    check: Callable[[Any, int], None]
-    """Of such a config and a number of ranks."""
-
-    def checked_config(self, args: argparse.Namespace) -> tuple[RunConfig, int]:
-        """The config and the number of ranks it was checked for."""
-        config = load_config(self.config, Path(args.config), args.overrides)
-        ranks = args.ranks or config.mesh.smallest_world
-        self.check(config, ranks)
-        return config, ranks
-
-
-PROGRAMS: dict[str, Program] = {
-    "pretrain": Program("mcore_rl.run.pretrain", PretrainConfig, check),
-    "sft": Program("mcore_rl.run.sft", SFTConfig, check_sft),
-}
-
-
 def ranks_of(training: Program) -> Callable[[argparse.Namespace], int]:
     """Be one rank of `training` under a launcher; without one, start its ranks here and wait for them."""
 
@@ -71,7 +53,7 @@ def ranks_of(training: Program) -> Callable[[argparse.Namespace], int]:
                     f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out."
                 )
             return int(importlib.import_module(training.module).main(words))
-        config, ranks = training.checked_config(args)
+        config, ranks = training.checked_config(Path(args.config), args.overrides, args.ranks)
         return launch_local(training.module, words, ranks, next_log_dir(Path(config.run_dir)))
 
     return run_ranks
@@ -88,7 +70,8 @@ def program(module: str) -> Callable[[argparse.Namespace], int]:
 
 def show_config(args: argparse.Namespace) -> int:
     """Print what a run would use, after the same checks."""
-    config, ranks = PROGRAMS[args.program].checked_config(args)
+    training = PROGRAMS[args.program]
+    config, ranks = training.checked_config(Path(args.config), args.overrides, args.ranks)
     sys.stdout.write(f"# passes all checks on {ranks} ranks\n{dump_config(config)}")
     return 0
 
@@ -106,6 +89,12 @@ def show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program", choices=PROGRAMS, default="pretrain", help="whose config (default pretrain)"
     )
+
+
+def study_arguments(parser: argparse.ArgumentParser) -> None:
+    """A study, and fields on top of it."""
+    parser.add_argument("config", metavar="STUDY.toml", help="the study file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
 
 
 def plot_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +116,34 @@ COMMANDS: dict[str, Command] = {
         config_arguments,
         ranks_of(PROGRAMS["sft"]),
         SFTConfig,
+    ),
+    "rl": Command(
+        "Let a model learn from rewards: GRPO, GSPO, Kimi K2 and others, from the weights of checkpoint.load.",
+        "mcore-rl rl launch/recipes/tiny_moe/grpo.toml rl.loss.kind=gspo mesh.tp=2 mesh.ep=2",
+        config_arguments,
+        ranks_of(PROGRAMS["rl"]),
+        RlRunConfig,
+    ),
+    "eval": Command(
+        "Answer the held-out prompts of an RL config (rl.eval) and tell the share of right ones, and pass@k.",
+        "mcore-rl eval launch/recipes/tiny_moe/grpo.toml checkpoint.load=runs/tiny_moe_grpo rl.eval.samples=4 "
+        "rl.eval.temperature=0.7",
+        config_arguments,
+        ranks_of(replace(PROGRAMS["rl"], module="mcore_rl.run.evaluate")),
+        RlRunConfig,
+    ),
+    "study": Command(
+        "Run arms of an RL config from one start, for some seeds, and compare them in one table.",
+        "mcore-rl study launch/recipes/tiny_moe/replay_study.toml seeds=[1,2,3]",
+        study_arguments,
+        program("mcore_rl.run.study"),
+        StudyConfig,
+    ),
+    "problems": Command(
+        "Write problems of an RL config's built-in task with their answers, to fine-tune on: none is held out there.",
+        "mcore-rl problems launch/recipes/tiny_moe/grpo.toml --count 20000 --output runs/quickstart/chat.jsonl",
+        problems_arguments,
+        program("mcore_rl.run.problems"),
     ),
     "config": Command(
         "Print the config that a file and overrides make, after all checks, and start nothing.",
@@ -152,6 +169,24 @@ COMMANDS: dict[str, Command] = {
         "mcore-rl inspect runs/quickstart/pretrain --diff checkpoints/qwen3",
         inspect_arguments,
         program("mcore_rl.run.inspect_checkpoint"),
+    ),
+    "launch": Command(
+        "Check a training, write its Slurm job, and submit it; with --dry-run show it.",
+        "mcore-rl launch launch/recipes/tiny_moe/pretrain.toml --cluster launch/clusters/example_cpu.toml --nodes 4",
+        launch_arguments,
+        program("launch.submit"),
+    ),
+    "jobs": Command(
+        "Tell of runs that were launched: state, attempts, step, speed, last checkpoint, why they ended.",
+        "mcore-rl jobs runs/qwen3_30b_a3b",
+        jobs_arguments,
+        program("launch.jobs"),
+    ),
+    "report": Command(
+        "Write one HTML page about runs, side by side: curves, experts, speed, samples, warnings, what was run.",
+        "mcore-rl report runs/quickstart/grpo runs/quickstart/gspo --output report.html",
+        report_arguments,
+        program("mcore_rl.run.report"),
     ),
     "plot": Command(
         "Draw <run_dir>/metrics.png: loss, learning rate, gradient norm, load of the experts.",
@@ -188,21 +223,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
     return command.run(parser_of(name, command).parse_intermixed_args(arguments))
 
 
-def next_log_dir(run_dir: Path) -> Path:
-    """A new folder `run_dir/logs/<n>`, so that no attempt overwrites the output of an earlier one."""
-    logs = run_dir / "logs"
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        attempts = [int(folder.name) for folder in logs.iterdir() if folder.name.isdecimal()]
-        folder = logs / str(max(attempts, default=-1) + 1)
-        folder.mkdir()
-    except OSError as error:
-        raise ConfigError(
-            f'run_dir="{run_dir}" cannot be written: {error.strerror}. Choose another.'
-        ) from None
-    return folder
-
-
 def overview() -> str:
     """What `mcore-rl --help` says."""
     commands = "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
@@ -236,13 +256,14 @@ def positive(text: str) -> int:
 def fields_help(config: type[Section]) -> str:
     """Every field of the config by section: key, default, type, meaning."""
     width = min(max(shutil.get_terminal_size().columns, 60), 110)
+    wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
     paragraphs = ["The fields of CONFIG.toml, with their defaults:"]
     for section in describe_sections(config):
         title = f"[{section.key}]  {section.meaning}" if section.key else section.meaning
-        lines = textwrap.wrap(title, width)
+        lines = wrap(title)
         for doc in section.fields:
             lines.append(f"  {doc.key} = {doc.default}    ({doc.type})")
-            lines += textwrap.wrap(doc.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += wrap(doc.meaning, initial_indent=" " * 6, subsequent_indent=" " * 6)
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
 

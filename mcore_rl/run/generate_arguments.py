@@ -15,6 +15,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
     parser.add_argument("--tokens", type=_positive, default=64, help="how many at the most (default 64)")
     parser.add_argument("--n", type=_positive, default=1, help="how many continuations (default 1)")
+    parser.add_argument("--stream", action="store_true", help="show the text as it grows")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (default)")
     parser.add_argument(
         "--top-k", type=int, default=0, help="among so many likeliest tokens; 0: all (default)"

@@ -13,7 +13,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.index_file import unigram_entropy
 from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.run.training import Data, batches, train
+from mcore_rl.run.training import Data, batches, fitting, train
 from mcore_rl.train.batch_size import total_samples
 from mcore_rl.train.loop import Sources
 from mcore_rl.train.run_folder import RunFolder
@@ -40,7 +40,7 @@ def data_of(config: PretrainConfig) -> Data:
         entropy = unigram_entropy(*(config.data.valid or config.data.train))
         return [Metric("data/unigram_nats", entropy)]
 
-    return Data(sources=lambda state, folder: sources_of(config, plan, state, folder), facts=facts)
+    return Data(begin=fitting(lambda state, folder: sources_of(config, plan, state, folder)), facts=facts)
 
 
 def sample_counts(config: PretrainConfig) -> SampleCounts:

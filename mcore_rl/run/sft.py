@@ -16,7 +16,8 @@ from mcore_rl.data.packed_rows import PackedRows, Packing
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.run.training import Data, batches, train
+from mcore_rl.run.trained import refuse_other_tokenizer
+from mcore_rl.run.training import Data, batches, fitting, train
 from mcore_rl.train.batch_size import total_samples
 from mcore_rl.train.loop import Sources
 from mcore_rl.train.state import TrainState
@@ -43,6 +44,7 @@ def data_of(config: SFTConfig) -> Data:
             f"the tokenizer {data.tokenizer.path} has {tokenizer.vocab_size} tokens, model.vocab_size is "
             f"{config.model.vocab_size}. Name the tokenizer that the model was trained with."
         )
+    refuse_other_tokenizer(tokenizer, config.checkpoint.load)
     chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
     packing = packing_of(config, tokenizer)
     examples = read_examples(data.train, data, chat)
@@ -59,7 +61,9 @@ def data_of(config: SFTConfig) -> Data:
             valid=None if valid_rows is None else batches(state, valid_rows),
         )
 
-    return Data(sources=sources, facts=lambda: facts_of(train_rows), lines=(told(examples, train_rows),))
+    return Data(
+        begin=fitting(sources), facts=lambda: facts_of(train_rows), lines=(told(examples, train_rows),)
+    )
 
 
 def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> Packing:

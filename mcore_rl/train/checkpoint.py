@@ -131,11 +131,17 @@ class Checkpoints:
         if source is None:
             return None
         if own is None and not config.checkpoint.load_optimizer:
-            stored = load_weights(self._state.chunks, self._state.mesh, config.model, source)
+            stored = load_weights(
+                self._state.chunks,
+                self._state.mesh,
+                config.model,
+                source,
+                check_bytes=config.checkpoint.check_bytes,
+            )
             self._state.optimizer.reload_model_params()
             self._lines.append(f"weights of {stored.path}; optimizer, schedule and data start anew")
             return stored.path
-        stored = inspect(source)
+        stored = inspect(source, check_bytes=config.checkpoint.check_bytes)
         if not stored.has_optimizer:
             raise CheckpointError(
                 f"{stored.path} has weights, but no optimizer state of this program. Set "

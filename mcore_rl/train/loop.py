@@ -1,6 +1,7 @@
-"""The loop that pretraining and fine-tuning share: batches in, steps, evaluations, checkpoints, a clean stop."""
+"""The loop that all trainings share: batches in, steps, evaluations, checkpoints, a clean stop."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from mcore_rl.parallel.schedule import Head
 from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.checkpoint import Checkpoints
+from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, evaluate, train_step
 
@@ -33,33 +35,35 @@ class Sources:
     test: BatchSource | None = None
 
 
-class Fit:
-    """One run of training on this rank. Every method is collective over the world."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that is set up, and at the step from which it goes on."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        head: Head[LocalMicrobatch],
-        sources: Sources,
-        *,
-        checkpoints: Checkpoints,
-        log: Log,
-        stop: Callable[[], str | None],
-    ) -> None:
-        self.state = state
-        self.head = head
-        self.sources = sources
-        self.checkpoints = checkpoints
-        self.log = log
-        self.stop = stop
-        config = state.config
-        self._load = RouterLoad(state.chunks) if config.model.is_moe else None
-        self._flops_per_token = train_flops_per_token(config.model, sources.seq_length)
-        self._peak_flops = peak_flops(
-            state.platform.device, config.platform.precision, config.log.peak_tflops
-        )
+    state: TrainState
+    folder: RunFolder
+    checkpoints: Checkpoints
+    log: Log
+    stop: Callable[[], str | None]
+    """Collective over the world: why to end after this step; None: go on."""
+
+
+class Loop(ABC):
+    """Training on this rank: units of work, evaluations, checkpoints. Every method is collective over the world."""
+
+    def __init__(self, run: Run) -> None:
+        self.state = run.state
+        self.checkpoints = run.checkpoints
+        self.log = run.log
+        self.stop = run.stop
         self._skipped_in_a_row = 0
-        self._microbatches_since_told = 0
+
+    @abstractmethod
+    def _step(self) -> None:
+        """One unit of work: one optimizer step or more."""
+
+    @abstractmethod
+    def _evaluate(self, *, is_last: bool) -> None:
+        """What is measured now and then, and after all steps."""
 
     def run(self) -> bool:
         """Train until all steps are done (True) or a stop is asked for (False); a checkpoint is saved in both cases."""
@@ -71,10 +75,72 @@ class Fit:
                 return False
             self._step()
             self._when_due()
-        self._tell_evaluation("eval", self.sources.valid)
-        self._tell_evaluation("test", self.sources.test)
+        self._evaluate(is_last=True)
         self._save_last()
         return True
+
+    def _when_due(self) -> None:
+        """Evaluation, checkpoint, and what a background save has to say."""
+        config, step = self.state.config, self.state.progress.step
+        if (
+            config.train.eval_interval
+            and step % config.train.eval_interval == 0
+            and step < config.train.steps
+        ):
+            self._evaluate(is_last=False)
+        if (
+            config.checkpoint.interval
+            and step % config.checkpoint.interval == 0
+            and step < config.train.steps
+        ):
+            self._save()
+        self._say(self.checkpoints.poll())
+
+    def _save(self) -> None:
+        with self.state.timers.phase("checkpoint"):
+            self.checkpoints.save()
+
+    def _save_last(self) -> None:
+        self._save()
+        self._say(self.checkpoints.finish())
+
+    def _say(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.log.say(line)
+
+    def _give_up_when_hopeless(self, report: StepReport) -> None:
+        progress, allowed = self.state.progress, self.state.config.train.max_skipped
+        if not report.skipped:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        self.log.say(
+            "warning: step skipped: its gradient is not finite; weights are as before",
+            step=progress.step,
+            loss=report.loss,
+        )
+        if self._skipped_in_a_row > allowed:
+            raise TrainingError(
+                f"{self._skipped_in_a_row} steps in a row had a gradient that is not finite (loss {report.loss} at "
+                f"step {progress.step}); train.max_skipped={allowed} are allowed. Lower optim.lr, lengthen "
+                "optim.warmup_steps, or start again from an earlier checkpoint."
+            )
+
+
+class Fit(Loop):
+    """Training on sequences that are there beforehand: a unit of work is an optimizer step."""
+
+    def __init__(self, run: Run, head: Head[LocalMicrobatch], sources: Sources) -> None:
+        super().__init__(run)
+        self.head = head
+        self.sources = sources
+        state, config = run.state, run.state.config
+        self._load = RouterLoad(state.chunks) if config.model.is_moe else None
+        self._flops_per_token = train_flops_per_token(config.model, sources.seq_length)
+        self._peak_flops = peak_flops(
+            state.platform.device, config.platform.precision, config.log.peak_tflops
+        )
+        self._microbatches_since_told = 0
 
     def _step(self) -> None:
         state, train = self.state, self.state.config.train
@@ -94,22 +160,10 @@ class Fit:
         self._tell(report, size, time.perf_counter() - start_s)
         self._give_up_when_hopeless(report)
 
-    def _when_due(self) -> None:
-        """Evaluation, checkpoint, and what a background save has to say."""
-        config, step = self.state.config, self.state.progress.step
-        if (
-            config.train.eval_interval
-            and step % config.train.eval_interval == 0
-            and step < config.train.steps
-        ):
-            self._tell_evaluation("eval", self.sources.valid)
-        if (
-            config.checkpoint.interval
-            and step % config.checkpoint.interval == 0
-            and step < config.train.steps
-        ):
-            self._save()
-        self._say(self.checkpoints.poll())
+    def _evaluate(self, *, is_last: bool) -> None:
+        self._tell_evaluation("eval", self.sources.valid)
+        if is_last:
+            self._tell_evaluation("test", self.sources.test)
 
     def _tell_evaluation(self, name: str, source: BatchSource | None) -> None:
         """The mean loss over the first `eval_batches` batches of `source`, the same ones each time."""
@@ -128,18 +182,6 @@ class Fit:
 
     def _localized(self, batch: Sequence[Microbatch]) -> list[LocalMicrobatch]:
         return [localize(microbatch, self.state.mesh.cp, self.state.platform.device) for microbatch in batch]
-
-    def _save(self) -> None:
-        with self.state.timers.phase("checkpoint"):
-            self.checkpoints.save()
-
-    def _save_last(self) -> None:
-        self._save()
-        self._say(self.checkpoints.finish())
-
-    def _say(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.log.say(line)
 
     def _tell(self, report: StepReport, global_batch: int, step_s: float) -> None:
         state, progress = self.state, self.state.progress
@@ -168,21 +210,3 @@ class Fit:
             if self._load is not None:
                 metrics += self._load.gather(state.mesh).metrics()
         self.log.write(progress.step, metrics)
-
-    def _give_up_when_hopeless(self, report: StepReport) -> None:
-        progress, allowed = self.state.progress, self.state.config.train.max_skipped
-        if not report.skipped:
-            self._skipped_in_a_row = 0
-            return
-        self._skipped_in_a_row += 1
-        self.log.say(
-            "step skipped: its gradient is not finite; weights are as before",
-            step=progress.step,
-            loss=report.loss,
-        )
-        if self._skipped_in_a_row > allowed:
-            raise TrainingError(
-                f"{self._skipped_in_a_row} steps in a row had a gradient that is not finite (loss {report.loss} at "
-                f"step {progress.step}); train.max_skipped={allowed} are allowed. Lower optim.lr, lengthen "
-                "optim.warmup_steps, or start again from an earlier checkpoint."
-            )

@@ -1,6 +1,7 @@
 """The folder of a run: one writer at a time, and what it says to those who come later.
 
 config.toml, metrics.jsonl ...      of the loop
+run.json                            every start: see obs/attempts.py
 checkpoints/                        see model/checkpoint/folder.py
 writer.json                         the attempt that may write here: the fence
 STOP                                made by anybody: finish the step, save, end
@@ -55,8 +56,9 @@ class RunFolder:
     def claim(self) -> "Fence":
         """Collective over the world: this run becomes the folder's one writer; a STOP from before is forgotten.
 
-        CheckpointError when a living process of this host is the writer. One on another host cannot be asked: it is
-        taken over, and notices at its next save.
+        CheckpointError when a living process of this host is the writer, or a later attempt of the same Slurm job:
+        this one is then an orphan. An earlier attempt is taken over wherever it is; so is a process of another host,
+        which cannot be asked. Who was taken over notices after the step at hand.
         """
         self._fence = Fence(self._writer, on_rank_zero(self._claim))
         return self._fence
@@ -67,16 +69,26 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             while not _create(self._writer, me):
                 before = read_writer(self._writer)
-                if before is not None and before != me and before.is_alive_here():
-                    raise CheckpointError(
-                        f"{self.path} is being written by {before.describe()}, which is running. Wait for it, end it "
-                        f"(kill {before.pid}), or choose another run_dir"
-                    )
+                if before is not None and before != me:
+                    self._refuse(me, before)
                 if before is not None:
                     write_atomically(self._writer, _text(me))
                     break
             self.stop_file.unlink(missing_ok=True)
         return me
+
+    def _refuse(self, me: Attempt, writer: Attempt) -> None:
+        """CheckpointError where `writer` may not be taken over by `me`."""
+        if writer.supersedes(me):
+            raise CheckpointError(
+                f"{self.path} is written by {writer.describe()}, and this is {me.describe()}: an orphan of an earlier "
+                "attempt, which ends here"
+            )
+        if writer.is_alive_here() and not me.supersedes(writer):
+            raise CheckpointError(
+                f"{self.path} is being written by {writer.describe()}, which is running. Wait for it, end it "
+                f"(kill {writer.pid}), or choose another run_dir"
+            )
 
 
 class Fence:
@@ -91,7 +103,7 @@ class Fence:
         on_rank_zero(self.check_here)
 
     def check_here(self) -> None:
-        """The same, on rank 0 alone, inside of what rank 0 does for all."""
+        """The same on rank 0 alone, where rank 0 acts for all or a guard makes its error everybody's."""
         with naming(self._path, "reading"):
             writer = read_writer(self._path)
         if writer != self._me:

@@ -22,6 +22,8 @@ class Progress:
     """Sequences read from the training set: the data cursor."""
     consumed_tokens: int = 0
     """Tokens that counted in the loss."""
+    consumed_prompts: int = 0
+    """Prompts that rollouts took: the cursor of reinforcement learning."""
     skipped_steps: int = 0
     """Steps whose loss or gradient was not finite."""
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import Head, Routing, free_routing, run_pass
+from mcore_rl.parallel.schedule import MAX, Head, PassInput, Routing, free_routing, run_pass
 from mcore_rl.train.state import TrainState
+
+Input = TypeVar("Input", bound=PassInput)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +37,8 @@ class StepReport:
 
 def train_step(
     state: TrainState,
-    microbatches: Sequence[LocalMicrobatch],
-    head: Head[LocalMicrobatch],
+    microbatches: Sequence[Input],
+    head: Head[Input],
     *,
     routing: Routing = free_routing,
 ) -> StepReport:
@@ -83,13 +86,20 @@ def current_learning_rate(state: TrainState) -> float:
 
 
 def world_sums(kept: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Collective over the mesh: each kept scalar summed over microbatches and data- and context-parallel ranks."""
-    names: list[str] = []
+    """Collective over the mesh: each kept scalar summed over microbatches and data- and context-parallel ranks; of
+    those whose name begins with MAX the largest.
+    """
+    values: dict[str, float] = {}
     if mesh.is_last_stage:
         names = sorted(kept[0])
-        totals = torch.stack([sum(k[name].double() for k in kept) for name in names]).to(device)  # type: ignore[misc]
-        dist.all_reduce(totals, group=mesh.dp_cp.group)
-        values = dict(zip(names, totals.tolist(), strict=True))
+        sums = [name for name in names if not name.startswith(MAX)]
+        maxima = [name for name in names if name.startswith(MAX)]
+        for chosen, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+            if chosen:
+                table = torch.stack([torch.stack([k[name].double() for name in chosen]) for k in kept])
+                totals = (table.sum(0) if operation == dist.ReduceOp.SUM else table.amax(0)).to(device)
+                dist.all_reduce(totals, op=operation, group=mesh.dp_cp.group)
+                values |= dict(zip(chosen, totals.tolist(), strict=True))
     if mesh.pp.size == 1:
         return values
     box = [values if mesh.is_last_stage else None]

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from mcore_rl.obs.attempts import read_attempts
 from tests.e2e.conftest import Finished, losses
 
 
@@ -62,3 +63,18 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
     assert list(losses(interrupted)) == [1, 2, 3, 4, 5] and not (interrupted / "DONE").exists()
     assert mcore_rl("pretrain", config_file, f"run_dir={interrupted}").returncode == 0
     assert losses(interrupted) == straight
+    starts = read_attempts(interrupted)
+    assert [(start.step, start.mesh["world"]) for start in starts] == [(0, 2), (5, 2)]
+    assert starts[1].command[1:4] == ["-m", "mcore_rl.run.pretrain", str(config_file)]
+
+
+def test_the_report_of_a_run_is_written_by_its_command(
+    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    assert mcore_rl("pretrain", config_file, "train.steps=4").returncode == 0
+    page = tmp_path / "pages" / "report.html"
+    written = mcore_rl("report", tmp_path / "run", "--output", page)
+    assert written.returncode == 0 and written.stdout.startswith(f"{page}: 1 run,"), written.stderr
+    assert f"mcore-rl pretrain {config_file}" in page.read_text(encoding="utf-8")
+    nothing = mcore_rl("report", tmp_path)
+    assert nothing.returncode == 2 and "give the run_dir of a training" in nothing.stderr

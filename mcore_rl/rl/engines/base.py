@@ -57,6 +57,9 @@ class Engine(Protocol):
     def policy_version(self) -> int:
         """Of the weights in use; every completion is marked with it."""
 
+    def decode(self, tokens_T: Sequence[int], /) -> str:
+        """The text of a completion, or of its first tokens."""
+
     def update_weights(self, policy_version: int) -> None:
         """Collective over the engine's ranks: from here on it uses the policy's present weights."""
 

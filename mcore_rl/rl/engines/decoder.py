@@ -14,8 +14,8 @@ from mcore_rl.errors import EngineError
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.cache import LayerCache, StepTokens, attending_over, rotary_rows
-from mcore_rl.model.router_load import routers
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.scheduler import Copy
 
 MAX_BYTE = 256

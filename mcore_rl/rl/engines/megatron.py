@@ -22,6 +22,9 @@ from mcore_rl.rl.engines.stops import Stops
 from mcore_rl.rl.sampling import draw, uniforms
 from mcore_rl.rl.types import Completion, Group, Prompt
 
+Listener = Callable[[int, int, Sequence[int]], None]
+"""Told of every drawn token at once: the number of its prompt, its place in the group, the completion so far."""
+
 
 class MegatronEngine:
     """Continuous batching over a cache of keys and values, on any mesh.
@@ -37,11 +40,16 @@ class MegatronEngine:
         model: ModelConfig,
         decode: Callable[[Sequence[int]], str],
         config: EngineConfig,
+        *,
+        gathers_routes: bool = True,
     ) -> None:
+        """Without `gathers_routes` a completion's routes are of the layers of this pipeline stage only."""
         self.mesh, self.model, self.decode = mesh, model, decode
         self.policy_version = 0
+        self.listener: Listener | None = None
         self._chunks, self._num_slots = list(chunks), config.slots
         self._step_tokens = max(config.step_tokens, config.slots + 1)
+        self._gathers_routes = gathers_routes
         self._has_experts = model.moe.num_experts > 0
         # Replicas that share experts must step together: an idle one computes a token that nobody reads.
         spread = mesh.ep.size * mesh.etp.size > 1
@@ -73,7 +81,7 @@ class MegatronEngine:
             run = _Run(self, decoder, Scheduler(drafts, num_slots, self._step_tokens), sampling)
             while self._any_busy(run.scheduler.is_busy, decoder.device):
                 run.step()
-        if sampling.with_routes:
+        if sampling.with_routes and self._gathers_routes:
             run.routes = gather_layers(drafts, run.routes, decoder.moe_layers, self.mesh.pp)
         made = {(draft.group, draft.index): run.completion(draft) for draft in drafts}
         return [
@@ -136,6 +144,8 @@ class _Run:
         draft.tokens_T.append(int(token))
         draft.logprobs_T.append(logprob)
         draft.untempered_logprobs_T.append(untempered)
+        if self._engine.listener is not None:
+            self._engine.listener(draft.group, draft.index, draft.tokens_T)
         is_full = len(draft.tokens_T) >= self._sampling.max_new_tokens
         is_finished = is_full or self._stops.ends(draft.tokens_T)
         if is_finished and self._sampling.with_routes:

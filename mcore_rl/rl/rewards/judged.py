@@ -1,8 +1,8 @@
 """What a reward function is given."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,5 +20,14 @@ class Judged:
     """All else that came with the prompt."""
 
 
-RewardFunction = Callable[[Judged], float]
-"""A finite number; a user's own is named `module:function` in the config. It runs in a process of its own."""
+class TextStep(NamedTuple):
+    """A step of a completion, after so many characters of its text, and what it is worth."""
+
+    end: int
+    value: float
+
+
+RewardFunction = Callable[[Judged], float | Sequence[tuple[int, float]]]
+"""A finite number, or the completion's steps as `TextStep`s, their ends rising from 1 at the least to the length of the
+text at the most: then the reward is the sum of their values.
+A user's own is named `module:function` in the config. It runs in a process of its own."""

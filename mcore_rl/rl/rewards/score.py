@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
-from mcore_rl.rl.rewards.judged import Judged, RewardFunction
+from mcore_rl.rl.rewards.judged import Judged, RewardFunction, TextStep
 from mcore_rl.rl.rewards.mathematics import math_equal
 from mcore_rl.rl.rewards.worker import Failure, Job, Judges
 from mcore_rl.rl.types import Completion, Group, Problem
@@ -30,6 +30,9 @@ class Scores:
     rewards_PG: Tensor
     parts: dict[str, Tensor]
     """Each part's own values `[P, G]`, before its weight; `overlong` is the length penalty."""
+    steps_PG: list[list[tuple[TextStep, ...]]]
+    """Those of all parts, times their weights; ones with the same end are added. A plain number and the length penalty
+    are a step that ends with the text. Their values add up to the reward."""
     failures: tuple["FailedPart", ...]
     """Parts that gave no number; they count as `error_value`."""
 
@@ -82,23 +85,51 @@ class Reward:
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
         judged = [_judged(problem, completion) for problem, completion in pairs]
         jobs = [Job(function, one) for one in judged for function in range(len(names))]
-        values: list[float] = []
+        outcomes: list[float | tuple[TextStep, ...]] = []
         failures: list[FailedPart] = []
         for number, outcome in enumerate(self._judges.run(jobs)):
             if isinstance(outcome, Failure):
                 problem = pairs[number // len(names)][0]
                 part = names[number % len(names)]
                 failures.append(FailedPart(part=part, problem_id=problem.problem_id, failure=outcome))
-                values.append(self._config.error_value)
+                outcomes.append(self._config.error_value)
             else:
-                values.append(outcome)
+                outcomes.append(outcome)
+        values = [_total(outcome) for outcome in outcomes]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))
         rewards_PG = values_PGR @ torch.tensor(self._weights, dtype=torch.float64)
         if self._config.overlong_buffer_tokens:
             parts["overlong"] = self._overlong(groups)
             rewards_PG = rewards_PG + parts["overlong"]
-        return Scores(rewards_PG=rewards_PG, parts=parts, failures=tuple(failures))
+        return Scores(
+            rewards_PG=rewards_PG,
+            parts=parts,
+            steps_PG=self._steps(groups, outcomes, parts.get("overlong")),
+            failures=tuple(failures),
+        )
+
+    def _steps(
+        self,
+        groups: Sequence[Group],
+        outcomes: Sequence[float | tuple[TextStep, ...]],
+        overlong_PG: Tensor | None,
+    ) -> list[list[tuple[TextStep, ...]]]:
+        of_parts = iter(outcomes)
+        steps_PG: list[list[tuple[TextStep, ...]]] = []
+        for p, group in enumerate(groups):
+            steps_PG.append([])
+            for g, completion in enumerate(group.completions):
+                whole = len(completion.text)
+                values: defaultdict[int, float] = defaultdict(float)
+                for weight in self._weights:
+                    told = next(of_parts)
+                    for step in told if isinstance(told, tuple) else (TextStep(whole, told),):
+                        values[step.end] += weight * step.value
+                if overlong_PG is not None:
+                    values[whole] += overlong_PG[p, g].item()
+                steps_PG[-1].append(tuple(TextStep(end, values[end]) for end in sorted(values)))
+        return steps_PG
 
     def _overlong(self, groups: Sequence[Group]) -> Tensor:
         lengths = [[len(completion.tokens_T) for completion in group.completions] for group in groups]
@@ -146,6 +177,10 @@ def _own_function(path: str) -> RewardFunction:
             f'rl.reward.parts names "{path}", but {module.__file__} has no function {name}. Correct the name.'
         )
     return function  # type: ignore[no-any-return]
+
+
+def _total(outcome: float | tuple[TextStep, ...]) -> float:
+    return sum(step.value for step in outcome) if isinstance(outcome, tuple) else outcome
 
 
 def _judged(problem: Problem, completion: Completion) -> Judged:

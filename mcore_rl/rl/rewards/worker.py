@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from numbers import Integral, Real
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
-from mcore_rl.rl.rewards.judged import Judged, RewardFunction
+from mcore_rl.rl.rewards.judged import Judged, RewardFunction, TextStep
 
 GRACE_S = 1.0
 """A worker ends itself when its time is over; one that switched that off is killed so much later."""
@@ -34,11 +35,11 @@ class Job(NamedTuple):
 class Failure:
     """Why there is no number."""
 
-    kind: Literal["raised", "not_finite", "timeout", "died"]
+    kind: Literal["raised", "not_finite", "bad_steps", "timeout", "died"]
     text: str
 
 
-Outcome = float | Failure
+Outcome = float | tuple[TextStep, ...] | Failure
 
 
 class Judges:
@@ -194,6 +195,26 @@ def _serve(
 
 def _judge(function: RewardFunction, judged: Judged) -> Outcome:
     with _Guard() as guard:
-        value = float(function(judged))
+        told: Any = function(judged)
+        if isinstance(told, Sequence) and not isinstance(told, str):
+            return _steps(told, len(judged.completion))
+        value = float(told)
         return value if math.isfinite(value) else Failure("not_finite", str(value))
     return Failure("raised", f"{type(guard.error).__name__}: {guard.error}")
+
+
+def _steps(told: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | Failure:
+    """The steps, when they are ones of a text of so many characters."""
+    steps: list[TextStep] = []
+    for one in told:
+        match one:
+            case (Integral() as end, Real() as value):
+                steps.append(TextStep(int(end), float(value)))
+            case _:
+                return Failure("bad_steps", f"{one!r} is no (end, value)")
+    for before, step in zip((TextStep(0, 0.0), *steps), steps, strict=False):
+        if not before.end < step.end <= num_characters:
+            return Failure("bad_steps", f"end {step.end} after {before.end} of {num_characters} characters")
+        if not math.isfinite(step.value):
+            return Failure("not_finite", str(step))
+    return tuple(steps)

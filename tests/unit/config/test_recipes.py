@@ -27,8 +27,9 @@ def parameters(model: ModelConfig) -> int:
     h, moe, mla = model.hidden_size, model.moe, model.mla
     if model.family == "deepseek_v3":
         qk = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        assert mla.q_lora_rank == 0
-        attention = h * model.num_heads * qk + h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+        rank = mla.q_lora_rank
+        attention = (h + model.num_heads * qk) * rank if rank else h * model.num_heads * qk
+        attention += h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
         attention += mla.kv_lora_rank * model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         attention += model.num_heads * mla.v_head_dim * h
     else:
@@ -45,7 +46,9 @@ def parameters(model: ModelConfig) -> int:
     ("name", "billions"),
     [
         ("qwen3_30b_a3b", 30.5),
+        ("qwen3_235b_a22b", 235.1),
         ("mixtral_8x7b", 46.7),
+        ("deepseek_v3", 671.0),
         ("deepseek_v3_small", 16.0),
         ("llama3_8b", 8.03),
     ],

@@ -115,9 +115,9 @@ def test_time_left_follows_the_pace_of_the_steps(monkeypatch):
     clock_s = iter([100.0, 104.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock_s))
     text, sink = console_text()
-    sink.write(10, {"train/loss_nats": 1.0})
-    sink.write(12, {"train/loss_nats": 1.0})  # 2 s a step, 1988 steps to go
-    assert text.getvalue().splitlines()[1] == "step   12/2000 | loss 1.0000 | 1:06:16 left"
+    sink.write(10, {"train/lr": 1e-3})
+    sink.write(12, {"train/lr": 1e-3})  # 2 s a step, 1988 steps to go
+    assert text.getvalue().splitlines()[1] == "step   12/2000 | lr 1.00e-03 | 1:06:16 left"
 
 
 def test_brackets_in_an_event_are_text():

@@ -13,9 +13,11 @@ import torch
 from mcore_rl.config.rl import RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.advantages import StepReward
+from mcore_rl.rl.rewards.judged import Judged, TextStep
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.worker import Failure, Job, Judges
+from mcore_rl.rl.rollout import token_step
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt
 
 OWN = """
@@ -26,6 +28,10 @@ def never(judged):
     raise KeyError("lost")
 def nan(judged):
     return float("nan")
+def steps(judged):
+    return [(2, 1.0), (len(judged.completion), 0.5)]
+def told(judged):
+    return eval(judged.completion)
 notafunction = 3
 """
 
@@ -91,6 +97,49 @@ def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):
         2,
         2,
     )
+
+
+def test_steps_of_parts_are_weighed_and_those_with_the_same_end_added(own_module):
+    config = RewardConfig(
+        parts=(f"{own_module}:steps", "exact"),
+        weights=(2.0, 4.0),
+        overlong_buffer_tokens=4,
+        overlong_penalty=1.0,
+    )
+    with Reward(config, max_new_tokens=8) as reward:
+        scores = reward([group("abcdef", "abc", "abcdef")])
+    assert scores.rewards_PG.tolist() == [[3.0, 6.5]]
+    assert scores.steps_PG == [[((2, 2.0), (3, 1.0)), ((2, 2.0), (6, 4.5))]]
+    assert scores.parts[f"{own_module}:steps"].tolist() == [[1.5, 1.5]]
+
+
+def test_bad_steps_are_counted_by_their_kind(own_module):
+    texts = (
+        "[(0, 1.0)]",
+        "[(2, 1), (2, 1)]",
+        "[(99, 1.0)]",
+        "[3.0]",
+        "[(1.5, 2)]",
+        "[(1, float('nan'))]",
+        "[]",
+    )
+    with Reward(RewardConfig(parts=(f"{own_module}:told",), error_value=-1.0), max_new_tokens=8) as reward:
+        scores = reward([group("", *texts)])
+    assert [failed.failure.kind for failed in scores.failures] == ["bad_steps"] * 5 + ["not_finite"]
+    assert scores.rewards_PG.tolist() == [[-1, -1, -1, -1, -1, -1, 0]]
+    assert reduced(scores.metrics())["reward/errors_bad_steps"] == 5
+
+
+def test_a_step_ends_at_the_first_token_with_which_the_text_is_as_long():
+    pieces = ["ab", "c", "", "def", "g", "<end>"]
+    completion = Completion(
+        text="abcdefg", tokens_T=tuple(range(6)), logprobs_T=(0.0,) * 6, policy_version=0, finish="stop"
+    )
+    ends = [
+        token_step(completion, TextStep(end, 0.5), lambda tokens: "".join(pieces[t] for t in tokens))
+        for end in range(1, 8)
+    ]
+    assert ends == [StepReward(end, 0.5) for end in (0, 0, 1, 3, 3, 3, 5)]
 
 
 def test_completions_near_the_length_limit_lose():

@@ -9,8 +9,12 @@ import pytest
 
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import load_config
+from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.run.cli import COMMANDS, PROGRAMS, main, next_log_dir, parser_of
+from mcore_rl.config.study import StudyConfig
+from mcore_rl.run.cli import COMMANDS, main, parser_of
+from mcore_rl.run.log_folders import next_log_dir
+from mcore_rl.run.study import plan
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "launch/recipes/tiny_moe/pretrain.toml")
@@ -62,8 +66,12 @@ def test_the_example_of_every_command_is_valid(name, monkeypatch, capsys):
     program, command, *words = shlex.split(COMMANDS[name].example)
     assert (program, command) == ("mcore-rl", name)
     parser_of(name, COMMANDS[name]).parse_intermixed_args(words)
-    if COMMANDS[name].config:
-        program = ["--program", name] if name in PROGRAMS else []
+    if name == "study":
+        study = load_config(StudyConfig, Path(words[0]), words[1:])
+        assert len(list(plan(study))) == 12, "four arms, three seeds"
+    elif COMMANDS[name].config:
+        program = "rl" if name == "eval" else name
+        program = ["--program", program] if program in PROGRAMS else []
         assert main(["config", *program, *words]) == 0
 
 

@@ -72,6 +72,23 @@ def generate(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
+def test_streamed_it_is_the_same_text_in_pieces(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(*words: str) -> list[str]:
+        pieces: list[str] = []
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout.write", pieces.append)
+            status = main(
+                ["generate", "--run", str(run_dir), "--prompt", "the cat", "--tokens", "24", *words]
+            )
+        destroy_mesh()
+        assert status == 0
+        return pieces
+
+    streamed = written("--stream")
+    assert "".join(streamed) == "".join(written())
+    assert len(streamed) > 3, "it came at once"
+
+
 def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = generate(capsys, "--run", run_dir, "--prompt", "the cat", "--tokens", 12)
     tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(run_dir / "tokens.model")))
@@ -108,6 +125,7 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
         ([], "give --run RUN_DIR, --checkpoint DIR, or both"),
         (["--run", "RUN", "--n", "2"], "at temperature 0 is 2 times the same text"),
         (["--run", "RUN", "--top-p", "0"], "--top-p 0.0, wanted above 0"),
+        (["--run", "RUN", "--stream", "--n", "2"], "--stream shows one text"),
         (["--run", "RUN", "--top-k", "-1"], "--top-k -1, wanted 0"),
         (["--run", "RUN", "--tokens", "100"], "the engine holds 64"),
         (["--run", "RUN/checkpoints"], "Give --run the run_dir of a training"),

@@ -116,3 +116,26 @@ def test_a_start_after_the_last_step_is_told_so(tmp_path: Path) -> None:
     assert before is None
     assert after is not None and after.startswith("all 40 steps are done since 20")
     assert f"({tmp_path}/DONE). Delete it to go on, with a larger train.steps" in after
+
+
+def as_attempt(number: int, path: Path, writer: dict[str, object], outcome: str) -> str:
+    """On a rank that is start `number` of job 7: what became of claiming a folder that `writer` has."""
+    os.environ.update(SLURM_JOB_ID="7", SLURM_RESTART_COUNT=str(number))
+    (path / "writer.json").write_text(json.dumps(writer))
+    return refused(path) if outcome == "refused" else str(claimed(path))
+
+
+def test_a_later_attempt_of_a_job_takes_over_its_living_orphan_on_this_host(tmp_path: Path) -> None:
+    orphan = attempt(os.getpid()) | {"job": "7", "number": 1}
+    run_ranks(as_attempt, 1, 2, tmp_path, orphan, "claimed")
+    assert json.loads((tmp_path / "writer.json").read_text())["number"] == 2
+
+
+def test_an_orphan_does_not_take_over_a_later_attempt_of_its_job_on_another_host(tmp_path: Path) -> None:
+    later = attempt(1, host="elsewhere") | {"job": "7", "number": 3}
+    assert "an orphan of an earlier attempt" in run_ranks(as_attempt, 1, 2, tmp_path, later, "refused")[0]
+
+
+def test_another_job_that_lives_here_is_not_taken_over_whatever_its_number(tmp_path: Path) -> None:
+    other = attempt(os.getpid()) | {"job": "6", "number": 0}
+    assert "which is running" in run_ranks(as_attempt, 1, 2, tmp_path, other, "refused")[0]

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.errors import EngineError
 from mcore_rl.model.inputs import localize
-from mcore_rl.model.router_load import RouterLoad, routers
+from mcore_rl.model.router_load import RouterLoad
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.routers import routers
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.megatron import MegatronEngine, evaluating

@@ -1,0 +1,67 @@
+"""A rank that gets nowhere ends itself, and with it the run, which can then go on from its last checkpoint."""
+
+import faulthandler
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+from mcore_rl.backend.launcher import Failure, note_failure
+from mcore_rl.backend.processes import end_process
+from mcore_rl.errors import HUNG_STATUS
+
+LINGER_S = 2.0
+"""Between the words of a rank and its end: ranks that wait for it get to theirs."""
+TICKS = 50
+"""How finely the time of a limit is counted."""
+
+
+class Watchdog:
+    """While entered: when `beat` has not been called for `limit_s`, the stacks of all threads are written to stderr
+    and the process ends with HUNG_STATUS. A limit of 0: never.
+
+    Only time in which this process was allowed to run counts: a suspended job has no hurry.
+    """
+
+    def __init__(self, limit_s: float, rank: int) -> None:
+        self._limit_s = limit_s
+        self._rank = rank
+        self._idle_s = 0.0
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self._limit_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._left.set()
+        if self._limit_s:
+            self._thread.join()
+
+    def beat(self) -> None:
+        """Something was finished: the time starts anew."""
+        self._idle_s = 0.0
+
+    def _watch(self) -> None:
+        tick_s = min(self._limit_s / TICKS, 5.0)
+        last_s = time.monotonic()
+        while not self._left.wait(tick_s):
+            now_s = time.monotonic()
+            self._idle_s += min(now_s - last_s, 2 * tick_s)
+            last_s = now_s
+            if self._idle_s >= self._limit_s:
+                self._end()
+
+    def _end(self) -> None:
+        headline = f"Rank {self._rank} finished nothing in {self._limit_s:g} s (train.hang_s)."
+        sys.stderr.write(headline + " It hangs, or waits for one. Its threads, this one last:\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(main)) if main else ""
+        note_failure(Failure(self._rank, HUNG_STATUS, f"{headline} It was here:\n{stack}"))
+        time.sleep(LINGER_S)
+        end_process(HUNG_STATUS)

@@ -1,0 +1,64 @@
+"""What one reinforcement-learning run does: the whole of a config file."""
+
+from math import lcm
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl import RlConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.section import Section
+
+
+class RlDataConfig(Section):
+    """How prompts become tokens."""
+
+    chat_template: str = "tokenizer"
+    """`tokenizer`: the one in the tokenizer's folder; `plain`: "role:" above each turn; `raw`: the prompt's text as
+    it is; anything else: a file with a jinja template. The same as in fine-tuning."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+
+
+class RlRunConfig(RunConfig):
+    """`mcore-rl rl`. Steps are optimizer steps here too: a rollout batch takes `updates_per_rollout` of them.
+
+    The policy generates and trains on the same layers, so platform.layers="auto" is "torch".
+    """
+
+    run_dir: str = "runs/rl"
+    """Where everything of this run is written; one run, one folder, one writer."""
+    data: RlDataConfig = RlDataConfig()
+    rl: RlConfig = RlConfig()
+    replay: ReplayConfig = ReplayConfig()
+
+    @property
+    def wants_engine_routes(self) -> bool:
+        """Whether the rollout engine is to tell the experts of each token and layer."""
+        return self.model.is_moe and (self.replay.kind == "r3" or self.replay.observe_rollout)
+
+    @property
+    def rollout_size(self) -> int:
+        """Completions of one rollout batch."""
+        return self.rl.rollout.prompts_per_step * self.rl.rollout.group_size
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps between two rollouts."""
+        return self.rl.update.epochs * self.rollout_size // self.train.global_batch
+
+    @property
+    def row_unit(self) -> int:
+        """Rows of tokens are multiples of this, so that context and sequence parallelism can cut them."""
+        slices = self.mesh.tp * self.mesh.cp if self.mesh.sequence_parallel else 1
+        return lcm(self.mesh.zigzag, slices)
+
+    @property
+    def longest_sample(self) -> int:
+        """Positions of the longest prompt with the longest completion, padded so that a rank can cut it."""
+        longest = self.rl.prompts.max_tokens + self.rl.rollout.max_new_tokens
+        return -(-longest // self.mesh.zigzag) * self.mesh.zigzag
+
+    @property
+    def row_length(self) -> int:
+        """Positions of one forward pass at the most."""
+        wanted = self.rl.update.row_tokens or self.longest_sample
+        return -(-wanted // self.row_unit) * self.row_unit

@@ -1,0 +1,109 @@
+"""How many weights a rank holds, in closed form from the shape of the model and the mesh."""
+
+from dataclasses import dataclass
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Numbers of weights by who has copies of them: the data-parallel ranks, or the experts' own."""
+
+    dense: int = 0
+    """Attention, norms, dense MLPs, shared experts, routers, embeddings: copied over dp * cp ranks."""
+    expert: int = 0
+    """Routed experts: copied over expert_dp ranks."""
+
+    def __add__(self, other: "Weights") -> "Weights":
+        return Weights(self.dense + other.dense, self.expert + other.expert)
+
+    @property
+    def total(self) -> int:
+        """Of both kinds."""
+        return self.dense + self.expert
+
+
+def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
+    """Weights of one rank, for each pipeline stage; `mesh` holds the model."""
+    stages = [Weights()] * mesh.pp
+    for stage, layers in enumerate(layers_by_stage(model, mesh)):
+        for layer in layers:
+            stages[stage] += layer_weights(model, mesh, is_moe=model.moe_layers[layer])
+    embedding = Weights(dense=model.padded_vocab_size * model.hidden_size // mesh.tp)
+    stages[0] += embedding
+    # The last stage has its own copy where the output is tied to it, or an MTP layer needs it.
+    if mesh.pp > 1 and (model.tied_embeddings or model.mtp_layers):
+        stages[-1] += embedding
+    if not model.tied_embeddings:
+        stages[-1] += embedding
+    hidden = model.hidden_size
+    stages[-1] += Weights(dense=hidden)
+    for _ in range(model.mtp_layers):
+        projection = 2 * hidden * hidden // mesh.tp
+        stages[-1] += Weights(dense=projection + 3 * hidden)
+        stages[-1] += layer_weights(model, mesh, is_moe=model.moe_layers[-1])
+    return stages
+
+
+def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
+    """The layers of each pipeline stage: dealt out in rounds of chunks, the first and last stage as `mesh` says."""
+    first, last = mesh.first_stage_layers, mesh.last_stage_layers
+    inner = mesh.pp - bool(first) - bool(last)
+    each = (model.num_layers - first - last) // inner if inner else 0
+    counts = [each] * mesh.pp
+    counts[0] = first or counts[0]
+    counts[-1] = last or counts[-1]
+    stages: list[list[int]] = [[] for _ in counts]
+    layer = 0
+    for _ in range(mesh.vpp):
+        for stage, count in zip(stages, counts, strict=True):
+            chunk = count // mesh.vpp
+            stage += range(layer, layer + chunk)
+            layer += chunk
+    return stages
+
+
+def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weights:
+    """Of one transformer layer on one rank."""
+    hidden, moe = model.hidden_size, model.moe
+    attention = _latent_attention(model, mesh.tp) if model.is_latent else _attention(model, mesh.tp)
+    dense = attention + 2 * hidden
+    if not is_moe:
+        return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp)
+    biases = model.family == "gpt_oss"
+    router = moe.num_experts * (hidden + (1 if biases or moe.expert_bias else 0))
+    shared_gate = hidden if model.family == "qwen2_moe" else 0
+    shared = 3 * hidden * moe.shared_width // mesh.tp + shared_gate
+    expert = 3 * hidden * moe.ffn_hidden_size // mesh.etp + (
+        (2 * moe.ffn_hidden_size + hidden) if biases else 0
+    )
+    return Weights(dense + router + shared, moe.num_experts // mesh.ep * expert)
+
+
+def _attention(model: ModelConfig, tp: int) -> int:
+    """Grouped-query attention; with fewer key/value heads than ranks each rank has one."""
+    hidden, head = model.hidden_size, model.head_dim
+    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    weights = hidden * head * (2 * heads + 2 * kv_heads)
+    if model.has_qkv_bias:
+        weights += head * (heads + 2 * kv_heads)
+    if model.has_qk_norm:
+        # A norm over all heads is whole on every tensor-parallel rank.
+        weights += head * (model.num_heads + model.num_kv_heads) if model.has_full_qk_norm else 2 * head
+    if model.family == "gpt_oss":
+        weights += hidden + heads  # the output's bias, and a sink a head
+    return weights
+
+
+def _latent_attention(model: ModelConfig, tp: int) -> int:
+    """Multi-head latent attention: the down-projections are whole on every tensor-parallel rank."""
+    hidden, mla, heads = model.hidden_size, model.mla, model.num_heads // tp
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    if mla.q_lora_rank:
+        weights = (hidden + 1) * mla.q_lora_rank + mla.q_lora_rank * query
+    else:
+        weights = hidden * query
+    weights += hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+    weights += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return weights + heads * mla.v_head_dim * hidden

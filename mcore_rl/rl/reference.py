@@ -1,0 +1,101 @@
+"""The reference policy: other weights for the policy's own modules, which wait in main memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.build import unwrap
+from mcore_rl.model.checkpoint.folder import delete, naming
+from mcore_rl.model.checkpoint.weights import load_weights, save_weights
+from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.train.checkpoint_state import settle_weights
+
+
+class Reference:
+    """Weights that the policy had; a second model would double the memory, and its routers would be in the way of
+    replay. Every method is collective over the mesh.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, folder: Path) -> None:
+        """The policy's present weights; `folder`, in that of the run, is where a resumed run finds them."""
+        self._chunks = list(chunks)
+        self._mesh, self._model, self._folder = mesh, model, folder
+        settle_weights(self._chunks)
+        self._kept = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the modules have the reference's weights; nobody may train them there."""
+        settle_weights(self._chunks)
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def set(self, step: int) -> None:
+        """The policy as it is now becomes the reference, from `step` on; saved for a run that resumes."""
+        settle_weights(self._chunks)
+        for kept, tensor in zip(self._kept, self._tensors(), strict=True):
+            kept.copy_(tensor.detach())
+        # A run that was killed after this, and resumes from before it, comes here again.
+        on_rank_zero(partial(_delete_from, self._folder, step))
+        save_weights(self._chunks, self._mesh, self._model, self._folder / _name(step))
+        on_rank_zero(partial(_forget, self._folder, step))
+
+    def resume(self, step: int) -> Path:
+        """The reference that a run at `step` had; CheckpointError when it is gone."""
+        path = on_rank_zero(partial(_newest, self._folder, step))
+        with self.installed():
+            load_weights(self._chunks, self._mesh, self._model, path)
+        return path
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        # One tensor at a time, so that no second set of weights is on the device.
+        for kept, tensor in zip(self._kept, self._tensors(), strict=True):
+            other = tensor.detach().clone()
+            tensor.copy_(kept)
+            kept.copy_(other)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Weights, and what else decides the output: the routers' expert biases."""
+        for chunk in self._chunks:
+            model = unwrap(chunk)
+            yield from model.parameters()
+            yield from (buffer for buffer in model.buffers() if buffer.is_floating_point())
+
+
+def _name(step: int) -> str:
+    return f"step_{step:07d}"
+
+
+def _steps(folder: Path) -> list[int]:
+    with naming(folder, "reading"):
+        return sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdecimal())
+
+
+def _newest(folder: Path, step: int) -> Path:
+    steps = [saved for saved in _steps(folder) if saved <= step]
+    if not steps:
+        raise CheckpointError(
+            f"{folder} holds no reference policy of step {step} or before, which rl.loss.kl_coeff needs. Start the run "
+            "anew in another run_dir, from the weights that were the reference (checkpoint.load)"
+        )
+    return folder / _name(steps[-1])
+
+
+def _delete_from(folder: Path, step: int) -> None:
+    delete([folder / _name(later) for later in _steps(folder) if later >= step])
+
+
+def _forget(folder: Path, step: int) -> None:
+    """Delete references but the newest two before `step`: a run may resume from a checkpoint before this one."""
+    delete([folder / _name(old) for old in _steps(folder) if old < step][:-2])

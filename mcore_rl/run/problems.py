@@ -1,0 +1,45 @@
+"""`mcore-rl problems`: a built-in task's problems with their answers as JSON lines, to fine-tune on or to read."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.rl.prompts import TaskProblems, held_out_problems
+
+FIRST = 2**32
+"""Reinforcement learning counts its problems from 0: these are others."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Write `args.count` problems to `args.output`."""
+    config = load_config(RlRunConfig, Path(args.config), args.overrides)
+    prompts, seed = config.rl.prompts, config.train.seed
+    if prompts.task == "file":
+        raise ConfigError(
+            'rl.prompts.task="file": its problems are in rl.prompts.files already. Name a built-in task.'
+        )
+    held_out = frozenset(problem.prompt for problem in held_out_problems(config.rl.eval, prompts, seed))
+    problems = TaskProblems(config=prompts, seed=seed, held_out=held_out)
+    unfinished = args.output.with_name(args.output.name + ".part")
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("w", encoding="utf-8") as file:
+            for number in range(FIRST, FIRST + args.count):
+                problem = problems[number]
+                line = {"prompt": problem.prompt, "response": problem.answer, "answer": problem.answer}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        unfinished.replace(args.output)
+    except OSError as error:
+        raise DataError(
+            f"{args.output} cannot be written: {error.strerror}. Choose another --output."
+        ) from error
+    Console().print(
+        f"{args.output}: {args.count} problems of {prompts.task}, none of the {len(held_out)} held out for evaluation",
+        soft_wrap=True,
+    )
+    return 0

@@ -1,0 +1,88 @@
+"""What the runs of a study came to, as one table that grows with arms and seeds."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+Records = Sequence[Mapping[str, float]]
+
+
+def mean_of(*names: str) -> Callable[[Records], float]:
+    """Mean over the records that have them, of the sum of these metrics; nan: none has."""
+
+    def column(records: Records) -> float:
+        sums = [sum(record[name] for name in names) for record in records if all(n in record for n in names)]
+        return fmean(sums) if sums else math.nan
+
+    return column
+
+
+def last_of(name: str) -> Callable[[Records], float]:
+    """The last value of a metric."""
+
+    def column(records: Records) -> float:
+        return next((record[name] for record in reversed(records) if name in record), math.nan)
+
+    return column
+
+
+COLUMNS: dict[str, Callable[[Records], float]] = {
+    "eval solved": last_of("eval/solved_fraction"),
+    "reward": mean_of("reward/mean"),
+    "KL old -> new": mean_of("policy/kl_old_nats"),
+    "ratio variance": mean_of("policy/ratio_variance"),
+    "clipped tokens": mean_of("policy/clipped_low_fraction", "policy/clipped_high_fraction"),
+    "clipped sequences": mean_of(
+        "policy/clipped_low_sequences_fraction", "policy/clipped_high_sequences_fraction"
+    ),
+    "routes changed": mean_of("routes/changed_fraction"),
+    "tokens changed": mean_of("routes/changed_tokens_fraction"),
+    "grad norm": mean_of("train/grad_norm"),
+    "routes s": mean_of("time/routes_s"),
+    "rollout s": mean_of("rl/step_s"),
+    "routes MiB": lambda records: mean_of("routes/cached_bytes")(records) / 2**20,
+}
+"""Of a run's metrics.jsonl: the last evaluation, means over all updates or all rollout batches, and costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One arm: the numbers of each of its seeds."""
+
+    arm: str
+    seeds: Mapping[int, Mapping[str, float]]
+
+    def told(self, column: str) -> str:
+        """Mean over the seeds, with the standard deviation where there are several."""
+        values = [numbers[column] for numbers in self.seeds.values() if not math.isnan(numbers[column])]
+        if not values:
+            return "-"
+        spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
+        return f"{fmean(values):.4g}{spread}"
+
+
+def row_of(arm: str, folders: Mapping[int, Path]) -> Row:
+    """The numbers of an arm from the run folder of each seed."""
+    return Row(arm, {seed: numbers_of(folder) for seed, folder in folders.items()})
+
+
+def numbers_of(folder: Path) -> dict[str, float]:
+    """Each column of one run."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return {name: column(records) for name, column in COLUMNS.items()}
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """A row an arm."""
+    lines = ["| arm | " + " | ".join(COLUMNS) + " |", "|---|" + "--:|" * len(COLUMNS)]
+    lines += ["| " + " | ".join([row.arm, *map(row.told, COLUMNS)]) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    """Every seed's numbers, to go on from."""
+    return json.dumps({row.arm: row.seeds for row in rows}, indent=1) + "\n"

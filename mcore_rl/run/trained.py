@@ -1,0 +1,80 @@
+"""What the folder of a run says about the checkpoints in it."""
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.config.section import Section
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
+from mcore_rl.errors import ConfigError, DataError
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What the config.toml of a run of any kind says about its model."""
+
+    model: ModelConfig
+    platform: PlatformConfig
+    tokenizer: TokenizerConfig
+
+
+def run_above(checkpoint: Path) -> Path | None:
+    """The folder of the run that wrote `checkpoint`: the nearest above with a config.toml; None: it came otherwise."""
+    above = (checkpoint.absolute(), *checkpoint.absolute().parents)
+    return next((folder for folder in above if (folder / "config.toml").is_file()), None)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The same; ConfigError when there is none."""
+    if (folder := run_above(checkpoint)) is not None:
+        return folder
+    raise ConfigError(
+        f"--checkpoint {checkpoint}: there is no config.toml there or above, which says what model and tokenizer it "
+        "is of. Name the folder of a run with the same: --run."
+    )
+
+
+def read_run(folder: Path) -> Trained:
+    """The parts of `folder`/config.toml that runs of all kinds have."""
+    path = folder / "config.toml"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Give --run the run_dir of a training."
+        ) from None
+    return Trained(
+        model=_section(ModelConfig, tables.get("model", {})),
+        platform=_section(PlatformConfig, tables.get("platform", {})),
+        tokenizer=_section(TokenizerConfig, tables.get("data", {}).get("tokenizer", {})),
+    )
+
+
+def _section(cls: type[S], table: dict[str, Any]) -> S:
+    # From JSON pydantic's strict mode reads lists as tuples and 1 as 1.0.
+    return cls.model_validate_json(json.dumps(table))
+
+
+def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str) -> None:
+    """DataError when the run that wrote `checkpoint` (empty: none) used another tokenizer, whose ids mean other text.
+
+    Of a checkpoint that was converted, or whose run's tokenizer is gone, nothing is known.
+    """
+    folder = run_above(Path(checkpoint)) if checkpoint else None
+    if folder is None or not (folder / "checkpoints").is_dir():
+        return
+    theirs = read_run(folder).tokenizer
+    if theirs.kind == "none" or not Path(theirs.path).exists():
+        return
+    if load_tokenizer(theirs).digest != tokenizer.digest:
+        raise DataError(
+            f"checkpoint.load={checkpoint} is of a run with the tokenizer {theirs.path}, data.tokenizer.path names "
+            "another: the model would read other tokens than it has learned. Name that one, or another checkpoint."
+        )

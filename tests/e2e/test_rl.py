@@ -1,0 +1,217 @@
+"""Reinforcement learning as a user does it: learned from rewards, killed, stopped and resumed, evaluated, refused."""
+
+import json
+import os
+import signal
+import string
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.e2e.conftest import Finished, command
+from tests.e2e.test_resume import ranks_of, started, wait_for_step
+
+CONFIG = """
+run_dir = "{folder}/rl"
+[platform]
+deterministic = true
+[model]
+num_layers = 2
+hidden_size = 64
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+vocab_size = 48
+vocab_multiple = 16
+[model.moe]
+num_experts = 4
+top_k = 2
+ffn_hidden_size = 32
+[data]
+chat_template = "raw"
+tokenizer = {{ kind = "huggingface", path = "{folder}/characters" }}
+[mesh]
+tp = 2
+ep = 2
+[optim]
+lr = 3e-3
+schedule = "constant"
+[train]
+steps = 40
+global_batch = 16
+eval_interval = 40
+[checkpoint]
+interval = 4
+[rl.prompts]
+task = "reversing"
+max_tokens = 12
+[rl.rollout]
+prompts_per_step = 4
+group_size = 8
+max_new_tokens = 12
+[rl.reward]
+parts = ["length"]
+length_max_tokens = 2
+[rl.loss]
+kl_coeff = 1e-3
+reference_refresh_rollouts = 5
+[rl.eval]
+num_prompts = 4
+[rl.samples]
+interval = 5
+"""
+
+
+@pytest.fixture
+def rl_file(tmp_path: Path) -> Path:
+    """Two ranks (TP2 x EP2) that learn to end early; two updates a rollout, a reference that is refreshed."""
+    folder = tmp_path / "characters"
+    folder.mkdir()
+    characters = ["<end>", *string.digits, *string.ascii_lowercase, "="]
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="=")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    path = tmp_path / "rl.toml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return path
+
+
+TOLD = ("policy/loss", "policy/kl_reference_nats", "train/grad_norm", "reward/mean", "eval/reward")
+
+
+def told(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> what was computed there, from metrics.jsonl."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        steps.setdefault(record["step"], {}).update({key: record[key] for key in TOLD if key in record})
+    return {step: numbers for step, numbers in steps.items() if numbers}
+
+
+def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(
+    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    straight = mcore_rl("rl", rl_file)
+    assert straight.returncode == 0, straight.stderr
+    wanted = told(tmp_path / "rl")
+    rewards = [numbers["reward/mean"] for numbers in wanted.values() if "reward/mean" in numbers]
+    assert len(rewards) == 20
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
+    assert wanted[2]["policy/kl_reference_nats"] > 0.0
+    samples = (tmp_path / "rl/samples/step_0000010.jsonl").read_text().splitlines()
+    assert len(samples) == 32
+    assert {"prompt", "completion", "answer", "reward", "policy_version"} <= json.loads(samples[0]).keys()
+
+    run_dir = tmp_path / "broken"
+    words = command("rl", rl_file, f"run_dir={run_dir}")
+    killed = started(words)
+    wait_for_step(run_dir, 13, killed)
+    os.kill(ranks_of(killed)[1].pid, signal.SIGKILL)
+    assert killed.wait(timeout=30) != 0
+    assert not (run_dir / "DONE").exists()
+    stopped = started(words)
+    wait_for_step(run_dir, 19, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(timeout=30) == 0, "a clean stop is no failure"
+    last = mcore_rl("rl", rl_file, f"run_dir={run_dir}")
+    assert last.returncode == 0, last.stderr
+    assert "resumed from" in last.stdout
+    assert f"reference policy: {run_dir}/reference/step_" in last.stdout
+    assert told(run_dir) == wanted
+
+    evaluated = mcore_rl("eval", rl_file, "mesh.tp=1", "mesh.ep=1")
+    assert evaluated.returncode == 0, evaluated.stderr
+    result = json.loads(evaluated.stdout.splitlines()[-1])
+    assert result["eval/reward"] == pytest.approx(wanted[40]["eval/reward"], abs=1e-6)
+
+
+BAD = {
+    "no prompts": (["rl.prompts.task=file", "rl.prompts.files=['{folder}/empty.jsonl']"], "holds no prompt"),
+    "prompts too long": (["rl.prompts.smallest=30", "rl.prompts.largest=40"], "rl.prompts.max_tokens=12"),
+    "group of one": (["rl.rollout.group_size=1", "train.global_batch=4"], "Set group_size to at least 2"),
+    "longer than the context": (["model.max_position=16"], "model.max_position=16"),
+    "batch that does not divide": (["train.global_batch=24"], "does not divide the 32 completions"),
+    "steps in the middle of a rollout": (["train.steps=41"], "Use 42"),
+    "another tokenizer's model": (["model.vocab_size=32"], "has 38 tokens, model.vocab_size is 32"),
+    "a reward that is not there": (
+        ["rl.reward.parts=['length','nowhere:reward']"],
+        "Start in the folder with nowhere",
+    ),
+    "GSPO with token mean": (["rl.loss.kind=gspo", "rl.loss.aggregation=token_mean"], "mean over sequences"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_run_is_refused_with_a_remedy(
+    case: str, rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    words, wanted = BAD[case]
+    alone = ["mesh.tp=1", "mesh.ep=1", "rl.loss.reference_refresh_rollouts=0", "rl.loss.kl_coeff=0"]
+    finished = mcore_rl("rl", rl_file, *alone, *[word.format(folder=tmp_path) for word in words])
+    assert finished.returncode == 2, finished.stdout + finished.stderr
+    assert wanted in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_reward_that_raises_or_is_not_a_number_is_counted_and_the_run_goes_on(
+    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (tmp_path / "own_rewards.py").write_text(
+        "def broken(judged):\n    raise ValueError('no')\n\n\ndef unnumbered(judged):\n    return float('nan')\n"
+    )
+    parts = "rl.reward.parts=['length','own_rewards:broken','own_rewards:unnumbered']"
+    words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "train.eval_interval=0", parts]
+    here = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        finished = mcore_rl("rl", rl_file, *words)
+    finally:
+        os.chdir(here)
+    assert finished.returncode == 0, finished.stderr
+    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    last = [record for record in records if "reward/errors" in record][-1]
+    assert last["reward/errors_raised"] == last["reward/errors_not_finite"] == 32
+
+
+def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
+    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_steps.py").write_text(
+        "def digits(judged):\n"
+        "    return [(end, float(c.isdigit())) for end, c in enumerate(judged.completion, 1)]\n\n\n"
+        "def late(judged):\n    return [(len(judged.completion) + 1, 1.0)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    parts = "rl.reward.parts=['own_steps:digits','own_steps:late']"
+    words = ["mesh.tp=1", "mesh.dp=2", "train.steps=4", "train.eval_interval=0", "rl.advantage.kind=steps"]
+    finished = mcore_rl(
+        "rl", rl_file, *words, parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=0"
+    )
+    assert finished.returncode == 0, finished.stderr
+    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    last = [record for record in records if "reward/errors" in record][-1]
+    assert last["reward/errors_bad_steps"] == last["reward/errors"] == 32
+    assert all(record["train/grad_norm"] > 0.0 for record in records if "train/grad_norm" in record)
+    for path in (tmp_path / "rl/samples").iterdir():
+        for sample in map(json.loads, path.read_text().splitlines()):
+            assert sample["reward"] == sum(c.isdigit() for c in sample["completion"])
+
+
+def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(
+    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """Every completion is worth the same to a pattern that none has: dynamic sampling is left without a group."""
+    parts = ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "rl.reward.length_max_tokens=0"]
+    words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "rl.rollout.dynamic_sampling=true", *parts]
+    finished = mcore_rl("rl", rl_file, *words, "rl.rollout.max_refills=1")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("nothing to train on in this update") == 4
+    assert (tmp_path / "rl/DONE").exists()

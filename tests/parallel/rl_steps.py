@@ -1,0 +1,152 @@
+"""Updates on a rollout that is given, on any mesh: apart from its tests, so that ranks need not import them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.rl import AdvantageConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.rl.advantages import StepReward
+from mcore_rl.rl.batch import SampleShape
+from mcore_rl.rl.learner import Learner
+from mcore_rl.rl.reference import Reference
+from mcore_rl.rl.rollout import Rollout
+from mcore_rl.rl.routes import PolicyRoutes
+from mcore_rl.rl.types import Completion, Group
+from mcore_rl.train.setup import set_up
+from tests.generating import prompt_of
+from tests.parallel.parity import Tensors
+
+GROUPS, SIZE = 6, 4
+
+
+def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout:
+    """Ragged completions of random tokens, always the same; each replica has some of the groups."""
+    generator = torch.Generator().manual_seed(5)
+    vocab = config.model.vocab_size
+
+    def tokens(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(0, vocab, (length,), generator=generator).tolist()
+
+    groups, shapes = {}, {}
+    for number in range(GROUPS):
+        prompt = prompt_of(tokens(1, 9), str(number))
+        completions = []
+        for place in range(SIZE):
+            said = tokens(1, 13)
+            logprobs = (-1 - 6 * torch.rand(len(said), generator=generator)).tolist()
+            completions.append(
+                Completion(
+                    text="",
+                    tokens_T=tuple(said),
+                    logprobs_T=tuple(logprobs),
+                    policy_version=0,
+                    finish="stop",
+                    experts_TLK=random_routes(config, len(prompt.tokens_T) + len(said) - 1, generator),
+                )
+            )
+            shapes[number * SIZE + place] = SampleShape(
+                holder=number % dp_cp_size,
+                num_prompt=len(prompt.tokens_T),
+                num_completion=len(said),
+                is_trained=(number, place) != (2, 1),
+            )
+        if number % dp_cp_size == dp_cp_rank:
+            groups[number] = Group(prompt=prompt, completions=tuple(completions))
+    rewards_PG = torch.rand(GROUPS, SIZE, generator=generator, dtype=torch.float64)
+    return Rollout(
+        groups=groups,
+        rewards_PG=rewards_PG,
+        shapes=shapes,
+        num_prompts=GROUPS,
+        metrics=[],
+        steps_PGI=[
+            [steps_of(shapes[p * SIZE + g].num_completion, rewards_PG[p, g].item()) for g in range(SIZE)]
+            for p in range(GROUPS)
+        ],
+    )
+
+
+def steps_of(length: int, reward: float) -> list[StepReward]:
+    """One at every third token and one at the last."""
+    return [StepReward(end, reward - end) for end in sorted({*range(2, length, 3), length - 1})]
+
+
+def random_routes(config: RlRunConfig, num_tokens: int, generator: torch.Generator) -> Tensor | None:
+    """Experts of each token and layer that no router would choose, for R3."""
+    if config.replay.kind != "r3":
+        return None
+    moe, num_layers = config.model.moe, sum(config.model.moe_layers)
+    scores = torch.rand(num_tokens, num_layers, moe.num_experts, generator=generator)
+    return scores.topk(moe.top_k).indices.to(torch.uint8)
+
+
+def updates(
+    config: RlRunConfig, initial: Tensors, other: Tensors, folder: Path, changes: Sequence[dict[str, Any]]
+) -> list[list[dict[str, float]]]:
+    """On a rank, for each change of rl.loss: what is told of every update of one rollout, from `initial` weights, with
+    `other` ones as the reference.
+    """
+    state = set_up(config, start(config.platform))
+    mesh = state.mesh
+    told = []
+    for number, change in enumerate(changes):
+        loss = {name: value for name, value in change.items() if name != "advantage"}
+        rl = config.rl.model_copy(
+            update={
+                "loss": config.rl.loss.model_copy(update=loss),
+                "advantage": AdvantageConfig(kind=change.get("advantage", "zscore")),
+            }
+        )
+        varied = config.model_copy(update={"rl": rl})
+        reference = None
+        if varied.rl.loss.kl_coeff:
+            copy_in(state.chunks, other)
+            reference = Reference(state.chunks, mesh, config.model, folder / str(number))
+        copy_in(state.chunks, initial)
+        state.optimizer.reload_model_params()
+        routes = PolicyRoutes(state, varied, folder / f"{number}-{mesh.world.rank}")
+        learner = Learner(state, varied, reference, routes)
+        rollout = rollout_of(varied, mesh.dp_cp.rank, mesh.dp_cp.size)
+        minibatches = learner.with_logprobs(learner.minibatches(rollout))
+        advantages_N = learner.advantages(rollout, minibatches)
+        reports = [
+            learner.update(minibatch, advantages_N)
+            for _ in range(varied.rl.update.epochs)
+            for minibatch in minibatches
+        ]
+        told.append(
+            [
+                replaced(report.sums) | {"grad_norm": report.grad_norm, "loss": report.loss}
+                for report in reports
+            ]
+        )
+    return told
+
+
+def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, float]]:
+    """On a rank of the last stage: sample, position and advantage of each trained token of its microbatches."""
+    state = set_up(config, start(config.platform))
+    learner = Learner(state, config, None, PolicyRoutes(state, config, folder / str(state.mesh.world.rank)))
+    rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
+    minibatches = learner.minibatches(rollout)
+    advantages = learner.advantages(rollout, minibatches)
+    told = []
+    for minibatch in minibatches:
+        for one in minibatch.microbatches:
+            weighted = one.weighted_tokens(advantages, minibatch.weights_N)
+            for t in one.mask_T.nonzero().flatten().tolist():
+                sample = one.samples[int(one.sequence_T[t])]
+                told.append((sample, int(one.inputs.position_ids_Bs[0, t]), float(weighted.advantages_T[t])))
+    return told if state.mesh.is_last_stage else []
+
+
+def replaced(sums: dict[str, float]) -> dict[str, float]:
+    """Sums as means over tokens, so that numbers of all kinds are about as large."""
+    return {name: value if name.startswith("max/") else value / sums["count"] for name, value in sums.items()}

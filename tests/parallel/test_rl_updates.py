@@ -1,0 +1,175 @@
+"""What an update of the policy is does not depend on mesh, packing or microbatches."""
+
+import functools
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.replay import ReplayConfig, ReplayKind
+from mcore_rl.config.rl import (
+    AdvantageConfig,
+    LossConfig,
+    PromptConfig,
+    RlConfig,
+    RolloutConfig,
+    UpdateConfig,
+)
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import TrainConfig
+from mcore_rl.model.families import FAMILIES
+from tests.parallel.parity import Tensors, random_weights
+from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, token_advantages, updates
+from tests.ranks import run_ranks
+
+MESHES = {
+    "tp2": MeshConfig(tp=2),
+    "pp2": MeshConfig(pp=2),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "ep2": MeshConfig(ep=2, dp=2),
+    "cp2": MeshConfig(cp=2),
+    "dp2": MeshConfig(dp=2),
+    "tp2-pp2": MeshConfig(tp=2, pp=2),
+    "cp2-dp2-overlapped": MeshConfig(cp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
+}
+CHANGES: list[dict[str, Any]] = [
+    {"kind": "grpo", "kl_coeff": 0.1, "entropy_coeff": 0.01},
+    {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+    {"kind": "kimi_k2", "kl_coeff": 0.1, "kl_in": "reward"},
+    {"kind": "cispo", "mismatch": "truncate"},
+    {"kind": "grpo", "aggregation": "token_mean"},
+    {"kind": "gspo_token", "advantage": "steps"},
+]
+ROWS = {"short": 24, "long": 96}
+REPRESENTATIVE = [("deepseek_v3", "tp2"), ("deepseek_v3", "pp2-vpp2")]
+
+
+def config_of(
+    model: str, mesh: MeshConfig, row_tokens: int = ROWS["long"], replay: ReplayKind = "none", **update: Any
+) -> RlRunConfig:
+    """Two updates a rollout; no balance loss, which is of a microbatch and not of tokens."""
+    tiny = FAMILIES[model].tiny
+    moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
+    return RlRunConfig(
+        model=tiny.model_copy(update={"moe": moe}),
+        mesh=mesh,
+        replay=ReplayConfig(kind=replay),
+        optim=OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3),
+        train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
+        rl=RlConfig(
+            prompts=PromptConfig(max_tokens=8),
+            rollout=RolloutConfig(
+                prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=0.7
+            ),
+            loss=LossConfig(),
+            update=UpdateConfig(row_tokens=row_tokens, **update),
+        ),
+    )
+
+
+@functools.cache
+def weights(model: str, seed: int) -> Tensors:
+    config = config_of(model, MeshConfig())
+    return random_weights(config.model_copy(update={"train": TrainConfig(seed=seed)}))
+
+
+def told_by(config: RlRunConfig, model: str, folder: Path) -> list[list[dict[str, float]]]:
+    """What all ranks tell alike."""
+    work = (config, weights(model, 1), weights(model, 2), folder, CHANGES)
+    ranks = run_ranks(updates, config.mesh.smallest_world, *work)
+    assert all(rank == ranks[0] for rank in ranks)
+    return ranks[0]
+
+
+@functools.cache
+def alone(model: str, folder: Path, replay: ReplayKind = "none") -> list[list[dict[str, float]]]:
+    return told_by(config_of(model, MeshConfig(), replay=replay), model, folder / replay)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
+
+
+def assert_same(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, float]]]) -> None:
+    for change, mine, reference in zip(CHANGES, ours, theirs, strict=True):
+        for step, (one, other) in enumerate(zip(mine, reference, strict=True)):
+            for name, value in other.items():
+                # Sums that cancel (a loss of centred advantages) are measured against numbers of size 1.
+                assert one[name] == pytest.approx(value, rel=1e-6, abs=1e-6), (change, step, name)
+
+
+@pytest.mark.parametrize(("model", "mesh"), [*[("qwen3_moe", mesh) for mesh in MESHES], *REPRESENTATIVE])
+def test_updates_do_not_depend_on_the_mesh(model: str, mesh: str, folder: Path, tmp_path: Path) -> None:
+    assert_same(told_by(config_of(model, MESHES[mesh]), model, tmp_path), alone(model, folder))
+
+
+@pytest.mark.parametrize(
+    ("replay", "mesh"), [("r2", "tp2-pp2"), ("r2", "ep2"), ("r3", "tp2"), ("r3", "pp2-vpp2"), ("r3", "cp2")]
+)
+def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
+    replay: ReplayKind, mesh: str, folder: Path, tmp_path: Path
+) -> None:
+    """Of R3 the routes are random ones: nothing but replay could choose them."""
+    reference = alone("qwen3_moe", folder, replay)
+    assert_same(
+        told_by(config_of("qwen3_moe", MESHES[mesh], replay=replay), "qwen3_moe", tmp_path), reference
+    )
+    free = alone("qwen3_moe", folder)
+    assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-4), "routes were not imposed"
+
+
+@pytest.mark.parametrize("mesh", ["alone", "dp2", "cp2", "pp2"])
+def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str, tmp_path: Path) -> None:
+    config = config_of("qwen3_moe", MESHES.get(mesh, MeshConfig()))
+    rl = config.rl.model_copy(update={"advantage": AdvantageConfig(kind="steps", eps=0.01)})
+    config = config.model_copy(update={"rl": rl})
+    rollout = rollout_of(config, 0, 1)
+    wanted = {}
+    for group, steps_GI in enumerate(rollout.steps_PGI):
+        values = [step.value for steps in steps_GI for step in steps]
+        mean, spread = statistics.mean(values), statistics.stdev(values) + 0.01
+        for place, steps in enumerate(steps_GI):
+            shape = rollout.shapes[group * SIZE + place]
+            for t in range(shape.num_trained):
+                later = sum((step.value - mean) / spread for step in steps if step.end >= t)
+                wanted[group * SIZE + place, shape.num_prompt - 1 + t] = later
+    ranks = run_ranks(token_advantages, config.mesh.smallest_world, config, tmp_path)
+    told = [one for rank in ranks for one in rank]
+    assert len(told) == len(wanted)
+    assert {(sample, t): x for sample, t, x in told} == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+def test_updates_do_not_depend_on_how_completions_are_packed(folder: Path, tmp_path: Path) -> None:
+    short = config_of("qwen3_moe", MeshConfig(), ROWS["short"])
+    assert_same(told_by(short, "qwen3_moe", tmp_path), alone("qwen3_moe", folder))
+
+
+def test_the_first_update_has_ratios_of_one_and_later_ones_have_not(folder: Path) -> None:
+    for change, told in zip(CHANGES, alone("qwen3_moe", folder), strict=True):
+        first, second = told
+        assert first["drift"] == first["drift_squared"] == first["kl_old"] == 0.0, change
+        assert first["max/log_ratio"] == first["max/minus_log_ratio"] == 0.0
+        assert second["kl_old"] > 1e-9, change
+
+
+def test_old_logprobs_of_a_pass_before_are_those_of_the_update_itself(folder: Path, tmp_path: Path) -> None:
+    """With a second epoch the first minibatch needs them from a pass: its ratios are exactly 1 all the same."""
+    config = config_of("qwen3_moe", MeshConfig(), epochs=2)
+    initial, other = weights("qwen3_moe", 1), weights("qwen3_moe", 2)
+    (told,) = run_ranks(updates, 1, config, initial, other, tmp_path, CHANGES[:1])[0]
+    once = alone("qwen3_moe", folder)[0]
+    assert told[:2] == once
+    assert len(told) == 4
+    assert told[2]["kl_old"] > 0.0
+
+
+def test_the_kl_to_an_equal_reference_is_nothing(tmp_path: Path) -> None:
+    config = config_of("qwen3_moe", MeshConfig())
+    same = weights("qwen3_moe", 1)
+    (told,) = run_ranks(updates, 1, config, same, same, tmp_path, CHANGES[:1])[0]
+    assert told[0]["kl_reference"] == 0.0
+    assert told[1]["kl_reference"] > 1e-9

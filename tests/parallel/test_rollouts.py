@@ -1,0 +1,48 @@
+"""A step's groups do not depend on how many replicas make them; dynamic sampling takes what has a signal."""
+
+import statistics
+
+import pytest
+
+from mcore_rl.config.mesh import MeshConfig
+from tests.parallel.rollouts import PROMPTS, SIZE, taken
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(dp=2), MeshConfig(tp=2), MeshConfig(cp=2), MeshConfig(pp=2, dp=2)]
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_groups_are_those_of_one_replica(mesh: MeshConfig, dynamic: bool) -> None:
+    work = ([0, 3, 8], {"dynamic_sampling": dynamic})
+    (alone,) = run_ranks(taken, 1, MeshConfig(), *work)
+    ranks = run_ranks(taken, mesh.smallest_world, mesh, *work)
+    for step, wanted in enumerate(alone):
+        for told in (rank[step] for rank in ranks):
+            for known_to_all in ("rewards", "shapes", "taken"):
+                assert told[known_to_all] == wanted[known_to_all], known_to_all
+            assert told["metrics"] == pytest.approx(wanted["metrics"])
+        for share in ("prompts", "lengths"):
+            whole = {number: x for rank in ranks for number, x in rank[step][share].items()}
+            assert whole == wanted[share]
+
+
+def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_left() -> None:
+    ((plain,),) = run_ranks(taken, 1, MeshConfig(), [0], {})
+    assert plain["taken"] == PROMPTS
+    assert list(plain["prompts"].values()) == [f"reversing/1/{n}" for n in range(4)]
+    assert plain["rewards"][0] == plain["rewards"][3] == [-0.5] * SIZE
+    assert plain["metrics"]["reward/groups_without_signal_fraction"] == 0.5
+    spreads = [statistics.pstdev(rewards) for rewards in plain["rewards"]]
+    assert plain["metrics"]["reward/group_std"] == pytest.approx(statistics.mean(spreads))
+
+    ((dynamic,),) = run_ranks(taken, 1, MeshConfig(), [0], {"dynamic_sampling": True})
+    assert list(dynamic["prompts"].values()) == [f"reversing/1/{n}" for n in (1, 2, 4, 5)]
+    assert dynamic["taken"] == 2 * PROMPTS
+    assert all(len(set(rewards)) > 1 for rewards in dynamic["rewards"])
+    assert dynamic["metrics"]["rollout/refills"] == 1
+    assert dynamic["metrics"]["rollout/unused_groups"] == 4
+    assert dynamic["metrics"]["reward/groups_without_signal_fraction"] == 0
+
+    ((few,),) = run_ranks(taken, 1, MeshConfig(), [0], {"dynamic_sampling": True, "max_refills": 1})
+    assert few["taken"] == 2 * PROMPTS

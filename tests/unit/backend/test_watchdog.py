@@ -1,0 +1,71 @@
+"""A process that gets nowhere ends, and says where it was; one that is merely suspended does not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mcore_rl.backend.launcher import FAILURE_FILE
+from mcore_rl.errors import HUNG_STATUS
+
+LIMIT_S = 1.0
+PROGRAM = """
+import sys, time
+from mcore_rl.backend.watchdog import Watchdog
+
+def never_returns():
+    time.sleep(60)
+
+def work_on(beats):
+    for _ in range(beats):
+        time.sleep(0.1)
+        watchdog.beat()
+
+with Watchdog(float(sys.argv[1]), 3) as watchdog:
+    print("started", flush=True)
+    work_on(int(sys.argv[2]))
+    if sys.argv[3] == "hang":
+        never_returns()
+print("left", flush=True)
+"""
+
+
+def started(tmp_path: Path, limit_s: float, beats: int, end: str) -> "subprocess.Popen[str]":
+    """The program, once it is inside of its watchdog."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(limit_s), str(beats), end],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {FAILURE_FILE: str(tmp_path / "failure.json")},
+    )
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    return process
+
+
+def test_a_process_that_hangs_says_where_and_ends_with_its_own_status(tmp_path: Path) -> None:
+    process = started(tmp_path, LIMIT_S, 15, "hang")
+    since = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == HUNG_STATUS
+    assert time.monotonic() - since > 1.4 + LIMIT_S, "beats were not heard"
+    assert "never_returns" in errors and "Rank 3 finished nothing in 1 s" in errors
+    rank, status, words = json.loads((tmp_path / "failure.json").read_text())
+    assert (rank, status) == (3, HUNG_STATUS) and "never_returns" in words
+
+
+def test_a_process_that_beats_or_has_no_limit_leaves_well(tmp_path: Path) -> None:
+    beating, unlimited = started(tmp_path, 0.5, 12, "leave"), started(tmp_path, 0.0, 2, "leave")
+    for process in (beating, unlimited):
+        assert process.communicate(timeout=30)[0] == "left\n" and process.returncode == 0
+
+
+def test_the_time_of_a_suspended_process_does_not_count(tmp_path: Path) -> None:
+    process = started(tmp_path, LIMIT_S, 5, "leave")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5 * LIMIT_S)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=30)[0] == "left\n" and process.returncode == 0

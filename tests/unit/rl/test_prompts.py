@@ -1,0 +1,91 @@
+"""Prompts by cursor: the same in a run that resumes, none that is held out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.rl import EvalConfig, PromptConfig
+from mcore_rl.data.chat import PlainChat
+from mcore_rl.errors import DataError
+from mcore_rl.rl.prompts import PromptEncoder, held_out_prompts, train_prompts
+from mcore_rl.rl.tasks import read_problems
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    vocab_size, eod_id, bos_id, pad_id, digest = 128, 0, None, None, ""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def encoder(max_tokens: int = 64, *, has_roles: bool = False) -> PromptEncoder:
+    return PromptEncoder(PlainChat(Letters(), has_roles=has_roles), max_tokens)
+
+
+def file_of(tmp_path: Path, *entries: object) -> PromptConfig:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, entries)))
+    return PromptConfig(files=(str(path),))
+
+
+def test_a_file_is_read_once_an_epoch_in_another_order_each_time(tmp_path: Path) -> None:
+    config = file_of(tmp_path, *({"prompt": f"p{n}", "answer": n} for n in range(10)))
+    source = train_prompts(config, (), encoder(), seed=3)
+    taken = [prompt.problem.prompt for prompt in source.take(0, 30)]
+    epochs = [taken[:10], taken[10:20], taken[20:]]
+    assert all(sorted(epoch) == sorted(f"p{n}" for n in range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    resumed = [prompt.problem.prompt for cursor in (0, 7, 14, 21) for prompt in source.take(cursor, 7)]
+    assert resumed == taken[:28]
+    assert [p.problem.prompt for p in train_prompts(config, (), encoder(), seed=4).take(0, 10)] != epochs[0]
+
+
+def test_long_prompts_and_bad_lines_of_a_file_are_left_out_and_counted(tmp_path: Path) -> None:
+    config = file_of(
+        tmp_path, {"prompt": "ok"}, {"prompt": "x" * 65}, {"question": "?"}, {"prompt": "y" * 64}
+    )
+    source = train_prompts(config, (), encoder(), seed=0)
+    assert source.num_prompts == 2
+    assert source.skipped == "1 longer than rl.prompts.max_tokens, 1 no prompt"
+
+
+def test_a_file_of_long_prompts_only_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 1 prompts are too long: .* has 9 tokens, .*max_tokens=8"):
+        train_prompts(file_of(tmp_path, {"prompt": "x" * 9}), (), encoder(8), seed=0)
+
+
+def test_a_conversation_as_prompt_goes_through_the_chat_template(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    config = file_of(tmp_path, {"prompt": turns, "answer": "Hello"}, {"prompt": [{"content": "no role"}]})
+    read = read_problems(config)
+    (problem,) = read.problems
+    assert (problem.prompt, problem.answer) == ("Hi", "Hello")
+    assert "no object with a" in read.bad_lines[0].reason
+    tokens = encoder(has_roles=True)(problem).tokens_T
+    assert Letters().decode(list(tokens)) == "system:\nBe short.\n\nuser:\nHi\n\nassistant:\n"
+
+
+def test_problems_of_a_task_never_repeat_a_held_out_prompt() -> None:
+    config = PromptConfig(task="reversing", smallest=2, largest=2)
+    held_out = held_out_prompts(EvalConfig(num_prompts=50), config, encoder(), seed=1)
+    texts = {prompt.problem.prompt for prompt in held_out}
+    assert len(texts) == 50
+    source = train_prompts(config, held_out, encoder(), seed=1)
+    taken = [prompt.problem.prompt for prompt in source.take(0, 400)]
+    assert not texts & set(taken)
+    assert len(set(taken)) > 40
+    assert [p.problem.prompt for p in source.take(100, 50)] == taken[100:150]
+
+
+def test_a_task_with_too_few_problems_is_refused() -> None:
+    config = PromptConfig(task="reversing", smallest=1, largest=1)
+    held_out = held_out_prompts(EvalConfig(num_prompts=64), config, encoder(), seed=1)
+    assert len(held_out) == 10, "as many as there are"
+    with pytest.raises(DataError, match="all are held out"):
+        train_prompts(config, held_out, encoder(), seed=1).take(0, 1)

@@ -1,0 +1,44 @@
+"""What a run's folder says about its checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models
+
+from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.load import dump_config
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.data.tokenizer import HuggingFaceTokenizer
+from mcore_rl.errors import DataError
+from mcore_rl.run.trained import refuse_other_tokenizer
+
+
+def tokenizer_in(folder: Path, *words: str) -> HuggingFaceTokenizer:
+    folder.mkdir()
+    vocabulary = {word: number for number, word in enumerate(["<end>", *words])}
+    tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<end>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return HuggingFaceTokenizer(folder)
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused_and_one_that_says_nothing_is_not(
+    tmp_path: Path,
+) -> None:
+    one, other = tokenizer_in(tmp_path / "one", "a", "b"), tokenizer_in(tmp_path / "other", "b", "a")
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints/iter_0000010"
+    checkpoint.mkdir(parents=True)
+    named = TokenizerConfig(kind="huggingface", path=str(tmp_path / "one"))
+    (run / "config.toml").write_text(dump_config(PretrainConfig(data=DataConfig(tokenizer=named))))
+    for load in (run, run / "checkpoints", checkpoint):
+        refuse_other_tokenizer(one, str(load))
+        with pytest.raises(
+            DataError, match=r"is of a run with the tokenizer .*one, data.tokenizer.path names another"
+        ):
+            refuse_other_tokenizer(other, str(load))
+    refuse_other_tokenizer(other, "")
+    refuse_other_tokenizer(other, str(tmp_path / "imported/iter_0000000"))
+    (tmp_path / "one").rename(tmp_path / "gone")
+    refuse_other_tokenizer(other, str(run))
