@@ -1,0 +1,107 @@
+"""The arguments of `mcore-rl launch` and `mcore-rl jobs`."""
+
+import argparse
+from pathlib import Path
+
+from mcore_rl.config.programs import PROGRAMS
+
+PIPELINE = "pipeline"
+
+
+def launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """A config, a cluster, and what else Slurm should know."""
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG.toml", help="the training's config file, or a pipeline's"
+    )
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        required=True,
+        metavar="CLUSTER.toml",
+        help="where it runs: launch/clusters has examples, docs/slurm.md explains every field",
+    )
+    parser.add_argument(
+        "--nodes", type=positive, metavar="N", help="nodes (a pipeline's stages have their own)"
+    )
+    parser.add_argument(
+        "--program",
+        choices=[*PROGRAMS, PIPELINE],
+        help="what reads the config; default: what its file is called before the first _ or . (pretrain.toml, "
+        "rl_long.toml, pipeline.toml; grpo and gspo are rl)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the script that would be submitted, and what Slurm would say to it; write nothing",
+    )
+    _slurm(parser.add_argument_group("the job"))
+    _servers(
+        parser.add_argument_group("a heterogeneous job: rollout servers beside the trainer, one task a node")
+    )
+    _leave(parser.add_argument_group("what looks wrong, and is wanted"))
+
+
+def jobs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Runs."""
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="*",
+        default=[Path("runs")],
+        metavar="RUN",
+        help="a run_dir, or a folder of them (default: runs)",
+    )
+
+
+def _slurm(job: argparse._ArgumentGroup) -> None:
+    job.add_argument("--name", default="", help="the job's name (default: program and folder)")
+    job.add_argument("--time", default="", help="limit of one attempt (default: slurm.time of the cluster)")
+    job.add_argument(
+        "--array",
+        default="",
+        metavar="INDICES",
+        help="one run for each index, in <run_dir>/<index>, as 0-7; 0-7%%2: two at a time",
+    )
+    job.add_argument(
+        "--array-field",
+        default="train.seed",
+        metavar="KEY",
+        help="the field that gets the index (default train.seed)",
+    )
+    job.add_argument(
+        "--dependency", default="", metavar="afterok:ID", help="start when those jobs have ended so"
+    )
+    job.add_argument("--exclude", default="", metavar="NODES", help="not on these nodes")
+    job.add_argument("--nodelist", default="", metavar="NODES", help="on these nodes")
+    for name in ("reservation", "partition", "account", "qos"):
+        job.add_argument(f"--{name}", default="", metavar="NAME", help=f"as sbatch's --{name}")
+
+
+def _servers(servers: argparse._ArgumentGroup) -> None:
+    servers.add_argument("--servers", type=positive, default=0, metavar="N", help="nodes of servers")
+    servers.add_argument("--server-command", default="", metavar="LINE", help="what runs on each of them")
+    servers.add_argument(
+        "--server-field",
+        default="",
+        metavar="KEY",
+        help="the config's field that gets their host names, with commas; they are in SERVER_HOSTS in any case",
+    )
+
+
+def _leave(leave: argparse._ArgumentGroup) -> None:
+    leave.add_argument("--force", action="store_true", help="an estimate of memory above what a GPU has")
+    leave.add_argument(
+        "--allow-tp-across-nodes", action="store_true", help="tensor-parallel groups that leave a node"
+    )
+    leave.add_argument(
+        "--allow-dirty", action="store_true", help="code that is not committed: its difference is kept"
+    )
+
+
+def positive(text: str) -> int:
+    """A number above 0."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number

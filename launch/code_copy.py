@@ -1,0 +1,127 @@
+"""The code that a job runs: a copy of its own, so that editing the checkout changes no job that waits or restarts."""
+
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import mcore_rl
+from mcore_rl.errors import ConfigError
+
+PACKAGES = ("mcore_rl", "launch")
+CODE = (*PACKAGES, ":!launch/recipes", ":!launch/clusters")
+"""What git is asked about: configs are edited for every run, and the job has a resolved one."""
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Where the running code comes from."""
+
+    root: Path
+    """The folder that holds its packages."""
+    commit: str
+    """Of its git repository; empty when it was installed without one."""
+    changed: tuple[str, ...]
+    """Files that are not as in the commit."""
+
+    def describe(self) -> str:
+        """One line for people and for the job's folder."""
+        if not self.commit:
+            return f"mcore-rl {mcore_rl.__version__}, installed"
+        return f"{self.commit}{' and code.patch' if self.changed else ''}"
+
+
+def this_code() -> Code:
+    """The code that is running now."""
+    return code_at(Path(mcore_rl.__file__).resolve().parents[1])
+
+
+def code_at(root: Path) -> Code:
+    """The code whose packages are in `root`."""
+    if not (root / ".git").exists():
+        return Code(root, "", ())
+    try:
+        commit = _git(root, "rev-parse", "HEAD").decode().strip()
+        status = _git(root, "status", "--porcelain", "-z", "--untracked-files=all", "--", *CODE).decode()
+    except OSError:
+        return Code(root, "", ())  # a checkout on a machine without git is copied like an installed package
+    # `XY path`, each ended by NUL; a rename's second path stands alone.
+    changed = tuple(entry[3:] for entry in status.split("\0") if len(entry) > 3 and entry[2] == " ")
+    return Code(root, commit, changed)
+
+
+def refuse_changes(code: Code) -> None:
+    """ConfigError when the commit alone would not say what ran."""
+    if not code.changed:
+        return
+    names = ", ".join(code.changed[:SHOWN])
+    more = f" and {len(code.changed) - SHOWN} more" if len(code.changed) > SHOWN else ""
+    raise ConfigError(
+        f"{code.root} is not as in its last commit: {names}{more}. Commit, or give --allow-dirty to run it as it is "
+        "(the difference is then kept as code.patch)."
+    )
+
+
+def copy_code(code: Code, folder: Path) -> None:
+    """Make `folder/code` what runs now, `folder/commit.txt`, and `folder/code.patch` where it is not the commit."""
+    target = folder / "code"
+    (folder / "commit.txt").write_text(code.describe() + "\n", encoding="utf-8")
+    if not code.commit:
+        for package in PACKAGES:
+            shutil.copytree(
+                code.root / package, target / package, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        return
+    with _current_tree(code) as (tree, environment):
+        if code.changed:
+            patch = _git(
+                code.root, "diff", "--binary", code.commit, tree, "--", *CODE, environment=environment
+            )
+            (folder / "code.patch").write_bytes(patch)
+        packed = _git(code.root, "archive", tree, *PACKAGES, environment=environment)
+    with tarfile.open(fileobj=BytesIO(packed)) as archive:
+        archive.extractall(target, filter="data")
+
+
+@contextmanager
+def _current_tree(code: Code) -> Iterator[tuple[str, dict[str, str]]]:
+    """A tree of the packages as they are now, without what git ignores, and the environment in which git knows it.
+
+    Index and new objects are elsewhere than the checkout's, which stays as it is and need not be writable.
+    """
+    if not code.changed:
+        yield code.commit, {}
+        return
+    objects = _git(code.root, "rev-parse", "--path-format=absolute", "--git-path", "objects").decode().strip()
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            "GIT_INDEX_FILE": f"{folder}/index",
+            "GIT_OBJECT_DIRECTORY": folder,
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
+        }
+        _git(code.root, "read-tree", "HEAD", environment=environment)
+        _git(code.root, "add", "--all", "--", *PACKAGES, environment=environment)
+        tree = _git(code.root, "write-tree", environment=environment).decode().strip()
+        yield tree, environment
+
+
+def _git(root: Path, *words: str, environment: Mapping[str, str] | None = None) -> bytes:
+    try:
+        done = subprocess.run(
+            # The checkout of this very code may belong to somebody else, which git alone would not trust.
+            ["git", "-c", f"safe.directory={root}", "-C", str(root), *words],
+            capture_output=True,
+            check=True,
+            env=os.environ | (environment or {}),
+        )
+    except subprocess.CalledProcessError as error:
+        told = error.stderr.decode(errors="replace").strip()
+        raise ConfigError(f"git {words[0]} in {root} failed: {told}") from None
+    return done.stdout

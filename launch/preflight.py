@@ -1,0 +1,195 @@
+"""What can be known to be wrong with a job before it waits in the queue."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import records, slurm
+from mcore_rl.config.checks import refuse
+from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
+from mcore_rl.config.cluster_checks import placement
+from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.memory import GIB, Memory, memory_of_fullest_rank
+from mcore_rl.config.programs import Program
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SFTDataConfig
+from mcore_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """What the user allows although it looks wrong."""
+
+    force: bool = False
+    """A memory estimate above what a GPU has."""
+    tp_across_nodes: bool = False
+    promised: frozenset[Path] = frozenset()
+    """What is not there yet, but will be: earlier jobs make it."""
+    absent: bool = False
+    """What is not there is told, not refused: another job makes it, or nothing will be submitted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """What the pre-flight has to say when nothing is wrong."""
+
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def check_training(
+    program: Program, config: RunConfig, cluster: ClusterConfig, nodes: int, leave: Leave
+) -> Checked:
+    """ConfigError that lists what is wrong with running `config` on so many nodes of `cluster`."""
+    per_node = cluster.node.ranks_per_node
+    world = nodes * per_node
+    try:
+        program.check(config, world)
+    except ConfigError as error:
+        raise ConfigError(f"on {nodes} nodes of {per_node} ranks:\n{error}") from None
+    placed = placement(config.model, config.mesh, per_node, world)
+    memory = memory_of_fullest_rank(config, world, program.row_length(config))
+    missing = [*_missing_inputs(config, cluster.container, leave), *image_violations(cluster.container)]
+    refuse(
+        [
+            *(() if leave.tp_across_nodes else placed.refused),
+            *(() if leave.force else _too_large(memory, cluster)),
+            *(() if leave.absent else missing),
+            *folder_violations(Path(config.run_dir)),
+        ]
+    )
+    warnings = [*placed.warnings, *(missing if leave.absent else ())]
+    if leave.tp_across_nodes:
+        warnings += placed.refused
+    if leave.force:
+        warnings += _too_large(memory, cluster)
+    return Checked(lines=(_layout(config, nodes, per_node), _told(memory, cluster)), warnings=tuple(warnings))
+
+
+def image_violations(container: ContainerConfig) -> Iterator[str]:
+    """Whether the container's image, where it is a file, is there."""
+    image = container.image
+    is_file = image.startswith(("/", "./", "../")) if container.kind == "pyxis" else "://" not in image
+    if container.kind != "none" and is_file and not Path(image).exists():
+        yield f'container.image="{image}" is not there. Make it (enroot import, apptainer build), or correct the path.'
+
+
+def folder_violations(run_dir: Path) -> Iterator[str]:
+    """Whether a new job may write to the folder of a run."""
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        yield f'run_dir="{run_dir}" cannot be written: {existing} is no folder that you may write to. Choose another.'
+    if said := records.done(run_dir):
+        yield f'run_dir="{run_dir}": {said}. Delete its DONE to go on, with a larger train.steps, or choose another.'
+    yield from _in_use(run_dir)
+
+
+def _in_use(run_dir: Path) -> Iterator[str]:
+    """Jobs that wait or run for the same folder: those submitted for it, and the one that its fence names."""
+    jobs = dict.fromkeys([entry.job for entry in records.submissions(run_dir)])
+    if writer := records.writing_job(run_dir):
+        jobs[writer] = None
+    if not jobs or not slurm.has("squeue"):
+        return
+    alive = slurm.in_queue(list(jobs))
+    for job in jobs:
+        if job in alive:
+            yield (
+                f'run_dir="{run_dir}" is in use by job {job}, which is {alive[job].state}. Wait for it, end it '
+                f"(scancel {job}), or choose another run_dir."
+            )
+
+
+def _missing_inputs(config: RunConfig, container: ContainerConfig, leave: Leave) -> Iterator[str]:
+    for name, path, what in inputs_of(config):
+        whole = path.absolute()
+        if path.exists() or not leave.promised.isdisjoint((whole, *whole.parents)):
+            if container.kind != "none" and not _is_mounted(whole, container.mounts, config):
+                yield (
+                    f"{name}: {whole} is outside of what the container sees. Add it to container.mounts, as "
+                    f'"{whole.parent}:{whole.parent}".'
+                )
+        else:
+            yield f"{name} names {what} {path}, which is not there. Make it, or correct the path."
+
+
+def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+    """The field, the path, and what it should be, of everything that a run reads."""
+    if config.checkpoint.load:
+        yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
+    data = getattr(config, "data", None)
+    tokenizer = getattr(data, "tokenizer", TokenizerConfig())
+    if tokenizer.path:
+        yield "data.tokenizer.path", Path(tokenizer.path), "the tokenizer"
+    template = getattr(data, "chat_template", "")
+    if template not in ("", "tokenizer", "plain", "raw"):
+        yield "data.chat_template", Path(template), "the template"
+    for split, file in _files(data):
+        yield f"data.{split}", Path(file), "the file"
+    yield from _prompt_files(config)
+
+
+def _files(data: object) -> Iterator[tuple[str, str]]:
+    """The splits of a dataset, and every file of each."""
+    if isinstance(data, DataConfig):
+        for split in ("train", "valid", "test"):
+            for prefix in getattr(data, split):
+                yield from ((split, prefix + ending) for ending in (".bin", ".idx"))
+    elif isinstance(data, SFTDataConfig):
+        for split in ("train", "valid"):
+            yield from ((split, file) for file in getattr(data, split))
+
+
+def _prompt_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+    if isinstance(config, RlRunConfig):
+        for field, files in (
+            ("rl.prompts.files", config.rl.prompts.files),
+            ("rl.eval.files", config.rl.eval.files),
+        ):
+            yield from ((field, Path(file), "the file") for file in files)
+
+
+def _is_mounted(path: Path, mounts: Sequence[str], config: RunConfig) -> bool:
+    """Whether the container has `path` under its own name; it also has the working and the run's folder."""
+    seen = [Path.cwd(), Path(config.run_dir).absolute()]
+    for mount in mounts:
+        source, _, rest = mount.partition(":")
+        if rest.partition(":")[0] in ("", source):
+            seen.append(Path(source))
+    return any(path.is_relative_to(folder) for folder in seen)
+
+
+def _too_large(memory: Memory, cluster: ClusterConfig) -> list[str]:
+    node = cluster.node
+    room = node.gpu_memory_gib - node.reserved_gib
+    if not node.gpus or memory.total <= room * GIB:
+        return []
+    return [
+        f"the estimate is {memory.describe()}, but a GPU of {cluster.name} has {room:.0f} GiB for it "
+        f"(node.gpu_memory_gib={node.gpu_memory_gib:g} - reserved_gib={node.reserved_gib:g}). Use more nodes (the "
+        "optimizer is cut over data-parallel ranks), more mesh.ep, pp or tp, platform.recompute, a smaller "
+        "train.micro_batch, or start it all the same (--force)."
+    ]
+
+
+def _told(memory: Memory, cluster: ClusterConfig) -> str:
+    of = f" of {cluster.node.gpu_memory_gib:g}" if cluster.node.gpus else ""
+    return f"memory, estimated: {memory.describe()}{of}"
+
+
+def _layout(config: RunConfig, nodes: int, per_node: int) -> str:
+    mesh, train = config.mesh, config.train
+    world = nodes * per_node
+    dp = world // mesh.model_parallel
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": dp}
+    told = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    if config.model.is_moe:
+        copies = world // (mesh.etp * mesh.ep * mesh.pp)
+        told += f"; experts: ep {mesh.ep}{f' x etp {mesh.etp}' if mesh.etp > 1 else ''}, {copies} copies"
+    batch = f"batch of {train.global_batch} = {dp} data-parallel ranks x micro-batch {train.micro_batch} x "
+    batch += str(train.global_batch // (train.micro_batch * dp))
+    if isinstance(config, RlRunConfig):
+        batch = f"{config.rollout_size} completions a rollout, {train.global_batch} an update, {dp} data-parallel ranks"
+    return f"{nodes} x {per_node} = {world} ranks: {told}; {batch}"

@@ -1,0 +1,114 @@
+"""What a launch leaves in a run's folder, and what a run says there of itself.
+
+launch/<n>/     job.sbatch, config.toml, cluster.toml, commit.txt, code/ (code.patch), submission.json: see `Submission`
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+FOLDER = "launch"
+RECORD = "submission.json"
+SCRIPT = "job.sbatch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """One job that was submitted for a run."""
+
+    job: str
+    """Slurm's id."""
+    program: str
+    name: str
+    cluster: str
+    nodes: int
+    ranks_per_node: int
+    time: str
+    """When, ISO 8601."""
+    code: str
+    """Commit or version."""
+    array: str = ""
+    dependency: str = ""
+
+
+def next_folder(run_dir: Path) -> Path:
+    """Where the next launch of a run is kept; it is not made."""
+    folder = run_dir / FOLDER
+    numbers = [int(path.name) for path in _listed(folder) if path.name.isdecimal()]
+    return folder / str(max(numbers, default=-1) + 1)
+
+
+def record(folder: Path, submission: Submission) -> None:
+    """Keep the submission in its launch's folder."""
+    text = json.dumps(asdict(submission), indent=1) + "\n"
+    new = folder / f"{RECORD}.new"
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, folder / RECORD)
+
+
+def submissions(run_dir: Path) -> list[Submission]:
+    """Those of a run, the oldest first; what cannot be read is left out."""
+    folders = [path for path in _listed(run_dir / FOLDER) if path.name.isdecimal()]
+    read = (_read(path / RECORD) for path in sorted(folders, key=lambda path: int(path.name)))
+    known = {field.name for field in fields(Submission)}
+    return [Submission(**{key: found[key] for key in known & found.keys()}) for found in read if found]
+
+
+def writing_job(run_dir: Path) -> str:
+    """The job that the fence names as the one that writes to the run; empty: none, or no job of Slurm."""
+    return str(_read(run_dir / "writer.json").get("job", ""))
+
+
+def last_step(run_dir: Path) -> int | None:
+    """Of the newest complete checkpoint."""
+    steps = [
+        int(path.name.removeprefix("iter_"))
+        for path in _listed(run_dir / "checkpoints")
+        if path.name.startswith("iter_") and (path / "checkpoint.json").exists()
+    ]
+    return max(steps, default=None)
+
+
+def done(run_dir: Path) -> str:
+    """What DONE says; empty: the run is not done."""
+    try:
+        return (run_dir / "DONE").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def tail(path: Path, num_bytes: int) -> Iterator[dict[str, object]]:
+    """The records of the last `num_bytes` of a file of JSON lines, the newest first."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - num_bytes)
+            file.seek(start)
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in reversed(lines[1:] if start else lines):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # torn: the run is writing it
+        if isinstance(found, dict):
+            yield found
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,205 @@
+"""`mcore-rl launch`: check, write the job's folder, submit."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from launch import slurm
+from launch.arguments import PIPELINE
+from launch.code_copy import Code, copy_code, refuse_changes, this_code
+from launch.job import render
+from launch.planning import Plan, Wishes, plan_conversion, plan_training
+from launch.preflight import Leave
+from launch.records import SCRIPT, Submission, record
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.cluster_checks import check_cluster
+from mcore_rl.config.load import load_config
+from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
+from mcore_rl.config.programs import PROGRAMS
+from mcore_rl.errors import ConfigError, McoreRlError
+
+OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}
+"""Names of config files that are not their program's."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Submit what the arguments say, or show it: exit status 0; 2 when it cannot be."""
+    cluster = load_config(ClusterConfig, args.cluster)
+    check_cluster(cluster)
+    plans = list(_plans(args, cluster))
+    for plan in plans:
+        _tell(plan)
+    code = this_code()
+    if args.dry_run:
+        return _show(plans, code)
+    if not args.allow_dirty:
+        refuse_changes(code)
+    if not slurm.has("sbatch"):
+        _show_scripts(plans)
+        raise slurm.SlurmError(
+            "sbatch is not on the PATH, so nothing was submitted and nothing written; above is what would have been. "
+            "Load Slurm's module, or launch on a login node."
+        )
+    _submit_all(plans, code)
+    return 0
+
+
+def program_of(path: Path, chosen: str | None) -> str:
+    """The program that reads a config file: the one chosen, or the first word of the file's name."""
+    if chosen:
+        return chosen
+    word = path.name.replace("_", ".").replace("-", ".").partition(".")[0]
+    word = OTHER_NAMES.get(word, word)
+    if word in PROGRAMS or word == PIPELINE:
+        return word
+    raise ConfigError(
+        f"{path.name} does not begin with the name of a program. Say which reads it: --program "
+        f"{', '.join([*PROGRAMS, PIPELINE])}."
+    )
+
+
+def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Plan]:
+    program = program_of(args.config, args.program)
+    wishes = Wishes(**{wish.name: getattr(args, wish.name) for wish in fields(Wishes)})
+    leave = Leave(
+        force=args.force,
+        tp_across_nodes=args.allow_tp_across_nodes,
+        absent=bool(args.dependency) or args.dry_run,
+    )
+    if program == PIPELINE:
+        pipeline = load_config(PipelineConfig, args.config, args.overrides)
+        yield from _pipeline(pipeline, args, cluster, wishes, leave)
+        return
+    if not args.nodes:
+        raise ConfigError("How many nodes? Say --nodes N.")
+    config = load_config(PROGRAMS[program].config, args.config, args.overrides)
+    yield plan_training(program, config, cluster, args.nodes, wishes=wishes, leave=leave)
+
+
+def _pipeline(
+    pipeline: PipelineConfig,
+    args: argparse.Namespace,
+    cluster: ClusterConfig,
+    wishes: Wishes,
+    leave: Leave,
+) -> Iterator[Plan]:
+    """A plan for each stage, waiting for the stage before by that one's name in the place of its job."""
+    refused = [name for name in ("array", "servers") if getattr(wishes, name)]
+    if args.nodes or refused:
+        option = "nodes" if args.nodes else refused[0]
+        raise ConfigError(
+            f"--{option} is of one job, and a pipeline has several. Set it in the pipeline's stages."
+        )
+    stages = list(pipeline.stages)
+    if not stages:
+        raise ConfigError(f"{args.config} has no stage. Give one, as pretrain.config.")
+    before = ""
+    for name, stage in stages:
+        own = replace(
+            wishes,
+            name=f"{wishes.name or pipeline.name}-{name}",
+            time=stage.time or wishes.time,
+            dependency=f"afterok:{before}" if before else wishes.dependency,
+        )
+        if isinstance(stage, ConversionStage):
+            folder = Path(pipeline.run_dir) / name
+            yield plan_conversion(stage, folder, cluster, wishes=own, leave=leave)
+            made = {Path(word).absolute() for word in stage.arguments}
+        else:
+            plan = _stage(name, stage, cluster, own, leave)
+            made = {Path(plan.job.run_dir)}
+            if made & leave.promised:
+                raise ConfigError(
+                    f'{name}: run_dir="{plan.job.run_dir}" is that of a stage before. Give each its own, as '
+                    f'{name}.fields = ["run_dir=runs/{name}"].'
+                )
+            yield plan
+        leave = replace(leave, promised=leave.promised | made)
+        before = name
+
+
+def _stage(name: str, stage: TrainingStage, cluster: ClusterConfig, wishes: Wishes, leave: Leave) -> Plan:
+    config = load_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
+    return plan_training(name, config, cluster, stage.nodes, wishes=wishes, leave=leave)
+
+
+def _tell(plan: Plan) -> None:
+    """On standard error, so that a script on standard output stays one."""
+    for line in plan.checked.lines:
+        sys.stderr.write(f"{plan.job.name}: {line}\n")
+    for warning in plan.checked.warnings:
+        sys.stderr.write(f"{plan.job.name}: warning: {warning}\n")
+
+
+def _show(plans: Sequence[Plan], code: Code) -> int:
+    """A dry run: the scripts, and what Slurm says to the first, for which nobody has to wait."""
+    _show_scripts(plans)
+    if code.changed:
+        sys.stderr.write(
+            f"warning: {len(code.changed)} files of the code are not committed (--allow-dirty)\n"
+        )
+    if not slurm.has("sbatch"):
+        sys.stderr.write("sbatch is not on the PATH: Slurm was not asked\n")
+        return 0
+    sys.stderr.write(slurm.would_start(render(plans[0].job)) + "\n")
+    return 0
+
+
+def _show_scripts(plans: Iterable[Plan]) -> None:
+    sys.stdout.write("\n".join(render(plan.job) for plan in plans))
+
+
+def _submit_all(plans: Sequence[Plan], code: Code) -> None:
+    """Each waits for the one before. When one is not taken, those that were are cancelled."""
+    jobs: list[str] = []
+    for index, plan in enumerate(plans):
+        job = replace(plan.job, dependency=f"afterok:{jobs[-1]}") if index else plan.job
+        try:
+            jobs.append(_submit(replace(plan, job=job), code))
+        except McoreRlError:
+            for submitted in jobs:
+                slurm.cancel(submitted)
+                sys.stderr.write(f"cancelled job {submitted}\n")
+            raise
+        sys.stdout.write(f"{jobs[-1]}\n")
+        waits = f", waiting for {job.dependency}" if job.dependency else ""
+        sys.stderr.write(f"{job.name}: job {jobs[-1]}{waits}; {plan.folder / SCRIPT}\n")
+
+
+def _submit(plan: Plan, code: Code) -> str:
+    """The job's id. A job that Slurm refuses leaves no folder."""
+    try:
+        (Path(plan.job.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
+        plan.folder.mkdir(parents=True)
+        for name, text in plan.files.items():
+            (plan.folder / name).write_text(text, encoding="utf-8")
+        script = plan.folder / SCRIPT
+        script.write_text(render(plan.job), encoding="utf-8")
+        copy_code(code, plan.folder)
+        job = slurm.submit([str(script)])
+    except OSError as error:
+        shutil.rmtree(plan.folder, ignore_errors=True)
+        raise ConfigError(
+            f"{error.filename} cannot be written: {error.strerror}. Choose another run_dir."
+        ) from None
+    except McoreRlError:
+        shutil.rmtree(plan.folder, ignore_errors=True)
+        raise
+    submission = Submission(
+        job=job,
+        program=plan.program,
+        name=plan.job.name,
+        cluster=plan.cluster,
+        nodes=plan.job.nodes,
+        ranks_per_node=plan.job.ranks_per_node,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        code=code.describe(),
+        array=plan.job.array,
+        dependency=plan.job.dependency,
+    )
+    record(plan.folder, submission)
+    return job

@@ -1,0 +1,85 @@
+"""Limits, preemption, cancelling, arrays and heterogeneous jobs, on one rank."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+from launch.job import STATUS, Component, JobScript
+from tests.slurm.cluster import ENDED, Cluster
+from tests.slurm.training import ends, job, losses, saved_step, submit
+
+ONE_RANK: dict[str, Any] = {"nodes": 1, "starter": "srun"}
+BEGIN_S = 90.0
+
+
+def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(cluster: Cluster) -> None:
+    words = ("train.steps=20000", "log.interval=100")
+    script = job(cluster, "limited", *words, **ONE_RANK, time="1", signal_s=20)
+    run_dir = Path(script.run_dir)
+    id_ = submit(cluster, script)
+    cluster.until(lambda: cluster.job(id_)["Restarts"] == "1", "the limit is near", 100)
+    assert ends(run_dir) == [("limit", "requeue")]
+    assert 0 < saved_step(run_dir) < 20000
+    cluster.run("scontrol", "update", f"JobId={id_}", "TimeLimit=30", as_root=True)
+
+    gets_on(cluster, run_dir)
+    second = submit(cluster, script)
+    assert cluster.until_state(second, ENDED, 20) == "FAILED"
+    assert cluster.job(second)["ExitCode"] == f"{STATUS['in_use']}:0"
+
+    urgent = ["--partition=urgent", "--nodes=5", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    cluster.run("sbatch", "--wait", *urgent)
+    assert cluster.job(id_)["Restarts"] == "2"
+    gets_on(cluster, run_dir)
+    cluster.run("scancel", id_)
+    cluster.until(lambda: ends(run_dir, id_)[-1] == ("term", str(STATUS["cancelled"])), "it has left", 20)
+    time.sleep(8)  # a requeued job would be there again
+    assert cluster.state(id_) == "CANCELLED" and not (run_dir / "DONE").exists()
+
+    again = submit(cluster, dataclasses.replace(script, time="30"))
+    gets_on(cluster, run_dir)
+    saved = saved_step(run_dir)
+    (run_dir / "STOP").touch()
+    assert cluster.until_state(again, ENDED, 30) == "FAILED" and saved_step(run_dir) > saved
+    assert cluster.job(again)["ExitCode"] == f"{STATUS['stopped']}:0"
+
+
+def gets_on(cluster: Cluster, run_dir: Path) -> None:
+    """A step is told that was not told before."""
+    reached = max(losses(run_dir))
+    cluster.until(lambda: max(losses(run_dir)) > reached, f"a step after {reached}", BEGIN_S)
+
+
+def test_an_array_trains_one_run_for_each_seed(cluster: Cluster) -> None:
+    script = job(cluster, "seeds", "train.steps=4", **ONE_RANK, array="3-4")
+    id_ = submit(cluster, script)
+    states = [cluster.until_state(f"{id_}_{seed}", ENDED, BEGIN_S) for seed in (3, 4)]
+    assert states == ["COMPLETED"] * 2
+    runs = [losses(Path(script.run_dir, str(seed))) for seed in (3, 4)]
+    assert [len(run) for run in runs] == [4, 4] and runs[0] != runs[1]
+
+
+def test_a_heterogeneous_job_tells_the_program_its_servers_and_ends_them_with_it(cluster: Cluster) -> None:
+    server = Component(
+        name="server",
+        nodes=2,
+        command=f"exec {cluster.python} -m http.server 8123",
+        sbatch=("--time=30",),
+        program_words=(f"data.cache_dir={cluster.shared}/cache_of_{{hosts}}",),
+    )
+    script: JobScript = job(cluster, "servers", "train.steps=4", **ONE_RANK, components=(server,))
+    id_ = submit(cluster, script)
+    cluster.until_state(id_, ["RUNNING"], 30)
+    hosts = cluster.run("scontrol", "show", "hostnames", cluster.job(f"{id_}+1")["NodeList"]).split()
+    for host in hosts:
+        look = f"import urllib.request; print(urllib.request.urlopen('http://{host}:8123').status)"
+        cluster.until(
+            lambda look=look: cluster.attempt(cluster.python, "-c", look).stdout == "200\n",
+            f"{host} serves",
+            30,
+        )
+    assert cluster.until_state(id_, ENDED, BEGIN_S) == "COMPLETED"
+    assert cluster.until_state(f"{id_}+1", ENDED, 20) == "COMPLETED"
+    assert (cluster.shared / f"cache_of_{','.join(hosts)}").is_dir()
+    assert len(losses(Path(script.run_dir))) == 4

@@ -1,0 +1,46 @@
+"""A run that loses a daemon and a rank, is requeued by hand and asked to save, computes what it would have anyway."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.slurm.cluster import ENDED, Cluster
+from tests.slurm.conftest import STEPS, Pipeline
+from tests.slurm.training import FOUR_RANKS, ends, job, losses, saved_step, submit
+
+PROGRAM = "^[^ ]*python .*mcore_rl.run.pretrain"
+"""torchrun and its ranks; srun has that name among its words too."""
+BEGIN_S = 90.0
+
+
+def test_a_run_that_is_interrupted_in_every_way_ends_bit_equal(cluster: Cluster, pipeline: Pipeline) -> None:
+    words = (f"train.steps={STEPS}", "checkpoint.interval=5", *FOUR_RANKS)
+    script = job(cluster, "interrupted", *words, hang_s=20)
+    run_dir = Path(script.run_dir)
+    id_ = submit(cluster, script)
+
+    def interrupt(how: Callable[[], object], within_s: float) -> None:
+        """Once the present attempt has saved; until the next one is about to start."""
+        restarts, reached = int(cluster.job(id_)["Restarts"]) + 1, saved_step(run_dir) + 5
+        cluster.until(lambda: saved_step(run_dir) >= reached, f"step {reached} is saved", BEGIN_S)
+        how()
+        cluster.until(lambda: cluster.job(id_)["Restarts"] == str(restarts), f"restart {restarts}", within_s)
+
+    def lose_daemon() -> None:
+        """Of the node with rank 0 and the batch script, while the run stands still."""
+        cluster.kill_slurmd("n1")
+        for node in ("n1", "n2", "n3", "n4"):
+            cluster.run("pkill", "-STOP", "-f", PROGRAM, node=node, as_root=True)
+
+    interrupt(lose_daemon, 60)
+    cluster.until_state(id_, ["RUNNING"], 60)
+    cluster.run("pkill", "-CONT", "-f", PROGRAM, node="n1", as_root=True)  # the orphans go on
+    interrupt(lambda: cluster.run("scontrol", "requeue", id_), 20)
+    interrupt(lambda: cluster.run("pkill", "-STOP", "-f", PROGRAM, node="n3"), 90)
+    interrupt(lambda: cluster.run("scancel", "--batch", "--signal=USR1", id_), 30)
+
+    assert cluster.until_state(id_, ENDED, 120) == "COMPLETED"
+    assert losses(run_dir) == losses(pipeline.run_dir) and len(losses(run_dir)) == STEPS
+    ended = ["lost orphan", "term 143", "hang requeue", "limit requeue", "finished 0"]
+    assert [" ".join(end) for end in ends(run_dir)] == ended
+    cluster.start_slurmd("n1")
+    cluster.until_idle(cluster.nodes)

@@ -1,0 +1,149 @@
+"""What the jobs of the tests train: a tiny MoE on the source text of Python, and what they leave behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from launch.job import JobScript, render
+from tests.slurm.cluster import ROOT, Cluster
+
+MODULES = ("argparse", "ast", "dataclasses", "inspect", "pathlib", "subprocess", "typing", "turtle")
+VOCAB_SIZE = 512
+MODEL = """
+[platform]
+deterministic = true
+timeout_s = 60.0
+[model]
+family = "qwen3_moe"
+num_layers = 2
+hidden_size = 64
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+ffn_hidden_size = 64
+vocab_size = 512
+attention_dropout = 0.1
+hidden_dropout = 0.1
+[model.moe]
+num_experts = 4
+top_k = 2
+ffn_hidden_size = 32
+[optim]
+lr = 1e-3
+[train]
+global_batch = 8
+eval_batches = 0
+"""
+PRETRAIN = """
+[data]
+train = ["{data}/train"]
+seq_length = 64
+"""
+SFT = """
+[data]
+train = ["{data}/chat.jsonl"]
+chat_template = "plain"
+row_length = 64
+tokenizer = {{ kind = "sentencepiece", path = "{data}/tokenizer.model" }}
+"""
+RL = """
+[data]
+chat_template = "raw"
+tokenizer = {{ kind = "sentencepiece", path = "{data}/tokenizer.model" }}
+[rl.prompts]
+task = "reversing"
+max_tokens = 16
+[rl.rollout]
+prompts_per_step = 4
+group_size = 4
+max_new_tokens = 8
+[rl.reward]
+parts = ["length"]
+length_max_tokens = 4
+"""
+FOUR_RANKS = ("mesh.tp=2", "mesh.pp=2", "mesh.ep=2")
+
+
+def make_data(folder: Path) -> None:
+    """train.bin/.idx, tokenizer.model, chat.jsonl and the configs pretrain.toml, sft.toml and rl.toml."""
+    folder.mkdir(parents=True)
+    library = Path(json.__file__).parents[1]
+    texts = [(library / f"{module}.py").read_text() for module in MODULES]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    answers = [line.strip() for line in texts[0].splitlines() if 8 < len(line.strip()) < 40]
+    chats = [{"prompt": f"line {i}", "response": answer} for i, answer in enumerate(answers[:100])]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    tokenizer = folder / "tokenizer.model"
+    learn = ["train_tokenizer.py", "text.jsonl", "--output", tokenizer, "--vocab-size", VOCAB_SIZE]
+    encode = ["preprocess.py", "text.jsonl", "--output", folder / "train", "--tokenizer", tokenizer]
+    for tool, *words in (learn, encode):
+        command = [sys.executable, ROOT / "tools" / str(tool), *words]
+        subprocess.run(list(map(str, command)), cwd=folder, check=True, capture_output=True)
+    (folder / "pretrain.toml").write_text(MODEL + PRETRAIN.format(data=folder))
+    (folder / "sft.toml").write_text(MODEL + SFT.format(data=folder))
+    (folder / "rl.toml").write_text(MODEL + RL.format(data=folder))
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def job(cluster: Cluster, name: str, *overrides: str, **fields: Any) -> JobScript:
+    """A pretraining job on four nodes of one rank, without the check of the nodes, but for `fields`."""
+    values: dict[str, Any] = {
+        "name": name,
+        "program": "pretrain",
+        "module": "mcore_rl.run.pretrain",
+        "words": (str(cluster.shared / "data/pretrain.toml"), *overrides),
+        "run_dir": str(cluster.shared / name),
+        "work_dir": str(cluster.shared),
+        "code_dir": str(cluster.code),
+        "python": str(cluster.python),
+        "nodes": 4,
+        "time": "30",
+        "node_check": False,
+    }
+    return JobScript(**values | fields)
+
+
+def submit(cluster: Cluster, script: JobScript, *options: str) -> str:
+    """The id of the job, whose script is in its run_dir."""
+    run_dir = Path(script.run_dir)
+    for path in (run_dir, run_dir / "logs"):
+        path.mkdir(exist_ok=True)
+        path.chmod(0o777)
+    path = run_dir / "job.sbatch"
+    path.write_text(render(script))
+    return cluster.submit(path, *options)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Step -> training loss."""
+    records = _records(run_dir / "metrics.jsonl")
+    return {record["step"]: record["train/loss_nats"] for record in records if "train/loss_nats" in record}
+
+
+def ends(run_dir: Path, job: str = "") -> list[tuple[str, str]]:
+    """Why each attempt (of `job` only) ended, and what came then."""
+    lines = _records(run_dir / "attempts.jsonl")
+    last = {(line["job"], line["attempt"]): line for line in lines if line["event"] == "end"}
+    return [(line["why"], line["then"]) for key, line in sorted(last.items()) if job in ("", str(key[0]))]
+
+
+def saved_step(run_dir: Path) -> int:
+    """Of the last complete checkpoint."""
+    latest = run_dir / "checkpoints/latest_checkpointed_iteration.txt"
+    return int(latest.read_text()) if latest.exists() else 0
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def rl_words(cluster: Cluster, start: Path) -> tuple[str, ...]:
+    """Arguments of reinforcement learning on two ranks, five rollouts of two updates, from the weights of `start`."""
+    return (
+        str(cluster.shared / "data/rl.toml"),
+        *("train.steps=10", "mesh.tp=2", "mesh.ep=2", "model.attention_dropout=0", "model.hidden_dropout=0"),
+        *(f"checkpoint.load={start}", "checkpoint.load_optimizer=false", "replay.kind=r2"),
+    )

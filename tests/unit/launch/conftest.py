@@ -1,0 +1,87 @@
+"""A login node: a folder to work in, and on the PATH stand-ins for Slurm's commands, which are a foreign program.
+
+The real ones are in tests/slurm.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SBATCH = """#!/bin/sh
+case "$*" in
+  *--test-only*) /bin/cat >"{folder}/tested"; echo "sbatch: Job 7 to start at 2030-01-01T00:00:00" >&2; exit 0 ;;
+esac
+if [ -e "{folder}/refuses" ] && /bin/grep -q -f "{folder}/refuses" "$2"; then
+  echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
+  exit 1
+fi
+echo "$*" >>"{folder}/submitted"
+echo "$((100 + $(/usr/bin/wc -l <"{folder}/submitted")));cluster"
+"""
+ANSWERS = """#!/bin/sh
+echo "$*" >>"{folder}/asked_{name}"
+/bin/cat "{folder}/{name}" 2>/dev/null && exit 0
+/bin/cat "{folder}/{name}.error" >&2 2>/dev/null && exit 1
+exit 0
+"""
+
+
+class LoginNode:
+    """Answers of Slurm's commands are files: `says("squeue", text)`, `fails("sacct", text)`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.bin.mkdir(parents=True)
+        for name in ("git", "bash"):
+            (self.bin / name).symlink_to(str(shutil.which(name)))
+        self._install("sbatch", SBATCH)
+        for name in ("squeue", "sacct", "scontrol", "scancel"):
+            self._install(name, ANSWERS)
+
+    def _install(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(text.format(folder=self.folder, name=name))
+        path.chmod(0o755)
+
+    def says(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+
+    def fails(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.error").write_text(text)
+
+    def lacks(self, *names: str) -> None:
+        for name in names:
+            (self.bin / name).unlink()
+
+    def asked(self, name: str) -> str:
+        path = self.folder / f"asked_{name}"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def submitted(self) -> list[Path]:
+        """The scripts that were submitted."""
+        path = self.folder / "submitted"
+        return [Path(line.split()[-1]) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    node = LoginNode(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", str(node.bin))
+    return node
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A working folder with the data that recipes name."""
+    folder = tmp_path / "home"
+    for name in ("train", "valid"):
+        for ending in (".bin", ".idx", ".jsonl"):
+            path = folder / "data" / (name + ending)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    monkeypatch.chdir(folder)
+    return folder

@@ -1,0 +1,73 @@
+import re
+
+import pytest
+
+from launch.preflight import Leave, check_training, inputs_of
+from launch.submit import program_of
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.load import load_config
+from mcore_rl.config.programs import PROGRAMS
+from mcore_rl.config.rl_run import RlRunConfig
+from tests.unit.launch.conftest import ROOT
+
+RECIPES = ROOT / "launch/recipes"
+FILES = sorted(
+    path for path in RECIPES.glob("*/*.toml") if path.stem != "model" and path.parent.name != "tiny_moe"
+)
+LARGE = ("qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b", "deepseek_v3")
+BARE = ["container.kind=none", "container.image=", "container.mounts=[]", "container.options=[]"]
+H100 = load_config(ClusterConfig, ROOT / "launch/clusters/example_h100.toml", BARE)
+NODES = {"deepseek_v3_small/pretrain": 2, "llama3_8b/pretrain": 1}
+
+
+def name_of(path):
+    return f"{path.parent.name}/{path.stem}"
+
+
+def documented_nodes(path):
+    """`gspo.toml` is run on as many nodes as what it extends."""
+    text = path.read_text()
+    found = re.search(r"(\d+) nodes of 8 GPUs of 80 GB", text)
+    if found or name_of(path) in NODES:
+        return int(found[1]) if found else NODES[name_of(path)]
+    base = re.search('^extends = "(.*)"', text, re.MULTILINE)[1]
+    return documented_nodes(path.with_name(base))
+
+
+def load(path):
+    program = program_of(path, None)
+    return PROGRAMS[program], load_config(PROGRAMS[program].config, path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_recipe_passes_the_preflight_on_the_nodes_that_it_names(path, home):
+    program, config = load(path)
+    promised = frozenset(file.absolute() for _, file, _ in inputs_of(config))
+    checked = check_training(program, config, H100, documented_nodes(path), Leave(promised=promised))
+    assert all("over the network" in warning for warning in checked.warnings)
+
+
+@pytest.mark.parametrize("model", LARGE)
+def test_every_large_model_has_all_stages(model):
+    assert {"pretrain", "sft", "grpo_r2", "gspo"} <= {path.stem for path in (RECIPES / model).iterdir()}
+
+
+@pytest.mark.parametrize("model", LARGE)
+def test_grpo_and_gspo_of_a_model_differ_in_the_objective_and_the_replay_alone(model):
+    _, grpo = load(RECIPES / model / "grpo_r2.toml")
+    _, gspo = load(RECIPES / model / "gspo.toml")
+    assert isinstance(grpo, RlRunConfig) and isinstance(gspo, RlRunConfig)
+    assert (grpo.rl.loss.kind, grpo.replay.kind) == ("grpo", "r2")
+    assert (gspo.rl.loss.kind, gspo.replay.kind, gspo.rl.loss.clip) == ("gspo", "none", (3e-4, 4e-4))
+    grpo_loss, gspo_loss = grpo.rl.loss.model_dump(), gspo.rl.loss.model_dump()
+    differing = {key for key in grpo_loss if grpo_loss[key] != gspo_loss[key]}
+    assert differing == {"kind", "clip_low", "clip_high"}
+    same = {"rl": grpo.rl, "replay": grpo.replay, "run_dir": grpo.run_dir}
+    rl = gspo.rl.model_copy(update={"loss": grpo.rl.loss})
+    assert rl == grpo.rl and gspo.model_copy(update=same) == grpo
+
+
+@pytest.mark.parametrize("model", LARGE)
+def test_a_rollout_makes_four_updates_as_in_the_reports(model):
+    _, config = load(RECIPES / model / "grpo_r2.toml")
+    assert config.updates_per_rollout == 4

@@ -1,0 +1,94 @@
+"""The scripts themselves, as files in tests/golden/launch. After a change that is meant, renew them and read the diff:
+
+RENEW_GOLDEN=1 python -m pytest tests/unit/launch/test_scripts.py
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.job import render
+from launch.planning import Wishes, plan_conversion, plan_training
+from launch.preflight import Leave
+from launch.submit import program_of
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.load import load_config
+from mcore_rl.config.pipeline import ConversionStage
+from mcore_rl.config.programs import PROGRAMS
+from tests.unit.launch.conftest import ROOT
+
+GOLDEN = ROOT / "tests/golden/launch"
+RENEW = bool(os.environ.get("RENEW_GOLDEN"))
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+ALL = Wishes(
+    array="0-3%2",
+    dependency="afterok:17",
+    exclude="n[1-2]",
+    nodelist="n[3-9]",
+    reservation="week",
+    qos="high",
+    time="8:00:00",
+)
+SERVERS = Wishes(servers=2, server_command="serve --port 8000")
+CASES = {
+    "h100_pretrain": ("example_h100", "qwen3_30b_a3b/pretrain.toml", 16, Wishes()),
+    "a100_sft": ("example_a100_apptainer", "qwen3_30b_a3b/sft.toml", 8, Wishes()),
+    "venv_grpo": ("example_venv", "qwen3_235b_a22b/grpo_r2.toml", 16, Wishes()),
+    "venv_array": ("example_venv", "qwen3_30b_a3b/gspo.toml", 4, ALL),
+    "h100_servers": ("example_h100", "qwen3_30b_a3b/gspo.toml", 4, SERVERS),
+    "cpu_pretrain": ("example_cpu", "tiny_moe/pretrain.toml", 2, Wishes()),
+}
+
+
+def cluster_of(name):
+    return load_config(ClusterConfig, ROOT / f"launch/clusters/{name}.toml")
+
+
+def script(case):
+    leave = Leave(absent=True)
+    if case == "h100_convert":
+        stage = ConversionStage(arguments=("export", "runs/a b", "out/model", "--workers", "8"))
+        plan = plan_conversion(
+            stage, Path("runs/pipeline"), cluster_of("example_h100"), wishes=Wishes(), leave=leave
+        )
+        return render(plan.job)
+    cluster, recipe, nodes, wishes = CASES[case]
+    program = program_of(Path(recipe), None)
+    config = load_config(PROGRAMS[program].config, ROOT / "launch/recipes" / recipe)
+    return render(plan_training(program, config, cluster_of(cluster), nodes, wishes=wishes, leave=leave).job)
+
+
+@pytest.fixture(params=[*CASES, "h100_convert"])
+def case(request, home):
+    return request.param
+
+
+def test_every_script_is_as_it_was_when_people_last_read_it(case, home):
+    text = script(case).replace(str(home), "/home/user/moe")
+    golden = GOLDEN / f"{case}.sbatch"
+    if RENEW:
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_every_script_passes_bash_and_shellcheck(case, tmp_path):
+    path = tmp_path / f"{case}.sh"
+    path.write_text(script(case))
+    for command in (["bash", "-n"], [str(SHELLCHECK), "--shell=bash"]):
+        done = subprocess.run([*command, str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_directives_come_before_the_first_command_since_sbatch_stops_reading_there(case):
+    lines = [line for line in script(case).splitlines() if line.strip()]
+    first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
+    assert all(not line.startswith("#SBATCH") for line in lines[first:])
+    assert any(line.startswith("#SBATCH --nodes") for line in lines[:first])
+
+
+def test_the_golden_files_are_those_of_the_cases():
+    assert {path.stem for path in GOLDEN.iterdir()} == {*CASES, "h100_convert"}

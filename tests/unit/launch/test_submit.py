@@ -1,0 +1,365 @@
+import json
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from mcore_rl.config.load import dump_config, load_config
+from mcore_rl.config.programs import PROGRAMS
+from mcore_rl.run.cli import main
+from tests.unit.launch.conftest import ROOT
+
+RECIPE = ROOT / "launch/recipes/tiny_moe/pretrain.toml"
+CPU = ROOT / "launch/clusters/example_cpu.toml"
+H100 = ROOT / "launch/clusters/example_h100.toml"
+DATA = 'data.train=["data/train"]'
+
+
+def launch(*words, recipe=RECIPE, cluster=CPU, nodes=("--nodes", "1")):
+    words = [str(recipe), "--cluster", str(cluster), *nodes, *words]
+    return main(["launch", "--allow-dirty", *words])
+
+
+def test_a_launch_keeps_script_config_cluster_and_code_beside_the_run_and_prints_the_jobs_id(
+    home, slurm, capsys
+):
+    assert launch(DATA, "optim.lr=0.5") == 0
+    assert capsys.readouterr().out == "101\n"
+    folder = home / "runs/tiny_moe/launch/0"
+    assert slurm.submitted == [folder / "job.sbatch"]
+    assert (home / "runs/tiny_moe/logs").is_dir()
+    config = load_config(PROGRAMS["pretrain"].config, folder / "config.toml")
+    assert config == load_config(
+        PROGRAMS["pretrain"].config, RECIPE, [DATA, "optim.lr=0.5", f"run_dir={home}/runs/tiny_moe"]
+    )
+    script = (folder / "job.sbatch").read_text()
+    assert str(folder / "config.toml") in script and str(folder / "code") in script
+    assert (folder / "code/mcore_rl/run/pretrain.py").exists() and (folder / "cluster.toml").exists()
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    assert (folder / "commit.txt").read_text().startswith(head)
+    submission = json.loads((folder / "submission.json").read_text())
+    assert (submission["job"], submission["program"], submission["nodes"]) == ("101", "pretrain", 1)
+
+
+def test_a_dry_run_prints_the_script_that_is_submitted_afterwards_and_writes_nothing(home, slurm, capsys):
+    before = sorted(home.rglob("*"))
+    assert launch(DATA, "--dry-run") == 0
+    shown = capsys.readouterr()
+    assert sorted(home.rglob("*")) == before and slurm.submitted == []
+    assert "Job 7 to start at 2030" in shown.err and (slurm.folder / "tested").read_text() == shown.out
+    assert launch(DATA) == 0
+    assert slurm.submitted[0].read_text() == shown.out
+
+
+def test_a_dry_run_shows_the_script_where_data_and_container_are_not_there(home, slurm, capsys):
+    assert launch("--dry-run", "data.train=gone", cluster=H100, nodes=("--nodes", "1")) == 2
+    assert 'data.train = "gone"' in capsys.readouterr().err
+    assert launch("--dry-run", 'data.train=["gone"]', cluster=H100) == 0
+    shown = capsys.readouterr()
+    assert "#SBATCH --gpus-per-node=8" in shown.out
+    assert "warning: data.train names the file gone.bin, which is not there" in shown.err
+    assert 'warning: container.image="/shared/images/pytorch.sqsh" is not there' in shown.err
+
+
+def test_without_sbatch_the_script_is_shown_nothing_is_written_and_the_status_is_2(home, slurm, capsys):
+    slurm.lacks("sbatch")
+    before = sorted(home.rglob("*"))
+    assert launch(DATA) == 2
+    shown = capsys.readouterr()
+    assert "sbatch is not on the PATH" in shown.err and shown.out.startswith("#!/usr/bin/env bash")
+    assert sorted(home.rglob("*")) == before
+    assert launch(DATA, "--dry-run") == 0
+    assert capsys.readouterr().out == shown.out
+
+
+def test_what_sbatch_refuses_is_told_in_its_words_and_leaves_no_launch(home, slurm, capsys):
+    (slurm.folder / "refuses").write_text("partition=cpu")
+    assert launch(DATA) == 2
+    assert (
+        "sbatch refused: sbatch: error: Batch job submission failed: Invalid partition"
+        in capsys.readouterr().err
+    )
+    assert list((home / "runs/tiny_moe/launch").iterdir()) == []
+
+
+def test_what_the_user_says_of_the_job_reaches_slurm(home, slurm):
+    wishes = {
+        "job-name": "--name=mine",
+        "time": "--time=1:00:00",
+        "array": "--array=0-3%2",
+        "dependency": "--dependency=afterok:9",
+        "exclude": "--exclude=n[1-2]",
+        "nodelist": "--nodelist=n[3-9]",
+        "reservation": "--reservation=maintenance",
+        "partition": "--partition=long",
+        "account": "--account=theirs",
+        "qos": "--qos=high",
+    }
+    assert launch(DATA, *wishes.values()) == 0
+    directives = re.findall(r"^#SBATCH --([\w-]+)=(.*)$", slurm.submitted[0].read_text(), re.MULTILINE)
+    for name, word in wishes.items():
+        assert (name, word.partition("=")[2]) in directives
+    assert ("kill-on-invalid-dep", "yes") in directives
+
+
+def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm, capsys, tmp_path):
+    text = H100.read_text().replace("/shared/images/pytorch.sqsh", "docker://images/pytorch")
+    (tmp_path / "cluster.toml").write_text(text)
+    words = ["--servers", "2", "--server-command", "serve --port 8000", "--dry-run", DATA]
+    words += ["--server-field", "log.wandb_project"]
+    assert launch(*words, cluster=tmp_path / "cluster.toml") == 0
+    trainer, _, servers = capsys.readouterr().out.partition("#SBATCH hetjob\n")
+    assert "#SBATCH --nodes=1" in trainer and "#SBATCH --nodes=2" in servers
+    assert "#SBATCH --partition=gpu" in servers and "#SBATCH --gpus-per-node=8" in servers
+    assert "serve --port 8000" in servers and "log.wandb_project=" in servers
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--servers", "2"], "--servers 2 without --server-command"),
+        (["--server-command", "serve"], "without --servers N"),
+        (
+            ["--servers", "1", "--server-command", "s", "--server-field", "log.wandb"],
+            "Did you mean log.wandb_project?",
+        ),
+        (["--array", "0-3", "--array-field", "train.sed"], "Did you mean train.seed?"),
+        (["mesh.tp=3"], "on 1 nodes of 4 ranks"),
+        (["mesh.ep=3"], "is not a multiple of mesh.ep=3"),
+        (["mesh.tpp=3"], "Did you mean mesh.tp?"),
+        (["data.train=[]"], "data.train is empty"),
+        (['data.train=["data/gone"]'], "data.train names the file data/gone.bin, which is not there"),
+        (["checkpoint.load=runs/gone"], "checkpoint.load names the checkpoint runs/gone, which is not there"),
+        (["run_dir=/dev/null/x"], "cannot be written"),
+        (["--time", "1:00"], "signal_s=120"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_anything_is_submitted(words, told, home, slurm, capsys):
+    assert launch(DATA, *words) == 2
+    assert told in capsys.readouterr().err and slurm.submitted == []
+
+
+def test_the_mesh_must_fit_nodes_times_gpus(home, slurm, capsys):
+    assert launch(DATA, "mesh.tp=8", "model.num_heads=8", "--allow-tp-across-nodes") == 2
+    assert "on 1 nodes of 4 ranks:\n- The world has 4 ranks, which mesh.tp=8" in capsys.readouterr().err
+
+
+def test_tensor_parallelism_across_nodes_is_refused_unless_it_is_allowed(home, slurm, capsys):
+    wide = ["mesh.tp=8", "model.num_heads=8", "model.num_kv_heads=8"]
+    assert launch(DATA, *wide, nodes=("--nodes", "2")) == 2
+    assert "mesh.tp=8 does not lie inside a node of 4 ranks" in capsys.readouterr().err
+    assert launch(DATA, *wide, "--allow-tp-across-nodes", nodes=("--nodes", "2")) == 0
+    assert "warning: mesh.tp=8 does not lie inside" in capsys.readouterr().err
+
+
+def test_experts_across_nodes_are_warned_of(home, slurm, capsys):
+    assert launch(DATA, "mesh.ep=8", nodes=("--nodes", "2")) == 0
+    assert "warning: mesh.ep=8 (x etp=1) goes over nodes of 4 ranks" in capsys.readouterr().err
+
+
+def test_an_estimate_above_the_gpus_memory_is_refused_with_its_parts_unless_forced(
+    home, slurm, capsys, tmp_path
+):
+    text = H100.read_text().replace("/shared/images/pytorch.sqsh", "docker://images/pytorch")
+    (tmp_path / "cluster.toml").write_text(text)
+    words = [DATA, 'data.valid=["data/valid"]']
+    qwen3 = {
+        "recipe": ROOT / "launch/recipes/qwen3_30b_a3b/pretrain.toml",
+        "cluster": tmp_path / "cluster.toml",
+    }
+    assert launch(*words, **qwen3) == 2
+    told = capsys.readouterr().err
+    assert re.search(r"estimate is 7\d\.\d GiB .*\(weights 8\.2, .*but a GPU of h100 has 74 GiB for it", told)
+    assert launch(*words, "--force", **qwen3) == 0
+    assert "warning: the estimate is" in capsys.readouterr().err
+    assert launch(*words, "run_dir=runs/two", nodes=("--nodes", "2"), **qwen3) == 0
+
+
+def test_a_container_that_is_not_there_is_refused(home, slurm, capsys):
+    assert launch(DATA, cluster=H100) == 2
+    assert 'container.image="/shared/images/pytorch.sqsh" is not there. Make it' in capsys.readouterr().err
+
+
+def test_data_that_the_container_does_not_see_is_told_with_the_mount_that_is_missing(
+    home, slurm, capsys, tmp_path
+):
+    text = H100.read_text().replace("/shared/images/pytorch.sqsh", "docker://images/pytorch")
+    (tmp_path / "cluster.toml").write_text(text)
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"text{ending}").touch()
+    words = [f'data.train=["{tmp_path}/text"]']
+    assert launch(*words, cluster=tmp_path / "cluster.toml") == 2
+    assert f'Add it to container.mounts, as "{tmp_path}:{tmp_path}"' in capsys.readouterr().err
+    text = text.replace('mounts = ["', f'mounts = ["{tmp_path}:{tmp_path}", "')
+    (tmp_path / "cluster.toml").write_text(text)
+    assert launch(*words, cluster=tmp_path / "cluster.toml") == 0
+
+
+def test_a_run_that_a_live_job_was_submitted_for_is_refused_until_that_has_ended(home, slurm, capsys):
+    assert launch(DATA) == 0
+    slurm.says("squeue", "101|N/A|PENDING|Priority|\n")
+    assert launch(DATA) == 2
+    assert 'runs/tiny_moe" is in use by job 101, which is PENDING' in capsys.readouterr().err
+    slurm.says("squeue", "")
+    assert launch(DATA) == 0
+    assert [path.parent.name for path in slurm.submitted] == ["0", "1"]
+
+
+def test_a_run_whose_fence_names_a_live_job_is_refused(home, slurm, capsys):
+    run = home / "runs/tiny_moe"
+    run.mkdir(parents=True)
+    (run / "writer.json").write_text(
+        json.dumps({"job": "77", "number": 0, "host": "n1", "pid": 1, "born": 1})
+    )
+    slurm.says("squeue", "77|N/A|RUNNING||n1\n")
+    assert launch(DATA) == 2
+    assert "is in use by job 77, which is RUNNING" in capsys.readouterr().err and "77" in slurm.asked(
+        "squeue"
+    )
+    (slurm.folder / "squeue").unlink()
+    slurm.fails("squeue", "slurm_load_jobs error: Invalid job id specified")
+    assert launch(DATA) == 0
+
+
+def test_a_run_that_is_done_is_not_started_again(home, slurm, capsys):
+    (home / "runs/tiny_moe").mkdir(parents=True)
+    (home / "runs/tiny_moe/DONE").write_text("all 300 steps are done since yesterday\n")
+    assert launch(DATA) == 2
+    assert "all 300 steps are done since yesterday. Delete its DONE" in capsys.readouterr().err
+
+
+def test_the_program_is_known_by_the_files_name_or_said(home, slurm, capsys):
+    (home / "mine.toml").write_text(f'extends = "{RECIPE}"\ndata.train = ["data/train"]\n')
+    assert launch(recipe=home / "mine.toml") == 2
+    assert "Say which reads it: --program pretrain, sft" in capsys.readouterr().err
+    assert launch("--program", "pretrain", recipe=home / "mine.toml") == 0
+    (home / "sft_long.toml").write_text(
+        f'extends = "{RECIPE.with_name("sft.toml")}"\ndata.train = ["data/train.jsonl"]\ncheckpoint.load = "data"\n'
+        'data.tokenizer.path = "data"\n'
+    )
+    assert launch(recipe=home / "sft_long.toml") == 0
+    assert "mcore_rl.run.sft" in slurm.submitted[-1].read_text()
+
+
+PIPELINE = f"""
+name = "whole"
+[pretrain]
+config = "{RECIPE}"
+fields = ["data.train=[data/train]"]
+nodes = 2
+[sft]
+config = "{RECIPE.with_name("sft.toml")}"
+fields = ["data.train=[data/train.jsonl]", "checkpoint.load=runs/tiny_moe", "data.tokenizer.path=data"]
+[convert]
+arguments = ["export", "runs/tiny_moe_sft", "out/model"]
+"""
+
+
+@pytest.fixture
+def pipeline(home):
+    (home / "pipeline.toml").write_text(PIPELINE)
+    return {"recipe": home / "pipeline.toml", "nodes": ()}
+
+
+def dependencies(slurm):
+    scripts = [path.read_text() for path in slurm.submitted]
+    return [re.findall(r"^#SBATCH --(?:dependency|job-name)=(.*)$", text, re.MULTILINE) for text in scripts]
+
+
+def test_the_stages_of_a_pipeline_wait_for_one_another(pipeline, slurm, capsys):
+    assert launch(**pipeline) == 0
+    assert capsys.readouterr().out.split() == ["101", "102", "103"]
+    assert dependencies(slurm) == [
+        ["whole-pretrain"],
+        ["whole-sft", "afterok:101"],
+        ["whole-convert", "afterok:102"],
+    ]
+    scripts = [path.read_text() for path in slurm.submitted]
+    assert ["--kill-on-invalid-dep=yes" in script for script in scripts] == [False, True, True]
+    assert "convert export runs/tiny_moe_sft out/model" in " ".join(scripts[2].split())
+
+
+def test_a_dry_run_of_a_pipeline_shows_all_scripts_each_waiting_for_a_stage_by_name(pipeline, slurm, capsys):
+    assert launch("--dry-run", **pipeline) == 0
+    shown = capsys.readouterr().out
+    assert re.findall("^#SBATCH --dependency=(.*)$", shown, re.MULTILINE) == [
+        "afterok:pretrain",
+        "afterok:sft",
+    ]
+    assert slurm.submitted == []
+
+
+def test_when_a_stage_is_refused_by_slurm_those_before_it_are_cancelled(pipeline, slurm, capsys):
+    (slurm.folder / "refuses").write_text("name=whole-convert")
+    assert launch(**pipeline) == 2
+    assert slurm.asked("scancel").split() == ["101", "102"]
+    assert "cancelled job 102" in capsys.readouterr().err
+
+
+def test_nothing_of_a_pipeline_is_submitted_when_a_later_stage_is_wrong(pipeline, slurm, capsys):
+    text = (
+        pipeline["recipe"].read_text().replace("checkpoint.load=runs/tiny_moe", "checkpoint.load=runs/other")
+    )
+    pipeline["recipe"].write_text(text)
+    assert launch(**pipeline) == 2
+    assert "checkpoint.load names the checkpoint runs/other" in capsys.readouterr().err
+    assert slurm.submitted == []
+
+
+def test_a_stage_may_load_one_checkpoint_of_the_run_before(pipeline, slurm):
+    one = "checkpoint.load=runs/tiny_moe/checkpoints/iter_0000300"
+    pipeline["recipe"].write_text(PIPELINE.replace("checkpoint.load=runs/tiny_moe", one))
+    assert launch(**pipeline) == 0
+
+
+def test_two_stages_in_one_run_dir_are_refused(pipeline, slurm, capsys):
+    text = PIPELINE.replace(
+        '"data.tokenizer.path=data"', '"data.tokenizer.path=data", "run_dir=runs/tiny_moe"'
+    )
+    pipeline["recipe"].write_text(text)
+    assert launch(**pipeline) == 2
+    assert 'runs/tiny_moe" is that of a stage before' in capsys.readouterr().err and slurm.submitted == []
+
+
+def test_what_is_of_one_job_is_refused_of_a_pipeline(pipeline, slurm, capsys):
+    assert launch("--array", "0-1", **pipeline) == 2
+    assert "--array is of one job" in capsys.readouterr().err
+    assert launch("pretrain.nods=3", **pipeline) == 2
+    assert "Did you mean pretrain.nodes?" in capsys.readouterr().err
+
+
+def test_a_config_with_what_toml_must_escape_reaches_the_job(home, slurm):
+    assert launch(DATA, 'log.wandb_project=a "b" \\c') == 0
+    folder = slurm.submitted[0].parent
+    config = load_config(PROGRAMS["pretrain"].config, folder / "config.toml")
+    assert (
+        config.log.wandb_project == 'a "b" \\c'
+        and dump_config(config) == (folder / "config.toml").read_text()
+    )
+
+
+HEAVY = (
+    "any(name.partition('.')[0] in ('torch', 'megatron', 'transformers', 'numpy') for name in sys.modules)"
+)
+
+
+@pytest.mark.parametrize("command", ["launch", "jobs"])
+def test_a_login_node_is_answered_within_a_second_without_torch(command, home, slurm):
+    assert launch(DATA) == 0
+    words = (
+        ["jobs"]
+        if command == "jobs"
+        else ["launch", str(RECIPE), "--cluster", str(CPU), "--nodes", "1", DATA]
+    )
+    words += [] if command == "jobs" else ["--dry-run"]
+    code = f"import sys, mcore_rl.run.cli as cli; status = cli.main({words}); sys.exit(status or 9 * {HEAVY})"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], env={"PATH": str(slurm.bin), "PYTHONPATH": str(ROOT)})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    # Seconds of a core: those of the clock depend on what else the machine does.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
