@@ -1,0 +1,1 @@
+"""The report: folders of runs -> one HTML page that needs nothing but a browser."""

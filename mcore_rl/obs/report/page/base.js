@@ -1,0 +1,109 @@
+"use strict";
+// What all kinds of charts share: elements, ticks, numbers in words, colours, and what the reader has chosen.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const VIEW = { axis: "x", smooth: true, hidden: new Set() };
+const SVG = "http://www.w3.org/2000/svg";
+
+/** A new SVG element inside `parent`. */
+function svg(parent, name, attributes = {}, text = "") {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== "") element.textContent = text;
+  parent.appendChild(element);
+  return element;
+}
+
+/** A new HTML element inside `parent`; its text is never markup. */
+function html(parent, name, className = "", text = "") {
+  const element = document.createElement(name);
+  if (className) element.className = className;
+  if (text !== "") element.textContent = text;
+  parent.appendChild(element);
+  return element;
+}
+
+function runClass(run) {
+  return `c${DATA.runs[run].colour}`;
+}
+
+/** About `wanted` round numbers from `low` to `high`. */
+function ticks(low, high, wanted) {
+  const rough = (high - low) / Math.max(1, wanted);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
+  const found = [];
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) found.push(at * step);
+  return found;
+}
+
+/** Ticks of a metric: round numbers of bytes are others. */
+function unitTicks(low, high, wanted, unit) {
+  if (unit !== "bytes") return ticks(low, high, wanted);
+  const base = 1024 ** Math.floor(Math.log2(Math.max(1, high)) / 10);
+  return ticks(low / base, high / base, wanted).map((value) => value * base);
+}
+
+/** A number with its unit, as short as it can be read. */
+function words(value, unit, percent) {
+  if (value === null || value === undefined) return "–";
+  if (percent) return `${trim(100 * value, 3)} %`;
+  if (unit === "bytes") return bytes(value);
+  const size = Math.abs(value);
+  if (size >= 1e4) {
+    const [by, letter] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : [1e3, "k"];
+    return `${trim(value / by, 3)}${letter}`;
+  }
+  return trim(value, 4);
+}
+
+function trim(value, digits) {
+  if (value === 0) return "0";
+  if (Math.abs(value) < 1e-3) return value.toExponential(digits > 3 ? 2 : 1).replaceAll("-", "−");
+  return String(Number(value.toPrecision(digits))).replaceAll("-", "−");
+}
+
+function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = value < 1 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
+  return `${trim(value / 1024 ** power, 3)} ${units[power]}`;
+}
+
+/** Seconds in a unit that suits the longest of them: [how many a unit, its name]. */
+function clock(longest) {
+  if (longest >= 7200) return [3600, "hours"];
+  return longest >= 120 ? [60, "minutes"] : [1, "seconds"];
+}
+
+/** A colour of the style sheet as [red, green, blue]. */
+function colour(name) {
+  const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  return [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
+}
+
+function mixed(from, to, share) {
+  return from.map((part, at) => Math.round(part + (to[at] - part) * share));
+}
+
+/** A box that follows the pointer; `rows` are [class of the colour, label, value]. */
+function tip(plot) {
+  const box = html(plot, "div", "tip");
+  box.hidden = true;
+  return {
+    hide() { box.hidden = true; },
+    show(x, y, head, rows) {
+      box.replaceChildren();
+      html(box, "div", "", head);
+      for (const [own, label, value] of rows) {
+        const row = html(box, "div");
+        if (own) html(row, "span", `swatch ${own}`);
+        html(row, "span", "", label);
+        html(row, "b", "", value);
+      }
+      box.hidden = false;
+      const left = x + 14 + box.offsetWidth > plot.clientWidth ? x - 14 - box.offsetWidth : x + 14;
+      box.style.left = `${Math.max(0, left)}px`;
+      box.style.top = `${Math.max(0, y - box.offsetHeight / 2)}px`;
+    },
+  };
+}

@@ -1,0 +1,37 @@
+// Draws every chart of the page, and again when its width, the colours or the reader's choice change.
+
+const DRAW = { lines: drawLines, experts: drawExperts, layers: drawLayers, stack: drawStack, bars: drawBars };
+
+function draw(figure) {
+  const chart = DATA.charts[Number(figure.dataset.chart)];
+  figure.hidden = chart.run !== undefined && VIEW.hidden.has(chart.run);
+  if (!figure.hidden) DRAW[chart.kind](figure, chart);
+  figure.dataset.width = figure.clientWidth;
+}
+
+function start() {
+  const figures = [...document.querySelectorAll("[data-chart]")];
+  const drawAll = () => figures.forEach(draw);
+  document.getElementById("axis").addEventListener("change", (event) => {
+    VIEW.axis = event.target.value;
+    drawAll();
+  });
+  document.getElementById("smooth").addEventListener("change", (event) => {
+    VIEW.smooth = event.target.checked;
+    drawAll();
+  });
+  for (const box of document.querySelectorAll(".show")) {
+    box.addEventListener("change", () => {
+      VIEW.hidden[box.checked ? "delete" : "add"](Number(box.value));
+      drawAll();
+    });
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  drawAll();
+  const watch = new ResizeObserver((changes) => {
+    for (const { target } of changes) if (Math.abs(target.clientWidth - Number(target.dataset.width)) > 1) draw(target);
+  });
+  figures.forEach((figure) => watch.observe(figure));
+}
+
+start();

@@ -1,0 +1,179 @@
+"""A run as a report needs it, read from its folder; nothing is written there."""
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from mcore_rl.errors import DataError
+from mcore_rl.obs.attempts import RunAttempt, read_attempts
+from mcore_rl.obs.jsonl import FILE_NAME, read_records
+
+Stage = Literal["pretrain", "sft", "rl"]
+STAGES: dict[Stage, str] = {
+    "pretrain": "Pretraining",
+    "sft": "Fine-tuning",
+    "rl": "Reinforcement learning",
+}
+EVALUATION = "evaluation.json"
+"""What `mcore-rl eval` printed of the run's checkpoint, if somebody kept it in the run's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What the run said in words."""
+
+    step: int
+    text: str
+    facts: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over a run, where it is finite: steps, seconds since the run's first record, values."""
+
+    steps: list[int]
+    seconds: list[float]
+    values: list[float]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """All that is known of one run."""
+
+    path: Path
+    name: str
+    """Short, and unlike that of every other run of the report."""
+    stage: Stage
+    config: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+    """Of metrics.jsonl, without events."""
+    events: Sequence[Event]
+    attempts: Sequence[RunAttempt]
+    done: str
+    """The text of DONE; empty: not all steps are done."""
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> int:
+        """That was told of."""
+        return max((int(record["step"]) for record in self.records), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """From the first record to the last, without the pauses between two attempts."""
+        times = [float(record["time"]) for record in self.records]
+        starts = {_first_at_or_after(times, attempt) for attempt in self.attempts[1:]}
+        return sum(
+            later - sooner for at, (sooner, later) in enumerate(pairwise(times), 1) if at not in starts
+        )
+
+    @property
+    def label(self) -> str:
+        """The stage and, of reinforcement learning, objective and replay."""
+        if self.stage != "rl":
+            return STAGES[self.stage]
+        kind = self.config["rl"].get("loss", {}).get("kind", "")
+        replay = self.config.get("replay", {}).get("kind", "none")
+        return " ".join(
+            [kind.upper().replace("_", " "), *([f"+ {replay.upper()}"] if replay != "none" else [])]
+        )
+
+    def series(self, name: str) -> Series:
+        """Of a scalar metric; empty where there is none."""
+        start = float(self.records[0]["time"]) if self.records else 0.0
+        points = [
+            (int(record["step"]), float(record["time"]) - start, float(record[name]))
+            for record in self.records
+            if name in record and math.isfinite(float(record[name]))
+        ]
+        return Series([p[0] for p in points], [p[1] for p in points], [p[2] for p in points])
+
+    def names(self) -> list[str]:
+        """Of all metrics that the run told, sorted."""
+        return sorted({name for record in self.records for name in record} - {"step", "time"})
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
+    """The runs in the order of their stages; DataError where a folder is none of a run."""
+    names = short_names(paths)
+    runs = [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    return sorted(runs, key=lambda run: list(STAGES).index(run.stage))
+
+
+def read_run(path: Path, name: str) -> RunRecord:
+    """One run."""
+    config_path = path / "config.toml"
+    if not config_path.exists():
+        raise DataError(
+            f"{config_path} is not there: give the run_dir of a training (mcore-rl pretrain, sft, rl)"
+        )
+    config = tomllib.loads(config_path.read_text(encoding="utf-8"))
+    records = list(read_records(path / FILE_NAME))
+    done = path / "DONE"
+    return RunRecord(
+        path=path,
+        name=name,
+        stage=_stage(config),
+        config=config,
+        records=[record for record in records if "event" not in record],
+        events=list(_events(records)),
+        attempts=read_attempts(path),
+        done=done.read_text(encoding="utf-8").strip() if done.exists() else "",
+        evaluation=_evaluation(path / EVALUATION),
+    )
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as tell it from the others; DataError for a path given twice."""
+    resolved = [path.resolve() for path in paths]
+    if len(set(resolved)) < len(resolved):
+        twice = next(path for path in resolved if resolved.count(path) > 1)
+        raise DataError(f"{twice} was given twice; give each run once")
+    for length in range(1, max((len(path.parts) for path in resolved), default=1) + 1):
+        names = ["/".join(path.parts[-length:]) for path in resolved]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _stage(config: Mapping[str, Any]) -> Stage:
+    if "rl" in config:
+        return "rl"
+    return "sft" if "chat_template" in config.get("data", {}) else "pretrain"
+
+
+def _events(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+    for record in records:
+        if "event" in record:
+            facts = {key: value for key, value in record.items() if key not in ("step", "time", "event")}
+            yield Event(int(record["step"]), str(record["event"]), facts)
+
+
+def _evaluation(path: Path) -> dict[str, Any]:
+    """The last line that is a JSON object; `mcore-rl eval` prints one."""
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("{"):
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError:
+            raise DataError(
+                f"{path} is not what mcore-rl eval prints. Write its output there again, or delete it."
+            ) from None
+    return found
+
+
+def _first_at_or_after(times: Sequence[float], attempt: RunAttempt) -> int:
+    start = attempt.started_s
+    return next((at for at, time in enumerate(times) if time >= start), len(times))

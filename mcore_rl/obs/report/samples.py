@@ -1,0 +1,93 @@
+"""Completions of a run before and after, with their rewards."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_GROUPS, MAX_COMPLETIONS, MAX_CHARACTERS = 4, 8, 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer."""
+
+    text: str
+    reward: float
+    tokens: int
+    is_truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """A prompt with its completions, the best first."""
+
+    prompt: str
+    answer: str
+    completions: tuple[Completion, ...]
+
+    @property
+    def mean(self) -> float:
+        """Of the rewards of those that are shown."""
+        return sum(one.reward for one in self.completions) / len(self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was sampled at a step: some prompts, and the mean reward of all of them."""
+
+    step: int
+    mean: float
+    groups: tuple[SampleGroup, ...]
+
+
+def before_and_after(run_dir: Path) -> list[Sampled]:
+    """The first and the last samples of a run; of the same prompts where there are such."""
+    files = sorted((run_dir / "samples").glob("step_*.jsonl"))
+    chosen = [files[0], files[-1]] if len(files) > 1 else files
+    read = [table for path in chosen if (table := _read(path))]
+    if not read:
+        return []
+    common = [problem for problem in read[0] if all(problem in table for table in read)]
+    return [_sampled(table, common) for table in read]
+
+
+def _read(path: Path) -> dict[str, list[Mapping[str, Any]]]:
+    """Problem -> its samples, in the order of the file; lines that are torn are left out."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            sample = json.loads(line)
+        except ValueError:
+            continue
+        groups.setdefault(str(sample["problem"]), []).append(sample)
+    return groups
+
+
+def _sampled(table: Mapping[str, Sequence[Mapping[str, Any]]], common: Sequence[str]) -> Sampled:
+    every = [sample for samples in table.values() for sample in samples]
+    shown = list(common or table)[:MAX_GROUPS]
+    mean = sum(float(sample["reward"]) for sample in every) / len(every)
+    return Sampled(int(every[0]["step"]), mean, tuple(_group(table[problem]) for problem in shown))
+
+
+def _group(samples: Sequence[Mapping[str, Any]]) -> SampleGroup:
+    best_first = sorted(samples, key=lambda sample: -float(sample["reward"]))
+    completions = tuple(
+        Completion(
+            text=shortened(str(sample["completion"])),
+            reward=float(sample["reward"]),
+            tokens=int(sample["tokens"]),
+            is_truncated=sample["finish"] == "length",
+        )
+        for sample in best_first[:MAX_COMPLETIONS]
+    )
+    first = samples[0]
+    return SampleGroup(shortened(str(first["prompt"])), shortened(str(first["answer"] or "")), completions)
+
+
+def shortened(text: str) -> str:
+    """At most MAX_CHARACTERS, and how many are left out."""
+    left_out = len(text) - MAX_CHARACTERS
+    return text if left_out <= 0 else f"{text[:MAX_CHARACTERS]} … ({left_out} characters more)"
