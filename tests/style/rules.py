@@ -21,6 +21,7 @@ FLOORS = (
 MEGATRON_PACKAGES = {"backend", "parallel", "data", "model", "convert", "train", "rl"}
 COMPAT = "mcore_rl.backend.mcore_compat"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 60, 6
+HEAVY = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}
 MUTATORS = {"append", "add", "update", "setdefault", "pop", "extend", "insert", "clear", "remove", "popitem"}
 CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 CONTAINER_TYPES = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict"}
@@ -90,9 +91,8 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
 
 def config_is_light(source: Source) -> Iterator[str]:
     """`errors` and `config` answer without torch, for help pages and launchers."""
-    heavy = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}
     for line, name in source.imports():
-        if source.package in ("errors", "config") and name.split(".")[0] in heavy:
+        if source.package in ("errors", "config") and name.split(".")[0] in HEAVY:
             yield f"{source.path}:{line}: imports {name}"
 
 
@@ -245,6 +245,28 @@ def modules_do_not_go_in_circles(sources: Sequence[Source]) -> Iterator[str]:
     for module in sorted(graph):
         yield from visit(module, ())
 
+
+def launch_imports_config_only(source: Source) -> Iterator[str]:
+    """A launcher answers at once on a login node: of the package it knows `config` and `errors`, and nothing heavy."""
+    light = ("config", "errors", "__version__")
+    for line, name in source.imports():
+        head, _, rest = name.partition(".")
+        if head in HEAVY or (head == "mcore_rl" and rest and rest.split(".")[0] not in light):
+            yield f"{source.path}:{line}: imports {name}"
+
+
+LAUNCH_RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
+    launch_imports_config_only,
+    imports_are_absolute,
+    files_are_short,
+    functions_are_short,
+    functions_take_few_parameters,
+    nothing_prints,
+    errors_are_caught_by_name,
+    module_globals_do_not_change,
+    public_things_are_documented,
+)
+"""Those that launch/ keeps: it may read the environment."""
 
 TREE_RULES: tuple[Callable[[Sequence[Source]], Iterator[str]], ...] = (
     patches_come_before_megatron,

@@ -27,6 +27,8 @@ LONG = "def long():\n" + "    a = 1\n" * 60
             1,
         ),
         (rules.config_is_light, "config/a.py", "import torch.nn", 1),
+        (rules.launch_imports_config_only, "launch/a.py", "from mcore_rl.train import step", 1),
+        (rules.launch_imports_config_only, "launch/a.py", "def f():\n    import torch.nn", 2),
         (rules.megatron_stays_in_its_packages, "run/a.py", "import megatron.core", 1),
         (rules.megatron_stays_in_its_packages, "obs/a.py", "from megatron.core import x", 1),
         (rules.imports_are_absolute, "train/a.py", "from .state import x", 1),
@@ -81,6 +83,11 @@ def test_an_offence_is_seen_at_its_line(rule, path, text, line):
             "from megatron.core import parallel_state",
         ),
         (rules.config_is_light, "train/a.py", "import torch"),
+        (
+            rules.launch_imports_config_only,
+            "launch/a.py",
+            "import mcore_rl\nfrom mcore_rl.config.run import RunConfig",
+        ),
         (rules.megatron_stays_in_its_packages, "model/families/a.py", "import megatron.core"),
         (rules.files_are_short, "train/a.py", "a = 1\n" * 350),
         (rules.functions_are_short, "train/a.py", LONG.removesuffix("    a = 1\n")),
@@ -110,7 +117,7 @@ def test_what_is_lawful_passes(rule, path, text):
 
 def test_every_rule_is_shown_an_offence():
     shown = {row[0] for row in test_an_offence_is_seen_at_its_line.pytestmark[0].args[1]}
-    assert shown == set(rules.RULES)
+    assert shown == {*rules.RULES, *rules.LAUNCH_RULES}
 
 
 def test_patches_must_come_before_megatron():

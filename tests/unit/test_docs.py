@@ -1,0 +1,156 @@
+"""What the documentation shows is so: commands are read by the real parser, configs pass the checks, messages exist."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.programs import PROGRAMS
+from mcore_rl.run.cli import COMMANDS, parser_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- needs [^>]*-->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NEEDS_MORE = ("torchrun", "srun", "sbatch")
+PLACEHOLDERS = re.compile(r"\b(HF_DIR|CKPT|CKPT_DIR|CONFIG\.toml|RUN)\b|\|| \[-| \.\.\.")
+PROGRAM_OF = {
+    "pretrain": "pretrain",
+    "sft": "sft",
+    "rl": "rl",
+    "eval": "rl",
+    "problems": "rl",
+    "config": None,
+}
+
+
+def commands(page):
+    """(is marked, words) of every command in the blocks of a page, synopses left out."""
+    for mark, language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language not in ("", "bash", "sh", "console"):
+            continue
+        for line in text.replace("\\\n", " ").splitlines():
+            line = line.removeprefix("$ ")
+            if re.match(r"(mcore-rl|torchrun|srun|make|python) ", line) and not PLACEHOLDERS.search(line):
+                yield bool(mark), shlex.split(line, comments=True)
+
+
+ALL = [
+    pytest.param(page.name, is_marked, words, id=f"{page.name}: {' '.join(words)}"[:120])
+    for page in PAGES
+    for is_marked, words in commands(page)
+]
+
+
+def checked(program, config, overrides, ranks):
+    """The config of a recipe passes all checks; one that is named only as an example is not looked for."""
+    path = ROOT / config
+    assert path.exists(), f"{config} is not in the repository"
+    PROGRAMS[program].checked_config(path, overrides, ranks)
+
+
+@pytest.mark.parametrize(("page", "is_marked", "words"), ALL)
+def test_a_command_is_one_and_its_config_can_run(page, is_marked, words):
+    name, *rest = words
+    rest = rest[: rest.index(">")] if ">" in rest else rest
+    if name == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert rest[0] in targets
+    elif name == "mcore-rl":
+        assert rest[0] in COMMANDS, rest[0]
+        if "--help" in rest:
+            return
+        args = parser_of(rest[0], COMMANDS[rest[0]]).parse_intermixed_args(rest[1:])
+        if rest[0] in PROGRAM_OF:
+            checked(
+                PROGRAM_OF[rest[0]] or args.program, args.config, args.overrides, getattr(args, "ranks", None)
+            )
+    elif "-m" in rest:
+        module, config, *overrides = rest[rest.index("-m") + 1 :]
+        if module.startswith("mcore_rl.run."):
+            checked(module.rpartition(".")[2], config, overrides, None)
+        else:
+            assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+    else:
+        script = (ROOT / rest[0]).read_text(encoding="utf-8")
+        options = {word for word in rest if word.startswith("--")}
+        imported = "".join(
+            (ROOT / f"{module.replace('.', '/')}.py").read_text()
+            for module in re.findall(r"^from (mcore_rl\S+) import", script, re.MULTILINE)
+        )
+        assert all(option in script + imported for option in options)
+
+
+@pytest.mark.parametrize(("page", "is_marked", "words"), ALL)
+def test_what_this_machine_cannot_run_is_marked(page, is_marked, words):
+    """Under a launcher, submitted, or a model whose weights no laptop holds; one page is about nothing else."""
+    wants_cluster = words[0] in NEEDS_MORE or words[:2] in (["mcore-rl", "launch"], ["mcore-rl", "jobs"])
+    trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rl", "eval")
+    is_large = trains and "tiny_moe" not in words[2]
+    assert is_marked or page == "slurm.md" or not (wants_cluster or is_large)
+
+
+def templates():
+    """Every text in the code, values of f-strings as `…`."""
+    for folder in ("mcore_rl", "launch"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+                elif isinstance(node, ast.JoinedStr):
+                    yield "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+                    )
+
+
+def test_every_message_of_troubleshooting_is_one_of_the_code():
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+    assert len(shown) > 30
+    texts = list(templates())
+    missing = [
+        message
+        for message in shown
+        if not any(
+            re.search(".*".join(re.escape(part) for part in message.split("…")), template, re.DOTALL)
+            for template in texts
+        )
+    ]
+    assert missing == []
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+            other = (page.parent / target).resolve() if target else page
+            assert other.exists(), f"{page.name}: {target}"
+            if anchor:
+                heads = re.findall(r"^#+ (.*)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+                slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+                assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    assert [
+        page.name for page in PAGES[1:] if page.name != "README.md" and f"({page.name})" not in index
+    ] == []
+
+
+def test_paths_and_fields_and_metrics_on_the_pages_exist():
+    fields = (ROOT / "docs/fields.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(r"`((?:mcore_rl|launch|tools|tests|bench)/[\w/.]+\.\w+)`", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+        for name in re.findall(
+            r"`((?:train|moe|policy|rollout|routes|rollout_routes|reward|time)/[a-z_/]+)`", text
+        ):
+            assert f"`{name}`" in fields or f"`{name}_" in fields, f"{page.name}: {name}"
+        for name in re.findall(
+            r"`((?:mesh|platform|train|optim|checkpoint|log|replay|rl\.\w+|model\.moe)\.(?!py\b)[a-z_0-9]+)",
+            text,
+        ):
+            assert f"`{name}`" in fields, f"{page.name}: {name}"

@@ -1,0 +1,87 @@
+"""Rewrite, in docs/*.md, what stands between a mark and `<!-- end -->` from the docstrings of the code.
+
+<!-- fields of NAME -->                  every field of the config NAME
+<!-- fields of NAME beyond OTHER -->     of its sections that OTHER's config does not have, or has otherwise
+<!-- statuses -->                        exit statuses of jobs
+<!-- metrics -->                         what a run tells
+<!-- commands -->                        the commands of mcore-rl
+
+python tools/document_fields.py           # write what has changed
+python tools/document_fields.py --check   # say what has; status 1 when something has
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.job import MEANING
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.describe import SectionDoc, describe_sections
+from mcore_rl.config.pipeline import PipelineConfig
+from mcore_rl.config.programs import PROGRAMS
+from mcore_rl.config.section import Section
+from mcore_rl.obs.metrics import METRICS
+from mcore_rl.run.cli import COMMANDS
+
+DOCS = Path(__file__).parents[1] / "docs"
+MARK = r"fields of (?P<name>\w+)(?: beyond (?P<other>\w+))?|statuses|metrics|commands"
+REGION = re.compile(rf"(<!-- (?P<mark>{MARK}) -->\n).*?(<!-- end -->)", re.DOTALL)
+CONFIGS: dict[str, type[Section]] = {
+    "cluster": ClusterConfig,
+    "pipeline": PipelineConfig,
+    **{name: program.config for name, program in PROGRAMS.items()},
+}
+
+
+def main(words: list[str]) -> int:
+    """0; 1 when `--check` finds a page that is not as the docstrings."""
+    changed = []
+    for page in sorted(DOCS.glob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        after = REGION.sub(lambda region: region[1] + content(region) + "<!-- end -->", before)
+        if after != before:
+            changed.append(page.name)
+            if "--check" not in words:
+                page.write_text(after, encoding="utf-8")
+    for name in changed:
+        print(f"docs/{name}: its tables are not those of the docstrings; run python tools/document_fields.py")
+    return int(bool(changed) and "--check" in words)
+
+
+def content(region: re.Match[str]) -> str:
+    """What belongs into a region."""
+    if region["mark"] == "statuses":
+        return table("exit status | meaning", ((str(key), text) for key, text in MEANING.items()))
+    if region["mark"] == "metrics":
+        rows = ((f"`{name}`", row.unit, row.text) for name, row in METRICS.items())
+        return table("metric | unit | what it is", rows)
+    if region["mark"] == "commands":
+        rows = ((f"`mcore-rl {name}`", command.summary) for name, command in COMMANDS.items())
+        return table("command | what it does", rows)
+    sections = describe_sections(CONFIGS[region["name"]])
+    known = describe_sections(CONFIGS[region["other"]]) if region["other"] else []
+    return "\n" + "".join(_section(one) for one in sections if one.fields and one not in known)
+
+
+def table(heads: str, rows: Iterator[tuple[str, ...]]) -> str:
+    """A table in Markdown; `heads` are divided by bars."""
+    lines = (f"| {' | '.join(map(_cell, row))} |\n" for row in rows)
+    return f"\n| {heads} |\n|{'---|' * (heads.count('|') + 1)}\n{''.join(lines)}\n"
+
+
+def _section(section: SectionDoc) -> str:
+    rows = (
+        (f"`{field.key}`", f"`{field.default}`" if field.default else "", f"{field.meaning} ({field.type})")
+        for field in section.fields
+    )
+    title = f"[{section.key}]" if section.key else "Top level"
+    return f"**{title}** {_cell(section.meaning)}\n" + table("field | default | meaning", rows)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
