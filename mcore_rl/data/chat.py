@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import jinja2
 import tokenizers
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from mcore_rl.data.chat_template import load_template
+from mcore_rl.data.chat_template import load_template, render
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from mcore_rl.errors import DataError
 
@@ -163,7 +162,7 @@ class TemplateChat:
         """The text of the first `num_turns` turns, and what generation marks enclose, as offsets."""
         rendered: Any
         try:
-            rendered, spans = render_jinja_template(
+            rendered, spans = render(
                 [[_without_absent(message) for message in conversation.messages[:num_turns]]],
                 tools=[dict(tool) for tool in conversation.tools] or None,
                 chat_template=self._template,

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from mcore_rl.errors import DataError
 
@@ -14,11 +14,21 @@ NO_TEMPLATE = (
 )
 
 
+def render(*args: Any, **options: Any) -> tuple[Any, Any]:
+    """transformers' `render_jinja_template`. Its import takes a second or two, for which runs without a template, and
+    those that are refused, need not wait.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered: tuple[Any, Any] = render_jinja_template(*args, **options)
+    return rendered
+
+
 def load_template(name: str, folder: Path) -> str:
     """The jinja text that data.chat_template=`name` means for a tokenizer in `folder`; DataError unless it parses."""
     origin, text = _of_tokenizer(folder) if name == "tokenizer" else _of_file(Path(name))
     try:
-        render_jinja_template([[]], chat_template=text)
+        render([[]], chat_template=text)
     except jinja2.TemplateSyntaxError as error:
         raise DataError(
             f"{origin} holds no chat template that jinja can read: line {error.lineno}: {error}. Correct it, or name "

@@ -18,7 +18,6 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.judged import Judged, RewardFunction, TextStep
-from mcore_rl.rl.rewards.mathematics import math_equal
 from mcore_rl.rl.rewards.worker import Failure, Job, Judges
 from mcore_rl.rl.types import Completion, Group, Problem
 
@@ -146,11 +145,14 @@ def part_function(name: str, config: RewardConfig) -> RewardFunction:
     if ":" in name:
         return _own_function(name)
     pattern = config.answer_pattern
+    if name == "math":
+        from mcore_rl.rl.rewards.mathematics import math_equal  # its parser takes half a second
+
+        return partial(math_equal, answer_pattern=pattern)
     functions: dict[str, Callable[..., float]] = {
         "exact": partial(rules.exact, answer_pattern=pattern),
         "positions": partial(rules.positions, answer_pattern=pattern),
         "numeric": partial(rules.numeric, answer_pattern=pattern),
-        "math": partial(math_equal, answer_pattern=pattern),
         "countdown": partial(rules.countdown, answer_pattern=pattern),
         "format": partial(rules.format_matches, pattern=config.format_pattern),
         "regex": partial(rules.regex_found, pattern=config.regex_pattern),
