@@ -1,4 +1,5 @@
-# make quickstart | test | test-unit | test-slurm | test-report | lint | bench | venv    Each makes .venv first where it is missing.
+# make quickstart | test | test-unit | test-docs | test-slurm | test-report | lint | bench | venv    Each makes .venv first where it is missing.
+# test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
 # make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
@@ -6,17 +7,20 @@ VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
 
-.PHONY: quickstart test test-unit test-slurm test-report lint bench venv
+.PHONY: quickstart test test-unit test-docs test-slurm test-report lint bench venv
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
 	$(PYTHON_IN_VENV) tools/quickstart.py
 
 test: $(READY)
-	$(PYTHON_IN_VENV) -m pytest
+	$(PYTHON_IN_VENV) -m pytest -n 2
 
 test-unit: $(READY)
-	$(PYTHON_IN_VENV) -m pytest tests/style tests/unit
+	$(PYTHON_IN_VENV) -m pytest -n 2 tests/style tests/unit
+
+test-docs: $(READY)
+	$(PYTHON_IN_VENV) -m pytest tests/docs --durations=0
 
 test-slurm: $(READY)
 	tests/slurm/install.sh

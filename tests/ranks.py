@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 TIMEOUT_S = 300.0
@@ -18,11 +19,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
 
     `function` must be importable (top level of a module); the world's process group is up when it is called.
     """
-    context = multiprocessing.get_context("forkserver")
-    # Forked from a process that has torch and Megatron in memory, a rank starts in milliseconds; torch imports
-    # _dynamo, for a second, when the first optimizer is made.
-    context.set_forkserver_preload(["mcore_rl.train.checkpoint", "torch._dynamo", "pytest"])
-    port = free_port()
+    context, port = forkserver(), free_port()
     pipes, ranks = [], []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
@@ -39,6 +36,15 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def forkserver() -> ForkServerContext:
+    """Whose processes start in milliseconds, with torch and Megatron in memory, and with _dynamo, which torch imports,
+    for a second, when the first optimizer is made.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mcore_rl.run.rl", "torch._dynamo", "pytest"])
+    return context
 
 
 def free_port() -> int:

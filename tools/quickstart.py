@@ -119,7 +119,7 @@ def _pretraining(folder: Path, steps: int) -> list[Stage]:
         f"data.valid=['{data / 'valid'}']",
         "data.tokenizer.kind=sentencepiece",
         f"data.tokenizer.path={tokenizer}",
-        f"train.steps={steps}",
+        *_lasting(steps, warmup=10),
         f"train.eval_interval={max(1, steps // 4)}",
     )
     title = "pretraining a tiny MoE on 2 ranks (TP2 x EP2)"
@@ -182,7 +182,7 @@ def _learning(folder: Path, steps: int) -> list[Stage]:
                     tokenizer,
                 ),
                 *("mesh.tp=1", "mesh.ep=1", "mesh.pp=2", f"checkpoint.load={folder / 'imported'}"),
-                f"train.steps={3 * steps // 2}",
+                *_lasting(3 * steps // 2, warmup=10),
             ),
             result=sft / "DONE",
             seconds=120,
@@ -194,7 +194,7 @@ def _learning(folder: Path, steps: int) -> list[Stage]:
     }
     for name, (title, recipe, own) in arms.items():
         settings = (f"run_dir={folder / name}", f"checkpoint.load={sft}", tokenizer, *own)
-        words = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, f"train.steps={_even(0.8 * steps)}")
+        words = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, *_lasting(_even(0.8 * steps), warmup=4))
         made.append(Stage(name=name, title=title, words=words, result=folder / name / "DONE", seconds=110))
     return made
 
@@ -228,6 +228,11 @@ def _telling(folder: Path) -> list[Stage]:
         *made,
         Stage(name="report", title=title, words=words, result=page, seconds=4, sources=evaluated),
     ]
+
+
+def _lasting(steps: int, warmup: int) -> tuple[str, str]:
+    """So many steps; the recipe's warm-up, or a quarter of a very short run."""
+    return f"train.steps={steps}", f"optim.warmup_steps={min(warmup, steps // 4)}"
 
 
 def _even(steps: float) -> int:

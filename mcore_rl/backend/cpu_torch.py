@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -142,6 +144,26 @@ def listed_splits(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return exchange
+
+
+def on_one_device(gloo: Any) -> Any:
+    """`ProcessGroupGloo` whose groups share the process's sockets and the thread that listens to them."""
+
+    @functools.cache
+    def devices() -> list[Any]:
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        return [
+            gloo.create_device(interface=name) if name else gloo.create_default_device() for name in names
+        ]
+
+    class OnOneDevice(gloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout = devices(), timeout
+            options._threads = 2 * len(options._devices)
+            super().__init__(store, rank, size, options)
+
+    return OnOneDevice
 
 
 def uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,6 +91,12 @@ TORCH_PATCHES: tuple[Patch, ...] = (
     Patch(symbol="torch.distributed:all_to_all_single", replace=cpu.listed_splits),
     Patch(symbol="torch.distributed:all_gather", replace=cpu.uneven_all_gather),
     Patch(symbol="torch.distributed:barrier", replace=cpu.plain_barrier),
+    Patch(
+        symbol="torch.distributed.distributed_c10d:ProcessGroupGloo",
+        replace=cpu.on_one_device,
+        reason="each of a mesh's twenty groups has a thread that wakes a hundred times a second",
+        until="the groups of a process share a device",
+    ),
     *(Patch(symbol=f"torch:{name}", replace=cpu.on_cpu) for name in FACTORIES),
 )
 

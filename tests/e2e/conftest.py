@@ -69,12 +69,24 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def write_config(folder: Path, corpus: Path) -> Path:
+    path = folder / "pretrain.toml"
+    path.write_text(CONFIG.format(folder=folder, corpus=corpus))
+    return path
+
+
 @pytest.fixture
 def config_file(tmp_path: Path, corpus: Path) -> Path:
     """A run of twelve steps on two ranks (TP2 x EP2) in `tmp_path/run`."""
-    path = tmp_path / "pretrain.toml"
-    path.write_text(CONFIG.format(folder=tmp_path, corpus=corpus))
-    return path
+    return write_config(tmp_path, corpus)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The folder of that run, done in one go; `pretrain.toml` is beside it. Not to be written to."""
+    folder = tmp_path_factory.mktemp("trained")
+    subprocess.run(command("pretrain", write_config(folder, corpus)), check=True, stdout=subprocess.DEVNULL)
+    return folder / "run"
 
 
 def command(*words: object) -> list[str]:

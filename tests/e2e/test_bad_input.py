@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Finished
+from tests.forked import run_main
+
+ALONE = ("mesh.tp=1", "mesh.ep=1")
 
 
 @pytest.mark.parametrize(
@@ -56,16 +59,12 @@ def foreign(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", [missing, empty, cut, foreign])
 def test_damaged_data_is_refused(
-    damage: Callable[[Path], None],
-    config_file: Path,
-    corpus: Path,
-    mcore_rl: Callable[..., Finished],
-    tmp_path: Path,
+    damage: Callable[[Path], None], config_file: Path, corpus: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(corpus, copy)
     damage(copy)
-    result = mcore_rl("pretrain", config_file, f"data.train=['{copy}/train']")
+    result = run_main("mcore_rl.run.pretrain", [config_file, *ALONE, f"data.train=['{copy}/train']"])
     assert result.returncode == 2
     assert "DataError" in result.stderr and f"{copy}/train" in result.stderr
     assert "Traceback" not in result.stderr
@@ -80,14 +79,13 @@ def test_tokens_beyond_the_vocabulary_are_refused(
 
 
 def test_a_checkpoint_of_another_model_is_refused(
-    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+    config_file: Path, trained: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    assert mcore_rl("pretrain", config_file, "train.steps=1").returncode == 0
     result = mcore_rl(
         "pretrain",
         config_file,
         f"run_dir={tmp_path}/other",
-        f"checkpoint.load={tmp_path}/run/checkpoints",
+        f"checkpoint.load={trained}/checkpoints",
         "model.moe.num_experts=8",
     )
     assert result.returncode == 2

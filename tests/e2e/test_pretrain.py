@@ -25,23 +25,17 @@ def test_a_run_learns_saves_and_is_done_once(
     assert again.returncode == 0 and "nothing to do" in again.stdout
 
 
-def test_torchrun_and_mcore_rl_run_the_same(
-    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
-) -> None:
-    ours = mcore_rl("pretrain", config_file)
-    assert ours.returncode == 0, ours.stderr
+def test_torchrun_and_mcore_rl_run_the_same(config_file: Path, trained: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*torchrun, "-m", "mcore_rl.run.pretrain", str(config_file), f"run_dir={tmp_path}/torchrun"]
     theirs = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
     assert theirs.returncode == 0, theirs.stderr
-    assert losses(tmp_path / "torchrun") == losses(tmp_path / "run")
+    assert losses(tmp_path / "torchrun") == losses(trained)
 
 
 def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
-    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+    config_file: Path, trained: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    assert mcore_rl("pretrain", config_file).returncode == 0
-    straight = losses(tmp_path / "run")
     interrupted = tmp_path / "interrupted"
     # Half of the steps, then the rest: the data of a longer run begins like that of the shorter.
     script = (
@@ -62,19 +56,18 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
     assert stopped.returncode == 0, stopped.stderr
     assert list(losses(interrupted)) == [1, 2, 3, 4, 5] and not (interrupted / "DONE").exists()
     assert mcore_rl("pretrain", config_file, f"run_dir={interrupted}").returncode == 0
-    assert losses(interrupted) == straight
+    assert losses(interrupted) == losses(trained)
     starts = read_attempts(interrupted)
     assert [(start.step, start.mesh["world"]) for start in starts] == [(0, 2), (5, 2)]
     assert starts[1].command[1:4] == ["-m", "mcore_rl.run.pretrain", str(config_file)]
 
 
 def test_the_report_of_a_run_is_written_by_its_command(
-    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+    trained: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    assert mcore_rl("pretrain", config_file, "train.steps=4").returncode == 0
     page = tmp_path / "pages" / "report.html"
-    written = mcore_rl("report", tmp_path / "run", "--output", page)
+    written = mcore_rl("report", trained, "--output", page)
     assert written.returncode == 0 and written.stdout.startswith(f"{page}: 1 run,"), written.stderr
-    assert f"mcore-rl pretrain {config_file}" in page.read_text(encoding="utf-8")
+    assert f"mcore-rl pretrain {trained.parent}/pretrain.toml" in page.read_text(encoding="utf-8")
     nothing = mcore_rl("report", tmp_path)
     assert nothing.returncode == 2 and "give the run_dir of a training" in nothing.stderr

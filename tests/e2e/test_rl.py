@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.e2e.conftest import Finished, command
 from tests.e2e.test_resume import ranks_of, started, wait_for_step
+from tests.forked import run_main
 
 CONFIG = """
 run_dir = "{folder}/rl"
@@ -149,32 +150,28 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_run_is_refused_with_a_remedy(
-    case: str, rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     words, wanted = BAD[case]
     alone = ["mesh.tp=1", "mesh.ep=1", "rl.loss.reference_refresh_rollouts=0", "rl.loss.kl_coeff=0"]
-    finished = mcore_rl("rl", rl_file, *alone, *[word.format(folder=tmp_path) for word in words])
+    finished = run_main(
+        "mcore_rl.run.rl", [rl_file, *alone, *[word.format(folder=tmp_path) for word in words]]
+    )
     assert finished.returncode == 2, finished.stdout + finished.stderr
     assert wanted in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
 def test_a_reward_that_raises_or_is_not_a_number_is_counted_and_the_run_goes_on(
-    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+    rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_rewards.py").write_text(
         "def broken(judged):\n    raise ValueError('no')\n\n\ndef unnumbered(judged):\n    return float('nan')\n"
     )
     parts = "rl.reward.parts=['length','own_rewards:broken','own_rewards:unnumbered']"
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "train.eval_interval=0", parts]
-    here = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        finished = mcore_rl("rl", rl_file, *words)
-    finally:
-        os.chdir(here)
+    monkeypatch.chdir(tmp_path)
+    finished = run_main("mcore_rl.run.rl", [rl_file, *words])
     assert finished.returncode == 0, finished.stderr
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "reward/errors" in record][-1]
@@ -205,13 +202,11 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
             assert sample["reward"] == sum(c.isdigit() for c in sample["completion"])
 
 
-def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(
-    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Path, tmp_path: Path) -> None:
     """Every completion is worth the same to a pattern that none has: dynamic sampling is left without a group."""
     parts = ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "rl.reward.length_max_tokens=0"]
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "rl.rollout.dynamic_sampling=true", *parts]
-    finished = mcore_rl("rl", rl_file, *words, "rl.rollout.max_refills=1")
+    finished = run_main("mcore_rl.run.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("nothing to train on in this update") == 4
     assert (tmp_path / "rl/DONE").exists()

@@ -59,6 +59,8 @@ class Case:
     layouts: tuple[str, ...] = ("packed", "padded")
     precision: Literal["fp32", "bf16"] = "fp32"
     sabotage: Sabotage | None = None
+    same_weights: bool = True
+    """Whether routes are recorded here too, and imposed on the weights that they are of."""
     replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(kind="r2"))
 
     @property
@@ -250,8 +252,8 @@ def replay(case: Case, model: ModelConfig, weights: Tensors, folder: str) -> lis
     state, mesh = runs[0].state, runs[0].state.mesh
     copy_in(state.chunks, weights)
     # What is dropped depends on which tokens are together on a rank: other ranks record other routes.
-    drops = bool(model.moe.capacity_factor)
-    facts = [{} if drops and mesh.world.size > 1 else replayed_unchanged(run) for run in runs]
+    is_told = case.same_weights and not (model.moe.capacity_factor and mesh.world.size > 1)
+    facts = [replayed_unchanged(run) if is_told else {} for run in runs]
     for run in runs:
         if mesh.world.size == 1:
             save(run.cache, run.version, Path(folder), mesh)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.training import FOUR_RANKS, job, make_data, rl_words, submit
+from tests.slurm.training import TWO_RANKS, job, make_data, rl_words, submit
 
 STEPS = 60
 FILLED = "/dev/shm/filled"
@@ -43,10 +43,10 @@ class Pipeline:
 
 @pytest.fixture(scope="session")
 def pipeline(cluster: Cluster) -> Pipeline:
-    """Pretraining on four nodes, on the first try with n2, whose shared memory is full; conversion; RL."""
+    """Pretraining on two nodes, on the first try with n2, whose shared memory is full; conversion; RL."""
     cluster.attempt("fallocate", "-l", "60M", FILLED, node="n2")
     pretraining = job(
-        cluster, "pretrain", f"train.steps={STEPS}", "checkpoint.interval=5", *FOUR_RANKS, node_check=True
+        cluster, "pretrain", f"train.steps={STEPS}", "checkpoint.interval=5", *TWO_RANKS, node_check=True
     )
     first = submit(cluster, pretraining)
     last_checkpoint = f"{pretraining.run_dir}/checkpoints/iter_{STEPS:07d}"

@@ -63,7 +63,7 @@ max_new_tokens = 8
 parts = ["length"]
 length_max_tokens = 4
 """
-FOUR_RANKS = ("mesh.tp=2", "mesh.pp=2", "mesh.ep=2")
+TWO_RANKS = ("mesh.tp=2", "mesh.ep=2")
 
 
 def make_data(folder: Path) -> None:
@@ -89,7 +89,7 @@ def make_data(folder: Path) -> None:
 
 
 def job(cluster: Cluster, name: str, *overrides: str, **fields: Any) -> JobScript:
-    """A pretraining job on four nodes of one rank, without the check of the nodes, but for `fields`."""
+    """A pretraining job on two nodes of one rank, without the check of the nodes, but for `fields`."""
     values: dict[str, Any] = {
         "name": name,
         "program": "pretrain",
@@ -99,7 +99,7 @@ def job(cluster: Cluster, name: str, *overrides: str, **fields: Any) -> JobScrip
         "work_dir": str(cluster.shared),
         "code_dir": str(cluster.code),
         "python": str(cluster.python),
-        "nodes": 4,
+        "nodes": 2,
         "time": "30",
         "node_check": False,
     }

@@ -2,19 +2,14 @@
 
 import ast
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 
 from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.run.cli import COMMANDS, parser_of
+from tests.documented import PAGES, ROOT, commands
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(<!-- needs [^>]*-->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NEEDS_MORE = ("torchrun", "srun", "sbatch")
-PLACEHOLDERS = re.compile(r"\b(HF_DIR|CKPT|CKPT_DIR|CONFIG\.toml|RUN)\b|\|| \[-| \.\.\.")
 PROGRAM_OF = {
     "pretrain": "pretrain",
     "sft": "sft",
@@ -25,21 +20,11 @@ PROGRAM_OF = {
 }
 
 
-def commands(page):
-    """(is marked, words) of every command in the blocks of a page, synopses left out."""
-    for mark, language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if language not in ("", "bash", "sh", "console"):
-            continue
-        for line in text.replace("\\\n", " ").splitlines():
-            line = line.removeprefix("$ ")
-            if re.match(r"(mcore-rl|torchrun|srun|make|python) ", line) and not PLACEHOLDERS.search(line):
-                yield bool(mark), shlex.split(line, comments=True)
-
-
 ALL = [
-    pytest.param(page.name, is_marked, words, id=f"{page.name}: {' '.join(words)}"[:120])
+    pytest.param(command, id=f"{command.page}: {command.line}"[:120])
     for page in PAGES
-    for is_marked, words in commands(page)
+    for command in commands(page)
+    if command.words[0] != "mv"
 ]
 
 
@@ -50,9 +35,9 @@ def checked(program, config, overrides, ranks):
     PROGRAMS[program].checked_config(path, overrides, ranks)
 
 
-@pytest.mark.parametrize(("page", "is_marked", "words"), ALL)
-def test_a_command_is_one_and_its_config_can_run(page, is_marked, words):
-    name, *rest = words
+@pytest.mark.parametrize("command", ALL)
+def test_a_command_is_one_and_its_config_can_run(command):
+    name, *rest = command.words
     rest = rest[: rest.index(">")] if ">" in rest else rest
     if name == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -82,13 +67,14 @@ def test_a_command_is_one_and_its_config_can_run(page, is_marked, words):
         assert all(option in script + imported for option in options)
 
 
-@pytest.mark.parametrize(("page", "is_marked", "words"), ALL)
-def test_what_this_machine_cannot_run_is_marked(page, is_marked, words):
-    """Under a launcher, submitted, or a model whose weights no laptop holds; one page is about nothing else."""
+@pytest.mark.parametrize("command", ALL)
+def test_what_this_machine_cannot_run_is_marked(command):
+    """Under a launcher, submitted, or a model whose weights no laptop holds; the others are run by tests/docs."""
+    words = command.words
     wants_cluster = words[0] in NEEDS_MORE or words[:2] in (["mcore-rl", "launch"], ["mcore-rl", "jobs"])
     trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rl", "eval")
     is_large = trains and "tiny_moe" not in words[2]
-    assert is_marked or page == "slurm.md" or not (wants_cluster or is_large)
+    assert command.is_marked == (wants_cluster or is_large or "platform.precision=bf16" in words)
 
 
 def templates():

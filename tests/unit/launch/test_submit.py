@@ -1,6 +1,5 @@
 import json
 import re
-import resource
 import subprocess
 import sys
 
@@ -348,7 +347,7 @@ HEAVY = (
 
 
 @pytest.mark.parametrize("command", ["launch", "jobs"])
-def test_a_login_node_is_answered_within_a_second_without_torch(command, home, slurm):
+def test_a_login_node_is_answered_without_what_takes_seconds_to_import(command, home, slurm):
     assert launch(DATA) == 0
     words = (
         ["jobs"]
@@ -357,9 +356,5 @@ def test_a_login_node_is_answered_within_a_second_without_torch(command, home, s
     )
     words += [] if command == "jobs" else ["--dry-run"]
     code = f"import sys, mcore_rl.run.cli as cli; status = cli.main({words}); sys.exit(status or 9 * {HEAVY})"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], env={"PATH": str(slurm.bin), "PYTHONPATH": str(ROOT)})
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
-    # Seconds of a core: those of the clock depend on what else the machine does.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0

@@ -1,5 +1,5 @@
+import contextlib
 import os
-import resource
 import shlex
 import subprocess
 import sys
@@ -33,18 +33,18 @@ def mcore_rl(*words, **variables):
 
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
-def test_help_has_an_example_and_answers_within_a_second(words):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = mcore_rl(*words)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0 and "  mcore-rl " in done.stdout
-    # Seconds of a core: those of the clock depend on what else the machine does.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+def test_help_has_an_example(words, capsys):
+    with contextlib.suppress(SystemExit):
+        main(words)
+    told = capsys.readouterr()
+    assert "  mcore-rl " in told.out and not told.err
 
 
-def test_neither_torch_nor_megatron_is_imported_for_it():
+def test_help_imports_nothing_that_takes_seconds():
     code = (
-        "import sys, mcore_rl.run.cli as cli; cli.main(['--help']);"
+        "import contextlib, sys, mcore_rl.run.cli as cli\n"
+        "for words in ([], *([name] for name in cli.COMMANDS)):\n"
+        "    with contextlib.suppress(SystemExit): cli.main([*words, '--help'])\n"
         "sys.exit(any(name.partition('.')[0] in ('torch', 'megatron', 'transformers') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0

@@ -1,0 +1,134 @@
+"""Every command of README and docs, given to a shell as it stands there, on models and numbers of steps that are small.
+
+The pages of a group share a folder, in the order in which they are read: each goes on with what those before have left.
+What needs a GPU or a cluster is marked on its page, which tests/unit/test_docs.py keeps true; tests/slurm covers jobs.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conversion import saved
+from tests.documented import PAGES, ROOT, Command, commands
+
+GROUPS = (
+    ("README.md",),
+    ("from_one_gpu_to_a_cluster.md", "meshes.md"),
+    ("concepts.md", "replay.md", "report.md"),
+    ("conversion.md",),
+)
+QUICKSTART_STEPS = 4
+ALONE = "mesh.tp=1 mesh.ep=1"
+SHORT = "train.steps=2 optim.warmup_steps=0"
+SMALLER = {
+    "mcore-rl pretrain": SHORT,
+    "mcore-rl sft": f"{SHORT} {ALONE}",
+    "mcore-rl rl": f"{SHORT} train.eval_interval=0 {ALONE}",
+    "mcore-rl eval": f"rl.eval.num_prompts=8 {ALONE}",
+    "mcore-rl study": "overrides=[train.global_batch=32,train.steps=4,optim.warmup_steps=0,train.eval_interval=0,"
+    "mesh.tp=1,mesh.ep=1]",
+}
+"""Words that are added. The quickstart runs all but the last of these on two ranks."""
+VOCABULARY = ("32000", "800")
+"""What the pages say, and what so little text has."""
+VARIES = re.compile(r"\d[\d.e+-]*( [KMG]?i?B\b)?")
+TIMEOUT_S = 200
+
+
+def test_every_page_with_commands_is_in_a_group() -> None:
+    shown = {page.name for page in PAGES if any(not command.is_marked for command in commands(page))}
+    assert shown == {page for group in GROUPS for page in group}
+    assert "make test\n" in (ROOT / ".ci/run").read_text()
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make quickstart` leaves."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    steps = ("--steps", str(QUICKSTART_STEPS))
+    subprocess.run([sys.executable, ROOT / "tools/quickstart.py", "--folder", folder, *steps], check=True)
+    return folder
+
+
+def test_quickstart_goes_from_text_to_a_report_and_does_nothing_twice(quickstart: Path) -> None:
+    made = sorted(path.name for path in quickstart.glob("*/evaluation.json") if path.stat().st_size)
+    assert len(made) == 4 and "<html" in (quickstart / "report.html").read_text()[:200]
+    (logits,) = (quickstart / "logits.txt").read_text().splitlines()
+    assert float(re.search(r"at most ([\d.e-]+)", logits)[1]) < 2e-5  # type: ignore[index]
+    before = {path: path.stat().st_mtime_ns for path in quickstart.rglob("*") if path.is_file()}
+    again = [sys.executable, ROOT / "tools/quickstart.py", "--folder", quickstart]
+    done = subprocess.run(again, check=True, capture_output=True, text=True)
+    assert done.stdout.count("done before") == 17
+    assert {path: path.stat().st_mtime_ns for path in quickstart.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0])
+def test_commands_do_what_the_page_says(pages: tuple[str, ...], quickstart: Path, tmp_path: Path) -> None:
+    lay_out(tmp_path, quickstart)
+    failed = []
+    for command in in_order(pages):
+        done = run(command, tmp_path)
+        if done.returncode:
+            failed.append(f"{command.page}: {command.line}: status {done.returncode}\n{done.stderr[-3000:]}")
+        if command.output:
+            assert masked(done.stdout + done.stderr) == masked("\n".join(command.output)), command
+    assert not failed, "\n\n".join(failed)
+
+
+def in_order(pages: tuple[str, ...]) -> Iterator[Command]:
+    """Each once; `make` is what has brought these tests here, but for quickstart, which is the fixture."""
+    seen = set()
+    for name in pages:
+        (page,) = (page for page in PAGES if page.name == name)
+        for command in commands(page):
+            if not command.is_marked and command.words[0] != "make" and command.line not in seen:
+                seen.add(command.line)
+                yield command
+
+
+def run(command: Command, folder: Path) -> "subprocess.CompletedProcess[str]":
+    line = command.line.replace(*VOCABULARY).partition(" #")[0]
+    before, arrow, target = line.partition(" >")
+    added = SMALLER.get(" ".join(command.words[:2]), "")
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+    }
+    return subprocess.run(
+        ["bash", "-c", f"{before} {added} {arrow}{target}"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def lay_out(folder: Path, quickstart: Path) -> None:
+    """The files that the pages take as given."""
+    for name in ("launch", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "runs").mkdir()
+    (folder / "runs/quickstart").symlink_to(quickstart)
+    library = Path(os.__file__).parent
+    (folder / "books").mkdir()
+    for name in ("argparse", "inspect", "turtle"):
+        (folder / "books" / f"{name}.txt").write_text((library / f"{name}.py").read_text())
+    (folder / "data").mkdir()
+    (folder / "chat.jsonl").symlink_to(quickstart / "chat.jsonl")
+    saved("qwen3_moe", folder / "models/Qwen3-30B-A3B", torch.bfloat16)
+    (folder / "model").symlink_to("models/Qwen3-30B-A3B")
+    (folder / "runs/a").symlink_to("../checkpoints/qwen3")
+
+
+def masked(text: str) -> list[str]:
+    """Its lines without numbers, sizes and blanks at their ends."""
+    return [VARIES.sub("N", line).rstrip() for line in text.strip().splitlines()]
