@@ -40,7 +40,7 @@ def commands(page: Path) -> Iterator[Command]:
             line = shown.removeprefix("$ ")
             if COMMAND.match(line) and not PLACEHOLDERS.search(line):
                 output = _output(lines[number + 1 :]) if line != shown else ()
-                yield Command(page.name, line, bool(mark), output)
+                yield Command(page.relative_to(ROOT).as_posix(), line, bool(mark), output)
 
 
 def _output(below: list[str]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -134,6 +135,10 @@ class Cluster:
         line = self.run("scontrol", "-o", "show", "job", job).splitlines()[0]
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
+    def hosts(self, job: str) -> list[str]:
+        """The nodes that it has, or had."""
+        return self.run("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
+
     def state(self, job: str) -> str:
         """PENDING, RUNNING, ..."""
         return self.job(job)["JobState"]
@@ -240,9 +245,10 @@ class Cluster:
 
 
 def _children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(word) for word in task.read_text().split()]
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += [int(word) for word in task.read_text().split()]
     return found
 
 

@@ -27,20 +27,25 @@ def test_a_run_that_is_interrupted_in_every_way_ends_bit_equal(cluster: Cluster,
 
     def lose_daemon() -> None:
         """Of the node with rank 0 and the batch script, while the run stands still."""
-        cluster.kill_slurmd("n1")
-        for node in ("n1", "n2"):
+        nodes.extend(cluster.hosts(id_))
+        cluster.kill_slurmd(nodes[0])
+        for node in nodes:
             cluster.run("pkill", "-STOP", "-f", PROGRAM, node=node, as_root=True)
 
+    def stop_second_rank() -> None:
+        cluster.run("pkill", "-STOP", "-f", PROGRAM, node=cluster.hosts(id_)[1])
+
+    nodes: list[str] = []
     interrupt(lose_daemon, 60)
     cluster.until_state(id_, ["RUNNING"], 60)
-    cluster.run("pkill", "-CONT", "-f", PROGRAM, node="n1", as_root=True)  # the orphans go on
+    cluster.run("pkill", "-CONT", "-f", PROGRAM, node=nodes[0], as_root=True)  # the orphans go on
     interrupt(lambda: cluster.run("scontrol", "requeue", id_), 20)
-    interrupt(lambda: cluster.run("pkill", "-STOP", "-f", PROGRAM, node="n3"), 90)
+    interrupt(stop_second_rank, 90)
     interrupt(lambda: cluster.run("scancel", "--batch", "--signal=USR1", id_), 30)
 
     assert cluster.until_state(id_, ENDED, 120) == "COMPLETED"
     assert losses(run_dir) == losses(pipeline.run_dir) and len(losses(run_dir)) == STEPS
     ended = ["lost orphan", "term 143", "hang requeue", "limit requeue", "finished 0"]
     assert [" ".join(end) for end in ends(run_dir)] == ended
-    cluster.start_slurmd("n1")
+    cluster.start_slurmd(nodes[0])
     cluster.until_idle(cluster.nodes)
