@@ -74,6 +74,6 @@ def pipeline(cluster: Cluster) -> Pipeline:
         dependency=f"afterok:{second}",
     )
     third = submit(cluster, tuning)
-    cluster.until_state(third, ENDED, 240)
+    cluster.until_state(third, ENDED, 600)
     cluster.attempt("rm", FILLED, node="n2")
     return Pipeline(first, second, third, Path(pretraining.run_dir), Path(tuning.run_dir))

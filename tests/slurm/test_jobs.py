@@ -10,7 +10,7 @@ from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import ends, job, losses, saved_step, submit
 
 ONE_RANK: dict[str, Any] = {"nodes": 1, "starter": "srun"}
-BEGIN_S = 90.0
+BEGIN_S = 180.0
 
 
 def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(cluster: Cluster) -> None:
@@ -18,14 +18,14 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     script = job(cluster, "limited", *words, **ONE_RANK, time="1", signal_s=20)
     run_dir = Path(script.run_dir)
     id_ = submit(cluster, script)
-    cluster.until(lambda: cluster.job(id_)["Restarts"] == "1", "the limit is near", 100)
+    cluster.until(lambda: cluster.job(id_)["Restarts"] == "1", "the limit is near", 200)
     assert ends(run_dir) == [("limit", "requeue")]
     assert 0 < saved_step(run_dir) < 20000
     cluster.run("scontrol", "update", f"JobId={id_}", "TimeLimit=30", as_root=True)
 
     gets_on(cluster, run_dir)
     second = submit(cluster, script)
-    assert cluster.until_state(second, ENDED, 20) == "FAILED"
+    assert cluster.until_state(second, ENDED, 60) == "FAILED"
     assert cluster.job(second)["ExitCode"] == f"{STATUS['in_use']}:0"
 
     urgent = ["--partition=urgent", "--nodes=5", "--exclusive", "--output=/dev/null", "--wrap=true"]
@@ -33,7 +33,7 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     assert cluster.job(id_)["Restarts"] == "2"
     gets_on(cluster, run_dir)
     cluster.run("scancel", id_)
-    cluster.until(lambda: ends(run_dir, id_)[-1] == ("term", str(STATUS["cancelled"])), "it has left", 20)
+    cluster.until(lambda: ends(run_dir, id_)[-1] == ("term", str(STATUS["cancelled"])), "it has left", 60)
     time.sleep(8)  # a requeued job would be there again
     assert cluster.state(id_) == "CANCELLED" and not (run_dir / "DONE").exists()
 
@@ -41,7 +41,7 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     gets_on(cluster, run_dir)
     saved = saved_step(run_dir)
     (run_dir / "STOP").touch()
-    assert cluster.until_state(again, ENDED, 30) == "FAILED" and saved_step(run_dir) > saved
+    assert cluster.until_state(again, ENDED, 60) == "FAILED" and saved_step(run_dir) > saved
     assert cluster.job(again)["ExitCode"] == f"{STATUS['stopped']}:0"
 
 
@@ -70,7 +70,7 @@ def test_a_heterogeneous_job_tells_the_program_its_servers_and_ends_them_with_it
     )
     script: JobScript = job(cluster, "servers", "train.steps=4", **ONE_RANK, components=(server,))
     id_ = submit(cluster, script)
-    cluster.until_state(id_, ["RUNNING"], 30)
+    cluster.until_state(id_, ["RUNNING"], 60)
     hosts = cluster.run("scontrol", "show", "hostnames", cluster.job(f"{id_}+1")["NodeList"]).split()
     for host in hosts:
         look = f"import urllib.request; print(urllib.request.urlopen('http://{host}:8123').status)"
@@ -80,6 +80,6 @@ def test_a_heterogeneous_job_tells_the_program_its_servers_and_ends_them_with_it
             30,
         )
     assert cluster.until_state(id_, ENDED, BEGIN_S) == "COMPLETED"
-    assert cluster.until_state(f"{id_}+1", ENDED, 20) == "COMPLETED"
+    assert cluster.until_state(f"{id_}+1", ENDED, 60) == "COMPLETED"
     assert (cluster.shared / f"cache_of_{','.join(hosts)}").is_dir()
     assert len(losses(Path(script.run_dir))) == 4

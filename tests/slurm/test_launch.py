@@ -75,7 +75,7 @@ def test_a_pipeline_is_shown_submitted_runs_to_its_end_and_is_told_of(cluster: C
     assert again.returncode == 2 and f'launched" is in use by job {pretrain}' in again.stderr
     assert {"PENDING", "RUNNING"} & set(mcore_rl(cluster, "jobs", "tuned").stdout.split())
 
-    assert cluster.until_state(sft, ENDED, 240) == "COMPLETED"
+    assert cluster.until_state(sft, ENDED, 600) == "COMPLETED"
     assert cluster.state(pretrain) == "COMPLETED"
     assert list(losses(folder / "launched")) == list(range(1, 7)) and len(losses(folder / "tuned")) == 3
     assert (folder / "launched/launch/0/code/mcore_rl/run/pretrain.py").exists()

@@ -37,8 +37,8 @@ def test_a_job_that_always_crashes_gives_up_and_what_depends_on_it_is_cancelled(
     first = submit(cluster, crashing)
     second = submit(cluster, job(cluster, "waiting", dependency=f"afterok:{first}"))
     third = submit(cluster, job(cluster, "waiting_too", dependency=f"afterok:{second}"))
-    assert cluster.until_state(first, ENDED, 60) == "FAILED"
+    assert cluster.until_state(first, ENDED, 120) == "FAILED"
     ended = cluster.job(first)
     assert (ended["ExitCode"], ended["Restarts"]) == (f"{STATUS['crash_loop']}:0", "1")
     assert ends(Path(crashing.run_dir)) == [("crash", "requeue"), ("crash", str(STATUS["crash_loop"]))]
-    assert {cluster.until_state(job, ENDED, 30) for job in (second, third)} == {"CANCELLED"}
+    assert {cluster.until_state(job, ENDED, 60) for job in (second, third)} == {"CANCELLED"}
