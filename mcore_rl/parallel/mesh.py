@@ -71,11 +71,10 @@ def build_mesh(config: MeshConfig) -> Mesh:
 
 def destroy_mesh() -> None:
     """End the groups, so that another mesh can be built in this process."""
-    # Megatron only forgets them; each gloo group then keeps three threads, which wake a hundred times a second.
-    groups = parallel_state._global_process_group_list or () if dist.is_initialized() else ()
-    for group in groups:
-        if group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
-            dist.destroy_process_group(group)
+    if dist.is_initialized():
+        for group in parallel_state._global_process_group_list or ():  # which Megatron only forgets
+            if group is not None:  # None stands for the world
+                dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 

@@ -71,7 +71,7 @@ def test_a_heterogeneous_job_tells_the_program_its_servers_and_ends_them_with_it
     script: JobScript = job(cluster, "servers", "train.steps=4", **ONE_RANK, components=(server,))
     id_ = submit(cluster, script)
     cluster.until_state(id_, ["RUNNING"], 60)
-    hosts = cluster.run("scontrol", "show", "hostnames", cluster.job(f"{id_}+1")["NodeList"]).split()
+    hosts = cluster.hosts(f"{id_}+1")
     for host in hosts:
         look = f"import urllib.request; print(urllib.request.urlopen('http://{host}:8123').status)"
         cluster.until(
