@@ -13,7 +13,7 @@ VERSION = next(
 
 REQUIRES = [
     "torch>=2.6",
-    # 0.16 is the last line of releases for Python 3.11; 0.19 needs 3.12. mcore_rl/backend/mcore_compat.py
+    # 0.16 is the last line of releases for Python 3.11; 0.19 needs 3.12. mcore_rl/backend/patches/table.py
     # holds what differs and refuses other versions.
     'megatron-core>=0.16.1,<0.17; python_version < "3.12"',
     'megatron-core>=0.19,<0.20; python_version >= "3.12"',
@@ -55,7 +55,7 @@ setup(
     description="Pretraining, fine-tuning and reinforcement learning of MoE models on Megatron-Core",
     packages=find_packages(include=["mcore_rl", "mcore_rl.*", "launch"]),
     package_data={
-        "mcore_rl.obs.report": ["page/*"],
+        "mcore_rl.report": ["page/*"],
         "launch": ["templates/*", "clusters/*.toml", "recipes/*/*.toml"],
     },
     python_requires=">=3.11",

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.products import product
+from mcore_rl.backend.cpu.products import product
 
 
 @dataclass

@@ -20,13 +20,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from mcore_rl.convert.conversion import Settings, convert
+from mcore_rl.convert.copying.conversion import Settings, convert
+from mcore_rl.convert.copying.manifest import MANIFEST
+from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
-from mcore_rl.convert.manifest import MANIFEST
-from mcore_rl.convert.progress import ByteProgress
-from mcore_rl.model.families import FAMILIES, weight_map
-from mcore_rl.model.hf_export import hf_config
+from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families.hf_export import hf_config
 from mcore_rl.run.convert_arguments import num_bytes
 
 GIB = 2**30

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bench.clock import Clock, Peaks, contention, gflops
-from mcore_rl.backend.mcore_compat import megatron_version
+from mcore_rl.backend.patches.table import megatron_version
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
@@ -38,7 +38,7 @@ from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.hf_weights import to_global
 from mcore_rl.model.inputs import localize
-from mcore_rl.obs.flops import train_flops_per_token
+from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import train_step

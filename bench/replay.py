@@ -37,13 +37,13 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel import route_hooks
-from mcore_rl.parallel.layouts import Layout, Span
 from mcore_rl.parallel.routers import replayed_routers
-from mcore_rl.parallel.routing import RoutingTape
 from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
-from mcore_rl.rl.replay import RoutingCache
-from mcore_rl.rl.route_blocks import Blocks, Codec
+from mcore_rl.replay import router_hooks as route_hooks
+from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.layouts import Layout, Span
+from mcore_rl.replay.storage import Blocks, Codec
+from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState

@@ -17,9 +17,9 @@ import torch
 
 from bench.turns import Turns
 from mcore_rl.backend import platform as platforms
+from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.rl_run_checks import check_rl
 from mcore_rl.rl.learner import Advantages, Minibatch
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.trainer import RlTrainer

@@ -36,7 +36,7 @@ from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.hf_weights import to_global
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.megatron import MegatronEngine
+from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.types import Problem, Prompt
 
 VOCAB, ROWS, GROUP = 8192, 32, 8

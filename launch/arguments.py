@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from mcore_rl.config.programs import PROGRAMS
+from mcore_rl.checks.programs import PROGRAMS
 
 PIPELINE = "pipeline"
 

@@ -20,7 +20,7 @@ from typing import Literal
 
 import jinja2
 
-from mcore_rl.config.cluster_checks import seconds_of
+from mcore_rl.checks.cluster import seconds_of
 from mcore_rl.errors import HUNG_STATUS, ConfigError
 
 TEMPLATES = Path(__file__).parent / "templates"

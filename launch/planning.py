@@ -11,12 +11,12 @@ from typing import Any
 from launch.job import Component, Container, JobScript
 from launch.preflight import Checked, Leave, check_training, folder_violations, image_violations
 from launch.records import next_folder
-from mcore_rl.config.checks import refuse
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
-from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 

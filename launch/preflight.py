@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import records, slurm
-from mcore_rl.config.checks import refuse
+from mcore_rl.checks.cluster import placement
+from mcore_rl.checks.programs import Program
+from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
-from mcore_rl.config.cluster_checks import placement
 from mcore_rl.config.data import DataConfig, TokenizerConfig
-from mcore_rl.config.memory import GIB, Memory, memory_of_fullest_rank
-from mcore_rl.config.programs import Program
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.plan.memory import GIB, Memory, memory_of_fullest_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

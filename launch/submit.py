@@ -15,11 +15,11 @@ from launch.job import render
 from launch.planning import Plan, Wishes, plan_conversion, plan_training
 from launch.preflight import Leave
 from launch.records import SCRIPT, Submission, record
+from mcore_rl.checks.cluster import check_cluster
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.cluster_checks import check_cluster
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
-from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.errors import ConfigError, McoreRlError
 
 OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}

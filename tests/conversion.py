@@ -12,10 +12,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from mcore_rl.convert.conversion import Settings, convert
+from mcore_rl.convert.copying.conversion import Settings, convert
+from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
-from mcore_rl.convert.progress import ByteProgress
 from mcore_rl.convert.verify import Difference, compare
 from tests.hf_models import Tensors, oracle
 

@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.model.families import model_from_hf
 
 VOCAB, TOLERANCE = 99, 2e-5
 Tensors = dict[str, Tensor]
@@ -151,7 +151,7 @@ class Oracle:
     @property
     def ours(self) -> ModelConfig:
         """Our config of the same model."""
-        return model_from_hf(self.config).model_copy(update={"vocab_multiple": 16})
+        return checked_model_from_hf(self.config).model_copy(update={"vocab_multiple": 16})
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """`[B, S, V]`."""

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch.job import MEANING
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import SectionDoc, describe_sections
 from mcore_rl.config.pipeline import PipelineConfig
-from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.config.section import Section
 from mcore_rl.obs.metrics import METRICS
 from mcore_rl.run.cli import COMMANDS

@@ -15,7 +15,7 @@ class FusedAdam(torch.optim.Optimizer):
     owns no parameter (its `len(steps) == 1` assertion).
     """
 
-    def __init__(  # noqa: PLR0913  # the arguments are Megatron's
+    def __init__(
         self,
         params: Any,
         lr: float = 1e-3,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
-from mcore_rl.backend.mcore_compat import has_module, megatron_version
+from mcore_rl.backend.patches.table import has_module, megatron_version
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 

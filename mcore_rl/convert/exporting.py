@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from mcore_rl.convert.conversion import Conversion, Settings, files_identity
-from mcore_rl.convert.dist_model import DistModel, open_dist_model, read_config
-from mcore_rl.convert.hf_folder import INDEX, HfFolder, open_hf
-from mcore_rl.convert.hf_model import Mtp, expert_layout
+from mcore_rl.convert.copying.conversion import Conversion, Settings, files_identity
+from mcore_rl.convert.copying.manifest import write_manifest
+from mcore_rl.convert.copying.plan import Pair, Target, Task, chunks_of, export_pairs, one_dtype, tasks_of
+from mcore_rl.convert.copying.sources import sizes
+from mcore_rl.convert.copying.work_folder import replace
+from mcore_rl.convert.copying.workers import Record
+from mcore_rl.convert.copying.writers import SafetensorsWriter, shards_of
+from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
+from mcore_rl.convert.hf.model import Mtp, expert_layout
 from mcore_rl.convert.importing import DTYPES, Dtype
-from mcore_rl.convert.manifest import write_manifest
-from mcore_rl.convert.planning import Pair, Target, Task, chunks_of, export_pairs, one_dtype, tasks_of
-from mcore_rl.convert.sources import sizes
-from mcore_rl.convert.stream import Record
-from mcore_rl.convert.work_folder import replace
-from mcore_rl.convert.writers import SafetensorsWriter, shards_of
-from mcore_rl.model.hf_export import hf_config
-from mcore_rl.model.weight_map import Copy
+from mcore_rl.convert.megatron.model import DistModel, open_dist_model, read_config
+from mcore_rl.families.hf_export import hf_config
+from mcore_rl.families.weight_map import Copy
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")

@@ -9,18 +9,18 @@ from typing import Any, Literal, cast
 
 import torch
 
-from mcore_rl.convert.conversion import Conversion, Settings, files_identity
-from mcore_rl.convert.dist_files import finish as write_marker_file
-from mcore_rl.convert.dist_files import write_common, write_format, write_metadata
-from mcore_rl.convert.hf_model import HfModel, Mtp, check_copies, open_hf_model
-from mcore_rl.convert.layouts import Keys, Layers, Layout, Relaid, native
-from mcore_rl.convert.manifest import hf_sources, write_manifest
-from mcore_rl.convert.planning import Pair, Target, Task, chunks_of, import_pairs, one_dtype, tasks_of
-from mcore_rl.convert.stream import Record
-from mcore_rl.convert.writers import DistWriter
-from mcore_rl.model.checkpoint.folder import DELETING, delete, path_of_step, publish
-from mcore_rl.model.checkpoint.weights import common_state
-from mcore_rl.model.weight_map import WeightMap
+from mcore_rl.checkpoint.folder import DELETING, delete, path_of_step, publish
+from mcore_rl.checkpoint.weights import common_state
+from mcore_rl.convert.copying.conversion import Conversion, Settings, files_identity
+from mcore_rl.convert.copying.manifest import hf_sources, write_manifest
+from mcore_rl.convert.copying.plan import Pair, Target, Task, chunks_of, import_pairs, one_dtype, tasks_of
+from mcore_rl.convert.copying.workers import Record
+from mcore_rl.convert.copying.writers import DistWriter
+from mcore_rl.convert.hf.model import HfModel, Mtp, check_copies, open_hf_model
+from mcore_rl.convert.megatron.files import finish as write_marker_file
+from mcore_rl.convert.megatron.files import write_common, write_format, write_metadata
+from mcore_rl.convert.megatron.layouts import Keys, Layers, Layout, Relaid, native
+from mcore_rl.families.weight_map import WeightMap
 from mcore_rl.parallel.mesh import Mesh
 
 Dtype = Literal["keep", "bf16", "fp32"]

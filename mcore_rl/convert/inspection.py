@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.convert.dist_folder import OPTIMIZER, open_dist
-from mcore_rl.convert.hf_folder import open_hf
-from mcore_rl.convert.progress import shown
+from mcore_rl.convert.copying.progress import shown
+from mcore_rl.convert.hf.folder import open_hf
+from mcore_rl.convert.megatron.folder import OPTIMIZER, open_dist
 from mcore_rl.convert.verify import is_hf
-from mcore_rl.model.weight_map import Shape
+from mcore_rl.families.weight_map import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.convert.content import fill
-from mcore_rl.convert.dist_model import DistModel
-from mcore_rl.convert.hf_model import HfModel
-from mcore_rl.convert.layouts import Relaid, refuse_singletons
-from mcore_rl.convert.planning import Pair, Target, chunk_at, composed, export_pairs, import_pairs
-from mcore_rl.convert.progress import ByteProgress
-from mcore_rl.convert.sources import whole
+from mcore_rl.convert.copying.content import fill
+from mcore_rl.convert.copying.plan import Pair, Target, chunk_at, composed, export_pairs, import_pairs
+from mcore_rl.convert.copying.progress import ByteProgress
+from mcore_rl.convert.copying.sources import whole
+from mcore_rl.convert.hf.model import HfModel
+from mcore_rl.convert.megatron.layouts import Relaid, refuse_singletons
+from mcore_rl.convert.megatron.model import DistModel
 from mcore_rl.convert.verify import is_hf, open_model
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families import weight_map
+from mcore_rl.families.weight_map import Span
 from mcore_rl.model.build import build_uninitialized, unwrap
-from mcore_rl.model.families import weight_map
 from mcore_rl.model.global_tensors import Piece, pieces
-from mcore_rl.model.weight_map import Span
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 
 ROWS, LENGTH = 2, 32

@@ -5,19 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.convert.conversion import Conversion, Settings, files_identity
-from mcore_rl.convert.dist_files import finish, write_common, write_format, write_metadata
-from mcore_rl.convert.dist_model import EMBEDDING, DistModel, open_dist_model
+from mcore_rl.checkpoint.folder import COMMON, path_of_step
+from mcore_rl.convert.copying.conversion import Conversion, Settings, files_identity
+from mcore_rl.convert.copying.manifest import write_manifest
+from mcore_rl.convert.copying.plan import Pair, Target, Task, chunks_of, one_dtype, tasks_of
+from mcore_rl.convert.copying.sources import whole
+from mcore_rl.convert.copying.workers import Record
+from mcore_rl.convert.copying.writers import DistWriter
 from mcore_rl.convert.importing import publish_checkpoint, single_rank_common
-from mcore_rl.convert.layouts import Layout, Relaid, is_stacked, refuse_singletons
-from mcore_rl.convert.manifest import write_manifest
-from mcore_rl.convert.planning import Pair, Target, Task, chunks_of, one_dtype, tasks_of
-from mcore_rl.convert.sources import whole
-from mcore_rl.convert.stream import Record
-from mcore_rl.convert.writers import DistWriter
+from mcore_rl.convert.megatron.files import finish, write_common, write_format, write_metadata
+from mcore_rl.convert.megatron.layouts import Layout, Relaid, is_stacked, refuse_singletons
+from mcore_rl.convert.megatron.model import EMBEDDING, DistModel, open_dist_model
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.checkpoint.folder import COMMON, path_of_step
-from mcore_rl.model.weight_map import Shape, Span, listed
+from mcore_rl.families.weight_map import Shape, Span, listed
 
 EXTRA_STATE = "_extra_state"
 

@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.content import fill
-from mcore_rl.convert.dist_model import DistModel, disagreements, open_dist_model
-from mcore_rl.convert.hf_folder import HfFolder, open_hf
-from mcore_rl.convert.hf_model import HfModel, Mtp, open_hf_model
-from mcore_rl.convert.planning import (
+from mcore_rl.convert.copying.content import fill
+from mcore_rl.convert.copying.plan import (
     Pair,
     Target,
     chunk_at,
@@ -22,10 +20,13 @@ from mcore_rl.convert.planning import (
     import_pairs,
     one_dtype,
 )
-from mcore_rl.convert.progress import ByteProgress
-from mcore_rl.convert.sources import HfSource, Source, whole
+from mcore_rl.convert.copying.progress import ByteProgress
+from mcore_rl.convert.copying.sources import HfSource, Source, whole
+from mcore_rl.convert.hf.folder import HfFolder, open_hf
+from mcore_rl.convert.hf.model import HfModel, Mtp, open_hf_model
+from mcore_rl.convert.megatron.model import DistModel, disagreements, open_dist_model
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.model.families import model_from_hf, weight_map
+from mcore_rl.families import weight_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def _side(found: HfModel | DistModel) -> Side:
 def _config_of(folder: HfFolder) -> ModelConfig | None:
     """None: of a family that is not known here, whose tensors can be compared all the same."""
     try:
-        return model_from_hf(folder.config or {})
+        return checked_model_from_hf(folder.config or {})
     except ConfigError:
         return None
 

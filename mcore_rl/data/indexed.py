@@ -17,12 +17,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.data import checks
-from mcore_rl.data.files import disk_errors_explained, sole_writer
 from mcore_rl.data.index_file import IndexFile, read_index
 from mcore_rl.data.loader import SampleDataset
 from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
+from mcore_rl.files import disk_errors_explained, sole_writer
 from mcore_rl.parallel.agree import on_rank_zero
 
 SPLITS = ("train", "valid", "test")

@@ -20,13 +20,13 @@ from rich.console import Console
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import Layout, Source, find_sources
-from mcore_rl.data.files import disk_errors_explained, flush_to_disk, sole_writer, with_ending, write_whole
 from mcore_rl.data.progress import DocumentProgress
 from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype
 from mcore_rl.data.sidecar import Sidecar, SourceFile, sidecar_from
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.workers import tokenizing
 from mcore_rl.errors import DataError
+from mcore_rl.files import disk_errors_explained, flush_to_disk, sole_writer, with_ending, write_whole
 
 ENDINGS = (".bin", ".idx", ".json")
 SHOWN_BAD_LINES = 10

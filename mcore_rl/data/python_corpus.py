@@ -7,8 +7,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.data.files import write_whole
 from mcore_rl.errors import DataError
+from mcore_rl.files import write_whole
 
 LEFT_OUT = {
     "site-packages",

@@ -11,9 +11,9 @@ import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from mcore_rl.data.documents import Layout, Piece, PieceReader, Source
-from mcore_rl.data.files import flush_to_disk, with_ending, write_whole
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.files import flush_to_disk, with_ending, write_whole
 
 MIN_SHARD_BYTES = 256 << 10
 MAX_SHARD_BYTES = 32 << 20

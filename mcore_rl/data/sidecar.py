@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from mcore_rl.data.files import with_ending
 from mcore_rl.errors import DataError
+from mcore_rl.files import with_ending
 
 SIDECAR_VERSION = 1
 

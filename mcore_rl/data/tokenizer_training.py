@@ -11,8 +11,8 @@ from typing import Literal
 import sentencepiece
 
 from mcore_rl.data.documents import Layout, Piece, PieceReader, Source, find_sources
-from mcore_rl.data.files import disk_errors_explained, write_whole
 from mcore_rl.errors import DataError
+from mcore_rl.files import disk_errors_explained, write_whole
 
 UNKNOWN_ID, BOS_ID, EOD_ID, PAD_ID = 0, 1, 2, 3
 LONGEST_LINE_BYTES = 1 << 20

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.families import weight_map
-from mcore_rl.model.weight_map import Block, Shape, WeightMap, Where, listed
+from mcore_rl.families import weight_map
+from mcore_rl.families.weight_map import Block, Shape, WeightMap, Where, listed
 
 
 @torch.no_grad()

@@ -1,18 +1,27 @@
 """Megatron's config of a model on a mesh and a platform."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
-from mcore_rl.backend.mcore_compat import has_module
+from mcore_rl.backend.patches.table import has_module
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.families import FAMILIES
 from mcore_rl.parallel.mesh import Mesh
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "quick_gelu": quick_gelu,
+}
+"""The functions behind the names that families, which import no torch, give as `activation_func`."""
 
 
 def transformer_config(
@@ -30,6 +39,7 @@ def transformer_config(
     )
     if model.is_moe:
         arguments |= _dispatch(model, platform)
+    arguments["activation_func"] = ACTIVATIONS[arguments["activation_func"]]
     # Experts of TransformerEngine do not take biases together with it.
     arguments["bias_dropout_fusion"] &= not arguments["add_bias_linear"]
     # Megatron's fused kernel for latent attention knows YaRN only.
@@ -53,7 +63,7 @@ def _common(model: ModelConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.norm_eps,
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": "silu",
         "add_bias_linear": False,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,

@@ -42,7 +42,7 @@ METRICS: dict[str, Row] = {
     "train/grad_norm": Row("1", MEAN, "Global L2 norm of the gradient, before clipping."),
     "train/lr": Row("1", LAST, "Learning rate."),
     "train/tokens_per_s_per_rank": Row("tokens/s", MEAN, "Trained tokens / (seconds * ranks)."),
-    "train/model_tflops_per_rank": Row("TFLOP/s", MEAN, "Model FLOPs (obs/flops.py) / (seconds * ranks)."),
+    "train/model_tflops_per_rank": Row("TFLOP/s", MEAN, "Model FLOPs (plan/flops.py) / (seconds * ranks)."),
     "train/mfu": Row("1", MEAN, "Model FLOP/s of a rank over the peak of its device."),
     "train/step_s": Row("s", MEAN, "Wall time of a step."),
     "train/skipped_steps": Row("steps", LAST, "Steps so far whose update was left out: not finite."),

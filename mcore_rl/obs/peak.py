@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from mcore_rl.backend.products import product
+from mcore_rl.backend.cpu.products import product
 from mcore_rl.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp8"]

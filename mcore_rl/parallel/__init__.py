@@ -1,3 +1,3 @@
 """Ranks, groups, schedules: everything that knows of more than one process."""
 
-import mcore_rl.backend.mcore_compat  # noqa: F401  # first: Megatron is patched before it is imported
+import mcore_rl.backend.patches.table  # noqa: F401  # first: Megatron is patched before it is imported

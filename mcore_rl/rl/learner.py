@@ -13,16 +13,16 @@ from torch.nn.functional import pad
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.parallel.schedule import Routing, run_pass
-from mcore_rl.rl.advantages import group_advantages, kl_penalised, step_advantages
-from mcore_rl.rl.aggregation import BatchTotals, sequence_weights
 from mcore_rl.rl.batch import PolicyMicrobatch, deliver, make_microbatch
-from mcore_rl.rl.engines.megatron import evaluating
-from mcore_rl.rl.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.loss_facts import kl_estimate
+from mcore_rl.rl.engines.native.engine import evaluating
+from mcore_rl.rl.objectives.advantages import group_advantages, kl_penalised, step_advantages
+from mcore_rl.rl.objectives.aggregation import BatchTotals, sequence_weights
+from mcore_rl.rl.objectives.diagnostics import kl_estimate
+from mcore_rl.rl.objectives.heads import LogprobHead, PolicyHead
 from mcore_rl.rl.plan import Rows, plan_minibatches
+from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
-from mcore_rl.rl.routes import PolicyRoutes
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 

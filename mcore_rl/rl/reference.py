@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mcore_rl.checkpoint.folder import delete, naming
+from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import unwrap
-from mcore_rl.model.checkpoint.folder import delete, naming
-from mcore_rl.model.checkpoint.weights import load_weights, save_weights
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.train.checkpoint_state import settle_weights

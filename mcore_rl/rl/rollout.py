@@ -15,9 +15,9 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.advantages import StepReward, constant_groups, groups_to_train_on
 from mcore_rl.rl.batch import SampleShape, TrainedSample
 from mcore_rl.rl.engines.base import Engine, Sampling
+from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
 from mcore_rl.rl.prompts import PromptSource
 from mcore_rl.rl.rewards.judged import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores

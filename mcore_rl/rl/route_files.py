@@ -15,10 +15,9 @@ import torch
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agree import on_every_rank
-from mcore_rl.parallel.layouts import Layout
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.replay import RoutingCache
-from mcore_rl.rl.route_exchange import (
+from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.exchange import (
     Holding,
     Offer,
     Piece,
@@ -29,6 +28,7 @@ from mcore_rl.rl.route_exchange import (
     positions,
     served,
 )
+from mcore_rl.replay.layouts import Layout
 
 MAGIC = b"mcore_rl routes 1\n"
 LENGTHS = struct.Struct("<QI")

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.obs.flops import speed_metrics, train_flops_per_token
 from mcore_rl.obs.memory import memory_metrics
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.peak import peak_flops
+from mcore_rl.obs.speed import speed_metrics
 from mcore_rl.parallel.schedule import MAX
+from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.rl.learner import Learner, Minibatch
-from mcore_rl.rl.loss_facts import loss_metrics
+from mcore_rl.rl.objectives.diagnostics import loss_metrics
 from mcore_rl.rl.rollout import Rollout, Rollouts
 from mcore_rl.rl.samples import gather_samples, shown, write_samples
 from mcore_rl.rl.types import Prompt

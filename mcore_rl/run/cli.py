@@ -14,9 +14,9 @@ from pathlib import Path
 from launch.arguments import jobs_arguments, launch_arguments
 from mcore_rl import __version__
 from mcore_rl.backend.launcher import error_text, launch_local, under_launcher
+from mcore_rl.checks.programs import PROGRAMS, Program
 from mcore_rl.config.describe import describe_sections
 from mcore_rl.config.load import dump_config
-from mcore_rl.config.programs import PROGRAMS, Program
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section

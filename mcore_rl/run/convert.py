@@ -7,15 +7,15 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.convert.conversion import Conversion, Settings, convert
-from mcore_rl.convert.dist_model import open_dist_model
+from mcore_rl.convert.copying.conversion import Conversion, Settings, convert
+from mcore_rl.convert.copying.forecast import mesh_lines, plan_lines
+from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
-from mcore_rl.convert.forecast import mesh_lines, plan_lines
-from mcore_rl.convert.hf_model import open_hf_model
+from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.importing import ImportOptions, import_targets, plan_import
-from mcore_rl.convert.layouts import Layout, native
 from mcore_rl.convert.logits import largest_distance
-from mcore_rl.convert.progress import ByteProgress
+from mcore_rl.convert.megatron.layouts import Layout, native
+from mcore_rl.convert.megatron.model import open_dist_model
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.verify import compare, is_hf
 from mcore_rl.errors import ConfigError

@@ -9,12 +9,12 @@ from pathlib import Path
 from mcore_rl.backend import platform as platforms
 from mcore_rl.backend.launcher import world_size_of_launcher
 from mcore_rl.backend.processes import rank_guard
+from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.rl_run_checks import check_rl
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model
-from mcore_rl.model.checkpoint.weights import load_weights
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from mcore_rl.backend import platform as platforms
 from mcore_rl.backend.processes import rank_guard
+from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl import EngineConfig
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model
-from mcore_rl.model.checkpoint.weights import load_weights
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.megatron import Listener, MegatronEngine
+from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Problem, Prompt
 from mcore_rl.run.trained import Trained, read_run, run_of

@@ -4,8 +4,8 @@ import argparse
 
 from rich.console import Console
 
+from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.inspection import contents
-from mcore_rl.convert.progress import ByteProgress
 from mcore_rl.run.convert import report_differences
 
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from mcore_rl.obs.plots import plot_run
+from mcore_rl.report.plots import plot_run
 
 
 def main(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import sampling_of
-from mcore_rl.rl.engines.megatron import MegatronEngine
+from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.prompts import (
     PromptEncoder,
     PromptSource,

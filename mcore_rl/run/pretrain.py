@@ -7,7 +7,7 @@ from pathlib import Path
 from mcore_rl.backend import platform as platforms
 from mcore_rl.backend.launcher import world_size_of_launcher
 from mcore_rl.backend.processes import rank_guard
-from mcore_rl.config.checks import check
+from mcore_rl.checks.run import check
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.index_file import unigram_entropy

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.obs.report.page import write_report
+from mcore_rl.report.page import write_report
 
 
 def main(args: argparse.Namespace) -> int:

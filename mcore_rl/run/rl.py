@@ -8,13 +8,13 @@ from pathlib import Path
 from mcore_rl.backend import platform as platforms
 from mcore_rl.backend.launcher import world_size_of_launcher
 from mcore_rl.backend.processes import rank_guard
+from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.rl_run_checks import check_rl
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.learner import Learner
+from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
-from mcore_rl.rl.routes import PolicyRoutes
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.run.policy import Prompts, prompts_of, rollouts_of
 from mcore_rl.run.training import Data, train

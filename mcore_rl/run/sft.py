@@ -7,9 +7,9 @@ from pathlib import Path
 from mcore_rl.backend import platform as platforms
 from mcore_rl.backend.launcher import world_size_of_launcher
 from mcore_rl.backend.processes import rank_guard
+from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.load import load_config
 from mcore_rl.config.sft import SFTConfig
-from mcore_rl.config.sft_checks import check_sft
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.examples import Examples, read_examples
 from mcore_rl.data.packed_rows import PackedRows, Packing

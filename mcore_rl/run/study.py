@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.backend.launcher import launch_local
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
-from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.run.log_folders import next_log_dir

@@ -15,10 +15,10 @@ from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.sinks import Log, open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
-from mcore_rl.train.checkpoint import Checkpoints
 from mcore_rl.train.loop import Fit, Loop, Run, Sources
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.run_folder import RunFolder
+from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.stop import StopRequest

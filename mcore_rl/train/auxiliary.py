@@ -5,7 +5,7 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
-from mcore_rl.backend.mcore_compat import router_loss_report
+from mcore_rl.backend.patches.table import router_loss_report
 from mcore_rl.model.build import unwrap
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.train.state import TrainState

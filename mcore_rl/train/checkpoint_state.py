@@ -9,15 +9,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from mcore_rl.model.checkpoint.read import OURS, Stored, read
-from mcore_rl.model.checkpoint.weights import (
+from mcore_rl.checkpoint.read import OURS, Stored, read
+from mcore_rl.checkpoint.weights import (
     common_state,
     layout,
     put_weights,
     weights_state,
     without_absent_extras,
 )
-from mcore_rl.model.checkpoint.write import describe_mesh
+from mcore_rl.checkpoint.write import describe_mesh
 from mcore_rl.train.random_states import random_states, reseed, restore_random_states
 from mcore_rl.train.state import Progress, TrainState
 

@@ -10,16 +10,17 @@ from mcore_rl.data.loader import BatchSource
 from mcore_rl.errors import TrainingError
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.obs.flops import speed_metrics, train_flops_per_token
 from mcore_rl.obs.memory import memory_metrics
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.sinks import Log
+from mcore_rl.obs.speed import speed_metrics
 from mcore_rl.parallel.schedule import Head
+from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.batch_size import global_batch_at
-from mcore_rl.train.checkpoint import Checkpoints
 from mcore_rl.train.run_folder import RunFolder
+from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, evaluate, train_step
 

@@ -2,7 +2,7 @@
 
 config.toml, metrics.jsonl ...      of the loop
 run.json                            every start: see obs/attempts.py
-checkpoints/                        see model/checkpoint/folder.py
+checkpoints/                        see checkpoint/folder.py
 writer.json                         the attempt that may write here: the fence
 STOP                                made by anybody: finish the step, save, end
 DONE                                all steps are done
@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mcore_rl.backend.attempt import Attempt, this_attempt
+from mcore_rl.checkpoint.folder import naming, write_atomically
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.checkpoint.folder import naming, write_atomically
 from mcore_rl.parallel.agree import on_rank_zero
 
 

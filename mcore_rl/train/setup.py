@@ -16,7 +16,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
-from mcore_rl.train.optim import build_optimizer, build_schedule
+from mcore_rl.train.optimizer import build_optimizer, build_schedule
 from mcore_rl.train.state import Progress, TrainState
 
 

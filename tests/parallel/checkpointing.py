@@ -18,11 +18,11 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, PretrainConfig, TrainConfig
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.families import FAMILIES
 from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.train.checkpoint import Checkpoints
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.run_folder import RunFolder
+from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step

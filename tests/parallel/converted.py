@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from mcore_rl.backend.platform import start
+from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.build import build_model
-from mcore_rl.model.checkpoint.weights import load_weights
 from mcore_rl.model.global_tensors import pieces
 from mcore_rl.model.inputs import localize
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks

@@ -17,15 +17,15 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.errors import RoutingError
+from mcore_rl.families import FAMILIES
 from mcore_rl.model.build import unwrap
-from mcore_rl.model.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.parallel.layouts import Layout, Span
 from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.parallel.routing import RoutingTape
 from mcore_rl.parallel.schedule import HeadOutput, free_routing, run_pass
-from mcore_rl.rl.replay import RoutingCache
+from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.layouts import Layout, Span
+from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.route_files import load, save
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState

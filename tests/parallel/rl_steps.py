@@ -11,12 +11,12 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.rl.advantages import StepReward
 from mcore_rl.rl.batch import SampleShape
 from mcore_rl.rl.learner import Learner
+from mcore_rl.rl.objectives.advantages import StepReward
+from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
-from mcore_rl.rl.routes import PolicyRoutes
 from mcore_rl.rl.types import Completion, Group
 from mcore_rl.train.setup import set_up
 from tests.generating import prompt_of

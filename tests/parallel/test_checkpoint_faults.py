@@ -12,10 +12,10 @@ import torch
 from megatron.core import dist_checkpointing
 
 from mcore_rl.backend.platform import start
+from mcore_rl.checkpoint.weights import load_weights, save_weights, weights_state
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.checkpoint.weights import load_weights, save_weights, weights_state
 from mcore_rl.model.global_tensors import pieces
 from mcore_rl.train.setup import set_up
 from tests.parallel.checkpointing import SMALL, config_of, held_writers, hold_writers, opened, run

@@ -10,8 +10,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PretrainConfig
+from mcore_rl.families import FAMILIES
 from mcore_rl.model.build import unwrap
-from mcore_rl.model.families import FAMILIES
 from mcore_rl.train import setup
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.step import evaluate

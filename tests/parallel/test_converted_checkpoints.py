@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.mesh_checks import mesh_violations
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.forecast import bytes_by_stage
+from mcore_rl.convert.copying.forecast import bytes_by_stage
 from mcore_rl.convert.logits import largest_distance
-from mcore_rl.model.families import FAMILIES, weight_map
+from mcore_rl.families import FAMILIES, weight_map
 from mcore_rl.model.hf_weights import to_global
 from tests.conversion import (
     assert_same,

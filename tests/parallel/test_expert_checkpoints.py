@@ -19,8 +19,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mcore_rl.checkpoint.weights import layout
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.model.checkpoint.weights import layout
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.norm import RMSNorm
 from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks

@@ -12,8 +12,8 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.families import FAMILIES
 from mcore_rl.model.build import build_model
-from mcore_rl.model.families import FAMILIES
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.linear import ReplicatedLinear
 from mcore_rl.model.layers.packed import packed_params

@@ -10,15 +10,15 @@ from megatron.core import dist_checkpointing
 from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rl.backend.platform import start
+from mcore_rl.checkpoint.weights import layout, load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.convert.conversion import convert
-from mcore_rl.convert.dist_folder import open_dist
-from mcore_rl.convert.layouts import Layout
+from mcore_rl.convert.copying.conversion import convert
+from mcore_rl.convert.megatron.folder import open_dist
+from mcore_rl.convert.megatron.layouts import Layout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import unwrap
-from mcore_rl.model.checkpoint.weights import layout, load_weights
 from mcore_rl.train.checkpoint_state import full_state
 from mcore_rl.train.setup import set_up
 from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, quiet, read_hf, saved

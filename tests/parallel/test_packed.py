@@ -17,7 +17,7 @@ from mcore_rl.data.batch import Microbatch
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.loader import BatchSource
 from mcore_rl.data.packed_rows import PackedRows, Packing
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.schedule import HeadOutput, run_pass

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.families import FAMILIES
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import Outcome, Tensors, assert_equal_training, config_of, random_weights, run
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from mcore_rl.config.rl import LossConfig
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.rl.losses import policy_loss
+from mcore_rl.rl.objectives.losses import policy_loss
 from tests.ranks import run_ranks
 from tests.unit.rl.ragged import PADDED, batch, tokens_of
 

@@ -20,7 +20,7 @@ from mcore_rl.config.rl import (
 )
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import TrainConfig
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.families import FAMILIES
 from tests.parallel.parity import Tensors, random_weights
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, token_advantages, updates
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.router_load import Loads, RouterLoad
 from mcore_rl.parallel.schedule import run_pass

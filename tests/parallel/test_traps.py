@@ -8,7 +8,7 @@ import torch
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in, pieces
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up

@@ -14,12 +14,13 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.parallel.layouts import Layout, Span
 from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.from_rollouts import RolloutRoutes, fill
+from mcore_rl.replay.layouts import Layout, Span
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.replay import RoutingCache
+from mcore_rl.rl.policy_routes import routes_of
 from mcore_rl.rl.route_files import load, save
-from mcore_rl.rl.route_rollouts import RolloutRoutes, fill, routes_of
 from mcore_rl.rl.sampling import Cut
 from tests.generating import engine_on, prompt_of
 from tests.parallel.parity import Tensors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from mcore_rl.obs.report.page import write_report
+from mcore_rl.report.page import write_report
 from tests.report_runs import write_all
 
 SIZES = {"phone": (390, 844), "desktop": (1280, 900)}

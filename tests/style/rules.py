@@ -6,21 +6,32 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 FLOORS = (
-    "errors",
-    "config",
-    "backend",
-    "obs",
-    "parallel",
-    "data",
-    "model",
-    "convert",
-    "train",
-    "rl",
-    "run",
+    ("errors",),
+    ("files",),
+    ("config",),
+    ("families",),
+    ("checks",),
+    ("plan",),
+    ("backend",),
+    ("obs",),
+    ("parallel",),
+    ("replay",),
+    ("data",),
+    ("model",),
+    ("checkpoint",),
+    ("convert", "train"),
+    ("rl",),
+    ("fake_world",),
+    ("report",),
+    ("run",),
+    ("api",),
 )
-MEGATRON_PACKAGES = {"backend", "parallel", "data", "model", "convert", "train", "rl"}
-COMPAT = "mcore_rl.backend.mcore_compat"
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 350, 60, 6
+"""From the bottom to the top; packages that share a floor do not import one another."""
+LIGHT = {"errors", "files", "config", "families", "checks", "plan"}
+"""Packages that answer without torch: help pages, login nodes and the report import them."""
+REPORT_READS = {"errors", "files", "config", "plan", "obs", "report"}
+MEGATRON_PACKAGES = {"backend", "parallel", "replay", "data", "model", "checkpoint", "convert", "train", "rl"}
+COMPAT = "mcore_rl.backend.patches.table"
 HEAVY = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}
 MUTATORS = {"append", "add", "update", "setdefault", "pop", "extend", "insert", "clear", "remove", "popitem"}
 CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
@@ -66,19 +77,27 @@ def parse(path: str, text: str) -> Source:
 
 
 def imports_point_down(source: Source) -> Iterator[str]:
-    """A package imports from its own and from lower floors only."""
+    """A package imports from its own and from lower floors only; `report` only from what needs no training."""
+    here = _floor(source.package)
     for line, name in source.imports():
         target = [*name.split("."), ""][1]
-        if not name.startswith("mcore_rl.") or target not in FLOORS or source.package not in FLOORS:
+        there = _floor(target)
+        if not name.startswith("mcore_rl.") or target == source.package or here is None or there is None:
             continue
-        if FLOORS.index(target) > FLOORS.index(source.package):
-            yield f"{source.path}:{line}: {source.package} is a lower floor than {target}"
+        if there >= here:
+            yield f"{source.path}:{line}: {source.package} is not above {target}"
+        elif source.package == "report" and target not in REPORT_READS:
+            yield f"{source.path}:{line}: report reads finished runs and imports nothing of {target}"
 
 
 def packages_are_floors(source: Source) -> Iterator[str]:
-    """What lies directly under mcore_rl has its place in FLOORS."""
-    if source.package and source.package not in FLOORS:
+    """Every package directly under mcore_rl is named in FLOORS."""
+    if source.package and _floor(source.package) is None:
         yield f"{source.path}:1: {source.package} has no floor"
+
+
+def _floor(package: str) -> int | None:
+    return next((number for number, names in enumerate(FLOORS) if package in names), None)
 
 
 def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
@@ -86,13 +105,6 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
     for line, name in source.imports():
         asks = name.startswith(("megatron.core.parallel_state", "megatron.core.mpu"))
         if asks and str(source.path) != "mcore_rl/parallel/mesh.py":
-            yield f"{source.path}:{line}: imports {name}"
-
-
-def config_is_light(source: Source) -> Iterator[str]:
-    """`errors` and `config` answer without torch, for help pages and launchers."""
-    for line, name in source.imports():
-        if source.package in ("errors", "config") and name.split(".")[0] in HEAVY:
             yield f"{source.path}:{line}: imports {name}"
 
 
@@ -108,33 +120,6 @@ def imports_are_absolute(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield f"{source.path}:{node.lineno}: relative import"
-
-
-def files_are_short(source: Source) -> Iterator[str]:
-    """A file is read in one go."""
-    lines = len(source.text.splitlines())
-    if lines > MAX_FILE_LINES:
-        yield f"{source.path}:1: {lines} lines, at most {MAX_FILE_LINES}"
-
-
-def functions_are_short(source: Source) -> Iterator[str]:
-    """A function fits on a screen."""
-    for function in source.functions():
-        assert function.end_lineno is not None
-        lines = function.end_lineno - function.lineno + 1
-        if lines > MAX_FUNCTION_LINES:
-            yield f"{source.path}:{function.lineno}: {function.name} has {lines} lines"
-
-
-def functions_take_few_parameters(source: Source) -> Iterator[str]:
-    """`self` and `cls` not counted; where others dictate a signature, its line says `noqa: PLR0913`, as for ruff."""
-    lines = source.text.splitlines()
-    for function in source.functions():
-        arguments = function.args
-        names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        count = sum(name.arg not in ("self", "cls") for name in names)
-        if count > MAX_PARAMETERS and "noqa: PLR0913" not in lines[function.lineno - 1]:
-            yield f"{source.path}:{function.lineno}: {function.name} has {count} parameters"
 
 
 def nothing_prints(source: Source) -> Iterator[str]:
@@ -197,12 +182,8 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     imports_point_down,
     packages_are_floors,
     only_the_mesh_asks_parallel_state,
-    config_is_light,
     megatron_stays_in_its_packages,
     imports_are_absolute,
-    files_are_short,
-    functions_are_short,
-    functions_take_few_parameters,
     nothing_prints,
     errors_are_caught_by_name,
     the_environment_is_read_in_the_backend,
@@ -228,6 +209,24 @@ def patches_come_before_megatron(sources: Sequence[Source]) -> Iterator[str]:
             yield f"{source.path}:1: {users[source.package]} uses Megatron: import {COMPAT} here, first"
 
 
+def light_packages_stay_light(sources: Sequence[Source]) -> Iterator[str]:
+    """Nothing that a light package imports, directly or by way of others, imports torch or another heavy package."""
+    modules = {source.module: source for source in sources}
+    graph = {name: _imported_modules(source, set(modules)) for name, source in modules.items()}
+    for name, source in modules.items():
+        if source.package not in LIGHT:
+            continue
+        reached, queue = {name}, [name]
+        while queue:
+            new = graph[queue.pop()] - reached
+            reached |= new
+            queue += new
+        for other in sorted(reached):
+            for line, imported in modules[other].imports():
+                if imported.split(".")[0] in HEAVY:
+                    yield f"{modules[other].path}:{line}: {name} must stay light, and this imports {imported}"
+
+
 def modules_do_not_go_in_circles(sources: Sequence[Source]) -> Iterator[str]:
     """No module imports itself by way of others."""
     modules = {source.module for source in sources}
@@ -246,9 +245,9 @@ def modules_do_not_go_in_circles(sources: Sequence[Source]) -> Iterator[str]:
         yield from visit(module, ())
 
 
-def launch_imports_config_only(source: Source) -> Iterator[str]:
-    """A launcher answers at once on a login node: of the package it knows `config` and `errors`, and nothing heavy."""
-    light = ("config", "errors", "__version__")
+def launch_stays_light(source: Source) -> Iterator[str]:
+    """A launcher answers at once on a login node: it imports only the light packages of mcore_rl."""
+    light = ("config", "errors", "files", "families", "checks", "plan", "__version__")
     for line, name in source.imports():
         head, _, rest = name.partition(".")
         if head in HEAVY or (head == "mcore_rl" and rest and rest.split(".")[0] not in light):
@@ -256,11 +255,8 @@ def launch_imports_config_only(source: Source) -> Iterator[str]:
 
 
 LAUNCH_RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
-    launch_imports_config_only,
+    launch_stays_light,
     imports_are_absolute,
-    files_are_short,
-    functions_are_short,
-    functions_take_few_parameters,
     nothing_prints,
     errors_are_caught_by_name,
     module_globals_do_not_change,
@@ -270,6 +266,7 @@ LAUNCH_RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
 
 TREE_RULES: tuple[Callable[[Sequence[Source]], Iterator[str]], ...] = (
     patches_come_before_megatron,
+    light_packages_stay_light,
     modules_do_not_go_in_circles,
 )
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mcore_rl.config.programs import PROGRAMS
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.run.cli import COMMANDS, parser_of
 from tests.documented import PAGES, ROOT, commands
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.model.layers.expert_blocks import assign_routed, assign_sorted, swiglu_experts
+from mcore_rl.model.layers.cpu.experts import assign_routed, assign_sorted, swiglu_experts
 from mcore_rl.model.layers.expert_checkpoint import ExpertShards, sharded_experts
-from mcore_rl.model.layers.expert_grouped import grouped_experts
+from mcore_rl.model.layers.experts_grouped import grouped_experts
 
 
 class StackedLinear(nn.Module):

@@ -14,7 +14,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from mcore_rl.backend.products import linear
+from mcore_rl.backend.cpu.products import linear
 from mcore_rl.errors import ConfigError
 
 

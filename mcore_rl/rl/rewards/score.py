@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_rl.config.rl import RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.rl.advantages import overlong_penalty
+from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.judged import Judged, RewardFunction, TextStep
 from mcore_rl.rl.rewards.worker import Failure, Job, Judges

@@ -1,3 +1,3 @@
 """Megatron is patched before a test imports it."""
 
-import mcore_rl.backend.mcore_compat  # noqa: F401
+import mcore_rl.backend.patches.table  # noqa: F401

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.checks.cluster import check_cluster, placement, seconds_of
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.cluster_checks import check_cluster, placement, seconds_of
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig

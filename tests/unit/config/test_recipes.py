@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.checks import check
+from mcore_rl.checks.run import check
 from mcore_rl.config.load import load_config
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PretrainConfig

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.convert.dist_model import disagreements
-from mcore_rl.model.families import FAMILIES, model_from_hf
-from mcore_rl.model.hf_export import hf_config
+from mcore_rl.checks.model import checked_model_from_hf
+from mcore_rl.convert.megatron.model import disagreements
+from mcore_rl.families import FAMILIES
+from mcore_rl.families.hf_export import hf_config
 from tests.conversion import exported
 from tests.hf_models import CASES, Tensors, oracle, random_tokens
 from tests.unit.convert.conftest import Converted
@@ -38,7 +39,7 @@ def opened(folders: list[Path], file: Path) -> Tensors:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_config_that_is_written_reads_back(family: str) -> None:
     tiny = FAMILIES[family].tiny
-    again = model_from_hf(hf_config(tiny))
+    again = checked_model_from_hf(hf_config(tiny))
     assert disagreements(again, tiny) == []
     assert (again.mtp_layers, again.max_position) == (tiny.mtp_layers, tiny.max_position)
 

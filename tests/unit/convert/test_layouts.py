@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.convert.conversion import convert
-from mcore_rl.convert.dist_folder import open_dist
-from mcore_rl.convert.layouts import Layout
+from mcore_rl.convert.copying.conversion import convert
+from mcore_rl.convert.megatron.folder import open_dist
+from mcore_rl.convert.megatron.layouts import Layout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import CheckpointError
 from tests.conversion import (

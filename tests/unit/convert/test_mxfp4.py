@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mcore_rl.convert.mxfp4 import unpack
+from mcore_rl.convert.hf.mxfp4 import unpack
 from mcore_rl.errors import CheckpointError
 from tests.conversion import assert_same, differing, exported, imported, read_hf, write_hf
 from tests.hf_models import Tensors, oracle

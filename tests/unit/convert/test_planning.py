@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.checksums import Part, joined
-from mcore_rl.convert.content import fill
-from mcore_rl.convert.planning import Pair, Target, chunks_of, composed
-from mcore_rl.model.weight_map import Span, Where
+from mcore_rl.convert.copying.checksums import Part, joined
+from mcore_rl.convert.copying.content import fill
+from mcore_rl.convert.copying.plan import Pair, Target, chunks_of, composed
+from mcore_rl.families.weight_map import Span, Where
 
 EXPERTS, HIDDEN, WIDTH = 3, 5, 4
 

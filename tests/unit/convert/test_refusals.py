@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.convert.conversion import Settings
-from mcore_rl.convert.dist_folder import open_dist
-from mcore_rl.convert.hf_folder import open_hf
+from mcore_rl.convert.copying.conversion import Settings
+from mcore_rl.convert.hf.folder import open_hf
+from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.errors import CheckpointError, ConfigError
 from tests.conversion import differing, exported, imported, saved, with_mtp, write_hf
 from tests.hf_models import Tensors, oracle

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.convert import work_folder
-from mcore_rl.convert.conversion import Settings
-from mcore_rl.data.files import sole_writer
+from mcore_rl.convert.copying import work_folder
+from mcore_rl.convert.copying.conversion import Settings
 from mcore_rl.errors import CheckpointError, DataError
+from mcore_rl.files import sole_writer
 from tests.conversion import bytes_of, exported, imported, saved, write_hf
 from tests.hf_models import oracle
 

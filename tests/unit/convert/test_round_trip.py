@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.convert.conversion import Settings
-from mcore_rl.model.checkpoint.folder import check
+from mcore_rl.checkpoint.folder import check
+from mcore_rl.convert.copying.conversion import Settings
 from mcore_rl.model.hf_weights import to_global
 from tests.conversion import (
     assert_same,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.convert.dist_folder import open_dist
-from mcore_rl.model.checkpoint.archives import HEADER_BYTES
+from mcore_rl.checkpoint.archives import HEADER_BYTES
+from mcore_rl.convert.megatron.folder import open_dist
 from tests.conversion import imported, read_dist, saved
 
 

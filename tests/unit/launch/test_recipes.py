@@ -4,9 +4,9 @@ import pytest
 
 from launch.preflight import Leave, check_training, inputs_of
 from launch.submit import program_of
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import load_config
-from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.config.rl_run import RlRunConfig
 from tests.unit.launch.conftest import ROOT
 

@@ -14,10 +14,10 @@ from launch.job import render
 from launch.planning import Wishes, plan_conversion, plan_training
 from launch.preflight import Leave
 from launch.submit import program_of
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import ConversionStage
-from mcore_rl.config.programs import PROGRAMS
 from tests.unit.launch.conftest import ROOT
 
 GOLDEN = ROOT / "tests/golden/launch"

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import dump_config, load_config
-from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.run.cli import main
 from tests.unit.launch.conftest import ROOT
 

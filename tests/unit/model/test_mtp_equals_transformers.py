@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import MtpModel
 
-from mcore_rl.backend.mcore_compat import megatron_version
+from mcore_rl.backend.patches.table import megatron_version
 from mcore_rl.backend.platform import start
+from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
-from mcore_rl.model.families import model_from_hf
 from mcore_rl.model.global_tensors import copy_in, pieces
 from mcore_rl.model.hf_weights import to_global, to_hf
 from mcore_rl.parallel.mesh import Mesh
@@ -42,7 +42,7 @@ def main_and_mtp(family: str) -> tuple[Any, Any]:
 
 def our_model(main: Any) -> ModelConfig:
     """Without padding of the vocabulary, which takes its share of Megatron's softmax."""
-    model = model_from_hf(main.config.to_dict())
+    model = checked_model_from_hf(main.config.to_dict())
     return model.model_copy(update={"mtp_loss_coeff": WEIGHT, "vocab_multiple": 1})
 
 

@@ -11,8 +11,8 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.families import FAMILIES
 from mcore_rl.model.build import build_model
-from mcore_rl.model.families import FAMILIES
 from mcore_rl.model.router_load import Loads, RouterLoad, load_entropy, load_max_over_mean
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks

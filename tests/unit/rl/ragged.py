@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.rl.aggregation import batch_totals, sequence_weights
-from mcore_rl.rl.policy_tokens import PolicyTokens
+from mcore_rl.rl.objectives.aggregation import batch_totals, sequence_weights
+from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 
 ALONE = Axis(None, 0, 1)
 LENGTHS = (5, 1, 9, 3, 14, 2, 7)

@@ -13,7 +13,7 @@ import torch
 from mcore_rl.config.rl import RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.rl.advantages import StepReward
+from mcore_rl.rl.objectives.advantages import StepReward
 from mcore_rl.rl.rewards.judged import Judged, TextStep
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.worker import Failure, Job, Judges

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import load_config
-from mcore_rl.config.programs import PROGRAMS
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.run.cli import COMMANDS, main, parser_of

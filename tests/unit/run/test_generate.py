@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.backend import platform as platforms
+from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.mesh import MeshConfig
@@ -17,7 +18,6 @@ from mcore_rl.data.documents import Layout
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.model.build import build_model
-from mcore_rl.model.checkpoint.weights import load_weights, save_weights
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.run.cli import main
 

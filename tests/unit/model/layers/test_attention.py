@@ -8,8 +8,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.model.layers import cpu_attention
 from mcore_rl.model.layers.attention import SDPAttention, lengths_of
+from mcore_rl.model.layers.cpu import attention as cpu_attention
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers import oracles

@@ -1,0 +1,136 @@
+"""Parts of Megatron that cost a CPU far more than what they are for, and what takes their place.
+
+Each function takes Megatron's and returns ours; backend/patches/table.py puts it in. The numbers stay the same up to the
+order of summation.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mcore_rl.backend.cpu.products import linear
+
+
+def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's linear with its collectives, its products by `mcore_rl.backend.cpu.products`."""
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+
+    @functools.wraps(megatron_linear)
+    def call(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        unusual = "gradient_accumulation_fusion", "grad_output_buffer"
+        if weight.dtype != torch.float32 or any(options.get(name) not in (None, False) for name in unusual):
+            return megatron_linear(input, weight, **options)
+        group = options["tp_group"]
+        if options["sequence_parallel"]:
+            input = mappings.gather_from_sequence_parallel_region(input, group=group)
+        elif options["allreduce_dgrad"]:
+            input = mappings.copy_to_tensor_model_parallel_region(input, group=group)
+        product, bias = linear(input, weight), options.get("bias")
+        return product if bias is None else product + bias
+
+    return call
+
+
+def gated_by_onednn(gating: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The router's logits, by the products of `by_onednn`."""
+
+    @functools.wraps(gating)
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+        if bias is not None or {input.dtype, weight.dtype, router_dtype} != {torch.float32}:
+            return gating(input, weight, bias, router_dtype)
+        return linear(input, weight)
+
+    return call
+
+
+def rotated_in_halves(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's rotary embedding of `[S, B, N, D]`, without the tensors of two halves swapped and negated."""
+
+    @functools.wraps(rotate)
+    def call(heads: Tensor, freqs: Tensor, *args: Any, **options: Any) -> Tensor:
+        # What is left of the options when all are off, by their names in either version of Megatron.
+        is_plain = not args and all(
+            value in (False, None) or (name, value) == ("mscale", 1.0) for name, value in options.items()
+        )
+        if not is_plain or heads.dtype != torch.float32 or heads.shape[-1] != freqs.shape[-1]:
+            return rotate(heads, freqs, *args, **options)
+        rotated: Tensor = _Rotation.apply(heads, freqs.cos(), freqs.sin())  # type: ignore[no-untyped-call]
+        return rotated
+
+    return call
+
+
+class _Rotation(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, b cos + a sin), the halves of the last axis; its gradient is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        rotated = torch.empty_like(heads)
+        (first, second), (out_first, out_second) = heads.chunk(2, -1), rotated.chunk(2, -1)
+        (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, -1), sin.chunk(2, -1)
+        torch.mul(first, cos_first, out=out_first).addcmul_(second, sin_first, value=-1)
+        torch.mul(second, cos_second, out=out_second).addcmul_(first, sin_second)
+        return rotated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        result = torch.empty_like(gradient)
+        (first, second), (out_first, out_second) = gradient.chunk(2, -1), result.chunk(2, -1)
+        (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, -1), sin.chunk(2, -1)
+        torch.mul(first, cos_first, out=out_first).addcmul_(second, sin_second)
+        torch.mul(second, cos_second, out=out_second).addcmul_(first, sin_first, value=-1)
+        return result, None, None
+
+
+def scaled_in_place(scale_tensors: Callable[..., None]) -> Callable[..., None]:
+    """`local_multi_tensor_scale`, which makes a copy of every gradient that it clips."""
+
+    def scale(
+        chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], factor: float
+    ) -> None:
+        sources, targets = tensor_lists
+        if all(source is target for source, target in zip(sources, targets, strict=True)):
+            torch._foreach_mul_(targets, factor)
+        else:
+            scale_tensors(chunk_size, noop_flag, tensor_lists, factor)
+
+    return scale
+
+
+def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather_into_tensor` or `reduce_scatter_tensor`, without gloo's copies for a rank that is alone."""
+
+    @functools.wraps(collective)
+    def call(output: Tensor, input: Tensor, *, group: Any = None, **options: Any) -> Any:
+        if dist.get_world_size(group) > 1:
+            return collective(output, input, group=group, **options)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return None
+
+    return call
+
+
+LINEAR = "torch gives fp32 products to MKL, which does not use AVX-512 on AMD"
+ALONE = "gloo copies the parameters and gradients twice although there is no other rank"
+ROTARY = "it writes and reads five tensors of the size of the queries, and four more in the backward pass"
+SCALE = "a gradient is clipped by way of a copy"
+
+REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": (by_onednn, LINEAR),
+    "distributed.param_and_grad_buffer:dist_all_gather_func": (unless_alone, ALONE),
+    "distributed.param_and_grad_buffer:dist_reduce_scatter_func": (unless_alone, ALONE),
+    "transformer.moe.router:router_gating_linear": (gated_by_onednn, LINEAR),
+    "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd": (rotated_in_halves, ROTARY),
+    "optimizer.clip_grads:multi_tensor_scale_impl": (scaled_in_place, SCALE),
+}
+"""Symbol under `megatron.core` -> what makes its replacement, and why."""

@@ -1,0 +1,106 @@
+"""What takes the place of parts of Megatron: each replacement is a function of the original, named in table.py."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def without_fp8(init: Callable[..., None]) -> Callable[..., None]:
+    """`CheckpointWithoutOutput.__init__` that takes a false `fp8` for none."""
+
+    def __init__(self: Any, fp8: Any = None, *args: Any, **kwargs: Any) -> None:
+        init(self, fp8 or None, *args, **kwargs)
+
+    return __init__
+
+
+def copied_storage(_: Any) -> Callable[[], Callable[[torch.Tensor, torch.Tensor], None]]:
+    """`_get_share_storage` whose tensors get a copy of the storage."""
+
+    def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.untyped_storage().resize_(source.untyped_storage().size())
+            target.untyped_storage().copy_(source.untyped_storage())
+
+    return lambda: share_storage
+
+
+def summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
+    """`MoEAuxLossAutoScaler.set_loss_scale` by the tokens of all tensor- and context-parallel ranks."""
+
+    def scaled(scale: torch.Tensor) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        # A scalar, which Megatron can copy into what it holds already: of a forward without a scale, a scalar too.
+        size = ProcessGroupCollection.use_mpu_process_groups(["tp_cp"]).tp_cp.size()
+        set_loss_scale(scale.squeeze() * size)
+
+    return staticmethod(scaled)
+
+
+def mtp_with_labels_only(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPTModel._postprocess` that leaves multi-token prediction out where nobody asks for a loss."""
+
+    @functools.wraps(postprocess)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count = self.config.mtp_num_layers
+        if not count or kwargs["labels"] is not None:
+            return postprocess(self, *args, **kwargs)
+        self.config.mtp_num_layers = None
+        try:
+            return postprocess(self, *args, **kwargs | {"mtp_in_postprocess": False})
+        finally:
+            self.config.mtp_num_layers = count
+
+    return wrapped
+
+
+def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..., Any]:
+    """The resolver of norms before projections, for which directly projected queries have none."""
+
+    @functools.wraps(fused_or_default)
+    def wrapped(self: Any, module: Any, name: str) -> Any:
+        return module if name == "linear_q_proj" else fused_or_default(self, module, name)
+
+    return wrapped
+
+
+def padding_counts_no_tokens(apply_expert_bias: Callable[..., None]) -> Callable[..., None]:
+    """`TopKRouter._apply_expert_bias` that takes the mask of tokens as a column beside the experts."""
+
+    def wrapped(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        column = None if padding_mask is None else padding_mask[:, None]
+        apply_expert_bias(self, routing_map, padding_mask=column)
+
+    return wrapped
+
+
+def counted_over_shards(count: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_tokens_per_expert_and_token_count` whose shares of padded tokens are those of the mean rank."""
+
+    def wrapped(
+        routing_map: torch.Tensor, reduce_group: Any, topk: int, with_padding_mask: bool = False
+    ) -> Any:
+        tokens_E, local, total = count(routing_map, reduce_group, topk, with_padding_mask)
+        if not with_padding_mask:
+            return tokens_E, local, total
+        total = total.clamp(min=1.0)
+        return tokens_E, total / reduce_group.size(), total
+
+    return wrapped
+
+
+def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPTModel._preprocess` that cuts the mask of padding `[B, s]` for sequence parallelism on later stages too."""
+
+    def wrapped(self: Any, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
+            from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+            whole_sB = padding_mask.transpose(0, 1).contiguous()
+            padding_mask = scatter_to_sequence_parallel_region(whole_sB).transpose(0, 1).contiguous()
+        return preprocess(self, *args, padding_mask=padding_mask, **kwargs)
+
+    return wrapped

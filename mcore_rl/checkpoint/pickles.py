@@ -1,0 +1,160 @@
+"""Unpickling what others wrote: only the classes named here are ever called, whatever a pickle asks for."""
+
+import io
+import pickle
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from mcore_rl.checkpoint.archives import Sliced, content, records
+from mcore_rl.errors import CheckpointError
+
+Allowed = dict[tuple[str, str], Any]
+
+DTYPES: Allowed = {
+    ("torch", str(dtype).removeprefix("torch.")): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+PLAIN: Allowed = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict, **DTYPES}
+
+
+class Opaque:
+    """Stands for an object of a class that is not known here: takes whatever a pickle does to it, does nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "Opaque":
+        """The arguments are dropped."""
+        return super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        """The state is dropped."""
+
+
+METADATA: Allowed = PLAIN | {
+    (module.__name__, name): getattr(module, name)
+    for module, names in {
+        metadata: (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        ),
+        planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        filesystem: ("_StorageInfo", "_StoragePrefix"),
+    }.items()
+    for name in names
+} | {
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # Of older versions of Megatron; nothing of them is needed here.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Opaque,
+    ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
+}  # fmt: skip
+"""What `.metadata` of a distributed checkpoint is made of."""
+SAVED: Allowed = PLAIN | {
+    (module, name): Opaque
+    for module, names in {
+        "argparse": "Namespace",
+        "types": "SimpleNamespace",
+        "pathlib": "PosixPath",
+        "pathlib._local": "PosixPath",
+        "signal": "Signals",
+        "_io": "BytesIO",
+        "io": "BytesIO",
+        "_codecs": "encode",
+        "builtins": "bytearray complex frozenset set slice",
+        "__builtin__": "bytearray complex frozenset set slice",
+        "numpy": "dtype ndarray",
+        "numpy.dtypes": "UInt32DType",
+        "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy._core.multiarray": "_reconstruct scalar",
+        "torch": "device BFloat16Storage BoolStorage ByteStorage CharStorage DoubleStorage FloatStorage HalfStorage "
+        "IntStorage LongStorage ShortStorage",
+        "torch.storage": "UntypedStorage",
+        "torch._utils": "_rebuild_parameter _rebuild_tensor_v2 _rebuild_tensor_v3",
+        "megatron.core.enums": "ModelType",
+        "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
+        "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
+        "megatron.core.transformer.enums": "AttnBackend CudaGraphModule CudaGraphScope InferenceCudaGraphScope",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
+"""What Megatron's states are made of beside tensors: it loads these and no others from its `common.pt` itself."""
+MALFORMED = (
+    *(zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError),
+    *(AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError),
+)
+"""What a pickle or an archive that is none raises."""
+
+
+class Unpickler(pickle.Unpickler):
+    """Knows `allowed` only; others are refused by name, or made `Opaque`."""
+
+    def __init__(
+        self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False
+    ) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+        self._opaque = opaque
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function of the allow-list; nothing is imported."""
+        known = self._allowed.get((module, name))
+        if known is not None:
+            return known
+        if self._opaque:
+            return Opaque
+        raise CheckpointError(
+            f"a pickle asks for {module}.{name}, which could be any program and is not run. Is this file from "
+            "somebody you trust, load and save it again with the program that wrote it"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        """A tensor's storage is not read here."""
+        return pid
+
+
+def load_metadata(path: Path) -> metadata.Metadata:
+    """The `.metadata` of a distributed checkpoint. CheckpointError when it is none, or asks for foreign classes."""
+    file = path / ".metadata"
+    try:
+        loaded = Unpickler(io.BytesIO(file.read_bytes()), METADATA).load()
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?"
+        ) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}.") from None
+    except MALFORMED as error:
+        raise CheckpointError(
+            f"{file} is damaged ({type(error).__name__}: {error}). Take another copy."
+        ) from error
+    if not isinstance(loaded, metadata.Metadata):
+        raise CheckpointError(f"{file} holds a {type(loaded).__name__}, wanted torch's Metadata.")
+    return loaded
+
+
+def load_common(data: Sliced, what: str) -> dict[str, Any]:
+    """The dict of a `common.pt`; whatever is no plain value is Opaque, and tensors are left out."""
+    allowed = PLAIN | {("argparse", "Namespace"): Namespace}
+    loaded = _unpickled(data, what, allowed, opaque=True)
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def refuse_programs(data: Sliced, what: str) -> None:
+    """CheckpointError, naming `what`, unless loading what `torch.save` wrote would call only what Megatron saves."""
+    _unpickled(data, what, SAVED, opaque=False)
+
+
+def _unpickled(data: Sliced, what: str, allowed: Allowed, *, opaque: bool) -> Any:
+    try:
+        pickled = content(data, records(data), "data.pkl")
+        return Unpickler(io.BytesIO(pickled), allowed, opaque=opaque).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}.") from None
+    except MALFORMED as error:
+        raise CheckpointError(
+            f"{what} cannot be read ({type(error).__name__}: {error}). Take another copy."
+        ) from error

@@ -1,0 +1,297 @@
+"""Reading a sharded state on any mesh, after what is stored was compared with what is wanted."""
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mcore_rl.backend.patches.table import megatron_version
+from mcore_rl.checkpoint import pickles
+from mcore_rl.checkpoint.archives import FilePart, damaged
+from mcore_rl.checkpoint.folder import (
+    COMMON,
+    LATEST,
+    MARKER,
+    METADATA,
+    Marker,
+    check,
+    checkpoints_in,
+    crc32_of,
+    others,
+    step_of,
+)
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
+from mcore_rl.parallel.mesh import Mesh
+
+OURS = "mcore_rl"
+"""Entry of the common state that only our checkpoints have."""
+OPTIMIZER = "optimizer."
+SHOWN = 3
+"""Differences that a message lists."""
+MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
+"""What torch and Megatron raise on files that are not what they should be."""
+
+
+class Part(NamedTuple):
+    """Bytes start <= i < start + length of a file, as torch.save wrote them."""
+
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """What a checkpoint holds, as far as its files exist in full length."""
+
+    path: Path
+    marker: Marker | None
+    """None: written by Megatron-LM."""
+    shapes: dict[str, tuple[int, ...]]
+    """Global shape of each tensor."""
+    objects: frozenset[str]
+    """Keys of what is no tensor."""
+    parts: Mapping[str, Sequence[Part]]
+    """Where each of both is."""
+    check_bytes: bool
+    """Whether tensors are to be compared with their checksums before they are read."""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether training can go on from it."""
+        return self.marker is not None and any(name.startswith(OPTIMIZER) for name in self.shapes)
+
+
+def inspect(path: Path, *, check_bytes: bool = True) -> Stored:
+    """Collective over the world: the checkpoint `path`, or the newest in the folder `path`; rank 0 looks.
+
+    With `check_bytes`, `read` will compare tensors with their checksums before it reads them.
+    CheckpointError on all ranks when there is none, or it is not complete, damaged, or not Megatron's.
+    """
+    return on_rank_zero(partial(_inspect, path, check_bytes))
+
+
+def read(state: dict[str, Any], stored: Stored, mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
+    """Collective over the world: `state` with its shards filled, and what is common to all ranks.
+
+    CheckpointError on all ranks before anything is read when names or shapes differ, when bytes are not those that
+    were written, or when an object asks for a program.
+    """
+    wanted = load_preprocess(state)[0]
+    shapes = _compare(stored, wanted, model)
+    on_every_rank(partial(_check_objects, stored, wanted))
+    if stored.check_bytes:
+        on_every_rank(partial(_check_tensors, stored, shapes.keys()))
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(stored.path)), mesh.dp_cp.group
+    )
+    try:
+        with _quiet():
+            loaded: dict[str, Any] = dist_checkpointing.load(state, str(stored.path), strategy)
+    except (CheckpointException, *MALFORMED) as error:
+        raise CheckpointError(
+            f"{stored.path} cannot be read: {_reason(error)}. {others(stored.path)}"
+        ) from error
+    return loaded
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "model.") -> list[str]:
+    """`model.moe.num_experts is 16 there, 8 here` for each setting of two model configs that is not the same."""
+    lines = []
+    for name in sorted(there.keys() | here.keys()):
+        theirs, ours = there.get(name), here.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            lines += differences(theirs, ours, f"{prefix}{name}.")
+        elif ours != theirs:
+            lines.append(f"{prefix}{name} is {theirs} there, {ours} here")
+    return lines
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, the newest inside, or the newest of the run whose folder it is."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not there. {others(path)}")
+    if (
+        any((path / name).exists() for name in (MARKER, ".metadata", "metadata.json"))
+        or step_of(path) is not None
+    ):
+        return path
+    ours = [inside for inside in checkpoints_in(path) if (inside / MARKER).exists()]
+    if ours:
+        return ours[-1]
+    if (path / LATEST).is_file():
+        latest = (path / LATEST).read_text(encoding="utf-8").strip()
+        return path / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
+    if (path / "checkpoints").is_dir():
+        return find(path / "checkpoints")
+    raise CheckpointError(f"{path} holds no checkpoint: {_foreign(path)}")
+
+
+def _inspect(path: Path, check_bytes: bool) -> Stored:
+    path = find(path)
+    is_megatrons = not (path / MARKER).exists() and (path / "metadata.json").is_file()
+    marker = None if is_megatrons else check(path)
+    if marker is not None and marker.metadata_crc32 not in ("", crc32_of(path / METADATA)):
+        raise CheckpointError(
+            f"{path / METADATA} is damaged: its bytes are not those that were written. {others(path)}"
+        )
+    metadata = pickles.load_metadata(path)
+    if (path / COMMON).is_file():
+        pickles.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
+    if is_megatrons:
+        _check_lengths(path, metadata)
+        _check_origin(path)
+    entries = metadata.state_dict_metadata
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return Stored(
+        path=path,
+        marker=marker,
+        shapes={name: tuple(entry.size) for name, entry in tensors.items()},
+        objects=frozenset(entries.keys() - tensors.keys()),
+        parts=_parts(metadata),
+        check_bytes=check_bytes,
+    )
+
+
+def _parts(metadata: Metadata) -> dict[str, list[Part]]:
+    """Those of each key, but for compressed ones, which torch checks by itself."""
+    found: dict[str, list[Part]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        if not getattr(info, "transform_descriptors", None):
+            found.setdefault(index.fqn, []).append(Part(info.relative_path, info.offset, info.length))
+    return found
+
+
+def _check_objects(stored: Stored, wanted: dict[str, Any]) -> None:
+    """CheckpointError when an object that this rank will load asks for a foreign program: torch would run it."""
+    keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
+    for key in sorted(keys):
+        for part in stored.parts.get(key, ()):
+            _check_part(stored.path, key, part)
+            with (stored.path / part.file).open("rb") as file:
+                data = FilePart(file.fileno(), part.start, part.length)
+                pickles.refuse_programs(data, f"{key} in {stored.path / part.file}")
+
+
+def _check_tensors(stored: Stored, keys: Collection[str]) -> None:
+    """CheckpointError when this rank's share of all ranks' parts is damaged."""
+    every = sorted((part, key) for key in keys for part in stored.parts.get(key, ()))
+    for part, key in every[dist.get_rank() :: dist.get_world_size()]:
+        _check_part(stored.path, key, part)
+
+
+def _check_part(path: Path, key: str, part: Part) -> None:
+    with (path / part.file).open("rb") as file:
+        try:
+            record = damaged(FilePart(file.fileno(), part.start, part.length))
+        except MALFORMED as error:
+            record = str(error)
+    if record is not None:
+        raise CheckpointError(
+            f"{path / part.file} is damaged: the bytes of {key} are not those that were written ({record}). "
+            f"{others(path)}"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings about what Megatron calls in torch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(torch\.distributed|megatron\.core\.dist_checkpointing)\b")
+        yield
+
+
+def _check_origin(path: Path) -> None:
+    """CheckpointError when a folder without our marker is not of Megatron-LM, but of ours."""
+    try:
+        with _quiet():
+            common = dist_checkpointing.load_common_state_dict(str(path))
+    except MALFORMED as error:
+        raise CheckpointError(
+            f"{path}: what is common to all ranks cannot be read ({_reason(error)}): it is damaged, or of another "
+            f"version of Megatron-Core than {megatron_version()}. {others(path)}"
+        ) from error
+    if OURS in common:
+        check(path)
+
+
+def _check_lengths(path: Path, metadata: Metadata) -> None:
+    """CheckpointError when a file is missing or ends before what `.metadata` says is in it."""
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        size = (path / name).stat().st_size if (path / name).exists() else 0
+        if size < end:
+            raise CheckpointError(
+                f"{path} is damaged: {name} has {size} bytes, {end} are in use. {others(path)}"
+            )
+
+
+def _compare(stored: Stored, wanted: dict[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Collective over the world: the global shapes of all ranks' tensors, which are those that are stored."""
+    shapes = {
+        leaf.key: tuple(leaf.global_shape)
+        for leaf in nested_values(wanted)
+        if isinstance(leaf, ShardedTensor)
+    }
+    every_rank: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every_rank, shapes)
+    all_shapes = {name: shape for rank in every_rank for name, shape in rank.items()}
+    problems = list(_problems(stored, all_shapes))
+    if not problems:
+        return all_shapes
+    shown = "; ".join(problems[:SHOWN]) + (
+        f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    )
+    settings = differences(stored.marker.model, model.model_dump(mode="json")) if stored.marker else []
+    hint = f" Its settings: {'; '.join(settings)}." if settings else ""
+    raise CheckpointError(
+        f"{stored.path} is of another model: {shown}.{hint} Set the model as it was, or load another checkpoint"
+    )
+
+
+def _problems(stored: Stored, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for name, shape in sorted(wanted.items()):
+        there = stored.shapes.get(name)
+        if there is None:
+            yield f"{name} {shape} is not in it"
+        elif there != shape:
+            yield f"{name} is {there} there, {shape} here"
+    for name, shape in sorted(stored.shapes.items()):
+        if name not in wanted and not name.startswith(OPTIMIZER):
+            yield f"{name} {shape} is not in this model"
+
+
+def _reason(error: BaseException) -> str:
+    """One line: of the first rank that failed, where torch has collected the ranks' errors."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _foreign(path: Path) -> str:
+    names = {entry.name for entry in path.iterdir()}
+    if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
+        return "it is a Hugging Face model. Convert it to a Megatron checkpoint first"
+    if any(name.startswith("mp_rank_") for name in names):
+        return "it is in Megatron-LM's old format `torch`. Convert it to `torch_dist` with Megatron-LM first"
+    if any(name.startswith("iter_") for name in names):
+        return f"its {', '.join(sorted(n for n in names if n.startswith('iter_')))} are not complete"
+    return "expected iter_* folders, or the files of one checkpoint (.metadata, metadata.json, *.distcp)"

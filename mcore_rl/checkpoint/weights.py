@@ -1,0 +1,130 @@
+"""A model's weights to and from checkpoints: for other stages, evaluation, generation, conversion."""
+
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch import nn
+
+from mcore_rl.checkpoint.folder import WRITING, naming, path_of_step, publish
+from mcore_rl.checkpoint.megatron_lm import model_args
+from mcore_rl.checkpoint.read import OURS, Stored, inspect, read
+from mcore_rl.checkpoint.write import ShardPlanner, finish, write_now
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.model.build import unwrap
+from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.parallel.mesh import Mesh
+
+EXTRA_STATE = "_extra_state"
+"""What TransformerEngine's layers keep beside their weights (scales of fp8), and other layers leave empty."""
+
+
+LAYOUT = {
+    "singleton_local_shards": False,
+    # Megatron's default cannot be saved any more, and `dp_reshardable` cannot be loaded on another mesh.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+"""How Megatron is to lay a state out: the same on every mesh."""
+
+
+def layout(mesh: Mesh) -> dict[str, Any]:
+    """The `metadata` argument of Megatron's `sharded_state_dict`."""
+    return LAYOUT | {"dp_cp_group": mesh.dp_cp.group}
+
+
+def weights_state(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[str, Any]:
+    """The chunks' weights and buffers as shards, under the names that Megatron-LM gives chunks."""
+    return {
+        name: unwrap(chunk).sharded_state_dict(metadata=layout(mesh))
+        for name, chunk in zip(_names(chunks), chunks, strict=True)
+    }
+
+
+def common_state(model: ModelConfig, mesh: Mesh, step: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """What is the same on all ranks: what Megatron-LM looks for when it loads a checkpoint, and our own entry."""
+    args = model_args(model)
+    args.tensor_model_parallel_size = mesh.tp.size
+    args.pipeline_model_parallel_size = mesh.pp.size
+    args.world_size = mesh.world.size
+    args.data_parallel_size = mesh.dp.size
+    args.ckpt_format = "torch_dist"
+    args.no_save_rng = True  # ours are by rank and mesh, Megatron-LM's by tensor and pipeline rank
+    return {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": step,
+        "content_metadata": dict(LAYOUT),
+        OURS: ours,
+    }
+
+
+def without_absent_extras(state: dict[str, Any], stored: Stored) -> dict[str, Any]:
+    """`state` less the extra states that the checkpoint lacks: layers with and without them can be exchanged."""
+
+    def is_there(leaf: Any) -> bool:
+        extra = isinstance(leaf, ShardedObject) and EXTRA_STATE in leaf.key
+        return not extra or leaf.unique_key in stored.objects
+
+    kept: dict[str, Any] = extract_matching_values(state, is_there)[0]
+    return kept
+
+
+@torch.no_grad()
+def put_weights(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
+    """Copy what `read` returned for `weights_state` into the chunks."""
+    for name, chunk in zip(_names(chunks), chunks, strict=True):
+        missing, unexpected = unwrap(chunk).load_state_dict(loaded[name], strict=False)
+        left = [key for key in (*missing, *unexpected) if EXTRA_STATE not in key]
+        assert not left, f"names were compared before, yet {left} do not fit"
+
+
+def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, folder: Path) -> Path:
+    """Collective over the world: a checkpoint of the weights alone, `folder/iter_0000000`; its path.
+
+    CheckpointError on all ranks when it cannot be written, or is there already.
+    """
+    final, writing = path_of_step(folder, 0), folder / f"{WRITING}weights"
+    on_rank_zero(partial(_make_room, final, writing))
+    state = weights_state(chunks, mesh) | common_state(model, mesh, 0, {})
+    plan = ShardPlanner(mesh).plan(state, writing)
+    finish(plan, write_now(plan), mesh, model, 0)
+
+    def give_name() -> None:
+        with naming(final, "naming"):
+            publish(writing, final)
+
+    on_rank_zero(give_name)
+    return final
+
+
+def load_weights(
+    chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, path: Path, *, check_bytes: bool = True
+) -> Stored:
+    """Collective over the world: the chunks' weights from a checkpoint written on any mesh, whatever else it holds.
+
+    `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that keeps its own
+    copy of the weights must be told (`reload_model_params`).
+    """
+    stored = inspect(path, check_bytes=check_bytes)
+    state = without_absent_extras(weights_state(chunks, mesh), stored)
+    put_weights(chunks, read(state, stored, mesh, model))
+    return stored
+
+
+def _names(chunks: Sequence[nn.Module]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+
+
+def _make_room(final: Path, writing: Path) -> None:
+    if final.exists():
+        raise CheckpointError(f"{final} exists. Move it away, or save to another folder")
+    with naming(writing, "making"):
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)

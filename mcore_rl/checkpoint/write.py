@@ -1,0 +1,192 @@
+"""Writing a sharded state: planned by all ranks together, written by each alone, finished by rank 0.
+
+Megatron plans (which rank writes which part of which tensor). Its own `save` is not used beyond that: there an error
+that only rank 0 sees, such as a full disk under `common.pt` or `.metadata`, leaves the other ranks in a collective.
+"""
+
+import os
+import queue
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mcore_rl.backend.patches.table import megatron_version, writer_choice
+from mcore_rl.checkpoint.folder import (
+    COMMON,
+    METADATA,
+    Marker,
+    crc32_of,
+    naming,
+    room_at,
+    sync,
+    write_marker,
+)
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
+from mcore_rl.parallel.mesh import Mesh
+
+FORMAT = CheckpointingConfig("torch_dist", 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What one rank wrote."""
+
+    results: list[WriteResult]
+    files: dict[str, int]
+    """Bytes by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """This rank's part of a save, on the host, and how to write it."""
+
+    path: Path
+    writer: FileSystemWriterAsync
+    metadata: Metadata | None
+    """Of the whole checkpoint, on rank 0."""
+    buckets: list[Any]
+    common: dict[str, Any] | None
+    """What is the same on all ranks, on rank 0."""
+
+    def without_data(self) -> "Plan":
+        """What `finish` needs when another process writes: the copies of tensors go."""
+        self.writer.write_buckets = None
+        return replace(self, buckets=[], common=None)
+
+    def write(self) -> Written:
+        """Write this rank's files; no communication, so that a forked process can. CheckpointError when it fails."""
+        transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
+        results: list[WriteResult] = []
+        names = [name for _, name, _ in self.buckets]
+        with naming(self.path, "writing"):
+            for bucket in self.buckets:
+                results += _write_bucket(transforms, bucket, self.path)
+            if self.common is not None:
+                with (self.path / COMMON).open("wb") as file:
+                    torch.save(self.common, file)
+                    os.fsync(file.fileno())
+                names.append(COMMON)
+            return Written(results=results, files={name: (self.path / name).stat().st_size for name in names})
+
+
+class ShardPlanner:
+    """Plans saves of one state, whose structure stays the same from save to save, over the data-parallel ranks."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._strategy = _PlanOnly(FORMAT.sharded_backend, FORMAT.sharded_backend_version, thread_count=1)
+        self._shares = FullyParallelSaveStrategyWrapper(
+            self._strategy, mesh.dp_cp.group, do_cache_distribution=True
+        )
+        self._is_checked = False
+
+    def plan(self, state: dict[str, Any], path: Path) -> Plan:
+        """Collective over the world: how to write `state` to the existing empty folder `path`.
+
+        Tensors on a GPU are copied to the host; those on the CPU are not, so writing in place of forking must come
+        before they change.
+        """
+        shards, common = save_preprocess(state, validate_access_integrity=not self._is_checked)
+        self._is_checked = True
+        self._shares.apply_saving_parallelization(shards)
+        self._strategy.async_save(shards, path, **writer_choice())
+        writer, metadata = self._strategy.planned()
+        return Plan(
+            path=path,
+            writer=writer,
+            metadata=metadata,
+            buckets=FileSystemWriterAsync.preload_tensors(writer.write_buckets, non_blocking=True),
+            common=common if dist.get_rank() == 0 else None,
+        )
+
+
+def finish(plan: Plan, written: Written, mesh: Mesh, model: ModelConfig, step: int) -> Marker | None:
+    """Collective over the world: rank 0 adds what makes a checkpoint of the ranks' files, the marker last.
+
+    The marker on rank 0; CheckpointError on all ranks when that fails.
+    """
+    gathered: list[Any] | None = [None] * mesh.world.size if mesh.world.rank == 0 else None
+    dist.gather_object(written, gathered, dst=0)
+    return on_rank_zero(partial(_finish, plan, gathered or [], mesh, model, step))
+
+
+def write_now(plan: Plan) -> Written:
+    """Collective over the world: every rank writes; the first failure is raised on all."""
+    return on_every_rank(plan.write)
+
+
+def describe_mesh(mesh: Mesh) -> dict[str, int]:
+    """The sizes that say whether two runs divide a model in the same way."""
+    axes = {name: getattr(mesh, name).size for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
+    return axes | {"vpp": mesh.config.vpp}
+
+
+def _finish(plan: Plan, gathered: list[Written], mesh: Mesh, model: ModelConfig, step: int) -> Marker:
+    assert plan.metadata is not None
+    with naming(plan.path, "finishing"):
+        plan.writer.finish(plan.metadata, [written.results for written in gathered])
+        save_config(FORMAT, str(plan.path))
+        files = {name: size for written in gathered for name, size in written.files.items()}
+        for name in (METADATA, "metadata.json"):
+            files[name] = (plan.path / name).stat().st_size
+        marker = Marker(
+            step=step,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            world_size=mesh.world.size,
+            mesh=describe_mesh(mesh),
+            model=model.model_dump(mode="json"),
+            megatron=megatron_version(),
+            files=dict(sorted(files.items())),
+            metadata_crc32=crc32_of(plan.path / METADATA),
+        )
+        sync(plan.path)
+        write_marker(plan.path, marker)
+    return marker
+
+
+class _PlanOnly(TorchDistSaveShardedStrategy):
+    """Megatron's strategy up to where it would start to write."""
+
+    _planned: tuple[FileSystemWriterAsync, Metadata | None]
+
+    def planned(self) -> tuple[FileSystemWriterAsync, Metadata | None]:
+        """What the last `async_save` came to; rank 0 has the metadata."""
+        return self._planned
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, plan: Any, *_: Any) -> AsyncRequest:
+        self._planned = writer, plan[1]
+        return AsyncRequest(None, (), [])
+
+
+def _write_bucket(transforms: list[Any], bucket: Any, path: Path) -> list[WriteResult]:
+    """One file, on the disk when this returns."""
+    # Megatron's function is meant for a process of its own, whence the queues.
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    running: queue.Queue[int] = queue.Queue()
+    running.put(0)
+    FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, results, running, use_fsync=True)
+    _, outcome = results.get()
+    if isinstance(outcome, Exception):
+        # Torch's file format fails on its own account once the file has failed: the file's error is what helps.
+        reason: BaseException | None = outcome
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__context__
+        if reason is not None:
+            raise reason
+        raise CheckpointError(f"writing {path / bucket[1]} failed: {outcome}. {room_at(path)}") from outcome
+    written: list[WriteResult] = outcome
+    return written

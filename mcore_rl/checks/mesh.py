@@ -1,0 +1,164 @@
+"""Whether a model can be laid out on a mesh."""
+
+from collections.abc import Iterator
+from math import lcm
+
+from mcore_rl.checks.model import divisors
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+
+
+def mesh_violations(
+    model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str = "data.seq_length"
+) -> Iterator[str]:
+    """One sentence for each reason why `mesh` cannot hold `model` and sequences as long as `field` says."""
+    yield from _experts(model, mesh)
+    yield from _widths(model, mesh)
+    yield from _heads(model, mesh)
+    yield from _layers(model, mesh)
+    yield from _pipeline(model, mesh)
+    yield from _overlap(mesh)
+    yield from _sequence(model, mesh, seq_length, field)
+
+
+def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    moe = model.moe
+    if not model.is_moe:
+        for name, size in (("ep", mesh.ep), ("etp", mesh.etp)):
+            if size > 1:
+                yield f"mesh.{name}={size}, but model.moe.num_experts=0: nothing to cut. Set mesh.{name}=1."
+        return
+    if moe.num_experts % mesh.ep:
+        yield (
+            f"model.moe.num_experts={moe.num_experts} is not a multiple of mesh.ep={mesh.ep}: each rank "
+            f"holds as many experts. Set mesh.ep to one of {divisors(moe.num_experts)}."
+        )
+    if mesh.tp > 1 and not mesh.sequence_parallel:
+        yield (
+            f"mesh.sequence_parallel=false with mesh.tp={mesh.tp} and experts: every tensor-parallel rank "
+            "would send the same tokens to them. Set mesh.sequence_parallel=true."
+        )
+    if model.family == "gpt_oss" and mesh.etp > 1:
+        yield (
+            f"mesh.etp={mesh.etp}: gpt_oss's experts have biases, which Megatron does not cut. Set mesh.etp=1 and "
+            "use mesh.ep."
+        )
+    if moe.dispatcher == "deepep" and mesh.ep * mesh.etp == 1:
+        yield (
+            'model.moe.dispatcher="deepep" with mesh.ep=1 and mesh.etp=1: no token travels. Set mesh.ep > 1, '
+            'or model.moe.dispatcher="alltoall".'
+        )
+
+
+def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    moe = model.moe
+    split = [
+        ("padded vocabulary (model.vocab_size, model.vocab_multiple)", model.padded_vocab_size, "tp", mesh.tp)
+    ]
+    if not all(model.moe_layers):
+        split.append(("model.ffn_hidden_size", model.ffn_hidden_size, "tp", mesh.tp))
+    if model.is_moe:
+        split.append(("model.moe.ffn_hidden_size", moe.ffn_hidden_size, "etp", mesh.etp))
+    if moe.shared_experts:
+        name = "shared_ffn_hidden_size" if moe.shared_ffn_hidden_size else "ffn_hidden_size"
+        split.append((f"model.moe.shared_experts x model.moe.{name}", moe.shared_width, "tp", mesh.tp))
+    for name, size, axis, ranks in split:
+        if size % ranks:
+            yield (
+                f"{name} = {size} is not a multiple of mesh.{axis}={ranks}, which cuts it. Set mesh.{axis} "
+                f"to one of {divisors(size)}, or change the width."
+            )
+
+
+def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    heads, kv_heads, tp = model.num_heads, model.num_kv_heads, mesh.tp
+    if heads % tp:
+        yield (
+            f"model.num_heads={heads} is not a multiple of mesh.tp={tp}: a rank holds whole heads. Set "
+            f"mesh.tp to one of {divisors(heads)}."
+        )
+    elif model.has_full_qk_norm and kv_heads % tp:
+        yield (
+            f"model.num_kv_heads={kv_heads} is not a multiple of mesh.tp={tp}: {model.family} norms all keys at "
+            f"once, so that no rank may hold a copy of another's. Set mesh.tp to one of {divisors(kv_heads)}."
+        )
+    # With fewer key/value heads than ranks, Megatron gives each rank a copy of the one it needs.
+    elif not model.is_latent and kv_heads % tp and tp % kv_heads:
+        yield (
+            f"model.num_kv_heads={kv_heads} is neither a multiple nor a divisor of mesh.tp={tp}. Set mesh.tp "
+            f"to one of {divisors(kv_heads)}, or to a multiple of {kv_heads}."
+        )
+
+
+def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    """Megatron's rule: first and last stage as given, the others alike, each cut into vpp equal chunks."""
+    first, last, stages = mesh.first_stage_layers, mesh.last_stage_layers, mesh.pp
+    if mesh.pp == 1 and (first or last):
+        yield (
+            f"mesh.first_stage_layers={first} and mesh.last_stage_layers={last} with mesh.pp=1: there is one "
+            "stage. Set both to 0."
+        )
+        return
+    for name, layers in (("first", first), ("last", last)):
+        if layers % mesh.vpp:
+            yield (
+                f"mesh.{name}_stage_layers={layers} is not a multiple of mesh.vpp={mesh.vpp}: the chunks of "
+                "a stage are equally long. Change one of them."
+            )
+    stages -= bool(first) + bool(last)
+    middle = model.num_layers - first - last
+    uneven = f" without the {first + last} of the first and last stage" if first or last else ""
+    unit = stages * mesh.vpp
+    if stages == 0 and middle:
+        yield (
+            f"mesh.first_stage_layers={first} + mesh.last_stage_layers={last} is not "
+            f"model.num_layers={model.num_layers}, with mesh.pp=2. Set one of them to 0 to give it the rest."
+        )
+    elif stages and (middle <= 0 or middle % unit):
+        yield (
+            f"model.num_layers={model.num_layers}{uneven} cannot be cut into {stages} stages "
+            f"(mesh.pp={mesh.pp}) x mesh.vpp={mesh.vpp} equal chunks: {middle} is no positive multiple of "
+            f"{unit}. Change mesh.pp or mesh.vpp, or give the first and last stage their own "
+            "mesh.first_stage_layers, mesh.last_stage_layers."
+        )
+
+
+def _pipeline(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    if mesh.vpp > 1 and mesh.pp == 1:
+        yield f"mesh.vpp={mesh.vpp} interleaves stages, but mesh.pp=1. Set mesh.vpp=1 or mesh.pp > 1."
+    if mesh.vpp > 1 and mesh.pp == 2 and not mesh.overlap_p2p:
+        yield (
+            f"mesh.vpp={mesh.vpp} with mesh.pp=2 needs mesh.overlap_p2p=true: otherwise two messages between "
+            "the same ranks are taken for each other and the loss is wrong. Set it, or use mesh.pp > 2."
+        )
+    if model.mtp_layers and mesh.pp > 1 and model.tied_embeddings:
+        yield (
+            f"model.mtp_layers={model.mtp_layers} with mesh.pp={mesh.pp} and model.tied_embeddings=true: "
+            "Megatron cannot save the embedding that first and last stage then share. Untie the embeddings, "
+            "or set mesh.pp=1."
+        )
+
+
+def _overlap(mesh: MeshConfig) -> Iterator[str]:
+    if mesh.overlap_param_gather and not mesh.overlap_grad_reduce:
+        yield (
+            "mesh.overlap_param_gather=true needs mesh.overlap_grad_reduce=true: Megatron gathers parameters "
+            "by the buckets of the reduction. Set both or neither."
+        )
+
+
+def _sequence(model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str) -> Iterator[str]:
+    if seq_length > model.max_position:
+        yield (
+            f"{field}={seq_length} is longer than model.max_position={model.max_position}. Shorten "
+            "the sequences, or raise model.max_position (and see model.rope.scaling)."
+        )
+    slices = mesh.tp * mesh.cp if mesh.sequence_parallel else 1
+    unit = lcm(mesh.zigzag, slices)
+    if seq_length % unit:
+        near = sorted({max(unit, seq_length - seq_length % unit), seq_length - seq_length % unit + unit})
+        yield (
+            f"{field}={seq_length} is not a multiple of {unit}: mesh.cp={mesh.cp} cuts it into "
+            f"{mesh.zigzag} pieces and sequence parallelism (mesh.tp={mesh.tp}) a rank's part once more. Use "
+            f"{' or '.join(map(str, near))}."
+        )

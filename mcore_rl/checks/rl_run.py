@@ -1,0 +1,119 @@
+"""Whether the settings of a reinforcement-learning run agree with each other."""
+
+from collections.abc import Iterator
+
+from mcore_rl.checks.replay import replay_violations
+from mcore_rl.checks.rl import rl_violations
+from mcore_rl.checks.run import chat_violations, refuse, run_violations
+from mcore_rl.config.rl_run import RlRunConfig
+
+
+def check_rl(config: RlRunConfig, world_size: int) -> None:
+    """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
+    row_field = (
+        "rl.update.row_tokens" if config.rl.update.row_tokens else "rl.prompts.max_tokens + max_new_tokens"
+    )
+    refuse(
+        [
+            *run_violations(config, world_size, config.row_length, row_field),
+            *rl_violations(config.rl),
+            *replay_violations(config.replay, config.model),
+            *chat_violations(config.data.tokenizer, config.data.chat_template, "prompts"),
+            *_lengths(config),
+            *_batches(config),
+            *_intervals(config),
+            *_model(config),
+        ]
+    )
+
+
+def _lengths(config: RlRunConfig) -> Iterator[str]:
+    row_tokens, longest = config.rl.update.row_tokens, config.longest_sample
+    if row_tokens and config.row_length < longest:
+        yield (
+            f"rl.update.row_tokens={row_tokens} holds no rl.prompts.max_tokens={config.rl.prompts.max_tokens} with "
+            f"rl.rollout.max_new_tokens={config.rl.rollout.max_new_tokens}. Raise it to {longest} "
+            "or more, or shorten them."
+        )
+    if longest > config.model.max_position:
+        yield (
+            f"rl.prompts.max_tokens={config.rl.prompts.max_tokens} + rl.rollout.max_new_tokens="
+            f"{config.rl.rollout.max_new_tokens} are more than model.max_position={config.model.max_position}. "
+            "Shorten one of them."
+        )
+
+
+def _batches(config: RlRunConfig) -> Iterator[str]:
+    rollout, train = config.rl.rollout, config.train
+    size = config.rollout_size
+    if size % train.global_batch:
+        fitting = [batch for batch in range(1, size + 1) if size % batch == 0]
+        near = min(fitting, key=lambda batch: abs(batch - train.global_batch))
+        yield (
+            f"train.global_batch={train.global_batch} does not divide the {size} completions of a rollout batch "
+            f"(rl.rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size}). Use {near}."
+        )
+    if train.micro_batch != 1:
+        yield (
+            f"train.micro_batch={train.micro_batch} is not used: completions are packed into forward passes of "
+            "rl.update.row_tokens. Set it to 1, and that to what fits in memory."
+        )
+    if train.ramp_start or train.ramp_increment or train.ramp_samples:
+        yield "train.ramp_*: the batch of reinforcement learning does not grow. Set all three to 0."
+
+
+def _intervals(config: RlRunConfig) -> Iterator[str]:
+    """A rollout batch is the smallest thing that is saved, evaluated, or ended after."""
+    updates, train = config.updates_per_rollout, config.train
+    if not updates:
+        return  # told above
+    fields = {
+        "train.steps": train.steps,
+        "train.eval_interval": train.eval_interval,
+        "checkpoint.interval": config.checkpoint.interval,
+    }
+    for name, steps in fields.items():
+        if steps % updates:
+            yield (
+                f"{name}={steps} is not a multiple of the {updates} optimizer steps of a rollout batch (its "
+                f"{config.rollout_size} completions x rl.update.epochs={config.rl.update.epochs} / train.global_batch="
+                f"{train.global_batch}). Use {steps - steps % updates + updates}."
+            )
+
+
+def _model(config: RlRunConfig) -> Iterator[str]:
+    if config.platform.layers == "te":
+        yield (
+            'platform.layers="te": the rollout engine in this process runs on our layers, and a policy that trains on '
+            'others would not be the one that sampled. Set platform.layers="torch".'
+        )
+    for name in ("attention_dropout", "hidden_dropout"):
+        if rate := getattr(config.model, name):
+            yield (
+                f"model.{name}={rate}: the policy in training would not be the one that sampled, whose ratios to it "
+                "are measured. Set it to 0."
+            )
+    moe = config.model.moe
+    if config.model.is_moe and moe.capacity_factor:
+        yield (
+            f"model.moe.capacity_factor={moe.capacity_factor}: tokens would be dropped in training that were not in "
+            "the rollout. Set it to 0."
+        )
+    if config.replay.kind == "r2" and config.rl.update.old_logprobs == "engine":
+        yield (
+            'replay.kind="r2" with rl.update.old_logprobs="engine": the routes to replay are recorded in the training '
+            'engine\'s pass for old logprobs, which this leaves out. Set old_logprobs="trainer", or replay.kind="r3".'
+        )
+    if config.replay.observe_rollout and not config.model.is_moe:
+        yield "replay.observe_rollout=true, but the model has no experts. Set it to false."
+    eval_files, task = config.rl.eval.files, config.rl.prompts.task
+    if eval_files and task != "file":
+        yield (
+            f'rl.eval.files={list(eval_files)} with rl.prompts.task="{task}", whose held-out problems are made. Clear '
+            "it."
+        )
+    if config.rl.eval.temperature == 0 and config.rl.eval.samples > 1:
+        yield (
+            f"rl.eval.samples={config.rl.eval.samples} at rl.eval.temperature=0 are all the same. Set samples to 1, "
+            "or a temperature."
+        )

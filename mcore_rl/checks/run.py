@@ -1,0 +1,215 @@
+"""Whether the settings of a run agree with each other, with the reason and the remedy where they do not.
+
+Megatron keeps most of these rules in scripts that its package does not contain, and some of them it would
+break without a word. Each function is one topic and yields a message for each violation.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import lcm
+
+from mcore_rl.checks.mesh import mesh_violations
+from mcore_rl.checks.model import model_violations
+from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
+from mcore_rl.errors import ConfigError
+
+
+def check(config: PretrainConfig, world_size: int) -> None:
+    """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
+    refuse(
+        [
+            *run_violations(config, world_size, config.data.seq_length, "data.seq_length"),
+            *batch_violations(config.train, config.mesh, world_size),
+            *_data(config.data, config.train),
+        ]
+    )
+
+
+def refuse(violations: Sequence[str]) -> None:
+    """ConfigError that lists the violations, if there are any."""
+    if violations:
+        raise ConfigError("\n".join(f"- {violation}" for violation in violations))
+
+
+def run_violations(config: RunConfig, world_size: int, seq_length: int, field: str) -> Iterator[str]:
+    """What is wrong in the sections that all training programs share; `field` gives the sequences' length."""
+    model, mesh = config.model, config.mesh
+    yield from model_violations(model)
+    yield from mesh_violations(model, mesh, seq_length, field)
+    yield from _world(mesh, model, world_size)
+    yield from _schedule(config.optim, config.train.steps)
+    yield from _platform(config.platform, model)
+    yield from _recompute(config.platform, model)
+
+
+def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
+    """What is wrong with naming a tokenizer like this."""
+    if tokenizer.kind != "none" and not tokenizer.path:
+        yield f'data.tokenizer.kind="{tokenizer.kind}" has no path. Set data.tokenizer.path.'
+    if tokenizer.kind == "none" and tokenizer.path:
+        yield (
+            f'data.tokenizer.path="{tokenizer.path}" is not read with data.tokenizer.kind="none". Set '
+            "the kind, or clear the path."
+        )
+
+
+def chat_violations(tokenizer: TokenizerConfig, chat_template: str, text: str) -> Iterator[str]:
+    """What is wrong with making tokens of `text` (what it is, in a word) with these."""
+    yield from tokenizer_violations(tokenizer)
+    if tokenizer.kind == "none":
+        yield f'data.tokenizer.kind="none", but {text} are text. Set it, and data.tokenizer.path.'
+    if tokenizer.kind == "sentencepiece" and chat_template not in ("plain", "raw"):
+        yield (
+            f'data.chat_template="{chat_template}" with data.tokenizer.kind="sentencepiece": a jinja template '
+            'marks turns with special tokens, which a .model file alone does not name. Set it to "plain" or "raw".'
+        )
+
+
+def _world(mesh: MeshConfig, model: ModelConfig, world_size: int) -> Iterator[str]:
+    dense = f"mesh.tp={mesh.tp} x pp={mesh.pp} x cp={mesh.cp}"
+    expert = mesh.etp * mesh.ep * mesh.pp if model.is_moe else 1
+    unit = lcm(mesh.model_parallel, expert)
+    fixed = mesh.model_parallel * mesh.dp
+    if mesh.dp and fixed % expert:
+        yield (
+            f"{dense} x dp={mesh.dp} takes {fixed} ranks, but the experts' mesh.etp={mesh.etp} x "
+            f"ep={mesh.ep} x pp={mesh.pp} needs a multiple of {expert}. Set mesh.dp to a multiple of "
+            f"{unit // mesh.model_parallel}, or to 0 for what the world size leaves."
+        )
+    elif mesh.dp and world_size != fixed:
+        yield (
+            f"The world has {world_size} ranks, but {dense} x dp={mesh.dp} takes {fixed}. Start so "
+            f"many, or set mesh.dp=0 for what the world size leaves (any multiple of {unit} fits)."
+        )
+    elif world_size % unit:
+        experts = f" and the experts' etp={mesh.etp} x ep={mesh.ep} x pp={mesh.pp}" if model.is_moe else ""
+        yield (
+            f"The world has {world_size} ranks, which {dense}{experts} do not fit. "
+            f"Start {unit}, {2 * unit}, {3 * unit} or another multiple of {unit}."
+        )
+
+
+def batch_violations(train: TrainConfig, mesh: MeshConfig, world_size: int) -> Iterator[str]:
+    """What is wrong with a batch of rows, of which every data-parallel rank has as many."""
+    yield from _ramp(train)
+    dp, rest = divmod(world_size, mesh.model_parallel)
+    if rest or mesh.dp not in (0, dp):
+        return  # the world does not fit, which _world tells
+    unit = train.micro_batch * dp
+    reason = f"train.micro_batch={train.micro_batch} x {dp} data-parallel ranks"
+    if mesh.vpp > 1:
+        unit *= mesh.pp
+        reason += f" x mesh.pp={mesh.pp} (with mesh.vpp > 1 microbatches go round in groups of pp)"
+    sizes = {"train.global_batch": train.global_batch}
+    if train.ramp_start:
+        sizes |= {"train.ramp_start": train.ramp_start, "train.ramp_increment": train.ramp_increment}
+    for name, size in sizes.items():
+        if size % unit:
+            near = sorted({max(unit, size - size % unit), size - size % unit + unit})
+            yield f"{name}={size} is not a multiple of {reason} = {unit}. Use {' or '.join(map(str, near))}."
+
+
+def _ramp(train: TrainConfig) -> Iterator[str]:
+    fields = (train.ramp_start, train.ramp_increment, train.ramp_samples)
+    if not any(fields):
+        return
+    told = "train.ramp_start={}, train.ramp_increment={}, train.ramp_samples={}".format(*fields)
+    if not all(fields):
+        yield f"{told}: a growing batch needs all three, a constant one none. Set the missing, or all to 0."
+    elif (
+        train.ramp_start >= train.global_batch
+        or (train.global_batch - train.ramp_start) % train.ramp_increment
+    ):
+        yield (
+            f"{told}: no number of increments leads from the start to "
+            f"train.global_batch={train.global_batch}. Choose ramp_start below it, and an increment that "
+            "divides the difference."
+        )
+
+
+def _schedule(optim: OptimConfig, steps: int) -> Iterator[str]:
+    if optim.min_lr > optim.lr:
+        yield f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}, from which it decays. Lower it."
+    end = optim.decay_steps or steps
+    name = "optim.decay_steps" if optim.decay_steps else "train.steps"
+    if optim.warmup_steps >= end:
+        yield (
+            f"optim.warmup_steps={optim.warmup_steps} does not end before {name}={end}: nothing is left for "
+            "the schedule. Warm up for fewer steps."
+        )
+    elif optim.schedule == "wsd":
+        decay = optim.wsd_decay_steps or max(1, steps // 10)
+        if optim.warmup_steps + decay > end:
+            yield (
+                f"optim.warmup_steps={optim.warmup_steps} and a decay over {decay} steps "
+                f"(optim.wsd_decay_steps={optim.wsd_decay_steps}) do not both fit before {name}={end}. "
+                "Shorten one of them."
+            )
+
+
+def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
+    if not data.train:
+        yield "data.train is empty. Name the prefixes of .bin/.idx pairs, as tools/preprocess.py makes them."
+    if data.train_weights and len(data.train_weights) != len(data.train):
+        yield (
+            f"data.train_weights has {len(data.train_weights)} weights for {len(data.train)} prefixes in "
+            "data.train. Give one each, or none to weigh by tokens."
+        )
+    if any(weight <= 0 for weight in data.train_weights):
+        yield f"data.train_weights={list(data.train_weights)}: a weight is above 0. Leave the prefix out."
+    if min(data.split) < 0 or data.split[0] <= 0:
+        yield (
+            f"data.split={list(data.split)}: no share is negative, training needs one. Use numbers like "
+            "98, 1, 1."
+        )
+    elif train.eval_batches and not data.valid and not data.split[1]:
+        yield (
+            f"train.eval_batches={train.eval_batches}, but there is nothing to evaluate on: data.valid is "
+            f"empty and data.split={list(data.split)} leaves it none. Name files, change the split, or set "
+            "train.eval_batches=0."
+        )
+    yield from tokenizer_violations(data.tokenizer)
+
+
+def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
+    wants_cuda = {
+        'platform.layers="te"': platform.layers == "te",
+        f'platform.fp8="{platform.fp8}"': platform.fp8 != "none",
+        'model.moe.dispatcher="deepep"': model.is_moe and model.moe.dispatcher == "deepep",
+    }
+    for setting, is_set in wants_cuda.items():
+        if is_set and platform.device == "cpu":
+            yield f'{setting} needs CUDA, but platform.device="cpu". Change one of them.'
+    if platform.fp8 != "none" and platform.layers == "torch":
+        yield (
+            f'platform.fp8="{platform.fp8}" needs TransformerEngine, but platform.layers="torch". Set '
+            'platform.layers="te", or platform.fp8="none".'
+        )
+
+
+def _recompute(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
+    if platform.recompute != "selective":
+        return
+    if not platform.recompute_modules:
+        yield 'platform.recompute="selective" without platform.recompute_modules. Name some, or set "none".'
+    present = {
+        "moe": model.is_moe,
+        "moe_act": model.is_moe,
+        "shared_experts": model.is_moe and model.moe.shared_experts > 0,
+        "mla_up_proj": model.is_latent,
+        "mlp": not all(model.moe_layers),
+    }
+    for module in platform.recompute_modules:
+        if not present.get(module, True):
+            yield (
+                f'platform.recompute_modules names "{module}", which this {model.family} model does not '
+                "have. Take it out."
+            )
+        elif platform.fp8 != "none" and module in ("moe_act", "layernorm"):
+            yield (
+                f'platform.recompute_modules names "{module}", which Megatron cannot recompute with '
+                f'platform.fp8="{platform.fp8}" (delayed scaling). Take it out, or set platform.fp8="none".'
+            )

@@ -1,0 +1,39 @@
+"""Whether the settings of a fine-tuning run agree with each other."""
+
+from collections.abc import Iterator
+
+from mcore_rl.checks.run import batch_violations, chat_violations, refuse, run_violations
+from mcore_rl.config.sft import SFTConfig, SFTDataConfig
+
+
+def check_sft(config: SFTConfig, world_size: int) -> None:
+    """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
+    data = config.data
+    refuse(
+        [
+            *run_violations(config, world_size, data.row_length, "data.row_length"),
+            *batch_violations(config.train, config.mesh, world_size),
+            *_data(data),
+            *_spans(config),
+        ]
+    )
+
+
+def _data(data: SFTDataConfig) -> Iterator[str]:
+    if not data.train:
+        yield 'data.train is empty. Name files of JSON lines with "messages", or "prompt" and "response".'
+    yield from chat_violations(data.tokenizer, data.chat_template, "conversations")
+
+
+def _spans(config: SFTConfig) -> Iterator[str]:
+    multiple, zigzag, row_length = config.span_multiple, config.mesh.zigzag, config.data.row_length
+    if multiple % zigzag:
+        yield (
+            f"data.span_multiple={multiple} with mesh.cp={config.mesh.cp}: each conversation is cut into {zigzag} "
+            f"pieces. Use a multiple of {zigzag}, or 0."
+        )
+    elif config.data.span_multiple and row_length % multiple:
+        yield (
+            f"data.row_length={row_length} is not a multiple of data.span_multiple={multiple}: the rest of a row is "
+            f"padding like a conversation. Use {max(1, row_length // multiple) * multiple}, or change the multiple."
+        )

@@ -1,0 +1,1 @@
+"""Hugging Face folders: config.json and safetensors, read and written."""

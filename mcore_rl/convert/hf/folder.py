@@ -1,0 +1,213 @@
+"""The safetensors of a Hugging Face folder by their headers, every claim of which is checked against the files."""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.weight_map import Shape, listed
+
+INDEX = "model.safetensors.index.json"
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: Shape
+    start: int
+    """Its first byte in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfFolder:
+    """A folder of safetensors; what else is in it is the caller's to read."""
+
+    path: Path
+    config: dict[str, Any] | None
+    """config.json, if there is one."""
+    tensors: dict[str, Stored]
+    files: dict[str, int]
+    """Bytes by name."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file's header."""
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of all tensors."""
+        return {name: stored.shape for name, stored in self.tensors.items()}
+
+
+def open_hf(path: Path) -> HfFolder:
+    """The tensors of a folder, or of one file. CheckpointError for files that are cut off, missing or at odds."""
+    folder = path if path.is_dir() else path.parent
+    files = [path.name] if path.is_file() else _files(path)
+    tensors: dict[str, Stored] = {}
+    sizes, headers = {}, {}
+    for name in files:
+        header, data_start, sizes[name], headers[name] = _header(folder / name)
+        for tensor, stored in _entries(folder / name, header, data_start, sizes[name]):
+            if tensor in tensors:
+                raise CheckpointError(
+                    f"{folder}: {tensor} is in {tensors[tensor].file} and in {name}. Remove the wrong one."
+                )
+            tensors[tensor] = stored
+    if path.is_dir() and (path / INDEX).is_file():
+        _check_index(path, tensors)
+    return HfFolder(path=folder, config=_config(folder), tensors=tensors, files=sizes, headers=headers)
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a foreign folder; CheckpointError when it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}. Take another copy.") from error
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else None
+    if config is not None and not isinstance(config, dict):
+        raise CheckpointError(
+            f"{path} holds no JSON object. Take the config.json that belongs to the weights."
+        )
+    return config
+
+
+def _files(folder: Path) -> list[str]:
+    """The files that make up the checkpoint, by the index or by their names."""
+    if (folder / INDEX).is_file():
+        names = sorted(set(_weight_map(folder).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder}/{INDEX} names files that are not there:\n{listed(missing)}\nDownload or copy them again."
+            )
+        return names
+    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    if not found:
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        hint = f" Its {pickled[0]} is a pickle: save it as safetensors first." if pickled else ""
+        raise CheckpointError(f"{folder} has no *.safetensors.{hint}")
+    for name in found:
+        match = SHARD.fullmatch(name)
+        wanted = (
+            [f"{match[1]}-{i:05d}-of-{match[3]}.safetensors" for i in range(1, int(match[3]) + 1)]
+            if match
+            else []
+        )
+        if missing := sorted(set(wanted) - set(found)):
+            raise CheckpointError(f"{folder} lacks shards:\n{listed(missing)}\nDownload or copy them again.")
+    return found
+
+
+def _weight_map(folder: Path) -> Mapping[str, str]:
+    index = read_json(folder / INDEX)
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{folder}/{INDEX} has no weight_map of names to files. Take another copy.")
+    if outside := [file for file in names.values() if Path(file).name != file]:
+        raise CheckpointError(f"{folder}/{INDEX} names {outside[0]}, which is not a file of its folder.")
+    return names
+
+
+def _check_index(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    names = _weight_map(folder)
+    faults = [f"{name} is not in {names[name]}" for name in sorted(names.keys() - tensors.keys())]
+    faults += [
+        f"{name}, in {tensors[name].file}, is not in the index"
+        for name in sorted(tensors.keys() - names.keys())
+    ]
+    faults += [
+        f"{name} is in {tensors[name].file}, not in {names[name]}"
+        for name in sorted(names.keys() & tensors.keys())
+        if tensors[name].file != names[name]
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{folder}/{INDEX} is not that of the files:\n{listed(faults)}\nTake index and files from one place."
+        )
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
+    """The header, where the data starts, the file's size, and the header's SHA-256."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0]
+            raw = opened.read(length) if size >= 8 and length <= min(MAX_HEADER_BYTES, size - 8) else b""
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+    try:
+        header = json.loads(raw)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise CheckpointError(
+            f"{file} ({size} bytes) does not begin as safetensors do. Download or copy it again."
+        )
+    header.pop("__metadata__", None)
+    return header, 8 + length, size, sha256(raw).hexdigest()
+
+
+def _entries(
+    file: Path, header: Mapping[str, Any], data_start: int, size: int
+) -> Iterator[tuple[str, Stored]]:
+    position = 0
+    try:
+        entries = sorted(header.items(), key=lambda entry: tuple(entry[1]["data_offsets"]))
+        for name, entry in entries:
+            start, stop = entry["data_offsets"]
+            dtype = DTYPES.get(entry["dtype"])
+            if dtype is None:
+                raise CheckpointError(f"{file}: {name} is {entry['dtype']}, a type that is not read here.")
+            stored = Stored(file.name, dtype, tuple(map(int, entry["shape"])), data_start + start)
+            if start != position or stop - start != stored.num_bytes:
+                raise CheckpointError(
+                    f"{file}: {name} {stored.shape} {entry['dtype']} takes {stored.num_bytes} bytes, its place is "
+                    f"{start}:{stop} after {position}. Download or copy the file again."
+                )
+            position = stop
+            yield name, stored
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} has a header that is not of safetensors ({error}).") from error
+    if data_start + position != size:
+        raise CheckpointError(
+            f"{file} has {size} bytes, its header tells of {data_start + position}: it is "
+            f"{'cut off' if size < data_start + position else 'too long'}. Download or copy it again."
+        )

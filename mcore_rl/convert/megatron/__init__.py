@@ -1,0 +1,1 @@
+"""Megatron distributed checkpoints, read and written without a process group."""

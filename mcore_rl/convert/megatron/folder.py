@@ -1,0 +1,162 @@
+"""A Megatron checkpoint (`torch_dist`) by its metadata: which tensors, in which pieces, where."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from mcore_rl.checkpoint.folder import MARKER, Marker, check, step_of
+from mcore_rl.checkpoint.pickles import load_common, load_metadata
+from mcore_rl.checkpoint.read import find
+from mcore_rl.convert.hf.folder import read_json
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.weight_map import Shape, Span, Where, covered_otherwise_than_once
+
+OPTIMIZER = ("optimizer.", "chained_")
+"""How the keys of an optimizer's state begin, ours and Megatron-LM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is: `length` bytes of a file, as torch.save wrote them."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A part of a tensor that was saved on its own."""
+
+    where: Where
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class DistTensor:
+    """A whole tensor and its parts."""
+
+    shape: Shape
+    dtype: torch.dtype
+    parts: tuple[Rectangle, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistFolder:
+    """A complete checkpoint."""
+
+    path: Path
+    marker: Marker | None
+    """None: not written by this program."""
+    step: int
+    tensors: dict[str, DistTensor]
+    objects: dict[str, Place]
+    """What is no tensor."""
+    files: dict[str, int]
+    """Bytes by name."""
+    digest: str
+    """SHA-256 of its metadata."""
+
+    @property
+    def weights(self) -> dict[str, DistTensor]:
+        """Without the optimizer's state."""
+        return {key: tensor for key, tensor in self.tensors.items() if not key.startswith(OPTIMIZER)}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is more than weights."""
+        return len(self.weights) < len(self.tensors)
+
+
+def open_dist(path: Path) -> DistFolder:
+    """The checkpoint that `path` is or holds. CheckpointError when it is damaged, incomplete or of another format."""
+    path = find(path)
+    marker = check(path) if (path / MARKER).exists() else None
+    config = path / "metadata.json"
+    if marker is None and (not config.is_file() or read_json(config).get("sharded_backend") != "torch_dist"):
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint in Megatron's format torch_dist (metadata.json does not say so). "
+            "One in another format must be saved as torch_dist by Megatron-LM first."
+        )
+    metadata = load_metadata(path)
+    tensors, objects = _entries(path, metadata)
+    return DistFolder(
+        path=path,
+        marker=marker,
+        step=marker.step if marker else _step(path),
+        tensors=tensors,
+        objects=objects,
+        files=_files(path, metadata),
+        digest=sha256((path / ".metadata").read_bytes()).hexdigest(),
+    )
+
+
+def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, Place]]:
+    tensors, objects = {}, {}
+    places = {
+        (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
+    }
+    for key, entry in sorted(metadata.state_dict_metadata.items()):
+        if isinstance(entry, TensorStorageMetadata):
+            parts = []
+            for chunk in entry.chunks:
+                info = places.get((key, tuple(chunk.offsets)))
+                if info is None:
+                    raise CheckpointError(
+                        f"{path}: {key} at {tuple(chunk.offsets)} is in no file. Take another copy."
+                    )
+                spans = (Span(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                parts.append(Rectangle(tuple(spans), _placed(path, key, info)))
+            shape = tuple(entry.size)
+            if any(True for _ in covered_otherwise_than_once(shape, [part.where for part in parts])):
+                raise CheckpointError(
+                    f"{path}: the parts of {key} {shape} do not make it up. Take another copy."
+                )
+            tensors[key] = DistTensor(shape, entry.properties.dtype, tuple(parts))
+        elif (info := (metadata.storage_data or {}).get(MetadataIndex(key))) is not None:
+            objects[key] = _placed(path, key, info)
+    return tensors, objects
+
+
+def _placed(path: Path, key: str, info: object) -> Place:
+    file, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
+    if (
+        not isinstance(file, str)
+        or Path(file).name != file
+        or not isinstance(offset, int)
+        or not isinstance(length, int)
+    ):
+        raise CheckpointError(
+            f"{path}: {key} is said to be in {file!r}, which is not a file of the checkpoint."
+        )
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError(f"{path}: {key} is compressed, which is not read here. Save it without.")
+    return Place(file, offset, length)
+
+
+def _files(path: Path, metadata: Metadata) -> dict[str, int]:
+    """CheckpointError when a file is missing, or ends before what the metadata says is in it."""
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    sizes = {}
+    for name, end in sorted(ends.items()):
+        sizes[name] = (path / name).stat().st_size if (path / name).is_file() else 0
+        if sizes[name] < end:
+            raise CheckpointError(
+                f"{path} is damaged: {name} has {sizes[name]} bytes, {end} are in use. Take another copy."
+            )
+    return sizes
+
+
+def _step(path: Path) -> int:
+    """By the folder's name, else by common.pt, else 0."""
+    named = step_of(path)
+    if named is not None:
+        return named
+    common = path / "common.pt"
+    step = load_common(common.read_bytes(), str(common)).get("iteration", 0) if common.is_file() else 0
+    return step if isinstance(step, int) else 0

@@ -1,0 +1,136 @@
+"""A Megatron checkpoint as one of the families: ours by what it says, others by a folder of the same model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.checkpoint.read import differences
+from mcore_rl.checks.model import checked_model_from_hf
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.copying.sources import DistSource
+from mcore_rl.convert.hf.folder import read_json
+from mcore_rl.convert.hf.model import FLOATS, Mtp
+from mcore_rl.convert.megatron.folder import DistFolder, open_dist
+from mcore_rl.convert.megatron.layouts import Layout, detect
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families import weight_map
+from mcore_rl.families.rules import ExpertLayout
+from mcore_rl.families.weight_map import Shape, WeightMap, listed
+
+EMBEDDING, MTP = "embedding.word_embeddings.weight", "mtp."
+TRAINING_ONLY = {
+    "model": {
+        "attention_dropout", "hidden_dropout", "init_std", "vocab_multiple", "max_position", "mtp_layers",
+        "mtp_loss_coeff",
+    },
+    "moe": {
+        "balance", "aux_loss_coeff", "expert_bias_rate", "z_loss_coeff", "capacity_factor", "dispatcher",
+    },
+}  # fmt: skip
+"""Settings that do not change what the same weights compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistModel:
+    """A checkpoint whose tensors are exactly those of `model`."""
+
+    folder: DistFolder
+    model: ModelConfig
+    canonical: WeightMap
+    """Under the keys that our training writes."""
+    weights: WeightMap
+    """Under the checkpoint's keys."""
+    layout: Layout
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The type that a tensor is stored in."""
+        return self.folder.tensors[key].dtype
+
+    def source(self) -> DistSource:
+        """To read it."""
+        return DistSource(self.folder)
+
+
+def open_dist_model(
+    path: Path, reference: Path | None = None, *, mtp: Mtp = "keep", experts: ExpertLayout = "each"
+) -> DistModel:
+    """The model in a checkpoint. CheckpointError or ConfigError by name."""
+    folder = open_dist(path)
+    stored = {key: tensor.shape for key, tensor in folder.weights.items()}
+    model = _model(folder, reference, stored)
+    if mtp == "drop":
+        model = model.model_copy(update={"mtp_layers": 0})
+        stored = {key: shape for key, shape in stored.items() if not key.startswith(MTP)}
+    elif model.mtp_layers and not any(key.startswith(MTP) for key in stored):
+        raise CheckpointError(
+            f"{folder.path} has no MTP layers, though its model has {model.mtp_layers}. Leave them out: --mtp drop."
+        )
+    canonical = weight_map(model, experts)
+    canonical.prove()
+    relaid = detect(model, canonical, stored)
+    weights = relaid.weights(canonical)
+    weights.prove()
+    odd = [
+        f"{key} is {folder.tensors[key].dtype}" for key in stored if folder.tensors[key].dtype not in FLOATS
+    ]
+    if odd:
+        raise CheckpointError(f"{folder.path} has tensors that are no plain weights:\n{listed(odd)}")
+    return DistModel(folder=folder, model=model, canonical=canonical, weights=weights, layout=relaid.layout)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder."""
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder}/config.json holds no JSON object.")
+    return config
+
+
+def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shape]) -> ModelConfig:
+    told = ModelConfig.model_validate(folder.marker.model) if folder.marker else None
+    if reference is None:
+        if told is None:
+            raise CheckpointError(
+                f"{folder.path} does not say what model it is (it was not written by this program). Give a folder with "
+                "the config.json of the same model: --reference HF_DIR."
+            )
+        return told
+    described = checked_model_from_hf(read_config(reference))
+    if told is None:
+        return described.model_copy(update={"vocab_multiple": _vocab_multiple(folder, described, stored)})
+    faults = disagreements(described, told)
+    if faults:
+        raise CheckpointError(
+            f"{reference} (there) and {folder.path} (here) are different models:\n{listed(faults)}\n"
+            "Name the folder that the training began from, or leave out --reference."
+        )
+    return told
+
+
+def disagreements(there: ModelConfig, here: ModelConfig) -> list[str]:
+    """Settings by which the same weights compute something else."""
+    return differences(_meaning(there), _meaning(here))
+
+
+def _meaning(model: ModelConfig) -> dict[str, Any]:
+    """What the settings come to: without those that only training has, and those that the family does not use."""
+    said = model.model_dump(mode="json", exclude=set(TRAINING_ONLY["model"]))
+    said["moe"] = {name: value for name, value in said["moe"].items() if name not in TRAINING_ONLY["moe"]}
+    said |= {"qkv_bias": model.has_qkv_bias, "qk_norm": model.has_qk_norm}
+    unused = ["head_dim", "num_kv_heads"] if model.is_latent else ["mla"]
+    unused += [] if model.is_moe else ["moe"]
+    return {name: value for name, value in said.items() if name not in unused}
+
+
+def _vocab_multiple(folder: DistFolder, model: ModelConfig, stored: Mapping[str, Shape]) -> int:
+    """Such that the padded vocabulary is the one that is stored."""
+    rows = stored.get(EMBEDDING, (0,))[0]
+    if rows < model.vocab_size:
+        raise CheckpointError(
+            f"{folder.path}: {EMBEDDING} has {rows} rows, the reference's vocabulary {model.vocab_size}. Is the "
+            "reference that of the same model?"
+        )
+    return rows

@@ -1,1 +1,0 @@
-"""Megatron distributed checkpoints: folders that are complete or do not count, written and read by all ranks."""

@@ -1,0 +1,130 @@
+"""Causal attention in fp32 on a CPU, faster than torch's own where sequences are long.
+
+Of a block of queries, all heads that share a key at once, the scores against every earlier key fit into the
+cache: plain matrix products (by oneDNN) and a softmax. The backward pass of long sequences computes them again,
+so that memory grows with the length, not with its square.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mcore_rl.backend.cpu.products import product
+
+BLOCK = 256
+"""Queries of a block: its scores are [heads of a group * BLOCK, keys]."""
+KEPT_LENGTH = 512
+"""Keys up to which the weights of forward are kept for backward: they are read faster than made again."""
+LENGTH_MULTIPLE = 64
+"""Sequences of other lengths go to torch: each new shape costs oneDNN a compilation."""
+
+
+def is_supported(query: Tensor, key: Tensor) -> bool:
+    """Whether `causal_attention` is the one to use for these `[S, B, heads, width]`."""
+    lengths = query.shape[0], key.shape[0]
+    return (
+        query.device.type == "cpu"
+        and query.dtype == torch.float32
+        and all(length % LENGTH_MULTIPLE == 0 for length in lengths)
+    )
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`[s, B, N, Dv]` of queries `[s, B, N, D]`, keys `[S, B, G, D]`, values `[S, B, G, Dv]`.
+
+    Query i stands at position S - s + i and sees the keys up to there.
+    """
+    mixed: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        groups = key.shape[2]
+        keys, values = _by_group(key, groups), _by_group(value, groups)
+        queries = (
+            _by_group(query, groups) * scale
+        )  # not in place: with one row and one group it is the caller's
+        ctx.shapes, ctx.scale = (query.shape, key.shape, value.shape), scale
+        output = queries.new_empty(*queries.shape[:2], value.shape[3])
+        blocks = _blocks(query.shape, key.shape)
+        kept = []
+        for query_g, key_g, value_g, output_g in zip(queries, keys, values, output, strict=True):
+            for rows, seen, hidden in blocks:
+                weights = _attend(query_g[rows], key_g[:seen], hidden)
+                output_g[rows] = product(weights, value_g[:seen].t())
+                if key.shape[0] <= KEPT_LENGTH:
+                    kept.append(weights)
+        ctx.save_for_backward(queries, keys, values, *kept)
+        return _by_head(output, (*query.shape[:3], value.shape[3]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        queries, keys, values, *kept = ctx.saved_tensors
+        query_shape, key_shape, value_shape = ctx.shapes
+        wanted = _by_group(gradient, key_shape[2])
+        d_queries, d_keys, d_values = (
+            torch.empty_like(queries),
+            torch.empty_like(keys),
+            torch.empty_like(values),
+        )
+        blocks = _blocks(query_shape, key_shape)
+        kept_weights = iter(kept)
+        for g in range(queries.shape[0]):
+            query, key, value = queries[g], keys[g], values[g]
+            d_key, d_value = torch.zeros_like(key.t()), torch.zeros_like(value.t())
+            for rows, seen, hidden in blocks:
+                weights = next(kept_weights) if kept else _attend(query[rows], key[:seen], hidden)
+                d_output = wanted[g, rows]
+                d_value[:, :seen] += product(d_output.t().contiguous(), weights.t())
+                d_weights = product(d_output, value[:seen])
+                d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+                d_key[:, :seen] += product(query[rows].t().contiguous(), d_scores.t())
+                d_queries[g, rows] = product(d_scores, key[:seen].t())
+            d_keys[g], d_values[g] = d_key.t(), d_value.t()
+        d_queries *= ctx.scale
+        return (
+            _by_head(d_queries, query_shape),
+            _by_head(d_keys, key_shape),
+            _by_head(d_values, value_shape),
+            None,
+        )
+
+
+def _by_group(heads: Tensor, groups: int) -> Tensor:
+    """`[B * G, S * heads of a group, D]`, contiguous, of `[S, B, N, D]`."""
+    length, batch, _, width = heads.shape
+    split = heads.reshape(length, batch, groups, -1, width).permute(1, 2, 0, 3, 4)
+    return split.contiguous().view(batch * groups, -1, width)
+
+
+def _by_head(grouped: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`[S, B, N, D]` of `[B * G, S * heads of a group, D]`."""
+    length, batch, _, width = shape
+    split = grouped.view(batch, -1, length, grouped.shape[1] // length, width).permute(2, 0, 1, 3, 4)
+    heads = grouped.new_empty(shape)
+    heads.view(split.shape).copy_(split)
+    return heads
+
+
+def _blocks(query_shape: torch.Size, key_shape: torch.Size) -> list[tuple[slice, int, Tensor]]:
+    """Blocks of query rows, the number of keys that the last of them sees, and what its diagonal adds to scores."""
+    heads_of_group = query_shape[2] // key_shape[2]
+    num_queries, offset = query_shape[0], key_shape[0] - query_shape[0]
+    blocks = []
+    for begin in range(0, num_queries, BLOCK):
+        end = min(begin + BLOCK, num_queries)
+        hidden = torch.full((end - begin, end - begin), float("-inf")).triu_(1)
+        rows = slice(begin * heads_of_group, end * heads_of_group)
+        blocks.append((rows, offset + end, hidden.repeat_interleave(heads_of_group, 0)))
+    return blocks
+
+
+def _attend(query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
+    scores = product(query, key)
+    scores[:, -hidden.shape[1] :] += hidden
+    return torch.softmax(scores, -1)

@@ -1,0 +1,190 @@
+"""SwiGLU experts on a CPU: tokens are gathered, worked on and added back a block at a time, inside the cache.
+
+Whole-batch intermediate tensors (tokens x top-k rows of hidden and inner width) are read from main memory several
+times in each direction; a block of an expert's rows stays in the second-level cache from gather to scatter.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+from mcore_rl.backend.cpu.products import product
+
+BLOCK_ROWS = 512
+"""Rows of a block."""
+PADDED_MULTIPLE = 16
+"""Blocks are filled up to a multiple of this: products of few different shapes, for which kernels are compiled once."""
+FEW_ROWS = 24
+"""Blocks of fewer rows are left as they are: torch's product of them is faster than a padded one."""
+FEW_SUMMED_ROWS = 64
+"""Rows below which adding their part of a weight's gradient in place is faster than making it first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbours among the rows sorted by expert, all of one expert."""
+
+    expert: int
+    place: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which rows of the input each expert works on: `rows_N`, sorted by expert, and the blocks they are cut into.
+
+    Blocks are padded by repeating a row of their own; `gates_index_N` says where a row's gate is, and the gate of
+    the padding, `is_padding_N`, is zero, so that it adds nothing to outputs and gradients.
+    """
+
+    rows_N: Tensor
+    gates_index_N: Tensor
+    padding_N: Tensor | None
+    blocks: list[Block]
+
+
+def swiglu_experts(
+    input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
+) -> Tensor:
+    """`[T, D]`: for each row the sum over its experts of gate * (silu(x @ g.T) * (x @ u.T)) @ fc2[e].T.
+
+    `fc1_EFD[e]` is g above u; `gates` has any shape, `assignment.gates_index_N` points into it.
+    """
+    output_TD: Tensor = _SwiGLUExperts.apply(input_TD, gates, fc1_EFD, fc2_EDF, assignment)  # type: ignore[no-untyped-call]
+    return output_TD
+
+
+def assign_sorted(counts: list[int]) -> Assignment:
+    """The assignment of rows that are sorted by expert, `counts` of them for each."""
+    identity_N = torch.arange(sum(counts))
+    return _padded(identity_N, identity_N, counts)
+
+
+def assign_routed(routed_TE: Tensor) -> Assignment:
+    """The assignment that a router's map `routed_TE` (true where a token goes to an expert) makes.
+
+    Gates are those of the router's probabilities `[T, E]`.
+    """
+    num_experts = routed_TE.shape[1]
+    expert_N, token_N = routed_TE.t().nonzero(as_tuple=True)
+    return _padded(token_N, token_N * num_experts + expert_N, routed_TE.sum(0).tolist())
+
+
+def _padded(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignment:
+    blocks: list[Block] = []
+    shifts, lasts, sizes = [], [], []
+    source = begin = 0
+    for expert, count in enumerate(counts):
+        for first in range(source, source + count, BLOCK_ROWS):
+            size = min(BLOCK_ROWS, source + count - first)
+            filled = size if size < FEW_ROWS else -(-size // PADDED_MULTIPLE) * PADDED_MULTIPLE
+            shifts.append(first - begin)
+            lasts.append(first + size - 1)
+            sizes.append(filled)
+            blocks.append(Block(expert, slice(begin, begin + filled)))
+            begin += filled
+        source += count
+    if begin == source:
+        return Assignment(rows_N, gates_index_N, None, blocks)
+    shift_last_2N = torch.tensor([shifts, lasts]).repeat_interleave(torch.tensor(sizes), 1, output_size=begin)
+    place_N = torch.arange(begin) + shift_last_2N[0]
+    padding_N = place_N > shift_last_2N[1]
+    take_N = torch.minimum(place_N, shift_last_2N[1])
+    return Assignment(rows_N[take_N], gates_index_N[take_N], padding_N, blocks)
+
+
+class _SwiGLUExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
+    ) -> Tensor:
+        fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
+        gates_N1 = _gates(gates, assignment)
+        output_TD = torch.zeros_like(input_TD)
+        hidden = []
+        for block in assignment.blocks:
+            rows = assignment.rows_N[block.place]
+            hidden_NF = product(input_TD.index_select(0, rows), fc1[block.expert])
+            gate, up = hidden_NF.chunk(2, -1)
+            active = silu(gate).mul_(up).mul_(gates_N1[block.place])
+            output_TD.index_add_(0, rows, product(active, fc2[block.expert]))
+            hidden.append(hidden_NF)
+        ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, *hidden)
+        ctx.assignment = assignment
+        return output_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor | None, ...]:
+        input_TD, gates, fc1_EFD, fc2_EDF, *hidden = ctx.saved_tensors
+        assignment: Assignment = ctx.assignment
+        fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
+        gates_N1 = _gates(gates, assignment)
+        d_gates_N1 = torch.empty_like(gates_N1)
+        d_input_TD = torch.zeros_like(input_TD)
+        d_fc1, d_fc2 = WeightGradient(fc1_EFD), WeightGradient(fc2_EDF)
+        for block, hidden_NF in zip(assignment.blocks, hidden, strict=True):
+            rows = assignment.rows_N[block.place]
+            gate, up = hidden_NF.chunk(2, -1)
+            gates_n1 = gates_N1[block.place]
+            d_output = gradient_TD.index_select(0, rows)
+            d_active = product(d_output, fc2[block.expert].t())
+            silu_gate = silu(gate)
+            active = silu_gate * up
+            d_gates_N1[block.place] = torch.linalg.vecdot(d_active, active)[:, None]
+            d_fc2.add(block.expert, d_output, active.mul_(gates_n1))
+            d_active.mul_(gates_n1)
+            d_hidden = torch.empty_like(hidden_NF)
+            d_gate, d_up = d_hidden.chunk(2, -1)
+            torch.mul(d_active, silu_gate, out=d_up)
+            torch.ops.aten.silu_backward.grad_input(d_active.mul_(up), gate, grad_input=d_gate)
+            d_fc1.add(block.expert, d_hidden, input_TD.index_select(0, rows))
+            d_input_TD.index_add_(0, rows, product(d_hidden, fc1[block.expert].t()))
+        return d_input_TD, _d_gates(gates, d_gates_N1, assignment), d_fc1.result(), d_fc2.result(), None
+
+
+def _gates(gates: Tensor, assignment: Assignment) -> Tensor:
+    gates_N = gates.reshape(-1).index_select(0, assignment.gates_index_N)
+    if assignment.padding_N is not None:
+        gates_N.masked_fill_(assignment.padding_N, 0.0)
+    return gates_N[:, None]
+
+
+def _d_gates(gates: Tensor, d_gates_N1: Tensor, assignment: Assignment) -> Tensor:
+    d_gates_N = d_gates_N1[:, 0]
+    if assignment.padding_N is not None:
+        d_gates_N.masked_fill_(assignment.padding_N, 0.0)
+    d_gates = torch.zeros(gates.numel(), dtype=gates.dtype)
+    return d_gates.index_add_(0, assignment.gates_index_N, d_gates_N).view_as(gates)
+
+
+class WeightGradient:
+    """The gradient of stacked weights `[E, O, I]`, summed where it is wanted in the end.
+
+    Under Megatron's data parallelism that is the weight's `main_grad`, which saves writing and reading a tensor
+    of the weight's size; the hook is told so, as Megatron's own fused layers tell it.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._fused = hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad")
+        self._total = weight.main_grad if self._fused else torch.zeros_like(weight)  # type: ignore[attr-defined]
+        self._parts = self._total.unbind(0)
+
+    def add(self, expert: int, gradient_NO: Tensor, input_NI: Tensor) -> None:
+        """Add `gradient_NO.T @ input_NI` to that of `expert`."""
+        part_OI = self._parts[expert]
+        if len(input_NI) < FEW_SUMMED_ROWS and part_OI.dtype == input_NI.dtype:
+            part_OI.addmm_(gradient_NO.t(), input_NI)
+        else:
+            part_OI.add_(product(gradient_NO.t().contiguous(), input_NI.t()))
+
+    def result(self) -> Tensor:
+        """What autograd is handed: the gradient, or a tensor never read whose arrival runs the hook."""
+        if not self._fused:
+            return self._total
+        self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return torch.empty_like(self._weight)

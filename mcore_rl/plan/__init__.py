@@ -1,0 +1,1 @@
+"""What a run takes, in closed form: weights, memory, FLOPs. Imports no torch."""

@@ -1,0 +1,74 @@
+"""FLOPs that a model needs for a token, and the speeds that follow.
+
+Counted are matrix products, 2 FLOPs a multiply-add, as in appendix B of PaLM (arXiv 2204.02311): projections,
+attention scores, MLPs, router, output layer. Not counted: the embedding look-up, norms, softmax, rotary
+positions, the optimizer, what is computed a second time (recomputation): these are *model* FLOPs, what the
+mathematics needs. The backward pass is twice the forward pass: a product has one for its input and one for
+its weight.
+
+Conventions where the field differs:
+- causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);
+- a layer with a sliding window counts the part of them that lies in the window;
+- a token passes `top_k` routed experts, even when a capacity drops some;
+- the output layer has `vocab_size` rows, without padding;
+- an MTP layer is its projection [2D, D], one transformer layer like the last, and the output layer again.
+"""
+
+from mcore_rl.config.model import ModelConfig
+
+FORWARD_AND_BACKWARD = 3
+
+
+def train_flops_per_token(config: ModelConfig, seq_length: float) -> float:
+    """Model FLOPs of forward and backward for one token of a sequence of `seq_length`.
+
+    For packed rows `seq_length` is the mean that a token sees: sum of squared lengths / sum of lengths.
+    """
+    return FORWARD_AND_BACKWARD * sum(forward_flops_per_token(config, seq_length).values())
+
+
+def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str, float]:
+    """Part of the model -> FLOPs of the forward pass for one token; all parts together are the model."""
+    hidden = config.hidden_size
+    moe_layers = list(config.moe_layers) + [config.moe_layers[-1]] * config.mtp_layers
+    num_moe, num_layers = sum(moe_layers), len(moe_layers)
+    projections, scores = (_latent_attention if config.is_latent else _attention)(config)
+    gate = hidden if config.family == "qwen2_moe" else 0
+    seen = sum(_seen_positions(config, layer, seq_length) for layer in range(num_layers))
+    macs = {
+        "attention_projections": num_layers * projections,
+        "attention_scores": seen * scores,
+        "dense_mlp": (num_layers - num_moe) * 3 * hidden * config.ffn_hidden_size,
+        "router": num_moe * hidden * config.moe.num_experts,
+        "experts": num_moe * config.moe.top_k * 3 * hidden * config.moe.ffn_hidden_size,
+        "shared_experts": num_moe * (3 * hidden * config.moe.shared_width + gate),
+        "mtp_projections": config.mtp_layers * 2 * hidden * hidden,
+        "output": (1 + config.mtp_layers) * hidden * config.vocab_size,
+    }
+    return {part: 2.0 * count for part, count in macs.items()}
+
+
+def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float:
+    """How many positions a token of this layer attends to, on average."""
+    window = config.sliding_window
+    if not window or layer % 2 or window >= seq_length:
+        return seq_length / 2
+    return window - window * window / (2 * seq_length)
+
+
+def _attention(config: ModelConfig) -> tuple[int, int]:
+    """Multiply-adds of a layer for a token: its projections, and its scores with each position it sees."""
+    query = config.num_heads * config.head_dim
+    key_value = 2 * config.num_kv_heads * config.head_dim
+    return config.hidden_size * (2 * query + key_value), 2 * query
+
+
+def _latent_attention(config: ModelConfig) -> tuple[int, int]:
+    """As `_attention`, for multi-head latent attention in its training form (keys and values expanded)."""
+    mla, hidden = config.mla, config.hidden_size
+    query = config.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    value = config.num_heads * mla.v_head_dim
+    expanded = config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    query_path = (hidden + query) * mla.q_lora_rank if mla.q_lora_rank else hidden * query
+    key_value_path = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank * expanded
+    return query_path + key_value_path + value * hidden, query + value

@@ -1,0 +1,223 @@
+"""An estimate, in closed form, of the device memory that training takes on a rank.
+
+Counted: weights, fp32 gradients, the rank's share of the optimizer state, what forward passes keep for the backward
+pass (as in arXiv 2205.05198, with attention that keeps no scores), one layer's recomputation, the logits; of RL also
+the keys and values of its rollouts, for which nothing of a forward pass is kept. Experts are taken as evenly loaded.
+Not counted: CUDA's context, NCCL's buffers, fragmentation: a cluster reserves room for them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.plan.weights import Weights, layers_by_stage, weights_by_stage
+
+GIB = 2**30
+GRADIENT_BYTES = 4
+STATE_BYTES = {"bf16": 12, "fp32": 8}
+"""Of the optimizer for a weight: two moments, and with bf16 a master copy, in fp32."""
+FP8_COPIES_BYTES = 2
+"""TransformerEngine keeps an 8-bit copy of a weight and one of its transpose."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on a rank of pipeline stage `stage`."""
+
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    recomputed: int
+    """Of the layers whose forward pass is being repeated for the backward pass."""
+    logits: int
+    rollout_cache: int = 0
+    """Keys and values of completions in progress, at another time than activations."""
+
+    @property
+    def lasting(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The most at one time."""
+        return self.lasting + max(self.activations + self.recomputed + self.logits, self.rollout_cache)
+
+    def describe(self) -> str:
+        """The parts in GiB, for messages."""
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations + self.recomputed,
+            "logits": self.logits,
+        }
+        told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        if self.rollout_cache:
+            told += f", or instead of the last two a rollout's cache {self.rollout_cache / GIB:.1f}"
+        return f"{self.total / GIB:.1f} GiB on a rank of pipeline stage {self.stage} ({told})"
+
+
+def memory_of_fullest_rank(config: RunConfig, world_size: int, seq_length: int) -> Memory:
+    """Of the stage that needs most; config and world size have passed the checks."""
+    return max(memory_by_stage(config, world_size, seq_length), key=lambda memory: memory.total)
+
+
+def memory_by_stage(config: RunConfig, world_size: int, seq_length: int) -> list[Memory]:
+    """Of one rank of each pipeline stage; sequences have `seq_length` tokens."""
+    return [
+        _memory(config, world_size, seq_length, stage, weights)
+        for stage, weights in enumerate(weights_by_stage(config.model, config.mesh))
+    ]
+
+
+def _memory(config: RunConfig, world_size: int, seq_length: int, stage: int, weights: Weights) -> Memory:
+    mesh, precision = config.mesh, config.platform.precision
+    element = 2 if precision == "bf16" else 4
+    tokens = config.train.micro_batch * seq_length // mesh.cp
+    layer = Layer(config.model, mesh, config.platform, tokens)
+    kept, recomputed = _activations(config, stage, layer, world_size)
+    copies = world_size // (mesh.tp * mesh.pp)
+    expert_copies = max(1, world_size // (mesh.etp * mesh.ep * mesh.pp))
+    state = STATE_BYTES[precision]
+    fp8 = FP8_COPIES_BYTES if config.platform.fp8 != "none" else 0
+    heads = (1 + config.model.mtp_layers) if stage == mesh.pp - 1 else 0
+    # As the layer computed them, in fp32 for the loss, and their gradient.
+    logits = tokens * config.model.padded_vocab_size // mesh.tp * (element + 4 + 4)
+    return Memory(
+        stage=stage,
+        weights=weights.total * (element + fp8),
+        gradients=weights.total * GRADIENT_BYTES,
+        optimizer=weights.dense * state // copies + weights.expert * state // expert_copies,
+        activations=kept,
+        recomputed=recomputed,
+        logits=heads * logits,
+        rollout_cache=_rollout_cache(config, stage, world_size) if isinstance(config, RlRunConfig) else 0,
+    )
+
+
+def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
+    """Every slot has room for the longest sample; one more takes what nobody reads."""
+    model, mesh = config.model, config.mesh
+    element = 2 if config.platform.precision == "bf16" else 4
+    replicas = world_size // mesh.model_parallel
+    slots = min(config.rl.engine.slots, -(-config.rollout_size // replicas)) + 1
+    if model.is_latent:
+        mla = model.mla
+        widths = model.num_heads // mesh.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    else:
+        widths = 2 * max(1, model.num_kv_heads // mesh.tp) * model.head_dim
+    layers = len(layers_by_stage(model, mesh)[stage])
+    return slots * config.longest_sample * layers * widths * element
+
+
+def _activations(config: RunConfig, stage: int, layer: "Layer", world_size: int) -> tuple[int, int]:
+    """Bytes kept over all microbatches in flight, and of what is computed again at one moment."""
+    mesh, model = config.mesh, config.model
+    num_microbatches = (
+        config.train.global_batch * mesh.model_parallel // (config.train.micro_batch * world_size)
+    )
+    layers = [model.moe_layers[index] for index in layers_by_stage(model, mesh)[stage]]
+    if stage == mesh.pp - 1:
+        layers += [model.moe_layers[-1]] * model.mtp_layers
+    chunks = chunks_in_flight(mesh, stage, num_microbatches)
+    if config.platform.recompute == "full":
+        group = config.platform.recompute_layers
+        kept = -(-len(layers) // group) * layer.residual
+        recomputed = group * max(sum(layer.all_parts(is_moe).values()) for is_moe in layers)
+    else:
+        kept = sum(layer.kept(is_moe) for is_moe in layers)
+        recomputed = max(sum(layer.all_parts(is_moe).values()) - layer.kept(is_moe) for is_moe in layers)
+    return kept * chunks // mesh.vpp, recomputed
+
+
+def chunks_in_flight(mesh: MeshConfig, stage: int, num_microbatches: int) -> int:
+    """Forward passes of model chunks of `stage` that wait for their backward pass, at the most (1F1B)."""
+    if mesh.vpp == 1:
+        return min(mesh.pp - stage, num_microbatches)
+    warmup = 2 * (mesh.pp - stage - 1) + (mesh.vpp - 1) * mesh.pp
+    return min(warmup + 1, num_microbatches * mesh.vpp)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Bytes that one transformer layer keeps for its backward pass, for one microbatch on one rank."""
+
+    model: ModelConfig
+    mesh: MeshConfig
+    platform: PlatformConfig
+    tokens: int
+    """Of the microbatch on a rank, before sequence parallelism cuts them."""
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number."""
+        return 2 if self.platform.precision == "bf16" else 4
+
+    @property
+    def residual(self) -> int:
+        """The residual stream at one place."""
+        slices = self.mesh.tp if self.mesh.sequence_parallel else 1
+        return self.tokens * self.model.hidden_size * self.element // slices
+
+    def all_parts(self, is_moe: bool) -> dict[str, int]:
+        """By part of the layer, without recomputation."""
+        return dict(self._attention()) | dict(self._experts() if is_moe else self._mlp())
+
+    def kept(self, is_moe: bool) -> int:
+        """What is left of the parts with `platform.recompute` none or selective."""
+        parts = self.all_parts(is_moe)
+        modules = self.platform.recompute_modules if self.platform.recompute == "selective" else ()
+        dropped = {
+            "core_attn": (),  # attention that keeps no scores has nothing to drop but its inputs, which are kept
+            "layernorm": ("normed",),
+            "mla_up_proj": ("queries_keys_values",) if self.model.is_latent else (),
+            "moe": ("routed_in", "routed_up", "routed_act", "shared_up", "shared_act", "router"),
+            "moe_act": ("routed_act",),
+            "mlp": ("up", "act"),
+            "shared_experts": ("shared_up", "shared_act"),
+        }
+        gone = {part for module in modules for part in dropped[module]}
+        return sum(size for part, size in parts.items() if part not in gone)
+
+    def _attention(self) -> Iterator[tuple[str, int]]:
+        model, each = self.model, self.tokens * self.element
+        heads, kv_heads = model.num_heads // self.mesh.tp, max(1, model.num_kv_heads // self.mesh.tp)
+        yield "inputs", 2 * self.residual  # of both norms
+        yield "normed", 2 * self.residual
+        if model.is_latent:
+            mla = model.mla
+            width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            # A latent before and after its norm, cut as the residual stream is.
+            latents = 2 * mla.q_lora_rank + 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
+            yield "latents", self.residual * latents // model.hidden_size
+            yield "queries_keys_values", each * heads * (2 * width + mla.v_head_dim)
+            yield "attended", each * heads * mla.v_head_dim
+            return
+        if model.has_qk_norm:
+            yield "unnormed_queries_keys", each * (heads + kv_heads) * model.head_dim
+        yield "queries_keys_values", each * (heads + 2 * kv_heads) * model.head_dim
+        yield "attended", each * heads * model.head_dim
+
+    def _mlp(self) -> Iterator[tuple[str, int]]:
+        width = self.tokens * self.element * self.model.ffn_hidden_size // self.mesh.tp
+        yield "up", 2 * width
+        yield "act", width
+
+    def _experts(self) -> Iterator[tuple[str, int]]:
+        moe, tp = self.model.moe, self.mesh.tp
+        # Tokens are dealt over tp * cp * dp ranks; an expert that is cut needs those of all its ranks.
+        routed = self.tokens * moe.top_k * self.mesh.etp // tp
+        width = routed * moe.ffn_hidden_size * self.element // self.mesh.etp
+        yield "router", self.tokens // tp * moe.num_experts * 4
+        yield "routed_in", routed * self.model.hidden_size * self.element
+        yield "routed_up", 2 * width
+        yield "routed_act", width
+        shared = self.tokens * self.element * moe.shared_width // tp
+        yield "shared_up", 2 * shared
+        yield "shared_act", shared

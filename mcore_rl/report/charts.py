@@ -1,0 +1,294 @@
+"""From runs to what the page draws: plain records of numbers, which are those of metrics.jsonl."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from mcore_rl.obs.metrics import row_of
+from mcore_rl.report.figures import LAYER_MAPS, Band, Figure, Line
+from mcore_rl.report.runs import RunRecord, Series
+
+Chart: TypeAlias = dict[str, Any]
+"""kind: lines, experts, layers, stack or bars; title, note; and what that kind needs, as page/*.js reads it."""
+
+MAX_POINTS = 400
+"""Of a line: more cannot be told apart on a screen."""
+MAX_FRAMES, MAX_CELLS = 40, 120_000
+"""Of the load of a run's experts: tables, and numbers in all of them."""
+MAX_COLUMNS = 160
+"""Of a map of layers."""
+DIGITS = 6
+SOLVED = "eval/solved_fraction"
+SPREAD = " Band: plus and minus the standard deviation within a group."
+
+
+def line_charts(
+    figures: Sequence[Figure | Band], runs: Sequence[RunRecord], places: Sequence[int]
+) -> Iterator[Chart]:
+    """Those of `figures` that a run has numbers for; `places` are the runs' numbers on the page."""
+    for figure in figures:
+        series = [
+            one for place, run in zip(places, runs, strict=True) for one in _series_of(figure, run, place)
+        ]
+        if not series or (isinstance(figure, Figure) and not _is_worth_it(figure, series)):
+            continue
+        first = figure.low if isinstance(figure, Band) else series[0]["metric"]
+        row = row_of(first)
+        yield {
+            "kind": "lines",
+            "title": figure.title,
+            "note": (figure.note or row.text) + (SPREAD if "low" in series[0] and series[0]["y"] else ""),
+            "unit": row.unit,
+            "percent": first.endswith(("fraction", "mfu", "gate_mass_moved")) or "pass_at" in first,
+            "zero": isinstance(figure, Figure) and figure.zero,
+            "smooth": isinstance(figure, Figure) and figure.smooth,
+            "series": series,
+        }
+
+
+def _is_worth_it(figure: Figure, series: Sequence[Chart]) -> bool:
+    """Not all 0 where that would be nothing to tell; and one part of a reward is the reward."""
+    if figure.lines[0].metric == "reward/part/*":
+        return len({one["metric"] for one in series}) > 1
+    return not figure.if_any or any(value for one in series for value in one["y"])
+
+
+def _series_of(figure: Figure | Band, run: RunRecord, place: int) -> Iterator[Chart]:
+    return _band_series(figure, run, place) if isinstance(figure, Band) else _line_series(figure, run, place)
+
+
+def _line_series(figure: Figure, run: RunRecord, place: int) -> Iterator[Chart]:
+    for line in figure.lines:
+        for name, label in _fitting(line, run):
+            series = run.series(name)
+            if not len(series):
+                continue
+            kept = thinned(series.values)
+            one = _series(series, kept, place, name) | {"label": label, "style": line.style}
+            one["y"] = [rounded(series.values[at]) for at in kept]
+            if line.spread and (around := _spread(series, run.series(line.spread), kept)):
+                one["low"], one["high"] = around
+            yield one
+
+
+def _band_series(band: Band, run: RunRecord, place: int) -> Iterator[Chart]:
+    low, high = run.series(band.low), run.series(band.high)
+    if len(low) and low.steps == high.steps:
+        kept = sorted({*thinned(low.values), *thinned(high.values)})
+        yield _series(low, kept, place, band.low) | {
+            "label": "",
+            "style": "solid",
+            "y": [],
+            "low": [rounded(low.values[at]) for at in kept],
+            "high": [rounded(high.values[at]) for at in kept],
+        }
+
+
+def _series(series: Series, kept: Sequence[int], place: int, metric: str) -> Chart:
+    return {
+        "run": place,
+        "metric": metric,
+        "x": [series.steps[at] for at in kept],
+        "s": [rounded(series.seconds[at]) for at in kept],
+    }
+
+
+def _fitting(line: Line, run: RunRecord) -> list[tuple[str, str]]:
+    """Names and labels of the run's metrics that a line stands for."""
+    if "*" not in line.metric:
+        return [(line.metric, line.label)]
+    before, after = line.metric.split("*")
+    names = [name for name in run.names() if name.startswith(before) and name.endswith(after)]
+    return [(name, line.label.format(name.removeprefix(before).removesuffix(after))) for name in names]
+
+
+def _spread(mean: Series, spread: Series, kept: Sequence[int]) -> tuple[list[float], list[float]] | None:
+    """Mean minus and plus spread at the same steps; None where they are not told together."""
+    if mean.steps != spread.steps:
+        return None
+    pairs = [(mean.values[at], spread.values[at]) for at in kept]
+    return [rounded(value - around) for value, around in pairs], [
+        rounded(value + around) for value, around in pairs
+    ]
+
+
+def thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[int]:
+    """Places of at most `most` values: all, or the least and the largest of equal stretches, and both ends."""
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    stretches = most // 2 - 1
+    kept = {0, count - 1}
+    for stretch in range(stretches):
+        places = range(stretch * count // stretches, (stretch + 1) * count // stretches)
+        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def rounded(value: float) -> float:
+    """To six digits, whole where it is whole."""
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+def expert_maps(run: RunRecord, place: int) -> Iterator[Chart]:
+    """The tokens of every expert of every layer, over time, in the tables as they were told."""
+    for name, title in (
+        ("moe/expert_load", "Load of the experts"),
+        ("mtp/expert_load", "Load of the MTP experts"),
+    ):
+        tables = [(int(record["step"]), record[name]) for record in run.records if name in record]
+        if not tables:
+            continue
+        cells = sum(len(row) for row in tables[-1][1])
+        most = max(2, min(MAX_FRAMES, MAX_CELLS // max(1, cells)))
+        frames = [tables[at] for at in evenly(len(tables), most)]
+        yield {
+            "kind": "experts",
+            "title": title,
+            "note": "Tokens over the mean of the layer; a table counts those of the steps since the one before.",
+            "run": place,
+            "most": max(2.0, *(over_mean(row) for _, table in frames for row in table)),
+            "steps": [step for step, _ in frames],
+            "tables": [table for _, table in frames],
+        }
+
+
+def layer_maps(run: RunRecord, place: int) -> Iterator[Chart]:
+    """Maps of layer x step of the metrics that every layer has."""
+    for pattern, (title, note) in LAYER_MAPS.items():
+        before, after = pattern.split("NN")
+        found = [
+            (int(match[1]), run.series(name))
+            for name in run.names()
+            if (match := re.fullmatch(f"{re.escape(before)}(\\d+){re.escape(after)}", name))
+        ]
+        found = [(layer, series) for layer, series in found if len(series)]
+        if not found:
+            continue
+        columns = evenly(len(found[0][1]), MAX_COLUMNS)
+        yield {
+            "kind": "layers",
+            "title": title,
+            "note": note,
+            "run": place,
+            "percent": pattern.endswith("fraction"),
+            "least": 0 if pattern.endswith("fraction") else 1,
+            "most": max(max(series.values) for _, series in found),
+            "layers": [layer for layer, _ in found],
+            "steps": [found[0][1].steps[at] for at in columns],
+            "values": [
+                [rounded(series.values[at]) for at in columns if at < len(series)] for _, series in found
+            ],
+        }
+
+
+def over_mean(row: Sequence[float]) -> float:
+    """The busiest expert of a layer over its mean; 0 of a dense layer."""
+    total = sum(row)
+    return max(row) * len(row) / total if total else 0.0
+
+
+def on_one_scale(maps: Sequence[Chart]) -> list[Chart]:
+    """Maps of one title beside each other, their colours from the same least to the same largest value."""
+    titles = list(dict.fromkeys(chart["title"] for chart in maps))
+    together = [chart for title in titles for chart in maps if chart["title"] == title]
+    return [
+        chart | {"most": max(other["most"] for other in maps if other["title"] == chart["title"])}
+        for chart in together
+    ]
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` of `count` places, evenly spaced, both ends among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(at * (count - 1) / (most - 1)) for at in range(most)})
+
+
+PHASES = {
+    "rollout": "rollout",
+    "reward": "reward",
+    "old_logprobs": "old logprobs",
+    "routes": "replay",
+    "reference": "reference",
+    "data": "waiting for data",
+    "forward_backward": "forward and backward",
+    "optimizer": "optimizer",
+    "eval": "evaluation",
+    "checkpoint": "checkpoint",
+}
+"""time/<name>_s in the order of a step -> its name."""
+OTHER = "other"
+ONCE = ("eval", "checkpoint")
+"""Phases between the steps."""
+
+
+def phase_chart(runs: Sequence[RunRecord], places: Sequence[int]) -> Chart | None:
+    """Mean seconds of a step (of a rollout batch, in RL) by phase; what is not timed is "other"."""
+    bars = [
+        {"run": place, "parts": parts}
+        for place, run in zip(places, runs, strict=True)
+        if (parts := phase_seconds(run))
+    ]
+    if not bars:
+        return None
+    unit = "rollout batch" if runs[0].stage == "rl" else "step"
+    return {
+        "kind": "stack",
+        "title": f"Time of a {unit}, by phase",
+        "note": f"Mean seconds a {unit}; evaluations and saves are spread over all of them.",
+        "phases": [*PHASES.values(), OTHER],
+        "bars": bars,
+    }
+
+
+def phase_seconds(run: RunRecord) -> list[tuple[str, float]]:
+    """Names and mean seconds of the phases, in the order of a step."""
+    is_rl = run.stage == "rl"
+    whole = run.series("rl/step_s" if is_rl else "train/step_s")
+    units = run.series("rl/rollouts").values[-1:] if is_rl else [run.last_step]
+    if not len(whole) or not units or not units[0]:
+        return []
+    parts: list[tuple[str, float]] = []
+    inside = 0.0
+    for phase, label in PHASES.items():
+        series = run.series(f"time/{phase}_s")
+        if not len(series):
+            continue
+        mean_s = math.fsum(series.values) / (units[0] if phase in ONCE else len(series))
+        inside += 0.0 if phase in ONCE else mean_s
+        parts.append((label, rounded(mean_s)))
+    other_s = math.fsum(whole.values) / len(whole) - inside
+    return [*parts, (OTHER, rounded(other_s))] if other_s > 0 else parts
+
+
+def accuracy_chart(runs: Sequence[RunRecord]) -> Chart | None:
+    """Share of right answers to held-out prompts, a bar a run; None where no run was evaluated."""
+    bars = [
+        {"run": place, "value": rounded(last), "before": _at_start(run)}
+        for place, run in enumerate(runs)
+        if (last := held_out(run)) is not None
+    ]
+    if not bars:
+        return None
+    note = "Chance that one answer is right. By mcore-rl eval where it was kept, else the run's own last evaluation."
+    if any(bar["before"] is not None for bar in bars):
+        note += " A line marks the run's start."
+    return {"kind": "bars", "title": "Right answers to held-out prompts, by run", "note": note, "bars": bars}
+
+
+def held_out(run: RunRecord) -> float | None:
+    """Of the evaluation kept in the run's folder, which is alike for runs of all stages, else of its own last one."""
+    kept: Mapping[str, Any] = run.evaluation
+    if SOLVED in kept:
+        return float(kept[SOLVED])
+    return next(reversed(run.series(SOLVED).values), None)
+
+
+def _at_start(run: RunRecord) -> float | None:
+    """What the run's own evaluation told before its first step; None beside one of other prompts."""
+    series = run.series(SOLVED)
+    is_comparable = SOLVED not in run.evaluation and len(series) and series.steps[0] == 0
+    return rounded(series.values[0]) if is_comparable else None

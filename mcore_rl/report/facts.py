@@ -1,0 +1,212 @@
+"""What was run, in words and a few numbers."""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.config.describe import toml_value
+from mcore_rl.obs.attempts import RunAttempt
+from mcore_rl.report.runs import RunRecord, Series
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A name and its value."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The number that a run is judged by."""
+
+    value: str
+    meaning: str
+
+
+def headline(run: RunRecord) -> Headline:
+    """Right answers to held-out prompts where there are any, else the loss."""
+    if told := _evaluated(run):
+        return Headline(told.partition(",")[0], "right on held-out prompts")
+    for name, meaning, show in (
+        ("eval/solved_fraction", "right on held-out prompts", percent),
+        ("reward/mean", "reward", plain),
+        ("eval/loss_nats", "held-out loss, nats a token", plain),
+        ("train/loss_nats", "training loss, nats a token", plain),
+    ):
+        series = run.series(name)
+        if len(series) > 1 and series.values[0] != series.values[-1]:
+            return Headline(f"{show(series.values[0])} → {show(series.values[-1])}", meaning)
+        if len(series):
+            return Headline(show(series.values[-1]), meaning)
+    return Headline("", "no numbers yet")
+
+
+def tagline(run: RunRecord) -> str:
+    """Steps, time and ranks."""
+    ranks = f", {ranks_text(run.attempts[-1])}" if run.attempts else ""
+    return f"{run.last_step} steps in {duration(run.seconds)}{ranks}"
+
+
+def provenance(run: RunRecord) -> list[Fact]:
+    """Folder, state, and what the last start of the run was."""
+    facts = [Fact("folder", str(run.path)), Fact("state", run.done or f"not done, at step {run.last_step}")]
+    if not run.attempts:
+        described = next(
+            (event.text for event in run.events if "megatron-core" in event.text), "not recorded"
+        )
+        return [
+            *facts,
+            Fact("machine and versions", described),
+            Fact("mesh", mesh_text(run.config.get("mesh", {}))),
+        ]
+    last = run.attempts[-1]
+    return [
+        *facts,
+        Fact("command", command_text(last)),
+        Fact("commit", last.commit or "not known: the code is not in a git repository"),
+        Fact("machine", machine_text(last)),
+        Fact("mesh", mesh_text(last.mesh)),
+        Fact("versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
+        Fact("starts", "; ".join(f"{one.started} from step {one.step}" for one in run.attempts)),
+    ]
+
+
+def command_text(attempt: RunAttempt) -> str:
+    """As a shell would read it; a rank's module as the command that starts such ranks."""
+    words = attempt.command
+    if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("mcore_rl.run."):
+        words = ["mcore-rl", words[2].removeprefix("mcore_rl.run."), *words[3:]]
+    return shlex.join(words)
+
+
+def machine_text(attempt: RunAttempt) -> str:
+    """Ranks, device, cores and memory."""
+    machine = attempt.machine
+    host = f"{machine['cores']} cores, {size(float(machine['memory_bytes']))} of memory"
+    return f"{ranks_text(attempt)} on {machine['device']}; host: {host}"
+
+
+def ranks_text(attempt: RunAttempt) -> str:
+    """How many."""
+    ranks = attempt.machine["ranks"]
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def mesh_text(mesh: Mapping[str, Any]) -> str:
+    """The axes that are not 1."""
+    sizes = {name: mesh[name] for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "world") if name in mesh}
+    told = [f"{name} {number}" for name, number in sizes.items() if number != 1 or name == "world"]
+    return ", ".join(told) or "one rank"
+
+
+NUMBERS: dict[str, Callable[[RunRecord], str]] = {
+    "steps": lambda run: str(run.last_step),
+    "time": lambda run: duration(run.seconds),
+    "tokens trained on": lambda run: count(_last(run, "train/consumed_tokens")),
+    "loss": lambda run: _first_to_last(run, "train/loss_nats", plain),
+    "held-out loss": lambda run: _first_to_last(run, "eval/loss_nats", plain),
+    "right on held-out prompts": lambda run: _first_to_last(run, "eval/solved_fraction", percent),
+    "the same by mcore-rl eval": lambda run: _evaluated(run),
+    "reward": lambda run: _first_to_last(run, "reward/mean", plain),
+    "entropy, nats": lambda run: _first_to_last(run, "policy/entropy_nats", plain),
+    "KL to the old policy, largest": lambda run: _of(run.series("policy/kl_old_nats"), max, plain),
+    "routes changed, mean": lambda run: _of(run.series("routes/changed_fraction"), mean, percent),
+    "busiest expert over mean": lambda run: _first_to_last(run, "moe/load_max_over_mean", plain),
+    "tokens / s / rank, median": lambda run: _of(run.series("train/tokens_per_s_per_rank"), median, count),
+    "MFU, median": lambda run: _of(run.series("train/mfu"), median, percent),
+    "peak main memory, rank 0": lambda run: _of(run.series("memory/peak_resident_bytes"), max, size),
+    "peak device memory, rank 0": lambda run: _of(run.series("memory/peak_device_bytes"), max, size),
+}
+
+
+def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Rows of a table with a column a run; a row that no run has is left out."""
+    rows = [(name, [show(run) for run in runs]) for name, show in NUMBERS.items()]
+    return [(name, cells) for name, cells in rows if any(cells)]
+
+
+def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Fields of the configs that are not the same in all runs, with each run's value."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    keys = sorted({key for one in flat for key in one} - {"run_dir"})
+    rows = [(key, [one.get(key, "") for one in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, toml_value(value)
+
+
+def _evaluated(run: RunRecord) -> str:
+    """Of evaluation.json: right answers, and prompts of which one of k answers is right."""
+    kept = run.evaluation
+    told = [percent(float(kept["eval/solved_fraction"]))] if "eval/solved_fraction" in kept else []
+    chances = {int(key.rpartition("_")[2]): kept[key] for key in kept if key.startswith("eval/pass_at_")}
+    return ", ".join([*told, *(f"pass@{k} {percent(float(chances[k]))}" for k in sorted(chances)[-1:])])
+
+
+def _last(run: RunRecord, name: str) -> float | None:
+    return next(reversed(run.series(name).values), None)
+
+
+def _first_to_last(run: RunRecord, name: str, show: Callable[[float], str]) -> str:
+    values = run.series(name).values
+    ends = [values[0], values[-1]] if len(values) > 1 else values
+    return " → ".join(show(value) for value in ends)
+
+
+def _of(series: Series, reduce: Callable[[list[float]], float], show: Callable[[float], str]) -> str:
+    return show(reduce(series.values)) if len(series) else ""
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean."""
+    return sum(values) / len(values)
+
+
+def median(values: Sequence[float]) -> float:
+    """The lower one of an even number."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def plain(value: float) -> str:
+    """Four significant digits, without an exponent where it is readable."""
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
+
+
+def percent(value: float) -> str:
+    """0.1234 -> 12.3 %."""
+    return f"{100 * value:.1f} %"
+
+
+def count(value: float | None) -> str:
+    """1234567 -> 1.23 M; None -> nothing."""
+    if value is None:
+        return ""
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.3g} {letter}"
+    return f"{value:.3g}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in binary units."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """3 h 20 min, 2 min 5 s, 12 s."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"

@@ -1,0 +1,180 @@
+"""One generating step of the training modules: tokens of many completions in, logits and routes out."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from mcore_rl.errors import EngineError
+from mcore_rl.model.build import unwrap
+from mcore_rl.model.layers.attention import SDPAttention
+from mcore_rl.model.layers.cache import LayerCache, StepTokens, attending_over, rotary_rows
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.routers import routers
+from mcore_rl.rl.engines.native.scheduler import Copy
+
+MAX_BYTE = 256
+"""Experts whose numbers fit into a byte."""
+
+
+class Decoder:
+    """This rank's chunks with a cache `[slots + 1, S, G, D]` a layer; the last slot takes what nobody reads.
+
+    Latent attention caches the keys and values that it makes of its latents.
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], mesh: Mesh, num_slots: int, max_tokens: int, *, with_routes: bool
+    ) -> None:
+        self._models = [unwrap(chunk) for chunk in chunks]
+        self._mesh, self._config = mesh, self._models[0].config
+        weight = next(self._models[0].parameters())
+        self._dtype, self.device = weight.dtype, weight.device
+        self._attentions = [
+            [layer.self_attention for layer in model.decoder.layers] for model in self._models
+        ]
+        self._tables = [_rotary_table(model, max_tokens) for model in self._models]
+        shape = (num_slots + 1, max_tokens)
+        self._caches = [[self._new_cache(a, shape) for a in attentions] for attentions in self._attentions]
+        self.moe_layers: list[int] = []
+        """Numbers, in the whole model, of the layers whose routes are recorded here."""
+        self._routers: list[nn.Module] = []
+        if with_routes:
+            found = [pair for model in self._models for pair in routers(model)]
+            found = [pair for pair in found if pair[0] < self._config.num_layers]
+            self.moe_layers = [layer for layer, _ in found]
+            self._routers = [router for _, router in found]
+        routes = (*shape, len(self._routers), self._config.moe_router_topk)
+        few = (self._config.num_moe_experts or 0) <= MAX_BYTE
+        self._routes = torch.zeros(routes, dtype=torch.uint8 if few else torch.int16, device=self.device)
+
+    @property
+    def token_multiple(self) -> int:
+        """What the number of a step's tokens is a multiple of."""
+        return self._mesh.tp.size if self._mesh.sequence_parallel else 1
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Move what slots hold, in order."""
+        for source, target, length in ((c.source, c.target, c.length) for c in copies):
+            for caches in self._caches:
+                for keys, values in caches:
+                    keys[target, :length] = keys[source, :length]
+                    values[target, :length] = values[source, :length]
+            self._routes[target, :length] = self._routes[source, :length]
+
+    def routes(self, slot: int, length: int) -> Tensor:
+        """In main memory: the experts `[length, l, K]` of a slot's positions, by falling gate."""
+        return self._routes[slot, :length].to("cpu", copy=True)
+
+    @torch.no_grad()
+    def step(self, tokens: StepTokens, drawing_B: Tensor) -> Tensor | None:
+        """Collective over this model's ranks and its experts': logits `[B, v]` of these tokens on the last stage."""
+        with self._recording() as recorded:
+            hidden = None
+            for index in range(len(self._models)):
+                hidden = self._chunk(index, tokens)
+        if recorded:
+            self._routes[tokens.slots_T, tokens.positions_T] = self._whole(torch.stack(recorded, 1))
+        if not self._mesh.is_last_stage or hidden is None or not len(drawing_B):
+            return None
+        model = self._models[-1]
+        shared = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+        return nn.functional.linear(hidden[drawing_B, 0], weight)
+
+    def _chunk(self, index: int, tokens: StepTokens) -> Tensor | None:
+        """What the chunk makes of the tokens; None when it has been sent on."""
+        model, table = self._models[index], self._tables[index]
+        is_latent = self._config.multi_latent_attention
+        hidden = None
+        if model.pre_process:
+            hidden = model.embedding(input_ids=tokens.ids_T[None], position_ids=tokens.positions_T[None])
+        else:
+            model.decoder.set_input_tensor(self._received(len(tokens.ids_T)))
+        caches = [LayerCache(keys, values, tokens) for keys, values in self._caches[index]]
+        with attending_over(self._attentions[index], caches, table if is_latent else None):
+            hidden = model.decoder(
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=None if is_latent else rotary_rows(table, tokens.positions_T),
+            )
+        if model.post_process:
+            return self._whole(hidden)
+        pp = self._mesh.pp
+        dist.send(hidden.contiguous(), group=pp.group, group_dst=(pp.rank + 1) % pp.size)
+        return None
+
+    def _received(self, num_tokens: int) -> Tensor:
+        pp = self._mesh.pp
+        rows = num_tokens // self.token_multiple
+        hidden = torch.empty(rows, 1, self._config.hidden_size, dtype=self._dtype, device=self.device)
+        dist.recv(hidden, group=pp.group, group_src=(pp.rank - 1) % pp.size)
+        return hidden
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Of all tokens: sequence parallelism leaves each rank a part."""
+        if not self._mesh.sequence_parallel:
+            return rows
+        whole: Tensor = gather_from_sequence_parallel_region(rows.contiguous(), group=self._mesh.tp.group)
+        return whole
+
+    def _new_cache(self, attention: Any, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        core = attention.core_attention
+        if not isinstance(core, SDPAttention):
+            raise EngineError(
+                f"the native engine cannot give {type(core).__name__} a cache. Set "
+                'platform.layers="torch", or use another engine.'
+            )
+        if self._config.multi_latent_attention:
+            groups, widths = (
+                attention.num_attention_heads_per_partition,
+                (attention.q_head_dim, self._config.v_head_dim),
+            )
+        else:
+            groups = attention.num_query_groups_per_partition
+            widths = (self._config.kv_channels, self._config.kv_channels)
+        keys, values = (
+            torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths
+        )
+        return keys, values
+
+    @contextmanager
+    def _recording(self) -> Iterator[list[Tensor]]:
+        """Inside, each router's choices `[t, K]`, in order of layers."""
+        recorded: list[Tensor] = []
+        with ExitStack() as hooks:
+            for router in self._routers:
+                hooks.enter_context(_hooked(router, _recorder(recorded, self._routes.dtype)))
+            yield recorded
+
+
+def _recorder(recorded: list[Tensor], dtype: torch.dtype) -> Callable[..., None]:
+    def record(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        gates_TE, routed_TE = output
+        chosen_TE = gates_TE.float().masked_fill(~routed_TE, -1.0)
+        recorded.append(chosen_TE.topk(router.topk).indices.to(dtype))
+
+    return record
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _rotary_table(model: GPTModel, max_tokens: int) -> Any:
+    """What the model's rotary embedding returns for the positions up to `max_tokens`, of all context ranks."""
+    layers = model.decoder.layers
+    is_latent = model.config.multi_latent_attention
+    rotary = layers[0].self_attention.rotary_pos_emb if is_latent else model.rotary_pos_emb
+    table = rotary(max_tokens, packed_seq=True)
+    return table if is_latent or not isinstance(table, tuple) else table[0]

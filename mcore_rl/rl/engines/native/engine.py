@@ -1,0 +1,220 @@
+"""The native engine: completions by the very modules that train, in their process and on their mesh."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor, nn
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl import EngineConfig
+from mcore_rl.errors import EngineError
+from mcore_rl.model.layers.cache import Rows, StepTokens
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.engines.base import Capabilities, Sampling, check_request
+from mcore_rl.rl.engines.native.decoder import Decoder
+from mcore_rl.rl.engines.native.routes import gather_layers
+from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
+from mcore_rl.rl.engines.native.stops import Stops
+from mcore_rl.rl.sampling import draw, uniforms
+from mcore_rl.rl.types import Completion, Group, Prompt
+
+Listener = Callable[[int, int, Sequence[int]], None]
+"""Told of every drawn token at once: the number of its prompt, its place in the group, the completion so far."""
+
+
+class MegatronEngine:
+    """Continuous batching over a cache of keys and values, on any mesh.
+
+    The ranks of one model (its tensor- and pipeline-parallel ones) are given the same requests; each of the other
+    replicas (data- and context-parallel ones) its own, which may be none.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        model: ModelConfig,
+        decode: Callable[[Sequence[int]], str],
+        config: EngineConfig,
+        *,
+        gathers_routes: bool = True,
+    ) -> None:
+        """Without `gathers_routes` a completion's routes are of the layers of this pipeline stage only."""
+        self.mesh, self.model, self.decode = mesh, model, decode
+        self.policy_version = 0
+        self.listener: Listener | None = None
+        self._chunks, self._num_slots = list(chunks), config.slots
+        self._step_tokens = max(config.step_tokens, config.slots + 1)
+        self._gathers_routes = gathers_routes
+        self._has_experts = model.moe.num_experts > 0
+        # Replicas that share experts must step together: an idle one computes a token that nobody reads.
+        spread = mesh.ep.size * mesh.etp.size > 1
+        self._in_step = self._has_experts and spread and mesh.dp_cp.size > 1
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        return Capabilities(max_tokens=self.model.max_position, routes=self._has_experts, seeded=True)
+
+    def update_weights(self, policy_version: int) -> None:
+        """Only the number: the modules are the policy's. No key or value outlives a call of `generate`."""
+        self.policy_version = policy_version
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
+    ) -> list[Group]:
+        """Collective over the world (over each model's ranks, where no experts are shared): a group a prompt."""
+        check_request(prompts, sampling, seeds_PG, self.capabilities)
+        drafts = [
+            Draft(group=group, index=index, prompt_T=prompt.tokens_T, seed=seed)
+            for group, (prompt, seeds) in enumerate(zip(prompts, seeds_PG, strict=True))
+            for index, seed in enumerate(seeds)
+        ]
+        longest = max((len(prompt.tokens_T) for prompt in prompts), default=0) + sampling.max_new_tokens
+        num_slots = max(1, min(self._num_slots, len(drafts)))
+        with evaluating(self._chunks):
+            decoder = Decoder(self._chunks, self.mesh, num_slots, longest, with_routes=sampling.with_routes)
+            run = _Run(self, decoder, Scheduler(drafts, num_slots, self._step_tokens), sampling)
+            while self._any_busy(run.scheduler.is_busy, decoder.device):
+                run.step()
+        if sampling.with_routes and self._gathers_routes:
+            run.routes = gather_layers(drafts, run.routes, decoder.moe_layers, self.mesh.pp)
+        made = {(draft.group, draft.index): run.completion(draft) for draft in drafts}
+        return [
+            Group(
+                prompt=prompt, completions=tuple(made[group, index] for index in range(len(seeds_PG[group])))
+            )
+            for group, prompt in enumerate(prompts)
+        ]
+
+    def _any_busy(self, is_busy: bool, device: torch.device) -> bool:
+        """Whether this model has work, or one that it shares experts with."""
+        if not self._in_step:
+            return is_busy
+        flag = torch.tensor(int(is_busy), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mesh.world.group)
+        return bool(flag)
+
+
+class _Run:
+    """One call of `generate`."""
+
+    def __init__(
+        self, engine: MegatronEngine, decoder: Decoder, scheduler: Scheduler, sampling: Sampling
+    ) -> None:
+        self._engine, self._decoder, self.scheduler, self._sampling = engine, decoder, scheduler, sampling
+        self._stops = Stops(sampling.stop_tokens, sampling.stop_strings, engine.decode)
+        self.routes: dict[Draft, Tensor] = {}
+
+    def step(self) -> None:
+        """One token of every completion that has one to compute; the finished ones leave."""
+        step = self.scheduler.next_step()
+        self._decoder.copy(step.copies)
+        tokens, drawing_B = self._tokens(step)
+        logits_Bv = self._decoder.step(tokens, drawing_B)
+        drawn = self._drawn(logits_Bv, tokens.positions_T[drawing_B], step)
+        self.scheduler.computed(step)
+        finished = [
+            slot for slot, *numbers in zip(step.drawing, *drawn, strict=True) if self._add(slot, numbers)
+        ]
+        if finished:
+            self._decoder.copy(self.scheduler.remove(finished))
+
+    def completion(self, draft: Draft) -> Completion:
+        """The record of a finished draft."""
+        stopped = draft.tokens_T[-1] in self._sampling.stop_tokens
+        return Completion(
+            text=self._engine.decode(draft.tokens_T[:-1] if stopped else draft.tokens_T),
+            tokens_T=tuple(draft.tokens_T),
+            logprobs_T=tuple(draft.logprobs_T),
+            untempered_logprobs_T=tuple(draft.untempered_logprobs_T),
+            policy_version=self._engine.policy_version,
+            finish="stop" if self._stops.ends(draft.tokens_T) else "length",
+            experts_TLK=self.routes.get(draft),
+        )
+
+    def _add(self, slot: int, numbers: Sequence[Any]) -> bool:
+        """Whether the slot's completion ends with this token."""
+        draft = self.scheduler.active[slot]
+        token, logprob, untempered = numbers
+        draft.tokens_T.append(int(token))
+        draft.logprobs_T.append(logprob)
+        draft.untempered_logprobs_T.append(untempered)
+        if self._engine.listener is not None:
+            self._engine.listener(draft.group, draft.index, draft.tokens_T)
+        is_full = len(draft.tokens_T) >= self._sampling.max_new_tokens
+        is_finished = is_full or self._stops.ends(draft.tokens_T)
+        if is_finished and self._sampling.with_routes:
+            self.routes[draft] = self._decoder.routes(slot, draft.cached)
+        return is_finished
+
+    def _tokens(self, step: Step) -> tuple[StepTokens, Tensor]:
+        """The step's tokens on the device, and which of them draw."""
+        active = self.scheduler.active
+        rows = [(draft.newest, slot, draft.cached) for slot, draft in enumerate(active[: step.num_decode])]
+        longest = max((position + 1 for _, _, position in rows), default=0)
+        spans, drawing = [], list(range(len(rows)))
+        for span in step.spans:
+            prompt_T = active[span.slot].prompt_T
+            begin = len(rows)
+            rows += [(prompt_T[place], span.slot, place) for place in range(span.start, span.stop)]
+            spans.append(Rows(begin, len(rows), span.slot, span.stop))
+            if span.stop == len(prompt_T):
+                drawing.append(len(rows) - 1)
+        multiple = self._decoder.token_multiple
+        rows += [(0, -1, 0)] * (max(-len(rows) % multiple, multiple - len(rows)))
+        table = torch.tensor(rows).to(self._decoder.device, non_blocking=True)
+        tokens = StepTokens(
+            ids_T=table[:, 0],
+            slots_T=table[:, 1],
+            positions_T=table[:, 2],
+            num_decode=step.num_decode,
+            longest=longest,
+            spans=tuple(spans),
+        )
+        return tokens, torch.tensor(drawing, dtype=torch.int64, device=self._decoder.device)
+
+    def _drawn(self, logits_Bv: Tensor | None, positions_B: Tensor, step: Step) -> list[list[float]]:
+        """Collective over this model's ranks: tokens, logprobs and logprobs at temperature 1 of the drawing slots."""
+        engine = self._engine
+        if not step.drawing:
+            return [[], [], []]
+        facts_3B = torch.zeros(3, len(step.drawing), dtype=torch.float64, device=self._decoder.device)
+        if logits_Bv is not None:
+            seeds_B = torch.tensor([self.scheduler.active[slot].seed for slot in step.drawing])
+            numbers_B = uniforms(seeds_B.to(positions_B.device), positions_B)
+            cut, tp = self._sampling.cut, engine.mesh.tp
+            facts_3B = torch.stack(
+                [
+                    fact.double()
+                    for fact in draw(logits_Bv, numbers_B, cut, tp, vocab_size=engine.model.vocab_size)
+                ]
+            )
+        if engine.mesh.pp.size > 1:
+            dist.broadcast(facts_3B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
+        if facts_3B.isnan().any():
+            raise EngineError(
+                f"the policy of version {engine.policy_version} gives logits that are not finite. Go back to an "
+                "earlier checkpoint, or lower optim.lr."
+            )
+        facts: list[list[float]] = facts_3B.tolist()
+        return facts
+
+
+@contextmanager
+def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, no dropout and nothing counted; parameters that are still being gathered are waited for."""
+    modes = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in zip(chunks, modes, strict=True):
+            chunk.train(mode)

@@ -1,0 +1,29 @@
+"""The experts of all layers, from the pipeline's stages."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.parallel.mesh import Axis
+from mcore_rl.rl.engines.native.scheduler import Draft
+
+
+def gather_layers(
+    drafts: Sequence[Draft], routes: Mapping[Draft, Tensor], layers: Sequence[int], pp: Axis
+) -> dict[Draft, Tensor]:
+    """Collective over `pp`: routes `[T, L, K]` of each draft in order of layers, from `[T, l, K]` of those here.
+
+    All stages have the same drafts; they may have different numbers of layers.
+    """
+    if pp.size == 1 or not drafts:
+        return dict(routes)
+    boxes: list[tuple[Sequence[int], list[Tensor]] | None] = [None] * pp.size
+    dist.all_gather_object(boxes, (layers, [routes[draft] for draft in drafts]), group=pp.group)
+    found = [box for box in boxes if box is not None]
+    order = torch.tensor([layer for numbers, _ in found for layer in numbers]).argsort()
+    stages = zip(*(tensors for _, tensors in found), strict=True)
+    return {
+        draft: torch.cat(parts, 1).index_select(1, order) for draft, parts in zip(drafts, stages, strict=True)
+    }

@@ -1,0 +1,1 @@
+"""Advantages, policy losses and their aggregation: the mathematics of an RL update."""

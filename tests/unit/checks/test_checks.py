@@ -1,0 +1,281 @@
+"""Each rule, by a config that breaks it alone."""
+
+import pytest
+
+from mcore_rl.checks.run import check
+from mcore_rl.config.load import load_config
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.errors import ConfigError
+
+EXPERTS = "model.moe.num_experts=8 model.moe.top_k=2 model.moe.ffn_hidden_size=64"
+DEEPSEEK = (
+    "model.moe.num_experts=16 model.moe.top_k=4 model.moe.ffn_hidden_size=64 model.moe.shared_experts=1 "
+    "model.moe.num_groups=4 model.moe.top_groups=2 model.moe.expert_bias=true model.moe.routed_scaling=2.5 "
+    "model.moe.first_dense_layers=1"
+)
+FAMILIES = {
+    "llama": "",
+    "qwen2": "",
+    "qwen3": "",
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": f"{EXPERTS} model.moe.shared_experts=1 model.moe.normalize_top_k=false",
+    "mixtral": EXPERTS,
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": f"{EXPERTS} model.sliding_window=16 model.rope.scaling=yarn model.rope.truncate=false",
+    "olmoe": f"{EXPERTS} model.moe.normalize_top_k=false",
+    "deepseek_v2": f"{DEEPSEEK} model.moe.expert_bias=false model.moe.top_k=2 model.moe.normalize_top_k=false",
+    "glm4_moe": f"{DEEPSEEK} model.rope.fraction=0.5",
+}
+
+REMEDIES = "Change Choose Give Leave Lower Make Name Set Shorten Start Take Untie Use Warm".split()
+
+
+def violations(family, overrides="", world_size=None):
+    words = f"model.family={family} {FAMILIES[family]} data.train=[text] {overrides}".split()
+    config = load_config(PretrainConfig, None, words)
+    try:
+        check(config, world_size or config.mesh.smallest_world)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes(family):
+    assert violations(family) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "world_size"),
+    [
+        ("qwen3_moe", "mesh.tp=2 mesh.ep=2", 2),
+        ("qwen3_moe", "mesh.tp=2 mesh.ep=4 mesh.dp=0", 4),
+        ("qwen3_moe", "mesh.tp=2 mesh.etp=2 mesh.ep=2 mesh.dp=2", 4),
+        ("qwen3_moe", "mesh.pp=2 mesh.vpp=2", 2),
+        ("qwen3_moe", "mesh.cp=2 mesh.tp=2 data.seq_length=8", 4),
+        ("qwen3_moe", "mesh.tp=8", 8),
+        ("qwen3_moe", "model.moe.top_k=1 model.moe.normalize_top_k=false", 1),
+        ("qwen3_moe", "mesh.pp=3 mesh.first_stage_layers=1 mesh.last_stage_layers=1", 3),
+        ("qwen3", "mesh.tp=2 mesh.sequence_parallel=false data.seq_length=7", 2),
+        ("deepseek_v3", "mesh.pp=2 model.mtp_layers=1", 2),
+        ("deepseek_v3", "mesh.pp=1 model.mtp_layers=1 model.tied_embeddings=true", 1),
+        ("deepseek_v3", "model.num_kv_heads=3", 1),
+        ("deepseek_v3", "model.moe.num_groups=1 model.moe.top_groups=1 model.moe.top_k=6", 1),
+        (
+            "llama",
+            "train.global_batch=32 train.ramp_start=8 train.ramp_increment=12 train.ramp_samples=100",
+            1,
+        ),
+        ("llama", "optim.schedule=wsd optim.warmup_steps=90", 1),
+        ("llama", "model.rope.scaling=llama3 model.rope.factor=8 model.rope.original_length=8192", 1),
+        ("qwen2_moe", "model.moe.shared_ffn_hidden_size=96 mesh.tp=2 mesh.etp=2", 2),
+        ("glm4_moe", "model.qkv_bias=off model.qk_norm=on mesh.pp=2 model.mtp_layers=1", 2),
+        ("llama", "data.split=[1,0,0] train.eval_batches=0", 1),
+        ("llama", "platform.recompute=full platform.recompute_modules=[moe]", 1),
+        ("llama", "mesh.overlap_param_gather=true mesh.overlap_grad_reduce=true", 1),
+    ],
+)
+def test_settings_that_agree_pass(family, overrides, world_size):
+    assert violations(family, overrides, world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "world_size", "told"),
+    [
+        ("qwen3_moe", "", 4, "has 4 ranks, but mesh.tp=1 x pp=1 x cp=1 x dp=1 takes 1. Start so many"),
+        ("qwen3_moe", "mesh.tp=2 mesh.dp=0", 3, "Start 2, 4, 6 or another multiple of 2"),
+        ("qwen3_moe", "mesh.tp=2 mesh.ep=4 mesh.dp=0 train.global_batch=12", 6, "Start 4, 8, 12"),
+        (
+            "qwen3_moe",
+            "mesh.tp=2 mesh.ep=4 mesh.dp=3 train.global_batch=12 train.global_batch=12",
+            6,
+            "Set mesh.dp to a multiple of 2",
+        ),
+        (
+            "qwen3_moe",
+            "mesh.ep=3 mesh.dp=3 train.global_batch=12",
+            3,
+            "num_experts=8 is not a multiple of mesh.ep=3",
+        ),
+        ("qwen3_moe", "mesh.tp=2 mesh.sequence_parallel=false", 2, "Set mesh.sequence_parallel=true"),
+        ("qwen3_moe", "model.moe.dispatcher=deepep", 1, "Set mesh.ep > 1"),
+        ("llama", "mesh.ep=2 mesh.dp=2", 2, "mesh.ep=2, but model.moe.num_experts=0"),
+        ("llama", "mesh.etp=2 mesh.tp=2", 2, "mesh.etp=2, but model.moe.num_experts=0"),
+        ("llama", "model.ffn_hidden_size=511 mesh.tp=2", 2, "model.ffn_hidden_size = 511"),
+        ("llama", "model.vocab_size=5 model.vocab_multiple=1 mesh.tp=2", 2, "padded vocabulary"),
+        ("qwen3_moe", "mesh.etp=3 mesh.dp=3 train.global_batch=12", 3, "model.moe.ffn_hidden_size = 64"),
+        (
+            "deepseek_v3",
+            "model.moe.ffn_hidden_size=63 mesh.tp=2",
+            2,
+            "model.moe.shared_experts x model.moe.ffn_hidden_size = 63",
+        ),
+        ("llama", "model.num_heads=6 model.num_kv_heads=2 mesh.tp=4", 4, "of 1, 2, 3, 6"),
+        ("llama", "model.num_heads=12 model.num_kv_heads=6 mesh.tp=4", 4, "num_kv_heads=6 is neither"),
+        ("llama", "model.num_kv_heads=3", 1, "num_heads=8 is not a multiple of model.num_kv_heads=3"),
+        ("llama", "model.head_dim=33", 1, "model.head_dim=33 is odd"),
+        ("deepseek_v3", "model.mla.qk_rope_head_dim=7", 1, "qk_rope_head_dim=7 is odd"),
+        ("llama", "mesh.pp=3", 3, "model.num_layers=4 cannot be cut into 3 stages"),
+        ("llama", "mesh.pp=2 mesh.vpp=4", 2, "mesh.vpp=4 equal chunks"),
+        ("llama", "mesh.first_stage_layers=1", 1, "mesh.pp=1: there is one stage"),
+        (
+            "llama",
+            "mesh.pp=2 mesh.first_stage_layers=1 mesh.last_stage_layers=2",
+            2,
+            "is not model.num_layers=4, with mesh.pp=2",
+        ),
+        (
+            "llama",
+            "mesh.pp=3 mesh.first_stage_layers=2 mesh.last_stage_layers=2",
+            3,
+            "0 is no positive multiple",
+        ),
+        (
+            "llama",
+            "mesh.pp=2 mesh.vpp=2 mesh.first_stage_layers=3 model.num_layers=5",
+            2,
+            "first_stage_layers=3 is not a multiple of mesh.vpp=2",
+        ),
+        ("llama", "mesh.vpp=2", 1, "but mesh.pp=1"),
+        ("llama", "mesh.pp=2 mesh.vpp=2 mesh.overlap_p2p=false", 2, "needs mesh.overlap_p2p=true"),
+        ("deepseek_v3", "model.mtp_layers=1 mesh.pp=2 model.tied_embeddings=true", 2, "Untie the embeddings"),
+        ("llama", "mesh.overlap_param_gather=true", 1, "needs mesh.overlap_grad_reduce=true"),
+        ("llama", "data.seq_length=5000", 1, "longer than model.max_position=4096"),
+        ("llama", "mesh.cp=2 data.seq_length=6", 2, "not a multiple of 4: mesh.cp=2"),
+        ("llama", "mesh.tp=2 data.seq_length=7", 2, "Use 6 or 8"),
+        ("llama", "mesh.tp=4 mesh.cp=2 data.seq_length=12", 8, "not a multiple of 8"),
+        ("llama", "train.micro_batch=3", 1, "Use 6 or 9"),
+        ("llama", "mesh.dp=3", 3, "train.micro_batch=1 x 3 data-parallel ranks = 3"),
+        ("llama", "mesh.pp=4 mesh.vpp=1 train.micro_batch=16", 4, "train.global_batch=8 is not a multiple"),
+        ("llama", "mesh.pp=2 mesh.vpp=2 train.micro_batch=8", 2, "microbatches go round in groups of pp"),
+        ("llama", "train.ramp_start=4", 1, "needs all three"),
+        (
+            "llama",
+            "train.ramp_start=4 train.ramp_increment=3 train.ramp_samples=9",
+            1,
+            "no number of increments",
+        ),
+        (
+            "llama",
+            "train.ramp_start=8 train.ramp_increment=1 train.ramp_samples=9",
+            1,
+            "no number of increments",
+        ),
+        (
+            "llama",
+            "train.micro_batch=4 train.ramp_start=4 train.ramp_increment=2 train.ramp_samples=9",
+            1,
+            "train.ramp_increment=2 is not a multiple",
+        ),
+        ("llama", "optim.min_lr=1", 1, "optim.min_lr=1.0 is above optim.lr=0.0003"),
+        ("llama", "optim.warmup_steps=100", 1, "does not end before train.steps=100"),
+        (
+            "llama",
+            "optim.warmup_steps=20 optim.decay_steps=10",
+            1,
+            "does not end before optim.decay_steps=10",
+        ),
+        ("llama", "optim.schedule=wsd optim.warmup_steps=91", 1, "do not both fit before train.steps=100"),
+        ("llama", "optim.schedule=wsd optim.wsd_decay_steps=101", 1, "do not both fit"),
+        ("llama", "data.train=[]", 1, "data.train is empty"),
+        ("llama", "data.train_weights=[1,2]", 1, "has 2 weights for 1 prefixes"),
+        ("llama", "data.train_weights=[0]", 1, "a weight is above 0"),
+        ("llama", "data.split=[0,1,1]", 1, "training needs one"),
+        ("llama", "data.split=[2,-1,1]", 1, "no share is negative"),
+        ("llama", "data.split=[1,0,0]", 1, "nothing to evaluate on"),
+        ("llama", "data.tokenizer.kind=huggingface", 1, "has no path"),
+        ("llama", "data.tokenizer.path=x", 1, 'not read with data.tokenizer.kind="none"'),
+        ("llama", "model.moe.num_experts=4 model.moe.ffn_hidden_size=8", 1, '"llama" is dense'),
+        ("mixtral", "model.moe.num_experts=0", 1, "is a Mixture of Experts"),
+        ("qwen3_moe", "model.mtp_layers=1", 1, "known of deepseek_v3, glm4_moe only"),
+        ("qwen3_moe", "model.moe.ffn_hidden_size=0", 1, "an expert has no width"),
+        ("qwen3_moe", "model.moe.top_k=9", 1, "more than model.moe.num_experts=8"),
+        ("qwen3_moe", "model.moe.first_dense_layers=4", 1, "leaves none of model.num_layers=4"),
+        ("qwen3_moe", "model.moe.top_k=1", 1, "it would not learn"),
+        ("deepseek_v3", "model.moe.normalize_top_k=false", 1, "always sum to one"),
+        (
+            "qwen3_moe",
+            "model.moe.shared_experts=1",
+            1,
+            "shared_experts=1 is known of qwen2_moe, deepseek_v2, ",
+        ),
+        ("mixtral", "model.moe.expert_bias=true", 1, "Set it to false"),
+        ("mixtral", "model.moe.routed_scaling=2", 1, "Set it to 1.0"),
+        ("qwen2_moe", "model.moe.shared_experts=2", 1, "qwen2_moe has one shared expert"),
+        ("gpt_oss", "mesh.tp=2 mesh.etp=2", 2, "Set mesh.etp=1"),
+        ("gpt_oss", "model.moe.first_dense_layers=1", 1, 'not of model.family="gpt_oss"'),
+        ("qwen3_moe", "model.sliding_window=16", 1, "known of gpt_oss only"),
+        ("gpt_oss", "model.rope.scaling=none", 1, "rope.truncate=false is known of YaRN"),
+        ("olmoe", "model.num_kv_heads=2 mesh.tp=4", 4, "olmoe norms all keys at once"),
+        ("deepseek_v2", "model.moe.normalize_top_k=true", 1, "are the softmax's probabilities"),
+        (
+            "deepseek_v2",
+            "model.moe.top_k=4",
+            1,
+            "by its best 2 experts, deepseek_v2 is defined by the best 1",
+        ),
+        ("deepseek_v2", "model.moe.expert_bias=true", 1, "known of deepseek_v3, glm4_moe only"),
+        ("qwen2", "model.qkv_bias=off", 1, 'model.family="qwen2" always has them'),
+        ("qwen3", "model.qkv_bias=on", 1, 'model.family="qwen3" never has them'),
+        ("llama", "model.qk_norm=on", 1, 'model.qk_norm="on"'),
+        ("llama", "model.rope.fraction=0.5", 1, "rope.fraction=0.5 is known of glm4_moe only"),
+        ("glm4_moe", "model.rope.fraction=0.1", 1, "x model.rope.fraction=0.1 is odd"),
+        ("glm4_moe", "model.rope.scaling=yarn model.rope.factor=4", 1, "Megatron's YaRN turns whole heads"),
+        ("glm4_moe", "model.moe.top_k=6", 1, "by its best 3 experts, glm4_moe is defined by the best 2"),
+        (
+            "qwen2_moe",
+            "model.moe.shared_ffn_hidden_size=63 mesh.tp=2",
+            2,
+            "model.moe.shared_experts x model.moe.shared_ffn_hidden_size = 63",
+        ),
+        ("deepseek_v3", "model.moe.top_groups=0", 1, "needs both"),
+        ("deepseek_v3", "model.moe.num_groups=3", 1, "not a multiple of model.moe.num_groups=3"),
+        ("deepseek_v3", "model.moe.top_groups=5", 1, "not so many groups"),
+        (
+            "deepseek_v3",
+            "model.moe.num_groups=16 model.moe.top_groups=1 model.moe.top_k=2",
+            1,
+            "leave 1 experts",
+        ),
+        ("deepseek_v3", "model.moe.top_k=6", 1, "by its best 3 experts"),
+        ("llama", "model.rope.factor=2", 1, "has no effect"),
+        ("llama", "model.rope.scaling=yarn model.rope.factor=0.5", 1, "would shrink"),
+        ("llama", "model.rope.scaling=llama3 model.rope.factor=8", 1, "8192 built in"),
+        ("deepseek_v3", "model.rope.scaling=llama3 model.rope.factor=8", 1, "not known of deepseek_v3"),
+        ("llama", "platform.device=cpu platform.layers=te", 1, 'platform.layers="te" needs CUDA'),
+        ("llama", "platform.device=cpu platform.fp8=hybrid", 1, 'platform.fp8="hybrid" needs CUDA'),
+        ("llama", "platform.layers=torch platform.fp8=hybrid", 1, "needs TransformerEngine"),
+        (
+            "qwen3_moe",
+            "platform.device=cpu model.moe.dispatcher=deepep mesh.ep=2 mesh.dp=2",
+            2,
+            'model.moe.dispatcher="deepep" needs CUDA',
+        ),
+        ("llama", "platform.recompute=selective platform.recompute_modules=[]", 1, "without platform.recomp"),
+        ("llama", "platform.recompute=selective platform.recompute_modules=[moe]", 1, 'names "moe"'),
+        ("qwen3_moe", "platform.recompute=selective platform.recompute_modules=[mlp]", 1, 'names "mlp"'),
+        ("qwen3_moe", "platform.recompute=selective platform.recompute_modules=[mla_up_proj]", 1, "mla_up"),
+        (
+            "qwen3_moe",
+            "platform.recompute=selective platform.recompute_modules=[shared_experts]",
+            1,
+            "shared_",
+        ),
+        (
+            "qwen3_moe",
+            "platform.fp8=hybrid platform.recompute=selective platform.recompute_modules=[moe_act]",
+            1,
+            "cannot recompute",
+        ),
+    ],
+)
+def test_a_disagreement_is_told_alone_and_with_a_remedy(family, overrides, world_size, told):
+    lines = violations(family, overrides, world_size)
+    assert [told in line for line in lines] == [True], lines
+    assert lines[0].split(". ")[-1].split()[0] in REMEDIES
+
+
+def test_all_disagreements_are_told_at_once():
+    lines = violations("qwen3_moe", "mesh.tp=3 mesh.pp=3 train.micro_batch=5 optim.min_lr=1")
+    wanted = ("num_heads", "num_layers", "global_batch", "min_lr", "padded vocabulary", "seq_length")
+    assert len(lines) == len(wanted) and all(any(word in line for line in lines) for word in wanted)

@@ -1,0 +1,97 @@
+"""The rules that Megatron checks too stand where it has them: what it takes passes, and the reverse."""
+
+import itertools
+
+import pytest
+
+import mcore_rl.backend.patches.table  # noqa: F401
+
+# isort: split
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_rl.checks.mesh import mesh_violations
+from mcore_rl.checks.model import model_violations
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig, MoEConfig
+
+
+def megatron_config(**arguments):
+    return TransformerConfig(hidden_size=64, add_bias_linear=False, **arguments)
+
+
+def megatron_takes(**arguments):
+    try:
+        megatron_config(**arguments)
+    except (ValueError, AssertionError):
+        return False
+    return True
+
+
+def layers_of_the_chunks(num_layers, mesh):
+    """How many layers Megatron puts into each chunk; None where it refuses the mesh."""
+    vpp = mesh.vpp if mesh.vpp > 1 else None
+    try:
+        config = megatron_config(
+            num_layers=num_layers,
+            num_attention_heads=4,
+            pipeline_model_parallel_size=mesh.pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            num_layers_in_first_pipeline_stage=mesh.first_stage_layers or None,
+            num_layers_in_last_pipeline_stage=mesh.last_stage_layers or None,
+            pipeline_dtype="float32",
+        )
+        stages = [range(mesh.pp), range(vpp) if vpp else [None]]
+        return [get_num_layers_to_build(config, chunk, stage) for stage, chunk in itertools.product(*stages)]
+    except (ValueError, AssertionError):
+        return None
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_stages_are_cut_where_megatron_can_cut_them(pp, vpp):
+    outcomes = set()
+    for num_layers, first, last in itertools.product(range(2, 13), range(4), range(4)):
+        mesh = MeshConfig(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
+        ours = not list(mesh_violations(ModelConfig(family="llama", num_layers=num_layers), mesh, 256))
+        chunks = layers_of_the_chunks(num_layers, mesh)
+        megatrons = chunks is not None and min(chunks) > 0 and sum(chunks) == num_layers
+        assert ours == megatrons, (num_layers, first, last, chunks)
+        outcomes.add(ours)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
+def test_heads_are_cut_where_megatron_can_cut_them(tp):
+    for heads, kv_heads in itertools.product((6, 8, 12), (1, 2, 3, 4, 6)):
+        if heads % kv_heads:
+            continue
+        model = ModelConfig(
+            family="llama", num_heads=heads, num_kv_heads=kv_heads, vocab_multiple=24, ffn_hidden_size=48
+        )
+        ours = not list(mesh_violations(model, MeshConfig(tp=tp), 24))
+        megatrons = megatron_takes(
+            num_layers=4, num_attention_heads=heads, num_query_groups=kv_heads, tensor_model_parallel_size=tp
+        )
+        assert ours == megatrons, (heads, kv_heads)
+
+
+@pytest.mark.parametrize(("groups", "chosen"), [*itertools.product((0, 2, 3, 4), (0, 1, 2, 4))])
+def test_groups_that_megatron_refuses_are_refused(groups, chosen):
+    model = ModelConfig(
+        family="deepseek_v3",
+        moe=MoEConfig(
+            num_experts=8, top_k=2 * (chosen or 1), ffn_hidden_size=8, num_groups=groups, top_groups=chosen
+        ),
+    )
+    megatrons = megatron_takes(
+        num_layers=4,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=8,
+        moe_router_topk=2 * (chosen or 1),
+        moe_router_score_function="sigmoid",
+        moe_router_num_groups=groups or None,
+        moe_router_group_topk=chosen or None,
+    )
+    assert megatrons or list(model_violations(model))

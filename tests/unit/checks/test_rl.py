@@ -1,0 +1,122 @@
+"""Each rule of RL, by settings that break it alone."""
+
+import pytest
+
+from mcore_rl.checks.rl import rl_violations
+from mcore_rl.config.load import dump_config, load_config
+from mcore_rl.config.rl import PRESETS, RlConfig, preset
+
+REMEDIES = "Change Choose Clear Give Leave Lower Make Name Set Shorten Take".split()
+
+
+def violations(words):
+    overrides = words.split()
+    if not any(word.startswith("prompts.") for word in overrides):
+        overrides.append("prompts.task=sorting")
+    return list(rl_violations(load_config(RlConfig, None, overrides)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "loss.kind=gspo",
+        "loss.kind=gspo_token loss.aggregation=seq_mean_token_mean",
+        "loss.kind=kimi_k2 advantage.kind=mean loss.tau=0.1",
+        "loss.kind=cispo",
+        "advantage.kind=steps loss.kind=gspo_token loss.kl_coeff=0.1",
+        "loss.kl_coeff=0.04 loss.reference_refresh_rollouts=10",
+        "loss.kl_coeff=0.04 loss.kl_estimator=k1 loss.kl_gradient=k2",
+        "loss.kl_coeff=0.04 loss.kl_estimator=k1 loss.kl_in=reward",
+        "loss.dual_clip=3 loss.mismatch=mask",
+        "loss.kind=gspo loss.mismatch=sequence_mask",
+        "loss.kind=gspo_token loss.mismatch=mask",
+        "reward.parts=[math,format,length,pkg.mod:func] reward.weights=[1,0.1,0.1,1] reward.format_pattern=a "
+        "reward.length_max_tokens=9 reward.answer_pattern=<a>(.*)</a>",
+        "rollout.group_size=2 advantage.kind=leave_one_out_zscore advantage.ddof=0",
+        "prompts.files=[a.jsonl]",
+        "prompts.task=countdown prompts.smallest=3 prompts.largest=4",
+    ],
+)
+def test_these_settings_are_fine(words):
+    assert violations(words) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("prompts.task=file", "files is empty"),
+        ("prompts.task=sorting prompts.files=[a]", "not read"),
+        ("prompts.task=sorting prompts.smallest=5", "is above"),
+        ("prompts.task=countdown prompts.smallest=1", "2 to 6 numbers"),
+        ("rollout.temperature=0", "the same"),
+        ('rollout.stop_strings=["a",""]', "empty text"),
+        ("rollout.group_size=1", "undefined"),
+        ("rollout.group_size=1 advantage.kind=mean", "undefined"),
+        ("rollout.group_size=2 advantage.kind=leave_one_out_zscore", "at least 3"),
+        ("loss.clip_low=1", "nothing is clipped"),
+        ("loss.kind=cispo loss.dual_clip=3", "no min"),
+        ("loss.dual_clip=1.1", "not above the upper clip"),
+        ("loss.tau=0.1", "not used"),
+        ("loss.kind=gspo loss.aggregation=token_mean", "mean over sequences"),
+        ("loss.kind=gspo_token loss.aggregation=token_mean", "mean over sequences"),
+        ("loss.kind=gspo loss.aggregation=seq_mean_token_sum_norm", "mean over sequences"),
+        ("loss.kind=kimi_k2 advantage.kind=mean loss.aggregation=token_mean", "mean over sequences"),
+        ("loss.aggregation_norm_tokens=5", "not used"),
+        ("loss.kind=kimi_k2", "r - mean(r)"),
+        ("loss.kind=kimi_k2 advantage.kind=steps", "r - mean(r)"),
+        ("loss.kind=gspo advantage.kind=steps", "one advantage a sequence"),
+        ("loss.kl_coeff=0.1 loss.kl_in=reward advantage.kind=steps", "of no step"),
+        ("rollout.dynamic_sampling=true advantage.kind=steps", "whole rewards"),
+        ("loss.kind=kimi_k2 advantage.kind=mean loss.clip_high=0.2", "clips nothing"),
+        ("loss.kind=kimi_k2 advantage.kind=mean loss.mismatch=truncate", "no importance weights"),
+        ("loss.reference_refresh_rollouts=3", "no reference"),
+        ("loss.kl_coeff=0.1 loss.kl_estimator=k1", "whose mean is 0"),
+        ("loss.kl_coeff=0.1 loss.kl_in=reward loss.kl_gradient=k2", "no gradient"),
+        ("loss.kind=gspo loss.mismatch=truncate", "one term a sequence"),
+        ("loss.mismatch=mask loss.mismatch_low=1.5", "does not hold 1"),
+        ("loss.mismatch=truncate loss.mismatch_high=0.9", "truncates weights"),
+        ("reward.parts=[]", "is empty"),
+        ("reward.parts=[exact,exact]", "twice"),
+        ("reward.parts=[exactly]", 'names "exactly"'),
+        ("reward.parts=[a/b:c]", 'names "a/b:c"'),
+        ("reward.weights=[1,2]", "2 numbers for 1 parts"),
+        ("reward.error_value=inf", "finite"),
+        ("reward.parts=[regex]", "regex_pattern is empty"),
+        ("reward.format_pattern=a", "not used"),
+        ("reward.parts=[regex] reward.regex_pattern='(a'", "no regular expression"),
+        ("reward.answer_pattern=a", "no group"),
+        ("reward.parts=[pkg:f] reward.answer_pattern=(a)", "not used"),
+        ("reward.length_max_tokens=9", 'the part "length"'),
+        ("reward.parts=[length]", 'the part "length"'),
+        ("reward.parts=[length] reward.length_max_tokens=9 reward.length_min_tokens=10", "is above"),
+        ("rollout.max_new_tokens=8 reward.overlong_buffer_tokens=9", "longer than"),
+        ("reward.overlong_buffer_tokens=9 loss.mask_truncated=true", "does not train on the longest"),
+    ],
+)
+def test_it_is_refused_with_a_reason_and_a_remedy(words, reason):
+    (violation,) = violations(words)
+    assert reason in violation
+    assert any(word in violation.replace(".", " ").split() for word in REMEDIES), violation
+
+
+def test_paper_values_follow_the_kind_of_loss():
+    gspo = load_config(RlConfig, None, ["loss.kind=gspo"]).loss
+    assert (gspo.clip, gspo.aggregation_in_use) == ((3e-4, 4e-4), "seq_mean_token_mean")
+    grpo = load_config(RlConfig, None, ["loss.clip_high=0.28"]).loss
+    assert (grpo.clip, grpo.aggregation_in_use) == ((0.2, 0.28), "seq_mean_token_mean")
+    assert load_config(RlConfig, None, ["loss.kind=cispo"]).loss.aggregation_in_use == "token_mean"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_pass_and_survive_a_config_file(name, tmp_path):
+    config = preset(name)
+    config = config.model_copy(update={"prompts": config.prompts.model_copy(update={"task": "copying"})})
+    assert list(rl_violations(config)) == []
+    (tmp_path / "rl.toml").write_text(dump_config(config))
+    assert load_config(RlConfig, tmp_path / "rl.toml") == config
+
+
+def test_dr_grpo_is_divided_by_neither_length_nor_spread():
+    config = preset("dr_grpo")
+    assert (config.loss.aggregation_in_use, config.advantage.kind) == ("seq_mean_token_sum_norm", "mean")

@@ -1,0 +1,49 @@
+"""A reinforcement-learning run as a whole: what is refused, with the remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.checks.rl_run import check_rl
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import ConfigError
+
+RECIPE = Path(__file__).parents[3] / "launch/recipes/tiny_moe/grpo.toml"
+
+
+def config(*overrides: str) -> RlRunConfig:
+    return load_config(RlRunConfig, RECIPE, overrides)
+
+
+def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() -> None:
+    tiny = config()
+    check_rl(tiny, 2)
+    assert (tiny.rollout_size, tiny.updates_per_rollout) == (128, 2)
+    assert config("rl.update.epochs=3").updates_per_rollout == 6
+    cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.row_tokens=0")
+    assert (cut.longest_sample, cut.row_unit, cut.row_length) == (32, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["train.global_batch=48"], "does not divide the 128 completions .* Use (32|64)"),
+        (["train.steps=7"], "train.steps=7 is not a multiple of the 2 .* Use 8"),
+        (["checkpoint.interval=3"], "checkpoint.interval=3 is not a multiple"),
+        (["train.micro_batch=2"], "packed into forward passes of rl.update.row_tokens"),
+        (["rl.update.row_tokens=16"], "Raise it to 32 or more"),
+        (["rl.prompts.max_tokens=2000"], "more than model.max_position=1024"),
+        (["model.attention_dropout=0.1"], "model.attention_dropout=0.1: the policy in training"),
+        (["platform.layers=te"], 'Set platform.layers="torch"'),
+        (["model.moe.capacity_factor=1.5"], "would be dropped in training"),
+        (["rl.eval.samples=4"], "are all the same"),
+        (["rl.eval.files=['x']"], "whose held-out problems are made"),
+        (["replay.kind=r2", "rl.update.old_logprobs=engine"], 'or replay.kind="r3"'),
+        (["data.chat_template=tokenizer"], 'Set it to "plain" or "raw"'),
+        (["train.ramp_start=2"], "does not grow"),
+    ],
+)
+def test_what_is_not_what_its_name_says_is_refused(overrides: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_rl(config(*overrides), 2)

@@ -1,0 +1,258 @@
+"""A config.json of any transformers version gives our config; what Megatron has otherwise is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.checks.model import checked_model_from_hf
+from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from mcore_rl.errors import ConfigError
+from tests.hf_models import CASES, oracle
+
+PUBLISHED_DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "aux_loss_alpha": 0.001,
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+PUBLISHED_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+def test_the_published_config_of_deepseek_v3() -> None:
+    assert checked_model_from_hf(PUBLISHED_DEEPSEEK_V3) == ModelConfig(
+        family="deepseek_v3",
+        num_layers=61,
+        hidden_size=7168,
+        num_heads=128,
+        num_kv_heads=128,
+        head_dim=56,
+        ffn_hidden_size=18432,
+        vocab_size=129280,
+        max_position=163840,
+        mtp_layers=1,
+        rope=RopeConfig(scaling="yarn", factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0),
+        mla=MLAConfig(
+            q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ),
+        moe=MoEConfig(
+            num_experts=256,
+            top_k=8,
+            ffn_hidden_size=2048,
+            shared_experts=1,
+            first_dense_layers=3,
+            num_groups=8,
+            top_groups=4,
+            routed_scaling=2.5,
+            balance="none",
+            expert_bias=True,
+        ),
+    )
+
+
+def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config.json as transformers 4 writes it."""
+    stretched = {key: value for key, value in config["rope_parameters"].items() if key != "rope_theta"}
+    old = {
+        key: value
+        for key, value in config.items()
+        if key not in ("rope_parameters", "dtype", "num_local_experts")
+    }
+    experts = {"num_local_experts" if config["model_type"] == "mixtral" else "num_experts": None}
+    if "num_local_experts" in config:
+        experts = dict.fromkeys(experts, config["num_local_experts"])
+    return (
+        old
+        | {key: value for key, value in experts.items() if value}
+        | {
+            "rope_theta": config["rope_parameters"]["rope_theta"],
+            "rope_scaling": None if stretched["rope_type"] == "default" else stretched,
+            "torch_dtype": config["dtype"],
+        }
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_old_and_new_keys_mean_the_same(case: str) -> None:
+    new = oracle(case).config
+    assert "rope_parameters" in new
+    assert checked_model_from_hf(as_transformers_4(new)) == checked_model_from_hf(new)
+
+
+def test_keys_that_a_config_leaves_out_have_the_familys_defaults() -> None:
+    mixtral = {key: value for key, value in oracle("mixtral").config.items() if key != "rope_parameters"}
+    assert checked_model_from_hf(mixtral).rope.theta == 1e6
+    glm4 = {key: value for key, value in oracle("glm4_moe").config.items() if key != "rope_parameters"}
+    assert checked_model_from_hf(glm4).rope.fraction == 0.5
+    qwen3 = {key: value for key, value in oracle("qwen3").config.items() if key != "head_dim"}
+    assert checked_model_from_hf(qwen3).head_dim == 128
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name() -> None:
+    assert checked_model_from_hf(PUBLISHED_DEEPSEEK_V3 | {"model_type": "kimi_k2"}).family == "deepseek_v3"
+
+
+def test_leading_dense_layers_of_qwen3_moe_are_read_from_either_key() -> None:
+    config = oracle("qwen3_moe").config
+    assert checked_model_from_hf(config | {"mlp_only_layers": [0, 1]}).moe.first_dense_layers == 2
+    assert checked_model_from_hf(config | {"decoder_sparse_step": 3}).moe.first_dense_layers == 2
+
+
+def test_one_group_is_no_group() -> None:
+    moe = checked_model_from_hf(PUBLISHED_DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1}).moe
+    assert (moe.num_groups, moe.top_groups) == (0, 0)
+
+
+def test_gpt_oss_may_have_no_window() -> None:
+    config = oracle("gpt_oss").config
+    assert checked_model_from_hf(config).sliding_window == 7
+    assert checked_model_from_hf(config | {"layer_types": ["full_attention"] * 3}).sliding_window == 0
+
+
+def test_the_published_config_of_gpt_oss() -> None:
+    assert checked_model_from_hf(PUBLISHED_GPT_OSS) == ModelConfig(
+        family="gpt_oss",
+        num_layers=24,
+        hidden_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_hidden_size=2880,
+        vocab_size=201088,
+        max_position=131072,
+        norm_eps=1e-5,
+        sliding_window=128,
+        rope=RopeConfig(theta=150000.0, scaling="yarn", factor=32.0, original_length=4096, truncate=False),
+        moe=MoEConfig(num_experts=32, top_k=4, ffn_hidden_size=2880, aux_loss_coeff=0.9),
+    )
+
+
+YARN = PUBLISHED_DEEPSEEK_V3["rope_scaling"]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "gpt2"}, "model_type='gpt2'.*Known are qwen3_moe"),
+    ("llama", {"attention_bias": True}, "attention_bias=True"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("llama", {"hidden_size": None}, "lacks hidden_size"),
+    ("llama", {"num_hidden_layers": "three"}, "num_layers"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5",
+    ),
+    ("llama-llama3", {"original_max_position_embeddings": 4096}, "original_max_position_embeddings=4096"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}, "decoder_sparse_step=2"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate_size"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    ("olmoe", {"attention_bias": True}, "attention_bias=True"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+    ("deepseek_v2", {"num_experts_per_tok": 6, "topk_group": 3}, "by its best 2 experts, deepseek_v2 is"),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("glm4_moe", {"num_experts_per_tok": 6}, r"top_k=6.*best 3 experts"),
+    ("glm4_moe", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "YaRN turns whole heads"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+    ("deepseek_v3", {"num_experts_per_tok": 6}, r"top_k=6.*best 3 experts"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=false"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types="),
+    ("gpt_oss", {"sliding_window": None}, "lacks sliding_window"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": None}}, "mscale_all_dim=1.0"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_what_megatron_has_otherwise_is_refused_by_name(
+    case: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked_model_from_hf(oracle(case).config | change)

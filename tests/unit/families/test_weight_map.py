@@ -1,0 +1,257 @@
+"""Every element of both sides is paired exactly once, and the Megatron side is what Megatron's model has."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families.weight_map import Span, WeightMap, Where, covered_otherwise_than_once
+from mcore_rl.model.build import build_model
+from mcore_rl.model.global_tensors import pieces
+from mcore_rl.parallel.mesh import Mesh
+
+DEEPSEEK_V3 = ModelConfig(
+    family="deepseek_v3",
+    num_layers=61,
+    hidden_size=7168,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=128,
+    ffn_hidden_size=18432,
+    vocab_size=129280,
+    mtp_layers=1,
+    mla=MLAConfig(q_lora_rank=1536),
+    moe=MoEConfig(
+        num_experts=256,
+        top_k=8,
+        ffn_hidden_size=2048,
+        shared_experts=1,
+        first_dense_layers=3,
+        expert_bias=True,
+    ),
+)
+
+
+PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
+    "OLMoE-1B-7B": (
+        6.92,
+        ModelConfig(
+            family="olmoe",
+            num_layers=16,
+            hidden_size=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=128,
+            vocab_size=50304,
+            moe=MoEConfig(num_experts=64, top_k=8, ffn_hidden_size=1024),
+        ),
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        14.3,
+        ModelConfig(
+            family="qwen2_moe",
+            num_layers=24,
+            hidden_size=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=128,
+            vocab_size=151936,
+            moe=MoEConfig(
+                num_experts=60, ffn_hidden_size=1408, shared_experts=1, shared_ffn_hidden_size=5632
+            ),
+        ),
+    ),
+    "DeepSeek-V2-Lite": (
+        15.7,
+        ModelConfig(
+            family="deepseek_v2",
+            num_layers=27,
+            hidden_size=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            ffn_hidden_size=10944,
+            vocab_size=102400,
+            mla=MLAConfig(q_lora_rank=0),
+            moe=MoEConfig(
+                num_experts=64, top_k=6, ffn_hidden_size=1408, shared_experts=2, first_dense_layers=1
+            ),
+        ),
+    ),
+    "gpt-oss-20b": (
+        20.9,
+        ModelConfig(
+            family="gpt_oss",
+            num_layers=24,
+            hidden_size=2880,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            vocab_size=201088,
+            moe=MoEConfig(num_experts=32, top_k=4, ffn_hidden_size=2880),
+        ),
+    ),
+    "GLM-4.5-Air": (
+        106.8,
+        ModelConfig(
+            family="glm4_moe",
+            num_layers=46,
+            hidden_size=4096,
+            num_heads=96,
+            num_kv_heads=8,
+            head_dim=128,
+            ffn_hidden_size=10944,
+            vocab_size=151552,
+            moe=MoEConfig(
+                num_experts=128,
+                top_k=8,
+                ffn_hidden_size=1408,
+                shared_experts=1,
+                first_dense_layers=1,
+                expert_bias=True,
+            ),
+        ),
+    ),
+}
+"""Billions of parameters, and the config."""
+
+
+def variants() -> dict[str, ModelConfig]:
+    """Each family tiny, and with awkward sizes."""
+    found = {}
+    for name, family in FAMILIES.items():
+        tiny = family.tiny
+        found[name] = tiny
+        dense = 0 if name == "gpt_oss" else 2
+        experts = {"num_experts": 7, "first_dense_layers": dense, "num_groups": 0, "top_groups": 0}
+        moe = tiny.moe.model_copy(update=experts) if tiny.is_moe else tiny.moe
+        heads = 9 if family.mla else 3
+        odd = {"vocab_size": 1003, "num_heads": 9, "num_kv_heads": heads, "head_dim": 24, "moe": moe}
+        found[f"{name}-awkward"] = tiny.model_copy(update=odd | {"tied_embeddings": not tiny.tied_embeddings})
+    deepseek = found["deepseek_v3"]
+    found["deepseek_v3-mtp"] = deepseek.model_copy(update={"mtp_layers": 2})
+    found["deepseek_v3-alike"] = deepseek.model_copy(
+        update={
+            "moe": deepseek.moe.model_copy(update={"first_dense_layers": 0}),
+            "mla": deepseek.mla.model_copy(update={"q_lora_rank": 0}),
+        }
+    )
+    return found
+
+
+VARIANTS = variants()
+
+
+@pytest.mark.parametrize("layout", ["each", "fused"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_element_is_paired_exactly_once(variant: str, layout: str) -> None:
+    weight_map(VARIANTS[variant], layout).prove()
+
+
+def test_the_map_of_deepseek_v3_is_proved_from_its_config_alone() -> None:
+    weights = weight_map(DEEPSEEK_V3)
+    weights.prove()
+    elements = sum(torch.Size(shape).numel() for shape in weights.hf_shapes.values())
+    # 671B, and 14B of MTP of which the two embeddings are shared (arXiv 2412.19437)
+    assert 682e9 < elements < 685e9
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_maps_of_published_models_have_their_published_number_of_parameters(name: str) -> None:
+    billions, model = PUBLISHED[name]
+    weights = weight_map(model)
+    elements = sum(torch.Size(shape).numel() for shape in weights.hf_shapes.values())
+    assert elements / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_global_tensors_are_those_of_the_megatron_model(variant: str, one_rank: Mesh) -> None:
+    model = VARIANTS[variant]
+    settings = PlatformConfig()
+    chunks = build_model(model, one_rank, start(settings), settings)
+    weights = weight_map(model)
+    assert {piece.key: piece.global_shape for piece in pieces(chunks)} == weights.mcore_shapes
+    fp32 = {piece.key for piece in pieces(chunks) if piece.key.endswith("expert_bias")}
+    assert weights.fp32_keys == fp32
+
+
+def broken(change: str) -> WeightMap:
+    """The map of a tiny model with one mistake."""
+    weights = weight_map(VARIANTS["qwen3_moe"])
+    first, *rest = weights.blocks
+    span, *spans = first.hf_where
+    blocks = {
+        "dropped": rest,
+        "doubled": [first, *weights.blocks],
+        "narrowed": [dataclasses.replace(first, hf_where=(Span(0, span.stop - 1), *spans)), *rest],
+        "too wide": [dataclasses.replace(first, hf_where=(Span(0, span.stop + 1), *spans)), *rest],
+    }
+    return dataclasses.replace(weights, blocks=tuple(blocks[change]))
+
+
+@pytest.mark.parametrize("change", ["dropped", "doubled", "narrowed", "too wide"])
+def test_a_broken_map_is_refused_with_the_tensors_name(change: str) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
+        broken(change).prove()
+
+
+def test_rows_taken_twice_in_steps_are_found() -> None:
+    weights = weight_map(VARIANTS["gpt_oss"])
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks = [
+        dataclasses.replace(block, hf_where=(*block.hf_where[:-1], Span(0, 96, 2)))
+        if block.hf_name == name and block.hf_where[0].start == 3
+        else block
+        for block in weights.blocks
+    ]
+    with pytest.raises(CheckpointError, match=rf"{name} \[3:4, 0:64, 1:96:2\] is used 0 times"):
+        dataclasses.replace(weights, blocks=tuple(blocks)).prove()
+
+
+def test_a_transposition_that_is_forgotten_is_found() -> None:
+    weights = weight_map(VARIANTS["gpt_oss"])
+    blocks = [dataclasses.replace(block, transposed=False) for block in weights.blocks]
+    with pytest.raises(
+        CheckpointError, match=r"gate_up_proj \[0:1, 0:64, 0:96:2\] and .*fc1.weight differ in shape"
+    ):
+        dataclasses.replace(weights, blocks=tuple(blocks)).prove()
+
+
+def test_padding_that_is_forgotten_is_found() -> None:
+    weights = dataclasses.replace(weight_map(VARIANTS["llama"]), padding=())
+    with pytest.raises(CheckpointError, match=r"word_embeddings.weight \[120:128, 0:64\] is written 0 times"):
+        weights.prove()
+
+
+def test_coverage_agrees_with_counting_cells() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        shape = tuple(torch.randint(1, 6, (3,), generator=generator).tolist())
+        places = [
+            random_place(shape, generator) for _ in range(int(torch.randint(0, 4, (), generator=generator)))
+        ]
+        cells = torch.zeros(shape, dtype=torch.int)
+        for place in places:
+            cells[as_slices(place)] += 1
+        found = torch.ones(shape, dtype=torch.int)
+        for where, times in covered_otherwise_than_once(shape, places):
+            assert times != 1
+            found[as_slices(where)] = times
+        assert torch.equal(found, cells)
+
+
+def random_place(shape: tuple[int, ...], generator: torch.Generator) -> Where:
+    def any_of(count: int) -> int:
+        return int(torch.randint(count, (), generator=generator))
+
+    spans = [list(itertools.combinations(range(size + 1), 2)) for size in shape]
+    return tuple(Span(*pairs[any_of(len(pairs))], step=1 + any_of(3)) for pairs in spans)
+
+
+def as_slices(where: Where) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in where)

@@ -1,0 +1,165 @@
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.load import load_config
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.convert.copying.forecast import bytes_by_stage
+from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.plan.memory import GIB, Layer, chunks_in_flight, memory_by_stage, memory_of_fullest_rank
+from mcore_rl.plan.weights import layer_weights, layers_by_stage, weights_by_stage
+
+RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
+QWEN3 = RECIPES / "qwen3_30b_a3b" / "pretrain.toml"
+
+
+def config(*overrides, path=QWEN3):
+    return load_config(PretrainConfig, path, overrides)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(), MeshConfig(tp=2), MeshConfig(ep=2, etp=2), MeshConfig(pp=2)],
+    ids=["1", "tp2", "ep2-etp2", "pp2"],
+)
+def test_the_weights_of_a_rank_are_those_of_the_tensors_that_it_gets(family, mesh):
+    model = FAMILIES[family].tiny
+    if not model.is_moe:
+        mesh = mesh.model_copy(update={"ep": 1, "etp": 1})
+    elif family == "gpt_oss":
+        mesh = mesh.model_copy(update={"etp": 1})  # its experts' biases are not cut
+    if mesh.pp > 1:
+        first = model.num_layers // 2
+        mesh = mesh.model_copy(
+            update={"first_stage_layers": first, "last_stage_layers": model.num_layers - first}
+        )
+    shapes = {key: (shape, 1) for key, shape in weight_map(model).mcore_shapes.items()}
+    assert [stage.total for stage in weights_by_stage(model, mesh)] == bytes_by_stage(model, shapes, mesh)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(pp=2)], ids=["1", "pp2"])
+def test_the_last_stage_has_the_layer_of_multi_token_prediction_and_an_embedding_for_it(family, mesh):
+    model = FAMILIES[family].tiny
+    model = model.model_copy(update={"mtp_layers": 1, "num_layers": 2 * (model.num_layers // 2)})
+    shapes = {key: (shape, 1) for key, shape in weight_map(model).mcore_shapes.items()}
+    assert [stage.total for stage in weights_by_stage(model, mesh)] == bytes_by_stage(model, shapes, mesh)
+
+
+def test_a_rank_has_one_key_value_head_where_there_are_fewer_than_ranks():
+    layers = [layer_weights(config().model, MeshConfig(tp=tp, ep=8), is_moe=True).dense for tp in (4, 8)]
+    # 4 of 32 query heads, of width 128, and their output; as many key and value heads as with tp 4.
+    assert layers[0] - layers[1] == 2 * 4 * 128 * 2048
+
+
+def test_layers_are_dealt_out_in_rounds_of_chunks():
+    model = config().model.model_copy(update={"num_layers": 10})
+    mesh = MeshConfig(pp=3, vpp=2, first_stage_layers=2, last_stage_layers=4)
+    assert layers_by_stage(model, mesh) == [[0, 5], [1, 2, 6, 7], [3, 4, 8, 9]]
+
+
+def test_weights_gradients_and_optimizer_of_qwen3_30b_on_16_ranks_are_those_computed_by_hand():
+    memory = memory_of_fullest_rank(config(), 16, 4096)
+    # tp 2, ep 8. Experts: 48 layers x 16 of 128 x 3 x 2048 x 768. Attention: a half of 4096 + 4096 columns for
+    # queries and output, and of 2 x 512 for keys and values; norms 2 x 2048 + 2 x 128; router 128 x 2048.
+    experts = 48 * 16 * 3 * 2048 * 768
+    layer = 2048 * (8192 + 1024) // 2 + 2 * 2048 + 2 * 128 + 128 * 2048
+    dense = 48 * layer + 2 * (151936 * 2048 // 2) + 2048
+    assert memory.weights == 2 * (experts + dense)
+    assert memory.gradients == 4 * (experts + dense)
+    assert memory.optimizer == 12 * (dense // 8) + 12 * (
+        experts // 2
+    )  # 8 data-parallel ranks; 2 copies of experts
+
+
+def test_activations_of_a_layer_are_those_counted_by_hand():
+    """4096 tokens, hidden 2048, tp 2 with sequence parallelism, bf16; 32 heads and 4 key/value heads of 128."""
+    layer = Layer(config().model, config().mesh, PlatformConfig(precision="bf16"), 4096)
+    tokens = 4096 * 2
+    assert layer.all_parts(is_moe=True) == {
+        "inputs": 2 * tokens * 2048 // 2,
+        "normed": 2 * tokens * 2048 // 2,
+        "unnormed_queries_keys": tokens * (16 + 2) * 128,
+        "queries_keys_values": tokens * (16 + 2 + 2) * 128,
+        "attended": tokens * 16 * 128,
+        "router": 2048 * 128 * 4,
+        "routed_in": 8 * tokens // 2 * 2048,
+        "routed_up": 8 * tokens // 2 * 2 * 768,
+        "routed_act": 8 * tokens // 2 * 768,
+        "shared_up": 0,
+        "shared_act": 0,
+    }
+
+
+def test_latent_attention_keeps_expanded_heads_and_latents_of_both_sides_of_their_norms():
+    """4096 tokens, tp 2: 64 of 128 heads of 192 and 128, latents of 1536 and 512 + 64, bf16."""
+    model = config(path=RECIPES / "deepseek_v3" / "pretrain.toml").model
+    layer = Layer(model, MeshConfig(tp=2, ep=64), PlatformConfig(precision="bf16"), 4096)
+    parts = layer.all_parts(is_moe=False)
+    assert parts["latents"] == 2048 * 2 * (2 * 1536 + 2 * 512 + 64)
+    assert parts["queries_keys_values"] == 4096 * 2 * 64 * (192 + 192 + 128)
+    assert (parts["attended"], parts["act"]) == (4096 * 2 * 64 * 128, 4096 * 2 * 18432 // 2)
+
+
+@pytest.mark.parametrize(
+    ("modules", "gone"),
+    [
+        (("core_attn",), ()),
+        (("moe_act",), ("routed_act",)),
+        (("layernorm", "moe_act"), ("normed", "routed_act")),
+        (("moe",), ("router", "routed_in", "routed_up", "routed_act")),
+    ],
+)
+def test_selective_recomputation_drops_its_modules_and_keeps_the_rest(modules, gone):
+    platform = PlatformConfig(precision="bf16", recompute="selective", recompute_modules=modules)
+    layer = Layer(config().model, config().mesh, platform, 4096)
+    parts = layer.all_parts(is_moe=True)
+    assert layer.kept(is_moe=True) == sum(parts.values()) - sum(parts[part] for part in gone)
+
+
+def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer_of_the_rest():
+    memory = memory_of_fullest_rank(config("platform.recompute=full"), 16, 4096)
+    layer = Layer(config().model, config().mesh, config().platform, 4096)
+    assert memory.activations == 48 * 4096 * 2048 * 2 // 2
+    assert memory.recomputed == sum(layer.all_parts(is_moe=True).values())
+    wider = memory_of_fullest_rank(config("platform.recompute=full", "platform.recompute_layers=4"), 16, 4096)
+    assert (wider.activations, wider.recomputed) == (memory.activations // 4, 4 * memory.recomputed)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "microbatches", "chunks"),
+    [
+        (MeshConfig(pp=4), 0, 8, 4),
+        (MeshConfig(pp=4), 3, 8, 1),
+        (MeshConfig(pp=4), 0, 2, 2),
+        # Interleaved: Megatron's warm-up of (pp - stage - 1) * 2 + (vpp - 1) * pp, and the one in work.
+        (MeshConfig(pp=4, vpp=2), 0, 8, 11),
+        (MeshConfig(pp=4, vpp=2), 3, 8, 5),
+        (MeshConfig(pp=4, vpp=2), 0, 4, 8),
+    ],
+)
+def test_so_many_forward_passes_of_chunks_wait_for_their_backward_pass(mesh, stage, microbatches, chunks):
+    assert chunks_in_flight(mesh, stage, microbatches) == chunks
+
+
+def test_context_parallel_ranks_share_tokens_and_optimizer_and_hold_the_same_weights():
+    one = memory_of_fullest_rank(config("mesh.dp=8"), 16, 4096)
+    two = memory_of_fullest_rank(config("mesh.dp=4", "mesh.cp=2"), 16, 4096)
+    assert (two.weights, two.gradients, two.optimizer) == (one.weights, one.gradients, one.optimizer)
+    assert (two.activations, two.logits) == (one.activations // 2, one.logits // 2)
+
+
+def test_the_output_and_its_logits_are_the_last_stages():
+    first, second = memory_by_stage(config("mesh.pp=2"), 32, 4096)
+    assert first.logits == 0
+    assert second.logits == 4096 * 151936 // 2 * (2 + 4 + 4)
+    assert first.activations == 2 * second.activations
+
+
+def test_the_words_name_the_stage_and_the_parts():
+    memory = memory_of_fullest_rank(config(), 16, 4096)
+    assert memory.describe().startswith(
+        f"{memory.total / GIB:.1f} GiB on a rank of pipeline stage 0 (weights 8.2, "
+    )

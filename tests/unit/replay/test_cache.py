@@ -1,0 +1,474 @@
+"""What can go wrong between a router and its route on one rank, and that each is an error or does no harm."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.errors import CheckpointError, ConfigError, RoutingError
+from mcore_rl.model.build import build_model, unwrap
+from mcore_rl.obs.metrics import reduced
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.parallel.routers import replayed_routers, routed_layers
+from mcore_rl.replay.from_rollouts import RolloutRoutes, fill
+from mcore_rl.replay.router_hooks import live_gates
+from mcore_rl.rl.route_files import load, save
+from tests.parallel.parity import assembled
+from tests.parallel.replaying import LENGTHS, VERSION, Case, Run, opened, perturbed, sample_tokens, tiny
+
+QWEN = tiny("qwen3_moe")
+PADDED = ("padded",)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with on_one_rank(Case(model="", mesh=MeshConfig(), layouts=PADDED), QWEN) as made:
+        yield made
+
+
+@contextmanager
+def on_one_rank(case: Case, model: ModelConfig, folder: Path | None = None) -> Iterator[Run]:
+    (made,) = opened(case, model, folder)
+    yield made
+    for router in routers_of(made):
+        router.router_replay = None
+    destroy_mesh()
+
+
+def routers_of(run: Run) -> list[Any]:
+    return [router for chunk in run.state.chunks for _, router in replayed_routers(chunk)]
+
+
+def recorded(run: Run) -> dict[int, float]:
+    with run.tape() as tape:
+        losses = run.evaluate(tape.record)
+        tape.finish()
+    return losses
+
+
+def imposed(run: Run) -> dict[str, Any]:
+    with run.tape() as tape:
+        run.evaluate(tape.impose)
+        return reduced(tape.finish())
+
+
+def perturb(run: Run) -> None:
+    with torch.no_grad():
+        for router in routers_of(run):
+            router.weight.add_(
+                torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1)) / 20
+            )
+
+
+def test_observing_changes_nothing_and_counts_the_changes(run: Run) -> None:
+    recorded(run)
+    perturb(run)
+    free = run.evaluate()
+    with run.tape() as tape:
+        assert run.evaluate(tape.observe) == free
+        metrics = reduced(tape.finish())
+    before = run.routes()
+    run.cache.drop(run.version)
+    recorded(run)
+    after = run.routes()
+    changes = {
+        layer: sum(len(set(after[layer][name]) - set(before[layer][name])) for name in before[layer])
+        for layer in before
+    }
+    count = sum(LENGTHS) * run.cache.top_k
+    for layer, changed in changes.items():
+        assert metrics[f"routes/layer_{layer:02d}/changed_fraction"] == pytest.approx(changed / count)
+    assert metrics["routes/changed_fraction"] == pytest.approx(sum(changes.values()) / (4 * count))
+    any_changed = {
+        name
+        for layer in before
+        for name in before[layer]
+        if set(before[layer][name]) != set(after[layer][name])
+    }
+    assert metrics["routes/changed_tokens_fraction"] == pytest.approx(len(any_changed) / sum(LENGTHS))
+
+
+def test_recording_in_a_pass_with_backward_takes_the_first_forward_only() -> None:
+    case = Case(model="", mesh=MeshConfig(), layouts=PADDED, recompute="full")
+    with on_one_rank(case, QWEN) as made:
+        recorded(made)
+        expected = made.routes()
+        made.cache.drop(made.version)
+        with made.tape() as tape:
+            made.gradients(tape.record)
+            tape.finish()
+        assert made.routes() == expected
+        assert {account.recomputed for account in tape.accounts} == {sum(LENGTHS)}
+
+
+def test_the_gradient_reaches_the_router_through_the_imposed_experts(run: Run) -> None:
+    recorded(run)
+    perturb(run)
+    with run.tape() as tape:
+        _, gradients = run.gradients(tape.impose)
+        tape.finish()
+    (router_LED,) = [x for key, x in assembled([gradients]).items() if key.endswith("router.weight")]
+    assert (router_LED.abs().amax(-1) > 0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    "replay", [{"store": "file"}, {"store": "pinned"}, {"bit_pack": True}, {"budget_gib": 1e-6}]
+)
+def test_where_and_how_routes_are_kept_changes_nothing(replay: dict[str, Any], tmp_path: Path) -> None:
+    case = Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=ReplayConfig(kind="r2", **replay))
+    with on_one_rank(case, QWEN, tmp_path / "routes") as made:
+        free = recorded(made)
+        with made.tape() as tape:
+            assert made.evaluate(tape.impose) == free
+            tape.finish()
+        made.cache.close()
+        assert made.cache.num_bytes == 0 and not list(tmp_path.glob("routes/*"))
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_flipped_bit_in_memory_is_an_error_that_names_layer_and_sample(run: Run, bit: int) -> None:
+    """Also one that makes it no expert's number."""
+    recorded(run)
+    entry = run.cache.entry(run.version, 5)
+    run.cache._blocks._blocks[entry.block].rows_nw[entry.first, 0] ^= 1 << bit
+    with pytest.raises(RoutingError, match=r"layers \[0\], sample 5 of version 3: the routes are not"):
+        imposed(run)
+
+
+def test_routes_of_the_next_token_are_an_error(run: Run) -> None:
+    """As padding for sequence parallelism shifts them when it is forgotten."""
+    recorded(run)
+    run.cache.entry(run.version, 2).first -= 1
+    with pytest.raises(RoutingError, match=r"layers \[0, 1, 2, 3\], sample 2 of"):
+        imposed(run)
+
+
+def test_routes_of_another_layer_are_an_error(run: Run) -> None:
+    """As layers counted within an interleaved chunk, or within a pipeline stage, are taken for the model's."""
+    recorded(run)
+    for block in run.cache._blocks._blocks.values():
+        routes = block.rows_nw.view(-1, 4, 2)
+        routes[:, [1, 2]] = routes[:, [2, 1]]
+    with pytest.raises(RoutingError, match=r"layers \[1, 2\], sample 0 of"):
+        imposed(run)
+
+
+def test_routes_of_other_words_are_an_error(run: Run) -> None:
+    """The checksum holds the token ids that entered the model."""
+    recorded(run)
+    run.microbatches[1].tokens_Bs[0, 3] += 1
+    with pytest.raises(RoutingError, match="sample 2 of version 3"):
+        imposed(run)
+
+
+def test_a_sample_is_recorded_once(run: Run) -> None:
+    recorded(run)
+    with pytest.raises(RoutingError, match="sample 0 of version 3 has been recorded already"):
+        recorded(run)
+
+
+def test_missing_routes_are_an_error_that_names_the_sample(run: Run) -> None:
+    with pytest.raises(
+        RoutingError, match=r"sample 0 of version 3, layers \[0, 1, 2, 3\]: there are no routes"
+    ):
+        imposed(run)
+    assert all(router.router_replay is None for router in routers_of(run))
+
+
+def test_routes_of_a_pass_that_was_not_finished_are_an_error(run: Run) -> None:
+    tape = run.tape()
+    run.evaluate(tape.record)
+    tape.close()
+    with pytest.raises(RoutingError, match=r"sample 0 .* has not finished"):
+        imposed(run)
+
+
+def test_accounts_that_nobody_closes_are_noticed(run: Run) -> None:
+    recorded(run)
+    with pytest.raises(AssertionError, match="call finish"), run.tape() as tape:
+        run.evaluate(tape.impose)
+
+
+def test_a_microbatch_that_was_not_run_is_an_error(run: Run) -> None:
+    tape = run.tape()
+    run.microbatches.pop()
+    run.evaluate(tape.record)
+    with pytest.raises(RoutingError, match=r"layer 0, microbatch 3 \(samples \[6, 7\]\): no router took"):
+        tape.finish()
+
+
+def test_a_sample_in_two_microbatches_is_an_error(run: Run) -> None:
+    run.layouts[1] = run.layouts[0]
+    with pytest.raises(RoutingError, match="sample 0 is in 2 microbatches"):
+        assert run.tape().record
+
+
+def test_two_tapes_at_once_are_noticed(run: Run) -> None:
+    recorded(run)
+    with run.tape() as tape:
+        run.evaluate(tape.impose)
+        with pytest.raises(AssertionError, match="layer 0 has another tape"):
+            assert run.tape().impose
+        tape.finish()
+
+
+def test_a_router_asked_between_passes_is_noticed(run: Run) -> None:
+    recorded(run)
+    with run.tape() as tape:
+        routing = tape.impose
+        with pytest.raises(AssertionError, match="layer 0 was asked outside"):
+            run.evaluate()
+        run.evaluate(routing)
+        tape.finish()
+
+
+def test_a_decoder_built_twice_is_refused(run: Run) -> None:
+    model = unwrap(run.state.chunks[0])
+    model.other_layer = another_layer(run)
+    with pytest.raises(ConfigError, match=r"routers of layers \[0, 1, 1, 2, 3\]: one twice"):
+        run.tape()
+
+
+def another_layer(run: Run) -> Any:
+    """Layer 1 as a second build makes it."""
+    config = run.state.config
+    (other,) = build_model(QWEN, run.state.mesh, run.state.platform, config.platform)
+    return unwrap(other).decoder.layers[1]
+
+
+def test_a_layer_whose_router_is_not_the_one_that_is_told_is_an_error(run: Run) -> None:
+    """An orphan: the chunk calls a layer that is not among its modules."""
+    recorded(run)
+    layer, other = unwrap(run.state.chunks[0]).decoder.layers[1], another_layer(run)
+    layer.forward = other.forward
+    with pytest.raises(RoutingError, match=r"layer 1, microbatch 0 \(samples \[0, 1\]\): no router took"):
+        imposed(run)
+
+
+def test_a_fused_router_is_refused(run: Run) -> None:
+    router = routers_of(run)[2]
+    router.config = dataclasses.replace(router.config, moe_router_fusion=False)
+    router.config.moe_router_fusion = True
+    with pytest.raises(ConfigError, match=r"the router of layer 2 .moe_router_fusion=True"):
+        run.tape()
+
+
+def test_a_schedule_that_runs_two_microbatches_by_turns_is_refused(run: Run) -> None:
+    routers_of(run)[0].config.overlap_moe_expert_parallel_comm = True
+    with pytest.raises(ConfigError, match="two microbatches by turns"):
+        run.tape()
+
+
+def test_a_layer_of_the_model_that_no_rank_has_is_an_error(run: Run) -> None:
+    recorded(run)
+    unwrap(run.state.chunks[0]).config.moe_layer_freq = [1, 1, 0, 1]
+    with pytest.raises(RoutingError, match="layer 2 of the model took the routes of 82 tokens"):
+        imposed(run)
+
+
+def test_layers_of_multi_token_prediction_never_alias_the_models(run: Run) -> None:
+    """Megatron 0.19 counts them from 1 again and marks them."""
+    chunk, router = run.state.chunks[0], routers_of(run)[3]
+    assert routed_layers([chunk]) == (0, 1, 2, 3)
+    router.layer_number, router.is_mtp_layer = 1, True
+    assert routed_layers([chunk]) == (0, 1, 2)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what waits for the device: a number read from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_router_waits_for_the_device(run: Run) -> None:
+    recorded(run)
+    with Syncs() as free:
+        run.evaluate()
+    with run.tape() as tape:
+        routing = tape.impose
+        with Syncs() as replayed:
+            run.evaluate(routing)
+        tape.finish()
+    # One a microbatch, of a tensor in main memory: whether all of its tokens have routes.
+    assert replayed.count - free.count <= len(run.microbatches)
+
+
+def test_gates_of_the_live_choice_are_normalised(run: Run) -> None:
+    scores = torch.tensor([[[2.0, 1.0], [0.5, 0.5]]])
+    live = torch.tensor([[[3, 1], [0, 2]]])
+    (router,) = routers_of(run)[:1]
+    assert torch.allclose(live_gates(scores, live, [router])[0, 0], torch.tensor([0.73105858, 0.26894142]))
+    router.score_function, router.expert_bias = "sigmoid", torch.tensor([0.0, 0.5, 0.25, 1.0] + 4 * [0.0])
+    gates = live_gates(scores, live, [router])
+    assert torch.allclose(gates, torch.tensor([2 / 3, 1 / 3]).expand(1, 2, 2))
+
+
+@pytest.mark.parametrize("num_experts", [384, 512])
+def test_more_experts_than_a_byte_holds_are_replayed(num_experts: int) -> None:
+    case = Case(model="", mesh=MeshConfig(), layouts=PADDED)
+    with on_one_rank(case, tiny("qwen3_moe", num_layers=2, num_experts=num_experts, top_k=8)) as made:
+        free = recorded(made)
+        chosen = {k for routes in made.routes().values() for codes in routes.values() for k in codes}
+        assert max(chosen) >= 256 and min(chosen) >= 0
+        with made.tape() as tape:
+            assert made.evaluate(tape.impose) == free
+            assert reduced(tape.finish())["routes/changed_fraction"] == 0
+
+
+def test_what_an_expert_dropped_is_dropped_again() -> None:
+    """Capacity is of the recorded choice; under other weights the same choices are dropped, with live gates."""
+    case = Case(model="", mesh=MeshConfig(), layouts=PADDED, recompute="moe")
+    with on_one_rank(case, tiny("qwen3_moe", capacity_factor=1.0)) as made:
+        free = recorded(made)
+        codes = [k for routes in made.routes().values() for of in routes.values() for k in of]
+        assert 0 < sum(code >= 8 for code in codes) < len(codes) / 2
+        kept: list[torch.Tensor] = []
+        hooks = [
+            router.register_forward_hook(lambda module, inputs, output: kept.append(output[1].clone()))
+            for router in routers_of(made)
+        ]
+        with made.tape() as tape:
+            assert made.evaluate(tape.impose) == free
+            tape.finish()
+        before, kept[:] = list(kept), []
+        perturb(made)
+        with made.tape() as tape:
+            made.gradients(tape.impose)
+            tape.finish()
+        for hook in hooks:
+            hook.remove()
+        # Padding is routed live.
+        is_real = [slot.known_t for slot in tape._slots for _ in range(4)]
+        first = [kept[8 * index + layer] for index in range(4) for layer in range(4)]
+        again = [kept[8 * index + 4 + layer] for index in range(4) for layer in reversed(range(4))]
+        for mask, expected, forward in zip(is_real, before, first, strict=True):
+            assert torch.equal(forward[mask], expected[mask])
+        assert sum(int(x.sum()) for x in again) == sum(int(x.sum()) for x in first)
+
+
+def test_a_file_of_routes_is_read_back(run: Run, tmp_path: Path) -> None:
+    recorded(run)
+    expected = run.routes()
+    save(run.cache, run.version, tmp_path, run.state.mesh)
+    run.cache.close()
+    load(run.cache, run.version, tmp_path, run.layouts, run.state.mesh)
+    assert run.routes() == expected
+    assert imposed(run)["routes/changed_fraction"] == 0
+
+
+def test_a_file_with_any_flipped_bit_is_refused(run: Run, tmp_path: Path) -> None:
+    recorded(run)
+    save(run.cache, run.version, tmp_path, run.state.mesh)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for place in [*range(0, len(whole), 97), len(whole) - 1]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << (place % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"routes-3-00000-of-00001 is damaged"):
+            load(run.cache, run.version, tmp_path, run.layouts, run.state.mesh)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match="not as long"):
+        load(run.cache, run.version, tmp_path, run.layouts, run.state.mesh)
+
+
+def test_a_missing_file_of_routes_is_noticed(run: Run, tmp_path: Path) -> None:
+    recorded(run)
+    save(run.cache, run.version, tmp_path, run.state.mesh)
+    (path,) = tmp_path.iterdir()
+    path.rename(path.with_name("routes-3-00000-of-00002"))
+    with pytest.raises(CheckpointError, match="1 files of routes of version 3"):
+        load(run.cache, run.version, tmp_path, run.layouts, run.state.mesh)
+
+
+def rollouts(run: Run) -> dict[int, RolloutRoutes]:
+    """As an engine would give them, of the routes that were recorded."""
+    routes = run.routes()
+    return {
+        sample: RolloutRoutes(
+            sample_tokens(sample, 120)[:length],
+            torch.tensor(
+                [[routes[layer][sample * 1000 + n] for layer in range(4)] for n in range(length)],
+                dtype=torch.uint8,
+            ),
+        )
+        for sample, length in enumerate(LENGTHS)
+    }
+
+
+def test_routes_of_a_rollout_are_replayed(run: Run) -> None:
+    free = recorded(run)
+    generated = rollouts(run)
+    run.cache.close()
+    fill(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+    with run.tape() as tape:
+        assert run.evaluate(tape.impose) == free
+        assert reduced(tape.finish("rollout_routes"))["rollout_routes/changed_fraction"] == 0
+
+
+@pytest.mark.parametrize("missing", ["error", "live"])
+def test_a_preempted_request_has_no_routes(missing: Any) -> None:
+    replay = ReplayConfig(kind="r3", missing=missing)
+    case = Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=replay)
+    with on_one_rank(case, QWEN) as made:
+        free = recorded(made)
+        generated = rollouts(made)
+        del generated[3]
+        made.cache.close()
+        fill(made.cache, VERSION, generated, made.layouts, made.state.mesh)
+        if missing == "error":
+            with pytest.raises(RoutingError, match="sample 3 of version 3"):
+                imposed(made)
+            return
+        with made.tape() as tape:
+            assert made.evaluate(tape.impose) == free
+            metrics = reduced(tape.finish())
+        assert metrics["routes/unknown_tokens"] == LENGTHS[3]
+        assert metrics["routes/compared_tokens"] == sum(LENGTHS) - LENGTHS[3]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda routes: routes[:-1], "the engine gave routes"),
+        (lambda routes: routes[:, :, :1], "the engine gave routes"),
+        (lambda routes: routes.index_fill(2, torch.tensor([1]), 8), r"layer 0, token 0: .* out of range"),
+        (lambda routes: routes[:, :, :1].expand(-1, -1, 2), "layer 0, token 0: .* is there twice"),
+    ],
+)
+def test_routes_that_are_none_are_refused(run: Run, change: Any, told: str) -> None:
+    recorded(run)
+    generated = rollouts(run)
+    run.cache.close()
+    good = generated[4]
+    generated[4] = RolloutRoutes(good.tokens_T, change(good.experts_TLK))
+    with pytest.raises(RoutingError, match=f"sample 4.*{told}"):
+        fill(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+
+
+def test_routes_in_bytes_of_many_experts_are_refused() -> None:
+    case = Case(model="", mesh=MeshConfig(), layouts=PADDED)
+    with on_one_rank(case, tiny("qwen3_moe", num_layers=2, num_experts=384)) as made:
+        wrapped = RolloutRoutes(torch.zeros(13, dtype=torch.int64), torch.zeros(13, 2, 2, dtype=torch.uint8))
+        with pytest.raises(RoutingError, match="wraps the numbers of 384 experts"):
+            fill(made.cache, VERSION, {0: wrapped}, made.layouts, made.state.mesh)
+
+
+def test_perturbing_changes_only_some_weights() -> None:
+    weights = {"a.router.weight": torch.zeros(4, 4), "b.weight": torch.zeros(4)}
+    changed = perturbed(weights)
+    assert changed["a.router.weight"].any() and not changed["b.weight"].any()

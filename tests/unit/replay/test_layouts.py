@@ -1,0 +1,77 @@
+"""Which tokens a rank's routers see, against positions counted by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mcore_rl.replay.layouts import Layout, Span, local_tokens
+
+
+def mesh(cp: int = 1, tp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> SimpleNamespace:
+    """The three facts of a mesh that decide: no groups are asked."""
+    return SimpleNamespace(
+        cp=SimpleNamespace(size=cp, rank=cp_rank),
+        tp=SimpleNamespace(size=tp, rank=tp_rank),
+        sequence_parallel=tp > 1,
+    )
+
+
+def named(layout: Layout, where: SimpleNamespace) -> list[str]:
+    part = local_tokens(layout, where)  # type: ignore[arg-type]
+    return [
+        f"{part.samples[owner]}.{position}" if owner >= 0 else "-"
+        for owner, position in zip(part.owner_t.tolist(), part.position_t.tolist(), strict=True)
+    ]
+
+
+PADDED = Layout(((Span(7, 3, 4),), (Span(9, 4, 4),)), row_length=4, packed=False)
+PACKED = Layout(((Span(7, 3, 4), Span(9, 6, 8), Span(-1, 0, 4)),), row_length=16, packed=True)
+
+
+def test_a_router_reads_position_by_position_not_row_by_row() -> None:
+    assert named(PADDED, mesh()) == ["7.0", "9.0", "7.1", "9.1", "7.2", "9.2", "-", "9.3"]
+
+
+def test_sequence_parallelism_cuts_positions() -> None:
+    assert named(PADDED, mesh(tp=2, tp_rank=1)) == ["7.2", "9.2", "-", "9.3"]
+
+
+def test_context_parallelism_takes_the_first_and_the_last_piece_of_a_row() -> None:
+    assert named(PADDED, mesh(cp=2, cp_rank=0)) == ["7.0", "9.0", "-", "9.3"]
+    assert named(PADDED, mesh(cp=2, cp_rank=1)) == ["7.1", "9.1", "7.2", "9.2"]
+
+
+def test_packed_spans_are_cut_one_by_one() -> None:
+    """Of 4, 8 and 4 positions, each with padding of its own."""
+    assert named(PACKED, mesh(cp=2, cp_rank=0)) == ["7.0", "-", "9.0", "9.1", "-", "-", "-", "-"]
+    assert named(PACKED, mesh(cp=2, cp_rank=1)) == ["7.1", "7.2", "9.2", "9.3", "9.4", "9.5", "-", "-"]
+
+
+def test_sequence_parallelism_cuts_packed_rows_anywhere() -> None:
+    assert named(PACKED, mesh(cp=2, cp_rank=1, tp=2, tp_rank=0)) == ["7.1", "7.2", "9.2", "9.3"]
+    assert named(PACKED, mesh(tp=4, tp_rank=1)) == ["9.0", "9.1", "9.2", "9.3"]
+
+
+@pytest.mark.parametrize("layout", [PADDED, PACKED])
+def test_every_token_is_on_one_rank(layout: Layout) -> None:
+    everywhere = [
+        name
+        for cp_rank in range(2)
+        for tp_rank in range(2)
+        for name in named(layout, mesh(cp=2, tp=2, cp_rank=cp_rank, tp_rank=tp_rank))
+        if name != "-"
+    ]
+    tokens = [f"{span.sample}.{n}" for span in layout.spans for n in range(span.num_tokens)]
+    assert sorted(everywhere) == sorted(tokens)
+
+
+def test_positions_of_a_sample_rise() -> None:
+    part = local_tokens(PACKED, mesh())  # type: ignore[arg-type]
+    assert torch.equal(part.positions_of(1), torch.arange(6))
+    assert part.lengths == (3, 6)
+
+
+def test_a_sample_is_in_a_microbatch_once() -> None:
+    with pytest.raises(AssertionError, match="twice"):
+        Layout(((Span(7, 3, 4), Span(7, 3, 4)),), row_length=8, packed=True)

@@ -1,0 +1,276 @@
+"""The report tells the numbers of its runs, and none of a run's texts can become part of the page."""
+
+import json
+import re
+import statistics
+import tomllib
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.errors import DataError
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.report import charts, facts
+from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
+from mcore_rl.report.notices import notices
+from mcore_rl.report.page import script_safe, write_report
+from mcore_rl.report.runs import read_runs, short_names
+from mcore_rl.report.samples import before_and_after
+from tests.report_runs import HOSTILE, load_table, write_all, write_run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return read_runs(write_all(tmp_path_factory.mktemp("runs"))[::-1])
+
+
+@pytest.fixture(scope="module")
+def page(runs):
+    output = runs[0].path.parent / "report.html"
+    write_report([run.path for run in runs], output)
+    return output.read_text(encoding="utf-8")
+
+
+def told(run, name):
+    """Steps and values of a metric, read from the file by other means than the report's."""
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    found = [record for record in map(json.loads, lines) if name in record]
+    return [record["step"] for record in found], [record[name] for record in found]
+
+
+def data_of(page):
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    )
+
+
+def test_every_line_of_the_page_has_the_numbers_of_the_metrics(page, runs):
+    data = data_of(page)
+    drawn = [
+        one for chart in data["charts"] if chart["kind"] == "lines" for one in chart["series"] if one["y"]
+    ]
+    assert {one["metric"] for one in drawn} >= {"train/loss_nats", "reward/mean", "memory/resident_bytes"}
+    for one in drawn:
+        steps, values = told(runs[one["run"]], one["metric"])
+        assert one["x"] == steps
+        assert one["y"] == pytest.approx(values, rel=1e-5)
+
+
+def test_the_band_of_the_reward_is_its_spread(page, runs):
+    reward = next(chart for chart in data_of(page)["charts"] if chart["title"] == "Reward")
+    assert [one["run"] for one in reward["series"]] == [2, 3]
+    for one in reward["series"]:
+        _, means = told(runs[one["run"]], "reward/mean")
+        _, spreads = told(runs[one["run"]], "reward/group_std")
+        both = list(zip(means, spreads, strict=True))
+        assert one["low"] == pytest.approx([mean - spread for mean, spread in both], rel=1e-5, abs=1e-9)
+        assert one["high"] == pytest.approx([mean + spread for mean, spread in both], rel=1e-5, abs=1e-9)
+
+
+def test_the_tables_of_the_experts_are_sums_over_the_steps_between_them(page):
+    chart = next(chart for chart in data_of(page)["charts"] if chart["kind"] == "experts")
+    assert chart["steps"] == list(range(5, 61, 5))
+    for step, table in zip(chart["steps"], chart["tables"], strict=True):
+        parts = [load_table(at) for at in range(step - 4, step + 1)]
+        assert table == [
+            [sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)
+        ]
+
+
+def test_the_busiest_expert_is_told_over_its_mean_and_a_dense_layer_has_none():
+    assert charts.over_mean([1, 1, 4]) == pytest.approx(2)
+    assert charts.over_mean([0, 0, 0]) == 0
+
+
+def test_maps_beside_each_other_have_one_scale():
+    maps = [{"title": "a", "most": 2}, {"title": "b", "most": 9}, {"title": "a", "most": 5}]
+    assert [(one["title"], one["most"]) for one in charts.on_one_scale(maps)] == [
+        ("a", 5),
+        ("a", 5),
+        ("b", 9),
+    ]
+
+
+def test_phases_of_a_step_sum_to_its_time(runs):
+    assert charts.phase_seconds(runs[0]) == [
+        ("waiting for data", 0.1),
+        ("forward and backward", 0.25),
+        ("other", pytest.approx(0.15)),
+    ]
+    assert dict(charts.phase_seconds(runs[2]))["other"] == pytest.approx(2 - 1.25 - 0.5)
+
+
+def test_runs_come_by_stage_and_the_table_tells_first_and_last(runs):
+    assert [run.label for run in runs] == ["Pretraining", "Fine-tuning", "GSPO", "GRPO"]
+    table = dict(facts.numbers(runs))
+    assert table["right on held-out prompts"] == ["", "", "11.0 % → 50.0 %", "11.0 % → 50.0 %"]
+    _, losses = told(runs[0], "train/loss_nats")
+    assert table["loss"][0] == f"{losses[0]:.4g} → {losses[-1]:.4g}"
+    speeds = told(runs[0], "train/tokens_per_s_per_rank")[1]
+    assert table["tokens / s / rank, median"][0] == f"{statistics.median_low(speeds) / 1000:.3g} k"
+
+
+def test_only_what_differs_between_the_configs_is_told(runs):
+    assert facts.differences(runs[2:]) == [("rl.loss.kind", ['"gspo"', '"grpo"'])]
+
+
+def test_what_was_run_is_told_with_the_command_a_user_gives(runs):
+    told = {fact.name: fact.value for fact in facts.provenance(runs[0])}
+    assert told["mesh"] == "world 2" and "2 ranks on" in told["machine"] and "torch" in told["versions"]
+    attempt = replace(runs[0].attempts[0], command=["python", "-m", "mcore_rl.run.pretrain", "a b.toml"])
+    assert facts.command_text(attempt) == "mcore-rl pretrain 'a b.toml'"
+
+
+class Texts(HTMLParser):
+    """Tags with their attributes, and what a reader sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.seen = [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.seen += data
+
+
+def test_hostile_texts_are_seen_and_are_no_markup(page):
+    parser = Texts()
+    parser.feed(page)
+    assert parser.seen.count(HOSTILE) >= 8  # prompts, completions, warnings, events
+    assert [tag for tag, _ in parser.tags].count("script") == 2
+    assert "img" not in {tag for tag, _ in parser.tags}
+    assert not [attrs for _, attrs in parser.tags if {"style", "onclick", "onerror"} & set(attrs)]
+    (policy,) = [a["content"] for _, a in parser.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+
+
+def test_nothing_is_fetched(page):
+    outside = re.findall(r"""(?:src|href)=["']?(?!#|data:)([^"'\s>]+)""", page.replace("src=x", ""))
+    assert outside == [] and "url(" not in page and "@import" not in page
+
+
+def test_data_cannot_end_its_script():
+    data = ["</script><!--", "\u2028&"]
+    assert not set("<>&\u2028") & set(script_safe(data))
+    assert json.loads(script_safe(data)) == data
+
+
+def test_thinning_keeps_both_ends_and_every_extreme():
+    values = [0.0] * 10_000
+    values[1234], values[5678] = 9.0, -9.0
+    kept = charts.thinned(values)
+    assert len(kept) <= charts.MAX_POINTS and kept == sorted(set(kept))
+    assert {0, 1234, 5678, 9999} <= set(kept)
+    assert charts.thinned([3.0, 1.0]) == [0, 1]
+
+
+def test_evenly_spaced_places_have_both_ends():
+    assert charts.evenly(3, 5) == [0, 1, 2]
+    assert charts.evenly(101, 5) == [0, 25, 50, 75, 100]
+
+
+def test_samples_are_of_the_first_and_the_last_step_the_best_answer_first(runs):
+    before, after = before_and_after(runs[3].path)
+    assert (before.step, after.step, before.mean) == (0, 39, 0.5)
+    assert [one.reward for one in after.groups[0].completions] == [1.0, 0.5, 0.0]
+    assert [one.is_truncated for one in after.groups[0].completions] == [False, False, True]
+    assert after.groups[0].prompt.startswith("prompt a of step 39")
+
+
+def test_a_run_that_ended_badly_says_how(tmp_path):
+    run_dir = write_run(tmp_path, PretrainConfig(run_dir="bad"), 6)
+    (run_dir / "DONE").unlink()
+    logs = run_dir / "logs" / "0"
+    logs.mkdir(parents=True)
+    (logs / "failure.json").write_text(json.dumps([1, 137, "out of memory"]))
+    (logs / "rank_0.log").write_text(
+        "a.py:3: UserWarning: mind this\n  warn()\na.py:3: UserWarning: mind this\n"
+    )
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"step": 7, "time": 0, "train/loss_nats": "nan", "train/skipped_steps": 2}) + "\n"
+        )
+        file.write('{"step": 8, "ti')
+    (run,) = read_runs([run_dir])
+    words = [f"{notice.level}: {notice.text} {notice.detail}".strip() for notice in notices(run)]
+    assert words == [
+        "error: attempt 0: rank 1 failed with status 137 out of memory",
+        "warning: not done: the last step told of is 7 of 6",
+        "warning: train/loss_nats was not finite in 1 records",
+        f"warning: a warning with {HOSTILE}",
+        "warning: 2 steps were skipped: their gradient was not finite (train/skipped_steps)",
+        "note: UserWarning: mind this (2 times, in all logs)",
+    ]
+
+
+def test_failed_judgements_are_counted(runs):
+    assert "1 judgements failed" in "".join(notice.text for notice in notices(runs[2]))
+
+
+def test_long_runs_make_a_page_that_opens_at_once(tmp_path):
+    run_dir = write_run(tmp_path, PretrainConfig(run_dir="long"), 5)
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-4])
+    table = [[12345] * 256] * 60
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for step in range(5_000):
+            numbers = {name: step * 1.234567 for name in last if "/" in name}
+            tables = {"moe/expert_load": table} if step % 500 == 0 else {"moe/expert_load": [[1] * 8]}
+            file.write(json.dumps({"step": step, "time": step, **numbers, **tables}) + "\n")
+    write_report([run_dir], tmp_path / "long.html")
+    assert (tmp_path / "long.html").stat().st_size < 2_000_000
+
+
+def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"config\.toml is not there: give the run_dir"):
+        read_runs([tmp_path])
+    with pytest.raises(DataError, match="given twice"):
+        short_names([tmp_path, tmp_path / "." / "x" / ".."])
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    assert short_names([tmp_path / "a" / "rl", tmp_path / "b" / "rl"]) == ["a/rl", "b/rl"]
+
+
+def test_an_evaluation_kept_beside_a_run_counts(tmp_path):
+    run_dir = write_run(tmp_path, PretrainConfig(run_dir="base"), 3)
+    (run_dir / "evaluation.json").write_text(
+        'some words\n{"checkpoint": "x", "eval/solved_fraction": 0.25, "eval/pass_at_2": 0.3, "eval/pass_at_4": 0.5}\n'
+    )
+    chart = charts.accuracy_chart(read_runs([run_dir]))
+    assert chart["bars"] == [{"run": 0, "value": 0.25, "before": None}]
+    assert facts.headline(*read_runs([run_dir])).value == "25.0 %"
+    assert dict(facts.numbers(read_runs([run_dir])))["the same by mcore-rl eval"] == ["25.0 %, pass@4 50.0 %"]
+    (run_dir / "evaluation.json").write_text("{torn")
+    with pytest.raises(DataError, match="mcore-rl eval prints"):
+        read_runs([run_dir])
+
+
+def test_an_evaluation_that_was_kept_goes_before_the_run_s_own(runs):
+    grpo = replace(runs[3], evaluation={"eval/solved_fraction": 0.75})
+    own, kept = charts.accuracy_chart([runs[3]])["bars"], charts.accuracy_chart([grpo])["bars"]
+    assert own == [{"run": 0, "value": 0.5, "before": 0.11}]
+    assert kept == [{"run": 0, "value": 0.75, "before": None}]
+
+
+def test_every_figure_is_of_metrics_that_exist():
+    for figure in (*LEARNING, *EXPERTS, *SPEED):
+        names = (
+            [figure.low, figure.high]
+            if isinstance(figure, Band)
+            else [name for line in figure.lines for name in (line.metric, line.spread) if name]
+        )
+        for name in names:
+            Metric(name.replace("pass_at_*", "pass_at_2").replace("*", "x"), 1.0)
+    for name in LAYER_MAPS:
+        Metric(name.replace("NN", "00"), 1.0)
+
+
+def test_the_config_is_on_the_page_as_it_was(page, runs):
+    parser = Texts()
+    parser.feed(page)
+    text = (runs[2].path / "config.toml").read_text()
+    assert text.strip() in parser.seen and tomllib.loads(text)["rl"]["loss"]["kind"] == "gspo"

@@ -1,0 +1,97 @@
+"""Continuous batching without a model: each position is computed in order, in the slot that holds those before."""
+
+import random
+
+import pytest
+
+from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler
+
+
+def run(
+    prompts: list[int], group: int, slots: int, budget: int, seed: int = 0
+) -> tuple[list[Draft], int, int]:
+    """Completions of 1 to 9 tokens; what slots hold is kept beside the schedule and checked. Drafts, tokens, steps."""
+    lengths = random.Random(seed)
+    drafts = [
+        Draft(group=place, index=index, prompt_T=tuple(place * 100 + t for t in range(length)), seed=0)
+        for place, length in enumerate(prompts)
+        for index in range(group)
+    ]
+    ends = {draft: lengths.randint(1, 9) for draft in drafts}
+    scheduler = Scheduler(drafts, slots, budget)
+    held: list[list[int]] = [[] for _ in range(slots)]
+    tokens = steps = 0
+
+    def copy(copies):
+        for each in copies:
+            assert len(held[each.source]) >= each.length
+            held[each.target] = held[each.source][: each.length]
+
+    while scheduler.is_busy:
+        step = scheduler.next_step()
+        copy(step.copies)
+        for slot, draft in enumerate(scheduler.active[: step.num_decode]):
+            assert held[slot][: draft.cached] == [*draft.prompt_T, *draft.tokens_T][: draft.cached]
+            held[slot] = [*held[slot][: draft.cached], draft.newest]
+        for span in step.spans:
+            prompt_T = scheduler.active[span.slot].prompt_T
+            held[span.slot] = [*held[span.slot][: span.start], *prompt_T[span.start : span.stop]]
+            assert held[span.slot] == list(prompt_T[: span.stop])
+        done = step.num_decode + sum(span.stop - span.start for span in step.spans)
+        assert 0 < done <= budget and len(scheduler.active) <= slots
+        tokens, steps = tokens + done, steps + 1
+        scheduler.computed(step)
+        finished = []
+        for slot in step.drawing:
+            draft = scheduler.active[slot]
+            assert held[slot] == [*draft.prompt_T, *draft.tokens_T]
+            draft.tokens_T.append(1000 + len(draft.tokens_T))
+            if len(draft.tokens_T) == ends[draft]:
+                finished.append(slot)
+        if finished:
+            copy(scheduler.remove(finished))
+    assert all(len(draft.tokens_T) == ends[draft] for draft in drafts)
+    return drafts, tokens, steps
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_completion_is_computed_from_its_own_positions(seed: int) -> None:
+    choice = random.Random(seed)
+    prompts = [choice.randint(1, 20) for _ in range(choice.randint(1, 12))]
+    slots = choice.randint(1, 9)
+    run(prompts, choice.randint(1, 5), slots, slots + choice.randint(1, 30), seed)
+
+
+def test_a_prompt_is_computed_once_for_its_group() -> None:
+    drafts, tokens, _ = run([20, 15, 30], group=8, slots=24, budget=100)
+    # Once whole; of the other seven completions the last token again; and all tokens drawn but each one's last.
+    drawn = sum(len(draft.tokens_T) - 1 for draft in drafts)
+    assert tokens == (20 + 15 + 30) + 3 * 7 + drawn
+
+
+def test_a_finished_row_is_replaced_at_once() -> None:
+    drafts, _, steps = run([1] * 40, group=1, slots=4, budget=8)
+    work = sum(len(draft.tokens_T) for draft in drafts)
+    # Full slots but for the end, when the longest completions run out.
+    assert work / 4 <= steps <= work / 4 + 9
+
+
+def test_a_prompt_beyond_the_budget_is_read_in_parts_while_others_go_on() -> None:
+    drafts = [
+        Draft(group=0, index=0, prompt_T=(1, 2), seed=0),
+        Draft(group=1, index=0, prompt_T=tuple(range(25)), seed=0),
+    ]
+    scheduler = Scheduler(drafts, 2, 10)
+    seen = []
+    for _ in range(4):
+        step = scheduler.next_step()
+        scheduler.computed(step)
+        for slot in step.drawing:
+            scheduler.active[slot].tokens_T.append(5)
+        seen.append((step.num_decode, [(span.start, span.stop) for span in step.spans], step.drawing))
+    assert seen == [
+        (0, [(0, 2), (0, 8)], (0,)),
+        (1, [(8, 17)], (0,)),
+        (1, [(17, 25)], (0, 1)),
+        (2, [], (0, 1)),
+    ]

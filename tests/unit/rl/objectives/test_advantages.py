@@ -1,0 +1,118 @@
+"""Advantages by hand and by the statistics module."""
+
+import statistics
+
+import pytest
+import torch
+from torch import tensor
+
+from mcore_rl.config.rl import AdvantageConfig
+from mcore_rl.rl.objectives.advantages import (
+    StepReward,
+    constant_groups,
+    group_advantages,
+    group_centered,
+    groups_to_train_on,
+    kl_penalised,
+    leave_one_out_zscore,
+    overlong_penalty,
+    step_advantages,
+)
+
+EXAMPLE = tensor([[0.2, 0.9, 0.4, 0.1]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ddof", "best"),
+    [
+        ("mean", 1, 0.5),
+        ("zscore", 1, 1.405),
+        ("zscore", 0, 1.622),
+        ("leave_one_out", 1, 0.9 - 0.7 / 3),
+        ("leave_one_out_zscore", 1, 4.364),
+    ],
+)
+def test_the_best_of_four_is_worth_what_the_kind_says(kind, ddof, best):
+    advantages, constant = group_advantages(EXAMPLE, AdvantageConfig(kind=kind, ddof=ddof))
+    assert advantages[0, 1].item() == pytest.approx(best, abs=5e-4)
+    assert not constant.any()
+
+
+@pytest.mark.parametrize("kind", ["mean", "zscore", "leave_one_out", "leave_one_out_zscore"])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_every_kind_equals_its_definition_on_random_groups(kind, ddof):
+    rewards = torch.rand(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    deviation = statistics.stdev if ddof else statistics.pstdev
+    eps = 1e-3
+
+    def expected(row, index):
+        others = row[:index] + row[index + 1 :]
+        return {
+            "mean": row[index] - statistics.mean(row),
+            "zscore": (row[index] - statistics.mean(row)) / (deviation(row) + eps),
+            "leave_one_out": row[index] - statistics.mean(others),
+            "leave_one_out_zscore": (row[index] - statistics.mean(others)) / (deviation(others) + eps),
+        }[kind]
+
+    advantages = group_advantages(rewards, AdvantageConfig(kind=kind, ddof=ddof, eps=eps)).advantages_PG
+    wanted = [[expected(row, index) for index in range(6)] for row in rewards.tolist()]
+    torch.testing.assert_close(advantages, tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mean", "zscore", "leave_one_out", "leave_one_out_zscore"])
+def test_groups_of_equal_rewards_get_exact_zeros_and_are_told(kind):
+    # 0.1 + 0.1 + 0.1 over 3 is not 0.1 in floating point.
+    rewards = tensor([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0], [1 / 3, 1 / 3, 1 / 3]])
+    advantages, constant = group_advantages(rewards, AdvantageConfig(kind=kind, eps=0.0))
+    assert constant.tolist() == [True, False, True]
+    assert advantages[constant].abs().max() == 0
+    assert advantages[1, 1] > 0 > advantages[1, 0]
+    assert advantages.isfinite().all()
+
+
+def test_without_spread_among_the_others_a_reward_is_only_centered():
+    advantages = leave_one_out_zscore(tensor([[1.0, 0.0, 0.0]]), ddof=1, eps=1e-6)
+    assert advantages[0, 0].item() == pytest.approx(1.0)
+
+
+def test_centered_rows_sum_to_zero():
+    assert group_centered(tensor([[1.0, 0.0, 0.5]])).tolist() == [[0.5, -0.5, 0.0]]
+
+
+def test_a_reward_that_is_not_finite_never_gets_this_far():
+    with pytest.raises(AssertionError, match="not finite"):
+        group_advantages(tensor([[1.0, float("nan")]]), AdvantageConfig())
+
+
+def test_a_token_is_worth_the_steps_that_end_at_it_or_later():
+    steps = [[StepReward(1, 1.0), StepReward(3, 0.0)], [StepReward(0, 0.5)]]
+    values = [1.0, 0.0, 0.5]
+    mean, deviation = statistics.mean(values), statistics.stdev(values) + 1e-6
+    first, second, third = ((value - mean) / deviation for value in values)
+    advantages = step_advantages(steps, [5, 2], ddof=1, eps=1e-6)
+    wanted = [[first + second, first + second, second, second, 0.0], [third, 0.0]]
+    for got, want in zip(advantages, wanted, strict=True):
+        assert got.tolist() == pytest.approx(want, abs=1e-6)
+
+
+def test_equal_step_rewards_carry_no_signal():
+    assert step_advantages([[StepReward(0, 0.1)], [StepReward(1, 0.1)], []], [2, 2, 1], ddof=1, eps=0.0)[
+        1
+    ].tolist() == [0, 0]
+
+
+def test_overlong_penalty_falls_from_the_buffer_to_the_end():
+    lengths = tensor([10, 80, 81, 90, 100])
+    penalty = overlong_penalty(lengths, max_tokens=100, buffer_tokens=20, penalty=0.5)
+    assert penalty.tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5])
+
+
+def test_kl_is_taken_from_the_reward():
+    assert kl_penalised(tensor([[1.0, 0.0]]), tensor([[2.0, 4.0]]), coeff=0.25).tolist() == [[0.5, -1.0]]
+
+
+def test_groups_with_signal_are_those_whose_rewards_differ():
+    rewards = tensor([[1.0, 1.0], [0.0, 1.0], [0.5, 0.5], [1.0, 0.0], [0.0, 2.0]])
+    assert constant_groups(rewards).tolist() == [True, False, True, False, False]
+    assert groups_to_train_on(rewards, wanted=2) == [1, 3]
+    assert groups_to_train_on(rewards, wanted=9) == [1, 3, 4]

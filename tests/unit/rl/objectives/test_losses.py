@@ -1,0 +1,325 @@
+"""Objectives against the papers' formulas in float64: values and gradients."""
+
+import pytest
+import torch
+from torch import tensor
+
+from mcore_rl.config.rl import LossConfig
+from mcore_rl.obs.metrics import reduced
+from mcore_rl.rl.objectives.diagnostics import loss_metrics
+from mcore_rl.rl.objectives.losses import policy_loss
+from tests.unit.rl.ragged import ALONE, batch, over_sequences, responses, tokens_of, with_gradient
+
+KINDS = ("grpo", "gspo", "gspo_token", "kimi_k2", "cispo")
+
+
+def loss_of(rows, config, **options):
+    """As one microbatch: sum over count."""
+    options = {"aggregation": config.aggregation_in_use} | options
+    result = policy_loss(tokens_of(rows, **options), config, ALONE)
+    return result.loss / result.count
+
+
+def same(rows, ours, closed_form, tolerance=1e-9):
+    """Both give the same number and the same gradient, which is not zero."""
+    value, gradients = with_gradient(rows, ours)
+    wanted, wanted_gradients = with_gradient(rows, closed_form)
+    assert abs(value - wanted) <= tolerance
+    for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted_gradient, rtol=0, atol=tolerance)
+    assert gradients[0].abs().max() > 1e-6
+    return wanted
+
+
+def min_of_clipped(ratio, advantage, low, high):
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def grpo_token(response, low=0.2, high=0.2):
+    ratio = torch.exp(response["logprobs"] - response["old_logprobs"])
+    return -min_of_clipped(ratio, response["advantages"], low, high)
+
+
+def gspo_sequence(response, low, high):
+    ratio = torch.exp((response["logprobs"] - response["old_logprobs"]).mean())
+    return -min_of_clipped(ratio, response["advantages"][0], low, high)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("spread", [0.02, 0.5])
+def test_grpo_is_a_mean_over_sequences_of_token_means(spread, seed):
+    rows = batch(spread, seed)
+    config = LossConfig(clip_low=0.2, clip_high=0.28)
+    same(
+        rows,
+        lambda rows: loss_of(rows, config),
+        lambda rows: over_sequences(rows, lambda response: grpo_token(response, high=0.28).mean()),
+    )
+
+
+def test_token_mean_divides_by_all_tokens():
+    same(
+        batch(),
+        lambda rows: loss_of(rows, LossConfig(aggregation="token_mean")),
+        lambda rows: torch.cat([grpo_token(response) for response in responses(rows)]).mean(),
+    )
+
+
+def test_dr_grpo_divides_a_sequence_by_a_constant():
+    same(
+        batch(),
+        lambda rows: loss_of(rows, LossConfig(aggregation="seq_mean_token_sum_norm"), norm_tokens=31),
+        lambda rows: over_sequences(rows, lambda response: grpo_token(response).sum() / 31),
+    )
+
+
+def test_dual_clip_bounds_what_a_bad_completion_counts():
+    def bounded(response):
+        value, advantage = -grpo_token(response), response["advantages"]
+        return -torch.where(advantage < 0, torch.maximum(value, 1.5 * advantage), value).mean()
+
+    rows = batch(0.6)
+    config = LossConfig(dual_clip=1.5)
+    wanted = same(rows, lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, bounded))
+    assert abs(wanted - loss_of(rows, LossConfig())) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("spread", "low", "high"), [(0.3, 0.05, 0.07), (0.001, 3e-4, 4e-4), (1e-5, 3e-4, 4e-4)]
+)
+def test_gspo_clips_the_ratio_of_the_sequence(spread, low, high, seed):
+    same(
+        batch(spread, seed),
+        lambda rows: loss_of(rows, LossConfig(kind="gspo", clip_low=low, clip_high=high)),
+        lambda rows: over_sequences(rows, lambda response: gspo_sequence(response, low, high)),
+    )
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.001])
+def test_gspo_token_equals_gspo_when_a_sequence_has_one_advantage(spread):
+    clip = {"clip_low": 0.03, "clip_high": 0.04}
+    same(
+        batch(spread),
+        lambda rows: loss_of(rows, LossConfig(kind="gspo_token", **clip)),
+        lambda rows: over_sequences(rows, lambda response: gspo_sequence(response, 0.03, 0.04)),
+    )
+
+
+def test_gspo_token_has_the_ratio_of_the_sequence_and_the_advantage_of_the_token():
+    def closed_form(response):
+        mean = (response["logprobs"] - response["old_logprobs"]).mean()
+        ratio = torch.exp(mean).detach() * torch.exp(response["logprobs"] - response["logprobs"].detach())
+        return -min_of_clipped(ratio, response["token_advantages"], 0.05, 0.07).mean()
+
+    config = LossConfig(kind="gspo_token", clip_low=0.05, clip_high=0.07)
+    same(
+        batch(),
+        lambda rows: loss_of(rows, config, advantages="token_advantages"),
+        lambda rows: over_sequences(rows, closed_form),
+    )
+
+
+@pytest.mark.parametrize("tau", [0.01, 0.5])
+def test_kimi_k2_regresses_the_log_ratio_of_the_sequence_on_the_advantage(tau):
+    def closed_form(response):
+        log_ratio = (response["logprobs"] - response["old_logprobs"]).sum()
+        return (response["advantages"][0] - tau * log_ratio) ** 2
+
+    config = LossConfig(kind="kimi_k2", tau=tau)
+    same(batch(), lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
+
+
+def test_the_gradient_of_kimi_k2_is_that_of_its_policy_gradient_form():
+    tau = 0.1
+
+    def surrogate(response):
+        log_ratio = (response["logprobs"] - response["old_logprobs"]).sum()
+        return -2 * tau * (response["advantages"][0] * response["logprobs"].sum() - tau / 2 * log_ratio**2)
+
+    rows = batch()
+    _, (gradient, _) = with_gradient(rows, lambda rows: loss_of(rows, LossConfig(kind="kimi_k2", tau=tau)))
+    _, (wanted, _) = with_gradient(rows, lambda rows: over_sequences(rows, surrogate))
+    torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)
+
+
+def test_cispo_weighs_the_logprob_by_the_clipped_ratio():
+    def closed_form(response):
+        ratio = torch.exp(response["logprobs"] - response["old_logprobs"]).detach()
+        return -ratio.clamp(0.9, 1.1) * response["advantages"] * response["logprobs"]
+
+    config = LossConfig(kind="cispo", clip_low=0.1, clip_high=0.1)
+    same(
+        batch(),
+        lambda rows: loss_of(rows, config),
+        lambda rows: torch.cat([closed_form(response) for response in responses(rows)]).mean(),
+    )
+
+
+KL = {
+    "k1": lambda d: -d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: torch.exp(d) - d - 1,
+}
+
+
+@pytest.mark.parametrize("gradient", ["own", "k2"])
+@pytest.mark.parametrize("estimator", KL)
+def test_kl_has_the_value_of_its_estimator_and_the_named_gradient(estimator, gradient):
+    config = LossConfig(kl_coeff=0.3, kl_estimator=estimator, kl_gradient=gradient)
+    rows = batch()
+
+    def penalty(chosen):
+        def of(response):
+            kl = KL[chosen](response["reference_logprobs"] - response["logprobs"])
+            return (grpo_token(response) + 0.3 * kl).mean()
+
+        return lambda rows: over_sequences(rows, of)
+
+    value, (got, _) = with_gradient(rows, lambda rows: loss_of(rows, config))
+    assert abs(value - with_gradient(rows, penalty(estimator))[0]) <= 1e-9
+    wanted = with_gradient(rows, penalty(estimator if gradient == "own" else "k2"))[1][0]
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+
+
+def test_kl_in_the_reward_leaves_the_loss_alone():
+    rows = batch()
+    in_reward = LossConfig(kl_coeff=0.3, kl_in="reward")
+    assert loss_of(rows, in_reward) == loss_of(rows, LossConfig())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_entropy_bonus_is_a_mean_like_the_loss(kind):
+    rows = batch()
+    _, (_, gradient) = with_gradient(
+        rows, lambda rows: loss_of(rows, LossConfig(kind=kind, entropy_coeff=0.2))
+    )
+
+    def bonus(rows):
+        entropies = [response["entropy"] for response in responses(rows)]
+        if kind == "cispo":
+            return -0.2 * torch.cat(entropies).mean()
+        return -0.2 * torch.stack([entropy.mean() for entropy in entropies]).mean()
+
+    torch.testing.assert_close(gradient, with_gradient(rows, bonus)[1][1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mismatch"),
+    [
+        ("grpo", "truncate"),
+        ("grpo", "mask"),
+        ("grpo", "sequence_truncate"),
+        ("grpo", "sequence_mask"),
+        ("gspo", "sequence_truncate"),
+        ("gspo", "sequence_mask"),
+    ],
+)
+def test_tokens_are_weighted_for_the_engine_that_sampled_them(kind, mismatch):
+    low, high = (0.9, 1.05) if "sequence" in mismatch else (0.8, 1.2)
+
+    def closed_form(response):
+        loss = grpo_token(response) if kind == "grpo" else gspo_sequence(response, 0.05, 0.07)
+        log_weight = response["old_logprobs"] - response["engine_logprobs"]
+        weight = torch.exp(log_weight.mean() if "sequence" in mismatch else log_weight)
+        if "mask" in mismatch:
+            return (loss * weight * ((weight >= low) & (weight <= high))).mean()
+        return (loss * weight.clamp(max=high)).mean()
+
+    clip = {} if kind == "grpo" else {"clip_low": 0.05, "clip_high": 0.07}
+    config = LossConfig(kind=kind, mismatch=mismatch, mismatch_low=low, mismatch_high=high, **clip)
+    same(batch(), lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_microbatches_and_their_order_change_nothing(kind):
+    config = LossConfig(kind=kind, kl_coeff=0.1, entropy_coeff=0.1, mismatch="none")
+    rows = batch()
+
+    def in_parts(*parts):
+        def loss(rows):
+            results = [
+                policy_loss(tokens_of(rows, config.aggregation_in_use, sequences=part), config, ALONE)
+                for part in parts
+            ]
+            return sum(result.loss for result in results) / sum(result.count for result in results)
+
+        return with_gradient(rows, loss)
+
+    whole, gradients = in_parts([0, 1, 2, 3, 4, 5, 6])
+    for parts in ([[0], [1], [2], [3], [4], [5], [6]], [[6, 2, 4], [5, 0], [3, 1]]):
+        value, part_gradients = in_parts(*parts)
+        assert value.item() == pytest.approx(whole.item(), rel=1e-13)
+        torch.testing.assert_close(part_gradients, gradients, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_fresh_completions_ratios_are_one_and_the_kl_to_an_equal_reference_zero(kind):
+    rows = batch(spread=0.0)
+    rows["reference_logprobs"] = rows["logprobs"]
+    result = policy_loss(tokens_of(rows), LossConfig(kind=kind, kl_coeff=0.1), ALONE)
+    metrics = reduced(loss_metrics(numbers(result.sums), numbers(result.maxima)))
+    assert metrics["policy/ratio_mean"] == 1
+    exact = ("ratio_variance", "log_ratio_max", "log_ratio_min", "kl_old_nats", "kl_reference_nats")
+    assert [metrics[f"policy/{name}"] for name in exact] == [0] * 5
+    assert metrics["policy/clipped_low_fraction"] == metrics["policy/clipped_high_fraction"] == 0
+
+
+def numbers(tensors):
+    return {name: float(value) for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo"])
+def test_metrics_equal_counting_by_hand(kind):
+    rows = batch(0.4)
+    config = LossConfig(kind=kind, clip_low=0.1, clip_high=0.15, mismatch="mask", mismatch_low=0.8)
+    result = policy_loss(tokens_of(rows, config.aggregation_in_use), config, ALONE)
+    got = reduced(loss_metrics(numbers(result.sums), numbers(result.maxima)))
+    ratios, low, high, kl, reference, mismatch = [], [], [], [], [], []
+    for response in responses(rows):
+        log_ratio = response["logprobs"] - response["old_logprobs"]
+        judged = log_ratio.mean().expand_as(log_ratio).exp() if kind == "gspo" else log_ratio.exp()
+        good, bad = response["advantages"] > 0, response["advantages"] < 0
+        low.append((judged < 0.9) & (bad | (kind == "cispo")))
+        high.append((judged > 1.15) & (good | (kind == "cispo")))
+        ratios.append(log_ratio.exp())
+        kl.append(log_ratio.exp() - 1 - log_ratio)
+        reference.append(KL["k3"](response["reference_logprobs"] - response["logprobs"]))
+        mismatch.append(response["old_logprobs"] - response["engine_logprobs"])
+    ratio, gap = torch.cat(ratios), torch.cat(mismatch)
+    wanted = {
+        "policy/ratio_mean": ratio.mean(),
+        "policy/ratio_variance": ratio.var(correction=0),
+        "policy/log_ratio_max": ratio.log().max(),
+        "policy/log_ratio_min": ratio.log().min(),
+        "policy/kl_old_nats": torch.cat(kl).mean(),
+        "policy/kl_reference_nats": torch.cat(reference).mean(),
+        "policy/entropy_nats": rows["entropy"][rows["mask"]].mean(),
+        "policy/clipped_low_fraction": torch.cat(low).double().mean(),
+        "policy/clipped_high_fraction": torch.cat(high).double().mean(),
+        "policy/clipped_low_sequences_fraction": tensor([x.any() for x in low]).double().mean(),
+        "policy/clipped_high_sequences_fraction": tensor([x.any() for x in high]).double().mean(),
+        "rollout/mismatch_kl_nats": (gap.exp() - 1 - gap).mean(),
+        "rollout/mismatch_max": gap.abs().max(),
+        "rollout/mismatch_dropped_fraction": ((gap.exp() < 0.8) | (gap.exp() > 2.0)).double().mean(),
+    }
+    assert wanted["policy/clipped_low_fraction"] > 0 < wanted["policy/clipped_high_fraction"]
+    assert {name: got[name] for name in wanted} == pytest.approx(
+        {name: value.item() for name, value in wanted.items()}, abs=1e-12
+    )
+    assert got["policy/loss"] == pytest.approx(float(result.loss / result.count))
+
+
+def test_a_microbatch_without_a_trained_token_is_zero_and_finite():
+    rows = batch()
+    rows["mask"] = torch.zeros_like(rows["mask"])
+    rows["mask"][0] = True
+    for kind in KINDS:
+        value, gradients = with_gradient(
+            rows,
+            lambda rows, kind=kind: (
+                policy_loss(tokens_of(rows, sequences=[1, 2]), LossConfig(kind=kind), ALONE).loss
+            ),
+        )
+        assert value == 0
+        assert gradients[0].abs().max() == 0

@@ -1,0 +1,89 @@
+"""Weight decay, the learning-rate schedule and Adam, against closed forms."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mcore_rl.backend.adam import FusedAdam
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.train.optimizer import build_schedule, decays
+
+
+class Groups:
+    """As much of an optimizer as a schedule reads."""
+
+    def __init__(self) -> None:
+        self.param_groups = [{"lr": 0.0, "weight_decay": 0.0, "wd_mult": 1.0}]
+
+
+def rates(config: OptimConfig, steps: int) -> list[float]:
+    """The learning rate of each step."""
+    groups = Groups()
+    schedule = build_schedule(config, groups, steps)  # type: ignore[arg-type]
+    found = []
+    for _ in range(steps):
+        found.append(groups.param_groups[0]["lr"])
+        schedule.step(1)
+    return found
+
+
+def test_cosine_after_a_linear_warm_up() -> None:
+    config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=4, schedule="cosine")
+    expected = [step / 4 for step in range(4)]
+    expected += [0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 16)) / 2 for step in range(4, 20)]
+    assert rates(config, 20) == pytest.approx(expected)
+
+
+def test_wsd_is_constant_and_then_falls() -> None:
+    config = OptimConfig(lr=1.0, min_lr=0.0, schedule="wsd", wsd_decay_steps=5)
+    expected = [1.0] * 15 + [1.0 - step / 5 for step in range(5)]
+    assert rates(config, 20) == pytest.approx(expected)
+
+
+def test_constant_is_constant() -> None:
+    assert rates(OptimConfig(lr=0.5, schedule="constant"), 7) == pytest.approx([0.5] * 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "decayed"),
+    [
+        ("decoder.layers.0.self_attention.linear_qkv.weight", (4, 4), True),
+        ("decoder.layers.0.mlp.experts.linear_fc1.weight", (2, 4, 4), True),
+        ("decoder.layers.0.pre_mlp_layernorm.weight", (4,), False),
+        ("decoder.layers.0.self_attention.linear_qkv.bias", (4,), False),
+        ("decoder.layers.0.self_attention.q_layernorm.weight", (4,), False),
+        ("embedding.word_embeddings.weight", (4, 4), True),
+    ],
+)
+def test_matrices_decay_and_vectors_do_not(name: str, shape: tuple[int, ...], decayed: bool) -> None:
+    assert decays(OptimConfig(), torch.empty(shape), name) is decayed
+
+
+def test_embeddings_and_query_norms_decay_as_asked() -> None:
+    config = OptimConfig(decay_embeddings=False, decay_qk_norms=True)
+    assert not decays(config, torch.empty(4, 4), "module.output_layer.weight")
+    assert decays(config, torch.empty(4), "decoder.layers.0.self_attention.k_layernorm.weight")
+
+
+def test_adam_equals_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours = nn.Parameter(torch.randn(7, 3, generator=generator))
+    theirs = nn.Parameter(ours.detach().clone())
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    adam, oracle = FusedAdam([ours], **settings), torch.optim.AdamW([theirs], **settings)
+    for _ in range(5):
+        ours.grad = torch.randn(7, 3, generator=generator)
+        theirs.grad = ours.grad.clone()
+        adam.step()
+        oracle.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
+    assert set(adam.state[ours]) == {"exp_avg", "exp_avg_sq"}
+    assert adam.param_groups[0]["step"] == 5
+
+
+def test_adam_counts_steps_in_a_group_without_parameters() -> None:
+    adam = FusedAdam([{"params": []}, {"params": [nn.Parameter(torch.ones(1))]}])
+    adam.step()
+    assert [group["step"] for group in adam.param_groups] == [1, 1]
