@@ -34,6 +34,7 @@ lint: $(READY)
 	$(PYTHON_IN_VENV) -m ruff check .
 	$(PYTHON_IN_VENV) -m ruff format --check .
 	$(PYTHON_IN_VENV) -m mypy
+	$(VENV)/bin/hadolint Dockerfile
 	$(PYTHON_IN_VENV) -m pytest tests/style
 
 bench: $(READY)
