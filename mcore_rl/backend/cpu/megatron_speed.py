@@ -1,7 +1,7 @@
 """Parts of Megatron that cost a CPU far more than what they are for, and what takes their place.
 
-Each function takes Megatron's and returns ours; backend/patches/table.py puts it in. The numbers stay the same up to the
-order of summation.
+Each function takes Megatron's and returns ours; backend/patches/table.py puts it in. The numbers stay the same up to
+the order of summation.
 """
 
 import functools
