@@ -59,14 +59,14 @@ def policy_metrics(step: int) -> list[Metric]:
     return [
         Metric("reward/mean", step / 100),
         Metric("reward/group_std", around),
-        Metric("reward/solved_fraction", step / 200),
+        Metric("reward/accuracy", step / 200),
         Metric("reward/part/positions", step / 100),
         Metric("reward/part/format", 0.5),
         Metric("reward/errors", 1 if step == 4 else 0),
         Metric("policy/entropy_nats", 2 / (1 + step)),
         Metric("policy/kl_old_nats", 1e-4 * step),
-        Metric("policy/clipped_high_fraction", 0.01 * (step % 3)),
-        Metric("policy/clipped_low_fraction", 0.005),
+        Metric("policy/clip_ratio_high", 0.01 * (step % 3)),
+        Metric("policy/clip_ratio_low", 0.005),
         Metric("policy/ratio_mean", 1 + 1e-3 * math.sin(step)),
         Metric("policy/ratio_variance", 1e-3),
         Metric("policy/log_ratio_max", around),
@@ -108,13 +108,13 @@ def write_run(folder: Path, config: RunConfig, steps: int, samples: Sequence[int
     (run_dir / "config.toml").write_text(dump_config(settled), encoding="utf-8")
     add_attempt(run_dir, this_run_attempt(PLATFORM, config.mesh, 0))
     log = open_log(run_dir, settled.log, 0, steps)
-    log.say("a fact about the start")
+    log.message("a fact about the start")
     is_rl = isinstance(config, RlRunConfig)
     for step in range(1, steps + 1):
         if is_rl and step in (1, steps):
-            log.write_now(0 if step == 1 else step, [Metric("eval/solved_fraction", 0.1 + step / 100)])
+            log.write_now(0 if step == 1 else step, [Metric("eval/accuracy", 0.1 + step / 100)])
         log.write(step, (policy_metrics if is_rl else training_metrics)(step))
-    log.say(f"warning: a warning with {HOSTILE}")
+    log.message(f"warning: a warning with {HOSTILE}")
     log.write_now(steps, [Metric("eval/loss_nats", loss_at(steps))] if not is_rl else [])
     log.close()
     for step in samples:

@@ -21,7 +21,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import SectionDoc, describe_sections
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.section import Section
-from mcore_rl.obs.metrics import METRICS
+from mcore_rl.obs.metric_table import METRICS
 from mcore_rl.run.cli import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -273,7 +273,7 @@ def summary(folder: Path, took_s: float, console: Console) -> None:
     for path in sorted(folder.glob("*/evaluation.json"), key=lambda path: path.stat().st_mtime):
         told = json.loads(path.read_text(encoding="utf-8"))
         console.print(
-            f"  {path.parent.name:<9} answers {told['eval/solved_fraction']:6.1%} of held-out prompts right"
+            f"  {path.parent.name:<9} answers {told['eval/accuracy']:6.1%} of held-out prompts right"
         )
     console.print(f"  the page  {folder / 'report.html'}", soft_wrap=True)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mcore_rl.errors import DataError
-from mcore_rl.obs.metrics import Reported
+from mcore_rl.obs.metric_table import Reported, with_current_names
 
 FILE_NAME = "metrics.jsonl"
 
@@ -26,13 +26,13 @@ class JsonlSink:
         num_torn = keep_until(path, resume_step) if path.exists() else 0
         self._file = path.open("a", encoding="utf-8")
         if num_torn:
-            self.say(resume_step, "torn lines removed from metrics.jsonl", {"lines": num_torn})
+            self.message(resume_step, "torn lines removed from metrics.jsonl", {"lines": num_torn})
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
         """The numbers of a step, as one line."""
         self._line(step, values)
 
-    def say(self, step: int, text: str, facts: Mapping[str, object]) -> None:
+    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
         """An event of a step, as one line."""
         self._line(step, {"event": text, **facts})
 
@@ -68,11 +68,14 @@ def keep_until(path: Path, step: int) -> int:
 
 
 def read_records(path: Path) -> Iterator[dict[str, object]]:
-    """The records of a metrics.jsonl, in order; a torn last line (a run that is writing) is left out."""
+    """Yield the records of a metrics.jsonl in order, metrics by their current names.
+
+    A torn last line (of a run that is still writing) is left out.
+    """
     if not path.exists():
         raise DataError(f"{path} is not there: give the folder of a run that has made at least one step")
     with path.open("rb") as file:
-        yield from (record for line in file if (record := _parsed(line)) is not None)
+        yield from (with_current_names(record) for line in file if (record := _parsed(line)) is not None)
 
 
 def _parsed(line: bytes) -> dict[str, object] | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from mcore_rl.config.run import LogConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.obs.jsonl import FILE_NAME, JsonlSink
-from mcore_rl.obs.metrics import Metric, Reported, reduced
+from mcore_rl.obs.metric_table import Reported
+from mcore_rl.obs.metrics import Metric, reduced
 
 
 class Sink(Protocol):
@@ -24,7 +25,7 @@ class Sink(Protocol):
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
         """The numbers of a step."""
 
-    def say(self, step: int, text: str, facts: Mapping[str, object]) -> None:
+    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
         """An event of a step, with facts about it."""
 
     def close(self) -> None:
@@ -65,10 +66,10 @@ class Log:
         """What does not happen every step (an evaluation, a checkpoint); told at once."""
         self._tell(step, metrics)
 
-    def say(self, text: str, **facts: object) -> None:
+    def message(self, text: str, **facts: object) -> None:
         """An event of the current step: a line on the console, and a record with `event` and the facts."""
         for sink in self._sinks:
-            sink.say(self._step, text, facts)
+            sink.message(self._step, text, facts)
 
     def close(self) -> None:
         """Tell what is pending, and end every sink."""
@@ -130,7 +131,7 @@ class ConsoleSink:
             width = len(str(self._total_steps))
             self._print(f"[bold]step {step:>{width}}[/]/{self._total_steps} | " + " | ".join(cells))
 
-    def say(self, step: int, text: str, facts: Mapping[str, object]) -> None:
+    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
         """One line: the text, then the facts."""
         told = "".join(f" | {name} {value}" for name, value in facts.items())
         self._print(f"[yellow]{escape(text)}[/]{escape(told)}")
@@ -163,7 +164,7 @@ def _short(number: float) -> str:
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "train/loss_nats": ("loss", "{:.4f}".format),
     "reward/mean": ("reward", "{:.3f}".format),
-    "reward/solved_fraction": ("solved", "{:.3f}".format),
+    "reward/accuracy": ("accuracy", "{:.3f}".format),
     "rollout/completion_tokens": ("length", "{:.1f}".format),
     "policy/entropy_nats": ("entropy", "{:.3f}".format),
     "policy/kl_old_nats": ("KL old", "{:.2e}".format),
@@ -175,7 +176,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "moe/load_max_over_mean": ("load max/mean", "{:.2f}".format),
     "eval/loss_nats": ("eval loss", "{:.4f}".format),
     "eval/perplexity": ("perplexity", "{:.2f}".format),
-    "eval/solved_fraction": ("eval solved", "{:.3f}".format),
+    "eval/accuracy": ("eval accuracy", "{:.3f}".format),
     "eval/reward": ("eval reward", "{:.3f}".format),
     "test/loss_nats": ("test loss", "{:.4f}".format),
     "test/perplexity": ("perplexity", "{:.2f}".format),
@@ -199,7 +200,7 @@ class TensorBoardSink:
             if isinstance(value, float | int):
                 self._writer.add_scalar(name, value, step)
 
-    def say(self, step: int, text: str, facts: Mapping[str, object]) -> None:
+    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
         """The text and the facts, on the text page."""
         self._writer.add_text("event", f"{text} {dict(facts) or ''}", step)
 
@@ -236,7 +237,7 @@ class WandbSink:
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
         self._run.log({"step": step, **scalars})
 
-    def say(self, step: int, text: str, facts: Mapping[str, object]) -> None:
+    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
         """The text and the facts, as a string of the step."""
         self._run.log({"step": step, "event": f"{text} {dict(facts) or ''}"})
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-from mcore_rl.obs.metrics import Metric, row_of
+from mcore_rl.obs.metric_table import row_of
+from mcore_rl.obs.metrics import Metric
 
 
 class Timers:

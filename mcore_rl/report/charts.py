@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from mcore_rl.obs.metrics import row_of
+from mcore_rl.obs.metric_table import row_of
 from mcore_rl.report.figures import LAYER_MAPS, Band, Figure, Line
 from mcore_rl.report.runs import RunRecord, Series
 
@@ -19,7 +19,7 @@ MAX_FRAMES, MAX_CELLS = 40, 120_000
 MAX_COLUMNS = 160
 """Of a map of layers."""
 DIGITS = 6
-SOLVED = "eval/solved_fraction"
+SOLVED = "eval/accuracy"
 SPREAD = " Band: plus and minus the standard deviation within a group."
 
 
@@ -40,7 +40,9 @@ def line_charts(
             "title": figure.title,
             "note": (figure.note or row.text) + (SPREAD if "low" in series[0] and series[0]["y"] else ""),
             "unit": row.unit,
-            "percent": first.endswith(("fraction", "mfu", "gate_mass_moved")) or "pass_at" in first,
+            "percent": first.endswith(("fraction", "accuracy", "mfu", "gate_mass_moved"))
+            or "pass_at" in first
+            or "clip_ratio" in first,
             "zero": isinstance(figure, Figure) and figure.zero,
             "smooth": isinstance(figure, Figure) and figure.smooth,
             "series": series,

@@ -31,7 +31,7 @@ def headline(run: RunRecord) -> Headline:
     if told := _evaluated(run):
         return Headline(told.partition(",")[0], "right on held-out prompts")
     for name, meaning, show in (
-        ("eval/solved_fraction", "right on held-out prompts", percent),
+        ("eval/accuracy", "right on held-out prompts", percent),
         ("reward/mean", "reward", plain),
         ("eval/loss_nats", "held-out loss, nats a token", plain),
         ("train/loss_nats", "training loss, nats a token", plain),
@@ -108,7 +108,7 @@ NUMBERS: dict[str, Callable[[RunRecord], str]] = {
     "tokens trained on": lambda run: count(_last(run, "train/consumed_tokens")),
     "loss": lambda run: _first_to_last(run, "train/loss_nats", plain),
     "held-out loss": lambda run: _first_to_last(run, "eval/loss_nats", plain),
-    "right on held-out prompts": lambda run: _first_to_last(run, "eval/solved_fraction", percent),
+    "right on held-out prompts": lambda run: _first_to_last(run, "eval/accuracy", percent),
     "the same by mcore-rl eval": lambda run: _evaluated(run),
     "reward": lambda run: _first_to_last(run, "reward/mean", plain),
     "entropy, nats": lambda run: _first_to_last(run, "policy/entropy_nats", plain),
@@ -147,7 +147,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 def _evaluated(run: RunRecord) -> str:
     """Of evaluation.json: right answers, and prompts of which one of k answers is right."""
     kept = run.evaluation
-    told = [percent(float(kept["eval/solved_fraction"]))] if "eval/solved_fraction" in kept else []
+    told = [percent(float(kept["eval/accuracy"]))] if "eval/accuracy" in kept else []
     chances = {int(key.rpartition("_")[2]): kept[key] for key in kept if key.startswith("eval/pass_at_")}
     return ", ".join([*told, *(f"pass@{k} {percent(float(chances[k]))}" for k in sorted(chances)[-1:])])
 

@@ -46,11 +46,11 @@ class Band:
 LEARNING: tuple[Figure | Band, ...] = (
     Figure(
         "Right answers, held-out prompts",
-        (Line("eval/solved_fraction", "one answer"), Line("eval/pass_at_*", "pass@{}", "dash")),
+        (Line("eval/accuracy", "one answer"), Line("eval/pass_at_*", "pass@{}", "dash")),
         zero=True,
     ),
     Figure("Reward", (Line("reward/mean", spread="reward/group_std"),)),
-    Figure("Right answers, training prompts", (Line("reward/solved_fraction"),), zero=True),
+    Figure("Right answers, training prompts", (Line("reward/accuracy"),), zero=True),
     Figure(
         "Parts of the reward",
         (Line("reward/part/*", "{}"),),
@@ -70,7 +70,7 @@ LEARNING: tuple[Figure | Band, ...] = (
     Figure("KL to the reference", (Line("policy/kl_reference_nats"),), zero=True),
     Figure(
         "Clipped tokens",
-        (Line("policy/clipped_high_fraction", "high"), Line("policy/clipped_low_fraction", "low", "dash")),
+        (Line("policy/clip_ratio_high", "high"), Line("policy/clip_ratio_low", "low", "dash")),
         zero=True,
         if_any=True,
         note="Tokens whose ratio was clipped, from above and from below.",
@@ -78,8 +78,8 @@ LEARNING: tuple[Figure | Band, ...] = (
     Figure(
         "Clipped sequences",
         (
-            Line("policy/clipped_high_sequences_fraction", "high"),
-            Line("policy/clipped_low_sequences_fraction", "low", "dash"),
+            Line("policy/clip_ratio_high_sequences", "high"),
+            Line("policy/clip_ratio_low_sequences", "low", "dash"),
         ),
         zero=True,
         if_any=True,

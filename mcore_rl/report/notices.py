@@ -14,7 +14,7 @@ MAX_LOG_BYTES = 20 << 20
 """Of each log: what comes later is not searched."""
 COUNTERS = {
     "train/skipped_steps": "steps were skipped: their gradient was not finite",
-    "reward/errors": "judgements failed (rl.reward.error_value was given)",
+    "reward/errors": "scores failed (rl.reward.error_value was given)",
     "routes/unknown_tokens": "tokens were routed live: no routes came for them",
     "rollout_routes/unknown_tokens": "tokens came without the engine's routes",
 }

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from mcore_rl.errors import DataError
 from mcore_rl.obs.attempts import RunAttempt, read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.obs.metric_table import with_current_names
 
 Stage = Literal["pretrain", "sft", "rl"]
 STAGES: dict[Stage, str] = {
@@ -166,7 +167,7 @@ def _evaluation(path: Path) -> dict[str, Any]:
         if not line.startswith("{"):
             continue
         try:
-            found = json.loads(line)
+            found = with_current_names(json.loads(line))
         except ValueError:
             raise DataError(
                 f"{path} is not what mcore-rl eval prints. Write its output there again, or delete it."

@@ -30,7 +30,7 @@ def evaluation_metrics(facts: Sequence[GroupFacts]) -> Iterator[Metric]:
     """Means over all answers; pass@k where there are several a prompt."""
     rewards = [reward for one in facts for reward in one.rewards_G]
     solved = [is_solved for one in facts for is_solved in one.solved_G]
-    yield Metric("eval/solved_fraction", sum(solved), len(solved))
+    yield Metric("eval/accuracy", sum(solved), len(solved))
     yield Metric("eval/reward", sum(rewards), len(rewards))
     yield Metric("eval/completion_tokens", sum(sum(one.lengths_G) for one in facts), len(solved))
     yield Metric("eval/truncated_fraction", sum(sum(one.truncated_G) for one in facts), len(solved))

@@ -74,7 +74,9 @@ class RlTrainer(Loop):
                 metrics += [*rollout.metrics, *self._rollout_metrics(time.perf_counter() - started_s)]
             self.log.write(progress.step, metrics)
             if report is None:
-                self.log.say("nothing to train on in this update: weights are as before", step=progress.step)
+                self.log.message(
+                    "nothing to train on in this update: weights are as before", step=progress.step
+                )
             else:
                 self._give_up_when_hopeless(report)
 
@@ -94,7 +96,7 @@ class RlTrainer(Loop):
         if self.state.platform.rank == 0 and of_all:
             write_samples(self._folder / "samples", step, of_all)
             for line in shown(of_all, samples.shown):
-                self.log.say(line)
+                self.log.message(line)
 
     def _update_metrics(self, minibatch: Minibatch, report: StepReport, took_s: float) -> Iterator[Metric]:
         """Of one optimizer step."""

@@ -75,7 +75,7 @@ def reference_of(config: RlRunConfig, run: Run) -> Reference | None:
     if step == 0:
         reference.set(0)
     else:
-        run.log.say(f"reference policy: {reference.resume(step)}")
+        run.log.message(f"reference policy: {reference.resume(step)}")
     return reference
 
 

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
-Records = Sequence[Mapping[str, float]]
+from mcore_rl.obs.jsonl import FILE_NAME, read_records
+
+Records = Sequence[Mapping[str, Any]]
 
 
 def mean_of(*names: str) -> Callable[[Records], float]:
@@ -30,14 +33,12 @@ def last_of(name: str) -> Callable[[Records], float]:
 
 
 COLUMNS: dict[str, Callable[[Records], float]] = {
-    "eval solved": last_of("eval/solved_fraction"),
+    "eval accuracy": last_of("eval/accuracy"),
     "reward": mean_of("reward/mean"),
     "KL old -> new": mean_of("policy/kl_old_nats"),
     "ratio variance": mean_of("policy/ratio_variance"),
-    "clipped tokens": mean_of("policy/clipped_low_fraction", "policy/clipped_high_fraction"),
-    "clipped sequences": mean_of(
-        "policy/clipped_low_sequences_fraction", "policy/clipped_high_sequences_fraction"
-    ),
+    "clipped tokens": mean_of("policy/clip_ratio_low", "policy/clip_ratio_high"),
+    "clipped sequences": mean_of("policy/clip_ratio_low_sequences", "policy/clip_ratio_high_sequences"),
     "routes changed": mean_of("routes/changed_fraction"),
     "tokens changed": mean_of("routes/changed_tokens_fraction"),
     "grad norm": mean_of("train/grad_norm"),
@@ -71,8 +72,7 @@ def row_of(arm: str, folders: Mapping[int, Path]) -> Row:
 
 def numbers_of(folder: Path) -> dict[str, float]:
     """Each column of one run."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = list(read_records(folder / FILE_NAME))
     return {name: column(records) for name, column in COLUMNS.items()}
 
 

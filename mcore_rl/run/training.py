@@ -58,7 +58,7 @@ def _train(config: RunConfig, data: Data, platform: Platform, folder: RunFolder,
     )
     log = _opened_log(state, folder, data)
     for line in [platform.describe(), *checkpoints.poll(), *data.lines]:
-        log.say(line)
+        log.message(line)
     with StopRequest(folder.stop_file) as request:
 
         def stop() -> str | None:

@@ -71,7 +71,7 @@ class Loop(ABC):
         progress, train = self.state.progress, self.state.config.train
         while progress.step < train.steps:
             if reason := self.stop():
-                self.log.say(f"stopping after step {progress.step}: {reason}")
+                self.log.message(f"stopping after step {progress.step}: {reason}")
                 self._save_last()
                 return False
             self._step()
@@ -107,7 +107,7 @@ class Loop(ABC):
 
     def _say(self, lines: Sequence[str]) -> None:
         for line in lines:
-            self.log.say(line)
+            self.log.message(line)
 
     def _give_up_when_hopeless(self, report: StepReport) -> None:
         progress, allowed = self.state.progress, self.state.config.train.max_skipped
@@ -115,7 +115,7 @@ class Loop(ABC):
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        self.log.say(
+        self.log.message(
             "warning: step skipped: its gradient is not finite; weights are as before",
             step=progress.step,
             loss=report.loss,

@@ -68,10 +68,10 @@ TOKEN_MEANS = {
     "entropy": "policy/entropy_nats",
     "kl_old": "policy/kl_old_nats",
     "kl_reference": "policy/kl_reference_nats",
-    "low_tokens": "policy/clipped_low_fraction",
-    "high_tokens": "policy/clipped_high_fraction",
+    "low_tokens": "policy/clip_ratio_low",
+    "high_tokens": "policy/clip_ratio_high",
     "mismatch_kl": "rollout/mismatch_kl_nats",
-    "mismatch_dropped": "rollout/mismatch_dropped_fraction",
+    "mismatch_dropped": "rollout/importance_sampling_masked_fraction",
 }
 
 

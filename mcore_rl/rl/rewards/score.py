@@ -42,7 +42,7 @@ class Scores:
         for name, values_PG in self.parts.items():
             yield Metric(f"reward/part/{name}", values_PG.sum(), count)
         correctness_PG = next(iter(self.parts.values()))
-        yield Metric("reward/solved_fraction", (correctness_PG >= 1).sum(), count)
+        yield Metric("reward/accuracy", (correctness_PG >= 1).sum(), count)
         for kind, number in Counter(failed.failure.kind for failed in self.failures).items():
             yield Metric(f"reward/errors_{kind}", number)
         yield Metric("reward/errors", len(self.failures))

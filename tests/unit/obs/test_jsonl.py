@@ -18,7 +18,7 @@ def write_steps(path, first, last, resume_step):
     for step in range(first, last + 1):
         sink.write(step, {"train/loss_nats": 1 / step})
         if step % 5 == 0:
-            sink.say(step, "checkpoint saved", {"path": f"step_{step}"})
+            sink.message(step, "checkpoint saved", {"path": f"step_{step}"})
     sink.close()
 
 

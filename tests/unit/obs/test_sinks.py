@@ -60,9 +60,9 @@ def test_matrices_have_their_own_interval_and_lose_nothing(tmp_path, matrix_inte
 
 def test_an_event_is_a_record_of_the_current_step(tmp_path):
     log = jsonl_log(tmp_path / "m", step=7)
-    log.say("resumed", path="step_7")
+    log.message("resumed", path="step_7")
     log.write(8, [])
-    log.say("step skipped: gradient not finite")
+    log.message("step skipped: gradient not finite")
     assert records(tmp_path / "m") == [
         {"step": 7, "event": "resumed", "path": "step_7"},
         {"step": 8, "event": "step skipped: gradient not finite"},
@@ -74,7 +74,7 @@ def test_a_silent_log_takes_everything_and_tells_nobody(tmp_path, capsys, monkey
     log = silent_log()
     log.write(1, [Metric("train/lr", 1.0)])
     log.write_now(1, [Metric("train/lr", 1.0)])
-    log.say("nothing")
+    log.message("nothing")
     log.close()
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
@@ -122,7 +122,7 @@ def test_time_left_follows_the_pace_of_the_steps(monkeypatch):
 
 def test_brackets_in_an_event_are_text():
     text, sink = console_text()
-    sink.say(3, "unknown key [bold]", {"path": "a[0]"})
+    sink.message(3, "unknown key [bold]", {"path": "a[0]"})
     assert text.getvalue() == "unknown key [bold] | path a[0]\n"
 
 
@@ -131,7 +131,7 @@ def test_tensorboard_shows_steps_that_ran_again_once(tmp_path, capsys):
         log = open_log(tmp_path, LogConfig(tensorboard=True), resume_step, total_steps=6)
         for step in steps:
             log.write(step, [Metric("train/loss_nats", step + resume_step / 10)])
-        log.say("saved")
+        log.message("saved")
         log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     points = [(e.step, pytest.approx(e.value)) for e in events.Scalars("train/loss_nats")]

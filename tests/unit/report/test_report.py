@@ -207,8 +207,8 @@ def test_a_run_that_ended_badly_says_how(tmp_path):
     ]
 
 
-def test_failed_judgements_are_counted(runs):
-    assert "1 judgements failed" in "".join(notice.text for notice in notices(runs[2]))
+def test_failed_scores_are_counted(runs):
+    assert "1 scores failed" in "".join(notice.text for notice in notices(runs[2]))
 
 
 def test_long_runs_make_a_page_that_opens_at_once(tmp_path):
@@ -238,7 +238,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 def test_an_evaluation_kept_beside_a_run_counts(tmp_path):
     run_dir = write_run(tmp_path, PretrainConfig(run_dir="base"), 3)
     (run_dir / "evaluation.json").write_text(
-        'some words\n{"checkpoint": "x", "eval/solved_fraction": 0.25, "eval/pass_at_2": 0.3, "eval/pass_at_4": 0.5}\n'
+        'some words\n{"checkpoint": "x", "eval/accuracy": 0.25, "eval/pass_at_2": 0.3, "eval/pass_at_4": 0.5}\n'
     )
     chart = charts.accuracy_chart(read_runs([run_dir]))
     assert chart["bars"] == [{"run": 0, "value": 0.25, "before": None}]
@@ -250,7 +250,7 @@ def test_an_evaluation_kept_beside_a_run_counts(tmp_path):
 
 
 def test_an_evaluation_that_was_kept_goes_before_the_run_s_own(runs):
-    grpo = replace(runs[3], evaluation={"eval/solved_fraction": 0.75})
+    grpo = replace(runs[3], evaluation={"eval/accuracy": 0.75})
     own, kept = charts.accuracy_chart([runs[3]])["bars"], charts.accuracy_chart([grpo])["bars"]
     assert own == [{"run": 0, "value": 0.5, "before": 0.11}]
     assert kept == [{"run": 0, "value": 0.75, "before": None}]

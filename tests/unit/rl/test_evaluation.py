@@ -32,7 +32,7 @@ def facts(solved: list[bool]) -> GroupFacts:
 
 def test_metrics_are_means_over_all_answers() -> None:
     told = reduced(evaluation_metrics([facts([True, False, False, False]), facts([False] * 4)]))
-    assert told["eval/solved_fraction"] == 1 / 8
+    assert told["eval/accuracy"] == 1 / 8
     assert told["eval/reward"] == 1 / 16
     assert told["eval/truncated_fraction"] == 2 / 8
     assert told["eval/pass_at_2"] == pytest.approx((1 - 3 / 6) / 2)

@@ -77,7 +77,7 @@ def test_parts_are_weighed_and_added_and_told_by_name(own_module):
         "reward/part/exact": 0.5,
         "reward/part/regex": 0.5,
         f"reward/part/{own_module}:bonus": 3.25 / 4,
-        "reward/solved_fraction": 0.5,
+        "reward/accuracy": 0.5,
         "reward/errors": 0,
     }
 

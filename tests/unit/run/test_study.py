@@ -44,19 +44,19 @@ def write(folder: Path, *records: dict[str, float]) -> Path:
 def test_the_table_has_means_over_the_run_and_over_seeds(tmp_path: Path) -> None:
     one = write(
         tmp_path / "1",
-        {"step": 0, "eval/solved_fraction": 0.1},
+        {"step": 0, "eval/accuracy": 0.1},
         {
             "step": 1,
             "policy/kl_old_nats": 0.0,
-            "policy/clipped_low_fraction": 0.1,
-            "policy/clipped_high_fraction": 0.2,
+            "policy/clip_ratio_low": 0.1,
+            "policy/clip_ratio_high": 0.2,
         },
         {"step": 2, "policy/kl_old_nats": 2.0, "reward/mean": 0.5, "routes/cached_bytes": 2**20},
-        {"step": 2, "eval/solved_fraction": 0.4},
+        {"step": 2, "eval/accuracy": 0.4},
     )
-    two = write(tmp_path / "2", {"step": 1, "policy/kl_old_nats": 4.0, "eval/solved_fraction": 0.6})
+    two = write(tmp_path / "2", {"step": 1, "policy/kl_old_nats": 4.0, "eval/accuracy": 0.6})
     row = row_of("GRPO", {7: one, 8: two})
-    assert row.told("eval solved") == "0.5 ± 0.14", "the last ones of both"
+    assert row.told("eval accuracy") == "0.5 ± 0.14", "the last ones of both"
     assert row.told("KL old -> new") == "2.5 ± 2.1", "of 1 and 4"
     assert row.told("clipped tokens") == "0.3"
     assert row.told("reward") == "0.5"
@@ -64,4 +64,4 @@ def test_the_table_has_means_over_the_run_and_over_seeds(tmp_path: Path) -> None
     assert row.told("grad norm") == "-"
     lines = as_markdown([row]).splitlines()
     assert len(lines) == 3 and all(line.count("|") == len(COLUMNS) + 2 for line in lines)
-    assert json.loads(as_json([row]))["GRPO"]["7"]["eval solved"] == 0.4
+    assert json.loads(as_json([row]))["GRPO"]["7"]["eval accuracy"] == 0.4

@@ -262,7 +262,7 @@ def test_on_fresh_completions_ratios_are_one_and_the_kl_to_an_equal_reference_ze
     assert metrics["policy/ratio_mean"] == 1
     exact = ("ratio_variance", "log_ratio_max", "log_ratio_min", "kl_old_nats", "kl_reference_nats")
     assert [metrics[f"policy/{name}"] for name in exact] == [0] * 5
-    assert metrics["policy/clipped_low_fraction"] == metrics["policy/clipped_high_fraction"] == 0
+    assert metrics["policy/clip_ratio_low"] == metrics["policy/clip_ratio_high"] == 0
 
 
 def numbers(tensors):
@@ -295,15 +295,17 @@ def test_metrics_equal_counting_by_hand(kind):
         "policy/kl_old_nats": torch.cat(kl).mean(),
         "policy/kl_reference_nats": torch.cat(reference).mean(),
         "policy/entropy_nats": rows["entropy"][rows["mask"]].mean(),
-        "policy/clipped_low_fraction": torch.cat(low).double().mean(),
-        "policy/clipped_high_fraction": torch.cat(high).double().mean(),
-        "policy/clipped_low_sequences_fraction": tensor([x.any() for x in low]).double().mean(),
-        "policy/clipped_high_sequences_fraction": tensor([x.any() for x in high]).double().mean(),
+        "policy/clip_ratio_low": torch.cat(low).double().mean(),
+        "policy/clip_ratio_high": torch.cat(high).double().mean(),
+        "policy/clip_ratio_low_sequences": tensor([x.any() for x in low]).double().mean(),
+        "policy/clip_ratio_high_sequences": tensor([x.any() for x in high]).double().mean(),
         "rollout/mismatch_kl_nats": (gap.exp() - 1 - gap).mean(),
         "rollout/mismatch_max": gap.abs().max(),
-        "rollout/mismatch_dropped_fraction": ((gap.exp() < 0.8) | (gap.exp() > 2.0)).double().mean(),
+        "rollout/importance_sampling_masked_fraction": ((gap.exp() < 0.8) | (gap.exp() > 2.0))
+        .double()
+        .mean(),
     }
-    assert wanted["policy/clipped_low_fraction"] > 0 < wanted["policy/clipped_high_fraction"]
+    assert wanted["policy/clip_ratio_low"] > 0 < wanted["policy/clip_ratio_high"]
     assert {name: got[name] for name in wanted} == pytest.approx(
         {name: value.item() for name, value in wanted.items()}, abs=1e-12
     )
