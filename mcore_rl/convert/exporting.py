@@ -22,7 +22,7 @@ from mcore_rl.convert.hf.model import Mtp, expert_layout
 from mcore_rl.convert.importing import DTYPES, Dtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model, read_config
 from mcore_rl.families.hf_export import hf_config
-from mcore_rl.families.weight_map import Copy
+from mcore_rl.families.weight_map import DuplicateTensor
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
@@ -99,7 +99,7 @@ def _reference(path: Path | None) -> HfFolder | None:
     return open_hf(path) if any(path.glob("*.safetensors")) or (path / INDEX).is_file() else None
 
 
-def _is_written(copy: Copy, reference: HfFolder | None) -> bool:
+def _is_written(copy: DuplicateTensor, reference: HfFolder | None) -> bool:
     return copy.name in reference.tensors if reference else copy.written
 
 

@@ -24,9 +24,9 @@ from mcore_rl.convert.megatron.model import DistModel
 from mcore_rl.convert.verify import is_hf, open_model
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
-from mcore_rl.families.weight_map import Span
+from mcore_rl.families.weight_map import AxisRange
 from mcore_rl.model.build import build_uninitialized, unwrap
-from mcore_rl.model.global_tensors import Piece, pieces
+from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 
 ROWS, LENGTH = 2, 32
@@ -150,10 +150,10 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
         chunk = unwrap(
             build_uninitialized(found.model.model_copy(update={"mtp_layers": 0}), mesh, platform, settings)
         ).eval()
-        by_storage: dict[int, list[Piece]] = {}
-        for piece in pieces([chunk]):
-            by_storage.setdefault(_id(piece.data), []).append(piece)
-        load = partial(_load_piece, Relaid(found.model, found.layout), found.source())
+        by_storage: dict[int, list[LocalShard]] = {}
+        for shard in local_shards([chunk]):
+            by_storage.setdefault(_id(shard.data), []).append(shard)
+        load = partial(_load_shard, Relaid(found.model, found.layout), found.source())
         tied = [chunk.embedding] if found.model.tied_embeddings else []
         holders: dict[nn.Module, Sequence[nn.Module]] = {chunk.output_layer: [chunk.output_layer, *tied]}
         units = [chunk.embedding, *chunk.decoder.layers, chunk.decoder.final_layernorm, chunk.output_layer]
@@ -161,8 +161,8 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
         def enter(module: nn.Module) -> None:
             for tensor in _tensors(holders.get(module, [module])):
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-                for piece in by_storage.get(_id(tensor), ()):
-                    load(piece)
+                for shard in by_storage.get(_id(tensor), ()):
+                    load(shard)
 
         def leave(module: nn.Module) -> None:
             for tensor in _tensors(holders.get(module, [module])):
@@ -178,16 +178,16 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
         destroy_mesh()
 
 
-def _load_piece(relaid: Relaid, source: Any, piece: Piece) -> None:
+def _load_shard(relaid: Relaid, source: Any, shard: LocalShard) -> None:
     where = tuple(
-        Span(at, at + 1) if isinstance(at, int) else Span(*at.indices(size)[:2])
-        for at, size in zip(piece.where, piece.global_shape, strict=True)
+        AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
+        for at, size in zip(shard.where, shard.global_shape, strict=True)
     )
-    key, there = relaid.place(piece.key, where)
-    # Not straight into the piece: what was filled as numpy's memory cannot be emptied any more.
-    read = torch.empty_like(piece.data)
+    key, there = relaid.place(shard.key, where)
+    # Not straight into the shard: what was filled as numpy's memory cannot be emptied any more.
+    read = torch.empty_like(shard.data)
     source.fill(read, key, there)
-    piece.data.copy_(read)
+    shard.data.copy_(read)
 
 
 def _tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:

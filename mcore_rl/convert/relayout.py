@@ -17,7 +17,7 @@ from mcore_rl.convert.megatron.files import finish, write_common, write_format, 
 from mcore_rl.convert.megatron.layouts import Layout, Relaid, is_stacked, refuse_singletons
 from mcore_rl.convert.megatron.model import EMBEDDING, DistModel, open_dist_model
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import Shape, Span, listed
+from mcore_rl.families.weight_map import AxisRange, Shape, listed
 
 EXTRA_STATE = "_extra_state"
 
@@ -89,7 +89,7 @@ def _places(shapes: Mapping[str, Shape], old: Relaid, new: Relaid) -> Iterator[t
     for key, shape in shapes.items():
         wheres = [whole(shape)]
         if apart and is_stacked(key):
-            wheres = [(Span(layer, layer + 1), *whole(shape[1:])) for layer in range(shape[0])]
+            wheres = [(AxisRange(layer, layer + 1), *whole(shape[1:])) for layer in range(shape[0])]
         for where in wheres:
             source, source_where = old.place(key, where)
             target, target_where = new.place(key, where)

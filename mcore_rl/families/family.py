@@ -7,7 +7,7 @@ from typing import Any
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.hf_config import HfConfig
 from mcore_rl.families.rules import ExpertLayout
-from mcore_rl.families.weight_map import Rule
+from mcore_rl.families.weight_map import WeightRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,7 @@ class Family:
     name: str
     architecture: Callable[[ModelConfig], dict[str, Any]]
     """Keyword arguments of Megatron's config that make it."""
-    rules: Callable[[ModelConfig, ExpertLayout], Iterator[Rule]]
+    rules: Callable[[ModelConfig, ExpertLayout], Iterator[WeightRule]]
     """How its tensors are made from Hugging Face's, and the other way round."""
     from_hf: Callable[[HfConfig], ModelConfig]
     """The model that a config.json describes; ConfigError where Megatron's has something else."""

@@ -15,7 +15,7 @@ from mcore_rl.families.rules import (
     mtp_layers,
     outer,
 )
-from mcore_rl.families.weight_map import Rule
+from mcore_rl.families.weight_map import WeightRule
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     return attention(model) | sigmoid_experts(model)
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
+def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
     """The family's tensors on both sides."""
     yield from outer(model)
     for layer in (*decoder_layers(model), *mtp_layers(model)):

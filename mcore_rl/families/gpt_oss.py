@@ -7,8 +7,8 @@ from typing import Any
 from mcore_rl.config.model import ModelConfig, MoEConfig, RopeConfig
 from mcore_rl.families.family import Family, attention, softmax_experts
 from mcore_rl.families.hf_config import HfConfig, common, needed, refusal, require
-from mcore_rl.families.rules import ExpertLayout, Layer, decoder_layers, grouped_query, outer
-from mcore_rl.families.weight_map import Rows, Rule
+from mcore_rl.families.rules import ExpertLayout, LayerNames, decoder_layers, grouped_query, outer
+from mcore_rl.families.weight_map import HfRows, WeightRule
 
 LIMIT, ALPHA = 7.0, 1.702
 """Where the experts' activations are cut off, and the slope of their sigmoid, which Megatron has built in."""
@@ -32,7 +32,7 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
+def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
     """The family's tensors on both sides; Hugging Face's experts are always fused."""
     yield from outer(model)
     for layer in decoder_layers(model):
@@ -47,7 +47,7 @@ def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
             yield from _expert(model, layer, e)
 
 
-def _expert(model: ModelConfig, layer: Layer, e: int) -> Iterator[Rule]:
+def _expert(model: ModelConfig, layer: LayerNames, e: int) -> Iterator[WeightRule]:
     """Hugging Face multiplies from the left, and has columns of gate and up-projection in turn."""
     hidden, width = model.hidden_size, model.moe.ffn_hidden_size
     one = replace(layer, index=(*layer.index, e), lead=(*layer.lead, model.moe.num_experts))
@@ -55,10 +55,10 @@ def _expert(model: ModelConfig, layer: Layer, e: int) -> Iterator[Rule]:
     for kind, suffix, row_in, row_out in (("weight", "", (hidden,), (width,)), ("bias", "_bias", (), ())):
         is_matrix = kind == "weight"
         gate_up = [
-            Rows(f"{theirs}gate_up_proj{suffix}", half, 2 * width, step=2, at=(e,), transposed=is_matrix)
+            HfRows(f"{theirs}gate_up_proj{suffix}", half, 2 * width, step=2, at=(e,), transposed=is_matrix)
             for half in range(2)
         ]
-        down = Rows(f"{theirs}down_proj{suffix}", 0, hidden, at=(e,), transposed=is_matrix)
+        down = HfRows(f"{theirs}down_proj{suffix}", 0, hidden, at=(e,), transposed=is_matrix)
         yield one.tensor(f"{ours}1.{kind}", gate_up, row_in)
         yield one.tensor(f"{ours}2.{kind}", [down], row_out)
 

@@ -7,7 +7,7 @@ from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.families.family import Family, attention, softmax_experts
 from mcore_rl.families.hf_config import HfConfig, common, needed, refusal
 from mcore_rl.families.rules import ExpertLayout, decoder_layers, feed_forward, grouped_query, outer
-from mcore_rl.families.weight_map import Rule
+from mcore_rl.families.weight_map import WeightRule
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     return attention(model) | softmax_experts(model)
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
+def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
     """The family's tensors on both sides."""
     yield from outer(model)
     for layer in decoder_layers(model):

@@ -7,7 +7,7 @@ from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.families.family import Family, attention, softmax_experts
 from mcore_rl.families.hf_config import HfConfig, common, first_dense_layers, needed, require
 from mcore_rl.families.rules import ExpertLayout, MoENames, decoder_layers, feed_forward, grouped_query, outer
-from mcore_rl.families.weight_map import Rule
+from mcore_rl.families.weight_map import WeightRule
 
 NAMES = MoENames(shared="shared_expert", shared_gate="shared_expert_gate")
 
@@ -17,7 +17,7 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
     return attention(model) | softmax_experts(model) | {"moe_shared_expert_gate": True}
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[Rule]:
+def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
     """The family's tensors on both sides."""
     yield from outer(model)
     for layer in decoder_layers(model):

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families.weight_map import Copy, Rows, Rule, Shape
+from mcore_rl.families.weight_map import DuplicateTensor, HfRows, Shape, WeightRule
 
 ExpertLayout = Literal["each", "fused"]
 """Hugging Face's experts: a tensor each, as published checkpoints have them, or all of a layer in one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class LayerNames:
     """Where one transformer layer's tensors are: prefixes, and its place in tensors that hold all layers."""
 
     hf: str
@@ -21,26 +21,26 @@ class Layer:
     index: tuple[int, ...] = ()
     lead: Shape = ()
 
-    def vector(self, key: str, name: str, size: int) -> Rule:
+    def vector(self, key: str, name: str, size: int) -> WeightRule:
         """A vector that is the same on both sides."""
-        return self.tensor(key, [Rows(self.hf + name, 0, size)], ())
+        return self.tensor(key, [HfRows(self.hf + name, 0, size)], ())
 
-    def matrix(self, key: str, width: int, *parts: tuple[str, int]) -> Rule:
+    def matrix(self, key: str, width: int, *parts: tuple[str, int]) -> WeightRule:
         """A matrix of `width` columns: whole Hugging Face tensors (name, number of rows) below one another."""
-        return self.tensor(key, [Rows(self.hf + name, 0, count) for name, count in parts], (width,))
+        return self.tensor(key, [HfRows(self.hf + name, 0, count) for name, count in parts], (width,))
 
-    def interleaved(self, key: str, row: Shape, groups: int, *parts: tuple[str, int]) -> Rule:
+    def interleaved(self, key: str, row: Shape, groups: int, *parts: tuple[str, int]) -> WeightRule:
         """A tensor that takes rows of each part (name, rows of one group) in turn, group by group."""
         rows = [
-            Rows(self.hf + name, group * count, (group + 1) * count)
+            HfRows(self.hf + name, group * count, (group + 1) * count)
             for group in range(groups)
             for name, count in parts
         ]
         return self.tensor(key, rows, row)
 
-    def tensor(self, key: str, rows: Sequence[Rows], row: Shape) -> Rule:
+    def tensor(self, key: str, rows: Sequence[HfRows], row: Shape) -> WeightRule:
         """A tensor of these rows, whose names are whole, each of shape `row`."""
-        return Rule(key=self.mcore + key, rows=tuple(rows), row=row, index=self.index, lead=self.lead)
+        return WeightRule(key=self.mcore + key, rows=tuple(rows), row=row, index=self.index, lead=self.lead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class MoENames:
     """The gate on the shared experts' output; "": none."""
 
 
-def decoder_layers(model: ModelConfig) -> list[Layer]:
+def decoder_layers(model: ModelConfig) -> list[LayerNames]:
     """The layers, in order; alike ones share tensors with a leading layer axis, as Megatron stores them."""
     stacked = model.layers_alike
     return [
-        Layer(
+        LayerNames(
             hf=f"model.layers.{i}.",
             mcore="decoder.layers." if stacked else f"decoder.layers.{i}.",
             is_moe=is_moe,
@@ -71,10 +71,10 @@ def decoder_layers(model: ModelConfig) -> list[Layer]:
     ]
 
 
-def mtp_layers(model: ModelConfig) -> list[Layer]:
+def mtp_layers(model: ModelConfig) -> list[LayerNames]:
     """The transformer layers inside the MTP layers, which Hugging Face numbers on; of the last layer's kind."""
     return [
-        Layer(
+        LayerNames(
             hf=f"model.layers.{model.num_layers + i}.",
             mcore=f"mtp.layers.{i}.transformer_layer.",
             is_moe=model.moe_layers[-1],
@@ -83,23 +83,23 @@ def mtp_layers(model: ModelConfig) -> list[Layer]:
     ]
 
 
-def outer(model: ModelConfig) -> Iterator[Rule]:
+def outer(model: ModelConfig) -> Iterator[WeightRule]:
     """Embeddings, with their padding, and the last norm."""
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
     if not model.tied_embeddings:
         names["output_layer.weight"] = "lm_head.weight"
     for key, name in names.items():
-        yield Rule(
+        yield WeightRule(
             key=key,
-            rows=(Rows(name, 0, model.vocab_size),),
+            rows=(HfRows(name, 0, model.vocab_size),),
             row=(model.hidden_size,),
             padding=model.padded_vocab_size - model.vocab_size,
         )
-    final = Rows("model.norm.weight", 0, model.hidden_size)
-    yield Rule(key="decoder.final_layernorm.weight", rows=(final,), row=())
+    final = HfRows("model.norm.weight", 0, model.hidden_size)
+    yield WeightRule(key="decoder.final_layernorm.weight", rows=(final,), row=())
 
 
-def grouped_query(model: ModelConfig, layer: Layer) -> Iterator[Rule]:
+def grouped_query(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
     """Grouped-query attention and the norm before it. Megatron keeps a group's queries, key and value together."""
     head, hidden = model.head_dim, model.hidden_size
     sizes = {"q": model.num_heads // model.num_kv_heads * head, "k": head, "v": head}
@@ -117,7 +117,7 @@ def grouped_query(model: ModelConfig, layer: Layer) -> Iterator[Rule]:
             yield layer.vector(key, name, count * head)
 
 
-def latent(model: ModelConfig, layer: Layer) -> Iterator[Rule]:
+def latent(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
     """Multi-head latent attention and the norm before it. Both sides order a head's rows alike."""
     mla, hidden, heads = model.mla, model.hidden_size, model.num_heads
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
@@ -143,8 +143,8 @@ def latent(model: ModelConfig, layer: Layer) -> Iterator[Rule]:
 
 
 def feed_forward(
-    model: ModelConfig, layer: Layer, experts: ExpertLayout, names: MoENames | None = None
-) -> Iterator[Rule]:
+    model: ModelConfig, layer: LayerNames, experts: ExpertLayout, names: MoENames | None = None
+) -> Iterator[WeightRule]:
     """The layer's MLP or experts and the norm before them; `names` default to what most families call them."""
     norm = "pre_mlp_layernorm.weight" if layer.is_moe else "mlp.linear_fc1.layer_norm_weight"
     yield layer.vector(norm, "post_attention_layernorm.weight", model.hidden_size)
@@ -154,36 +154,40 @@ def feed_forward(
         yield from _gated(model, layer, "mlp.", model.ffn_hidden_size, "mlp.")
 
 
-def mtp(model: ModelConfig) -> Iterator[Rule]:
+def mtp(model: ModelConfig) -> Iterator[WeightRule]:
     """What an MTP layer has beside its transformer layer; both sides put the embedding before the hidden state."""
     hidden = model.hidden_size
     for i in range(model.mtp_layers):
-        around = Layer(hf=f"model.layers.{model.num_layers + i}.", mcore=f"mtp.layers.{i}.", is_moe=False)
+        around = LayerNames(
+            hf=f"model.layers.{model.num_layers + i}.", mcore=f"mtp.layers.{i}.", is_moe=False
+        )
         yield around.vector("enorm.weight", "enorm.weight", hidden)
         yield around.vector("hnorm.weight", "hnorm.weight", hidden)
         yield around.matrix("eh_proj.weight", 2 * hidden, ("eh_proj.weight", hidden))
         yield around.vector("final_layernorm.weight", "shared_head.norm.weight", hidden)
 
 
-def copies(model: ModelConfig) -> Iterator[Copy]:
+def copies(model: ModelConfig) -> Iterator[DuplicateTensor]:
     """Embeddings that Hugging Face checkpoints repeat: a tied output, and those of each MTP layer."""
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     if model.tied_embeddings:
-        yield Copy(output, embedding, written=False)
+        yield DuplicateTensor(output, embedding, written=False)
         output = embedding
     for i in range(model.num_layers, model.num_layers + model.mtp_layers):
-        yield Copy(f"model.layers.{i}.embed_tokens.weight", embedding, written=True)
-        yield Copy(f"model.layers.{i}.shared_head.head.weight", output, written=True)
+        yield DuplicateTensor(f"model.layers.{i}.embed_tokens.weight", embedding, written=True)
+        yield DuplicateTensor(f"model.layers.{i}.shared_head.head.weight", output, written=True)
 
 
-def _gated(model: ModelConfig, layer: Layer, key: str, width: int, name: str) -> Iterator[Rule]:
+def _gated(model: ModelConfig, layer: LayerNames, key: str, width: int, name: str) -> Iterator[WeightRule]:
     """A gated MLP: Megatron's first matrix has the gate's rows above those of the up-projection."""
     gate, up = (name + "gate_proj.weight", width), (name + "up_proj.weight", width)
     yield layer.matrix(key + "linear_fc1.weight", model.hidden_size, gate, up)
     yield layer.matrix(key + "linear_fc2.weight", width, (name + "down_proj.weight", model.hidden_size))
 
 
-def _moe(model: ModelConfig, layer: Layer, layout: ExpertLayout, names: MoENames) -> Iterator[Rule]:
+def _moe(
+    model: ModelConfig, layer: LayerNames, layout: ExpertLayout, names: MoENames
+) -> Iterator[WeightRule]:
     """Router, experts, shared experts. Of Hugging Face's fused layout all families have the same names."""
     moe, hidden = model.moe, model.hidden_size
     prefix = names.prefix if layout == "each" else "mlp."
@@ -201,7 +205,7 @@ def _moe(model: ModelConfig, layer: Layer, layout: ExpertLayout, names: MoENames
     yield from (_fused_experts(model, layer) if layout == "fused" else _experts(model, layer, names))
 
 
-def _experts(model: ModelConfig, layer: Layer, names: MoENames) -> Iterator[Rule]:
+def _experts(model: ModelConfig, layer: LayerNames, names: MoENames) -> Iterator[WeightRule]:
     moe, hidden = model.moe, model.hidden_size
     width = moe.ffn_hidden_size
     for e in range(moe.num_experts):
@@ -214,13 +218,13 @@ def _experts(model: ModelConfig, layer: Layer, names: MoENames) -> Iterator[Rule
         )
 
 
-def _fused_experts(model: ModelConfig, layer: Layer) -> Iterator[Rule]:
+def _fused_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
     """Here a row is an expert."""
     moe, hidden = model.moe, model.hidden_size
     for key, name, row in (
         ("linear_fc1", "gate_up_proj", (2 * moe.ffn_hidden_size, hidden)),
         ("linear_fc2", "down_proj", (hidden, moe.ffn_hidden_size)),
     ):
-        rows = (Rows(f"{layer.hf}mlp.experts.{name}", 0, moe.num_experts),)
+        rows = (HfRows(f"{layer.hf}mlp.experts.{name}", 0, moe.num_experts),)
         key = f"{layer.mcore}mlp.experts.experts.{key}.weight"
-        yield Rule(key=key, rows=rows, row=row, index=layer.index, lead=layer.lead)
+        yield WeightRule(key=key, rows=rows, row=row, index=layer.index, lead=layer.lead)

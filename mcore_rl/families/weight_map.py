@@ -19,7 +19,7 @@ NO_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")
 """Hugging Face tensors that old checkpoints carry although they follow from the config."""
 
 
-class Span(NamedTuple):
+class AxisRange(NamedTuple):
     """The positions start <= i < stop of one axis, every `step`-th of them."""
 
     start: int
@@ -32,12 +32,12 @@ class Span(NamedTuple):
         return -((self.start - self.stop) // self.step)
 
 
-Where = tuple[Span, ...]
+Region = tuple[AxisRange, ...]
 """A rectangle: a span an axis; with steps its rows or columns lie apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class HfRows:
     """Rows start <= i < stop of a Hugging Face tensor; a row is what one index of its first axis selects.
 
     `at` picks from axes before that one: an expert of a tensor that holds all. Transposed, the last axis counts.
@@ -50,19 +50,22 @@ class Rows:
     at: tuple[int, ...] = ()
     transposed: bool = False
 
-    def where(self, row: Shape) -> Where:
+    def where(self, row: Shape) -> Region:
         """The rectangle, of rows of this shape."""
-        rows, across = (Span(self.start, self.stop, self.step),), tuple(Span(0, size) for size in row)
-        lead = tuple(Span(i, i + 1) for i in self.at)
+        rows, across = (
+            (AxisRange(self.start, self.stop, self.step),),
+            tuple(AxisRange(0, size) for size in row),
+        )
+        lead = tuple(AxisRange(i, i + 1) for i in self.at)
         return (*lead, *across, *rows) if self.transposed else (*lead, *rows, *across)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class WeightRule:
     """Megatron's tensor `key`, or the slice of it at `index`, is these rows in this order, then rows of zeros."""
 
     key: str
-    rows: tuple[Rows, ...]
+    rows: tuple[HfRows, ...]
     row: Shape
     """Shape of one row; () when the tensors are vectors."""
     index: tuple[int, ...] = ()
@@ -76,7 +79,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class WeightBlock:
     """The rectangle `hf_where` of `hf_name` is the rectangle `mcore_where` of `mcore_key`, element by element.
 
     One side may have further axes in front, on which it is one position wide. Transposed, the last two
@@ -84,14 +87,14 @@ class Block:
     """
 
     hf_name: str
-    hf_where: Where
+    hf_where: Region
     mcore_key: str
-    mcore_where: Where
+    mcore_where: Region
     transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class DuplicateTensor:
     """A Hugging Face tensor that repeats another: it may be absent, and must be equal where it is not."""
 
     name: str
@@ -104,19 +107,19 @@ class Copy:
 class WeightMap:
     """All of a model: the tensors of both sides by name and shape, and the blocks that pair them."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[WeightBlock, ...]
     hf_shapes: Mapping[str, Shape]
     """Without the copies."""
     mcore_shapes: Mapping[str, Shape]
-    padding: tuple[tuple[str, Where], ...]
+    padding: tuple[tuple[str, Region], ...]
     """Rectangles of Megatron tensors that are zero on import and dropped on export."""
     fp32_keys: frozenset[str]
-    copies: tuple[Copy, ...]
+    copies: tuple[DuplicateTensor, ...]
 
     def prove(self) -> None:
         """CheckpointError unless the blocks use every Hugging Face element, and write every Megatron element, once."""
-        used: dict[str, list[Where]] = {name: [] for name in self.hf_shapes}
-        written: dict[str, list[Where]] = {key: [] for key in self.mcore_shapes}
+        used: dict[str, list[Region]] = {name: [] for name in self.hf_shapes}
+        written: dict[str, list[Region]] = {key: [] for key in self.mcore_shapes}
         faults = []
         for block in self.blocks:
             used[block.hf_name].append(block.hf_where)
@@ -164,27 +167,27 @@ class WeightMap:
         _check("The Megatron tensors", list(_differences(shapes, self.mcore_shapes)))
 
 
-def build_map(rules: Iterable[Rule], copies: Iterable[Copy]) -> WeightMap:
+def build_map(rules: Iterable[WeightRule], copies: Iterable[DuplicateTensor]) -> WeightMap:
     """The map that `rules` describe."""
-    blocks: list[Block] = []
-    padding: list[tuple[str, Where]] = []
+    blocks: list[WeightBlock] = []
+    padding: list[tuple[str, Region]] = []
     hf_shapes: dict[str, Shape] = {}
     mcore_shapes: dict[str, Shape] = {}
     fp32_keys = set()
     for rule in rules:
-        at = tuple(Span(i, i + 1) for i in rule.index)
-        row = tuple(Span(0, size) for size in rule.row)
+        at = tuple(AxisRange(i, i + 1) for i in rule.index)
+        row = tuple(AxisRange(0, size) for size in rule.row)
         position = 0
         for rows in rule.rows:
             hf_where = rows.where(rule.row)
-            end = position + Span(rows.start, rows.stop, rows.step).count
-            mcore_where = (*at, Span(position, end), *row)
-            blocks.append(Block(rows.name, hf_where, rule.key, mcore_where, rows.transposed))
+            end = position + AxisRange(rows.start, rows.stop, rows.step).count
+            mcore_where = (*at, AxisRange(position, end), *row)
+            blocks.append(WeightBlock(rows.name, hf_where, rule.key, mcore_where, rows.transposed))
             position = end
             known = hf_shapes.get(rows.name, (0,) * len(hf_where))
             hf_shapes[rows.name] = tuple(map(max, known, (span.stop for span in hf_where)))
         if rule.padding:
-            padding.append((rule.key, (*at, Span(position, position + rule.padding), *row)))
+            padding.append((rule.key, (*at, AxisRange(position, position + rule.padding), *row)))
         shape = (*rule.lead, position + rule.padding, *rule.row)
         assert mcore_shapes.setdefault(rule.key, shape) == shape, f"{rule.key} has two shapes"
         if rule.fp32:
@@ -199,7 +202,7 @@ def build_map(rules: Iterable[Rule], copies: Iterable[Copy]) -> WeightMap:
     )
 
 
-def covered_otherwise_than_once(shape: Shape, places: list[Where]) -> Iterator[tuple[Where, int]]:
+def covered_otherwise_than_once(shape: Shape, places: list[Region]) -> Iterator[tuple[Region, int]]:
     """The parts of a tensor of `shape` that not exactly one of the rectangles covers, and how many do.
 
     Exact for any rectangles: each axis is cut at every start and stop, and by what is left over the steps.
@@ -221,8 +224,8 @@ def listed(lines: Iterable[str], most: int = 20) -> str:
     return "\n".join(f"  {line}" for line in [*lines[:most], *more])
 
 
-def _miscovered(shape: Shape, places: list[Where], front: Where) -> Iterator[tuple[Where, int]]:
-    whole = tuple(Span(0, size) for size in shape)
+def _miscovered(shape: Shape, places: list[Region], front: Region) -> Iterator[tuple[Region, int]]:
+    whole = tuple(AxisRange(0, size) for size in shape)
     if not places or places == [whole] or not shape:
         if len(places) != 1:
             yield (*front, *whole), len(places)
@@ -231,13 +234,13 @@ def _miscovered(shape: Shape, places: list[Where], front: Where) -> Iterator[tup
         yield from _miscovered(shape[1:], slab, (*front, span))
 
 
-def _slabs(size: int, places: list[Where]) -> list[tuple[Span, list[Where]]]:
+def _slabs(size: int, places: list[Region]) -> list[tuple[AxisRange, list[Region]]]:
     """The first axis in parts of which a place covers all or nothing, and what lies on each, without that axis."""
     axis = [place[0] for place in places]
     cuts = sorted({0, size, *(span.start for span in axis), *(span.stop for span in axis)})
     period = math.lcm(*(span.step for span in axis))
-    parts: list[list[tuple[Span, list[Where]]]] = [
-        [(Span(first, stop, period), []) for first in range(start, min(start + period, stop))]
+    parts: list[list[tuple[AxisRange, list[Region]]]] = [
+        [(AxisRange(first, stop, period), []) for first in range(start, min(start + period, stop))]
         for start, stop in itertools.pairwise(cuts)
     ]
     part_at = {cut: i for i, cut in enumerate(cuts)}
@@ -267,17 +270,17 @@ def _check(what: str, faults: list[str]) -> None:
         )
 
 
-def _sizes(where: Where) -> Shape:
+def _sizes(where: Region) -> Shape:
     return tuple(span.count for span in where)
 
 
-def _squeezed(where: Where, num_axes: int) -> Shape:
+def _squeezed(where: Region, num_axes: int) -> Shape:
     """The sizes on the last `num_axes` axes, if the others are one position wide."""
     sizes = _sizes(where)
     extra = len(sizes) - num_axes
     return sizes[extra:] if extra >= 0 and math.prod(sizes[:extra]) == 1 else sizes
 
 
-def _shown(where: Where) -> str:
+def _shown(where: Region) -> str:
     steps = (f":{span.step}" if span.step > 1 else "" for span in where)
     return "[" + ", ".join(f"{s.start}:{s.stop}{step}" for s, step in zip(where, steps, strict=True)) + "]"

@@ -12,7 +12,7 @@ from mcore_rl.model.build import unwrap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class LocalShard:
     """A rectangle of the global tensor `key` and this rank's storage of it."""
 
     key: str
@@ -25,7 +25,7 @@ class Piece:
     """One rank holds each element as the main replica."""
 
 
-def pieces(chunks: Sequence[nn.Module]) -> Iterator[Piece]:
+def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:
     """Every weight and persistent buffer of this rank's chunks."""
     for chunk in chunks:
         model = unwrap(chunk)
@@ -33,7 +33,7 @@ def pieces(chunks: Sequence[nn.Module]) -> Iterator[Piece]:
         state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
         apply_factories(state)
         for tensor in _leaves(state):
-            yield Piece(
+            yield LocalShard(
                 key=tensor.key,
                 where=tensor.global_slice(),
                 global_shape=tuple(tensor.global_shape),
@@ -48,17 +48,17 @@ def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
 
     CheckpointError when a name is missing or a shape differs; tensors that other ranks hold are passed over.
     """
-    for piece in pieces(chunks):
-        source = tensors.get(piece.key)
+    for shard in local_shards(chunks):
+        source = tensors.get(shard.key)
         if source is None:
             raise CheckpointError(
-                f"no tensor {piece.key} {piece.global_shape} among the {len(tensors)} given"
+                f"no tensor {shard.key} {shard.global_shape} among the {len(tensors)} given"
             )
-        if tuple(source.shape) != piece.global_shape:
+        if tuple(source.shape) != shard.global_shape:
             raise CheckpointError(
-                f"{piece.key} has shape {tuple(source.shape)}, the model wants {piece.global_shape}"
+                f"{shard.key} has shape {tuple(source.shape)}, the model wants {shard.global_shape}"
             )
-        piece.data.copy_(source[piece.where])
+        shard.data.copy_(source[shard.where])
 
 
 def _leaves(state: object) -> Iterator[ShardedTensor]:

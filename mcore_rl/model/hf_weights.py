@@ -8,7 +8,7 @@ from torch import Tensor
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
-from mcore_rl.families.weight_map import Block, Shape, WeightMap, Where, listed
+from mcore_rl.families.weight_map import Region, Shape, WeightBlock, WeightMap, listed
 
 
 @torch.no_grad()
@@ -73,12 +73,12 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _at(tensor: Tensor, where: Where) -> Tensor:
+def _at(tensor: Tensor, where: Region) -> Tensor:
     """The rectangle, a view."""
     return tensor[tuple(slice(*span) for span in where)]
 
 
-def _hf_side(tensor: Tensor, block: Block) -> Tensor:
+def _hf_side(tensor: Tensor, block: WeightBlock) -> Tensor:
     """The block's rectangle of its Hugging Face tensor, a view with Megatron's order of axes."""
     part = _at(tensor, block.hf_where)
     return part.mT if block.transposed else part

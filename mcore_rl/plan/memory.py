@@ -80,7 +80,7 @@ def _memory(config: RunConfig, world_size: int, seq_length: int, stage: int, wei
     mesh, precision = config.mesh, config.platform.precision
     element = 2 if precision == "bf16" else 4
     tokens = config.train.micro_batch * seq_length // mesh.cp
-    layer = Layer(config.model, mesh, config.platform, tokens)
+    layer = LayerActivations(config.model, mesh, config.platform, tokens)
     kept, recomputed = _activations(config, stage, layer, world_size)
     copies = world_size // (mesh.tp * mesh.pp)
     expert_copies = max(1, world_size // (mesh.etp * mesh.ep * mesh.pp))
@@ -116,7 +116,9 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
     return slots * config.longest_sample * layers * widths * element
 
 
-def _activations(config: RunConfig, stage: int, layer: "Layer", world_size: int) -> tuple[int, int]:
+def _activations(
+    config: RunConfig, stage: int, layer: "LayerActivations", world_size: int
+) -> tuple[int, int]:
     """Bytes kept over all microbatches in flight, and of what is computed again at one moment."""
     mesh, model = config.mesh, config.model
     num_microbatches = (
@@ -145,7 +147,7 @@ def chunks_in_flight(mesh: MeshConfig, stage: int, num_microbatches: int) -> int
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerActivations:
     """Bytes that one transformer layer keeps for its backward pass, for one microbatch on one rank."""
 
     model: ModelConfig

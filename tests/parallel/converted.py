@@ -12,7 +12,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import pieces
+from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.inputs import localize
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.parallel.schedule import run_pass
@@ -57,8 +57,8 @@ def weight_bytes(mesh_config: MeshConfig, models: dict[str, ModelConfig]) -> dic
         seed_ranks(1)
         chunks = build_model(model, mesh, platform, settings)
         storages = {
-            piece.data.untyped_storage().data_ptr(): piece.data.untyped_storage().nbytes()
-            for piece in pieces(chunks)
+            shard.data.untyped_storage().data_ptr(): shard.data.untyped_storage().nbytes()
+            for shard in local_shards(chunks)
         }
         found[name] = (mesh.pp.rank, sum(storages.values()))
     return found

@@ -16,7 +16,7 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.build import unwrap
-from mcore_rl.model.global_tensors import copy_in, pieces
+from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.train.objectives import NextTokenHead
@@ -150,9 +150,9 @@ def gradients_of(state: TrainState, microbatches: Sequence[LocalMicrobatch]) -> 
 def owned(state: TrainState) -> list[Any]:
     """On a rank: the pieces that it is the main replica of."""
     return [
-        (piece.key, piece.where, piece.global_shape, piece.data.detach().clone())
-        for piece in pieces(state.chunks)
-        if piece.is_main
+        (shard.key, shard.where, shard.global_shape, shard.data.detach().clone())
+        for shard in local_shards(state.chunks)
+        if shard.is_main
     ]
 
 

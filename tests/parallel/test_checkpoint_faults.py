@@ -16,7 +16,7 @@ from mcore_rl.checkpoint.weights import load_weights, save_weights, weights_stat
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.global_tensors import pieces
+from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.train.setup import set_up
 from tests.parallel.checkpointing import SMALL, config_of, held_writers, hold_writers, opened, run
 from tests.ranks import run_ranks
@@ -211,13 +211,13 @@ def exchanged_with_megatron(config: PretrainConfig, path: Path) -> tuple[dict[st
 
 
 def weights_of(chunks: Any) -> dict[str, torch.Tensor]:
-    return {f"{piece.key} {piece.where}": piece.data.detach().clone() for piece in pieces(chunks)}
+    return {f"{shard.key} {shard.where}": shard.data.detach().clone() for shard in local_shards(chunks)}
 
 
 def scramble(chunks: Any) -> None:
     with torch.no_grad():
-        for piece in pieces(chunks):
-            piece.data.add_(1.0)
+        for shard in local_shards(chunks):
+            shard.data.add_(1.0)
 
 
 def test_weights_saved_alone_are_loaded_on_any_mesh_and_do_not_pass_for_a_run(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def weights_saved(config: PretrainConfig, folder: Path) -> float:
     with pytest.raises(CheckpointError, match="exists"):
         save_weights(state.chunks, state.mesh, config.model, folder)
     assert path == folder / "iter_0000000"
-    squares = sum(piece.data.double().pow(2).sum() for piece in pieces(state.chunks) if piece.is_main)
+    squares = sum(shard.data.double().pow(2).sum() for shard in local_shards(state.chunks) if shard.is_main)
     torch.distributed.all_reduce(squares)
     return float(squares)
 
@@ -244,7 +244,7 @@ def weights_loaded(config: PretrainConfig, folder: Path) -> float:
     """On a rank: the sum of squares of all weights after loading."""
     state = set_up(config, start(config.platform))
     load_weights(state.chunks, state.mesh, config.model, folder)
-    return float(sum(piece.data.double().pow(2).sum() for piece in pieces(state.chunks)))
+    return float(sum(shard.data.double().pow(2).sum() for shard in local_shards(state.chunks)))
 
 
 def test_old_checkpoints_go_only_when_a_newer_is_complete(tmp_path: Path) -> None:

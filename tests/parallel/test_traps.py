@@ -9,7 +9,7 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.families import FAMILIES
-from mcore_rl.model.global_tensors import copy_in, pieces
+from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import evaluate, train_step
@@ -88,7 +88,7 @@ def poisoned_step(config: PretrainConfig) -> tuple[object, object]:
 
 def facts(state) -> object:  # type: ignore[no-untyped-def]
     """What a skipped step must leave alone."""
-    weights = [piece.data.double().sum().item() for piece in pieces(state.chunks)]
+    weights = [shard.data.double().sum().item() for shard in local_shards(state.chunks)]
     return weights, state.schedule.num_steps, [g["step"] for g in state.optimizer.param_groups]
 
 

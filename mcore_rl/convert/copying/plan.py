@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.convert.copying.sources import sizes, whole
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import Block, Shape, Span, Where, listed
+from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightBlock, listed
 
 CHUNK_BYTES = 64 << 20
 """A chunk is not larger, unless one row of its tensor is. Not a setting: it decides the bytes that are written."""
@@ -22,9 +22,9 @@ class Pair(NamedTuple):
     What one side has more axes in front is one position wide. Transposed, the last two axes are exchanged.
     """
 
-    into: Where
+    into: Region
     source: str
-    where: Where
+    where: Region
     transposed: bool = False
 
 
@@ -48,7 +48,7 @@ class Chunk:
     """Consecutive elements of a target: some of the rows, all of what is in them."""
 
     target: Target
-    where: Where
+    where: Region
     pairs: tuple[Pair, ...]
     """Their `into` is relative to the chunk."""
 
@@ -80,7 +80,7 @@ class Task:
         return sum(chunk.num_bytes for chunk in self.chunks)
 
 
-def import_pairs(blocks: Sequence[Block]) -> dict[str, list[Pair]]:
+def import_pairs(blocks: Sequence[WeightBlock]) -> dict[str, list[Pair]]:
     """For each Megatron tensor, its rectangles and Hugging Face's."""
     pairs: dict[str, list[Pair]] = {}
     for block in blocks:
@@ -90,7 +90,7 @@ def import_pairs(blocks: Sequence[Block]) -> dict[str, list[Pair]]:
     return pairs
 
 
-def export_pairs(blocks: Sequence[Block]) -> dict[str, list[Pair]]:
+def export_pairs(blocks: Sequence[WeightBlock]) -> dict[str, list[Pair]]:
     """For each Hugging Face tensor, its rectangles and Megatron's."""
     pairs: dict[str, list[Pair]] = {}
     for block in blocks:
@@ -107,7 +107,7 @@ def chunks_of(target: Target, limit: int = CHUNK_BYTES) -> Iterator[Chunk]:
     for pair in target.pairs:
         at.setdefault(tuple(span.start for span in pair.into[:lead]), []).append(pair)
     for index in _indices(target.shape[:lead]):
-        front = tuple(Span(i, i + 1) for i in index)
+        front = tuple(AxisRange(i, i + 1) for i in index)
         for rows in _row_runs(target, lead, limit):
             where = (*front, *rows)
             yield Chunk(
@@ -117,7 +117,7 @@ def chunks_of(target: Target, limit: int = CHUNK_BYTES) -> Iterator[Chunk]:
             )
 
 
-def chunk_at(target: Target, where: Where) -> Chunk:
+def chunk_at(target: Target, where: Region) -> Chunk:
     """Any rectangle of a target."""
     return Chunk(target, where, tuple(_cut(pair, where) for pair in target.pairs if _meet(pair.into, where)))
 
@@ -190,7 +190,7 @@ def digest(tasks: Sequence[Task]) -> str:
     return state.hexdigest()
 
 
-def _plain(where: Where) -> list[tuple[int, ...]]:
+def _plain(where: Region) -> list[tuple[int, ...]]:
     return [tuple(span) for span in where]
 
 
@@ -212,7 +212,7 @@ def _indices(shape: Shape) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _row_runs(target: Target, lead: int, limit: int) -> Iterator[Where]:
+def _row_runs(target: Target, lead: int, limit: int) -> Iterator[Region]:
     shape = target.shape[lead:]
     if not shape:
         yield ()
@@ -220,29 +220,29 @@ def _row_runs(target: Target, lead: int, limit: int) -> Iterator[Where]:
     row_bytes = math.prod(shape[1:]) * target.dtype.itemsize
     count = max(1, limit // max(row_bytes, 1))
     for start in range(0, shape[0], count):
-        yield (Span(start, min(start + count, shape[0])), *whole(shape[1:]))
+        yield (AxisRange(start, min(start + count, shape[0])), *whole(shape[1:]))
 
 
-def _meet(one: Where, other: Where) -> bool:
+def _meet(one: Region, other: Region) -> bool:
     return all(low < high for low, high in map(_common, one, other))
 
 
-def _common(span: Span, window: Span) -> tuple[int, int]:
+def _common(span: AxisRange, window: AxisRange) -> tuple[int, int]:
     """Which of a span's positions, counted from 0, are in a window without steps."""
     low, high = (-((span.start - edge) // span.step) for edge in window[:2])
     return max(low, 0), min(high, span.count)
 
 
-def _part(span: Span, low: int, high: int) -> Span:
+def _part(span: AxisRange, low: int, high: int) -> AxisRange:
     """A span's positions low <= i < high."""
-    return Span(span.start + low * span.step, span.start + (high - 1) * span.step + 1, span.step)
+    return AxisRange(span.start + low * span.step, span.start + (high - 1) * span.step + 1, span.step)
 
 
-def _shift(span: Span, by: int) -> Span:
-    return Span(span.start - by, span.stop - by, span.step)
+def _shift(span: AxisRange, by: int) -> AxisRange:
+    return AxisRange(span.start - by, span.stop - by, span.step)
 
 
-def _cut(pair: Pair, window: Where) -> Pair:
+def _cut(pair: Pair, window: Region) -> Pair:
     """What of a pair is in a window of the target, and where in the window."""
     common = [_common(span, edge) for span, edge in zip(pair.into, window, strict=True)]
     into = tuple(
@@ -255,7 +255,7 @@ def _cut(pair: Pair, window: Where) -> Pair:
     return Pair(into, pair.source, tuple(where), pair.transposed)
 
 
-def _moved(part: Where, pair: Pair) -> Where:
+def _moved(part: Region, pair: Pair) -> Region:
     """Where a rectangle, relative to `pair.where`, comes to lie in the target of the pair."""
     moved = list(pair.into)
     for axis, other in _facing(len(moved), len(part), pair.transposed):

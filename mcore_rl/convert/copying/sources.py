@@ -13,7 +13,7 @@ from mcore_rl.convert.hf import mxfp4
 from mcore_rl.convert.hf.folder import HfFolder, Stored
 from mcore_rl.convert.megatron.folder import DistFolder, Place, Rectangle
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import Shape, Span, Where
+from mcore_rl.families.weight_map import AxisRange, Region, Shape
 
 FP8 = (torch.float8_e4m3fn,)
 SCALE = "_scale_inv"
@@ -38,13 +38,13 @@ class Run(NamedTuple):
 class Source(Protocol):
     """Something that has tensors by name."""
 
-    def fill(self, out: Tensor, name: str, where: Where) -> None:
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
         """Copy a rectangle to `out`, which has its sizes but for axes of size 1, in `out`'s dtype."""
 
-    def prefetch(self, name: str, where: Where) -> None:
+    def prefetch(self, name: str, where: Region) -> None:
         """Let the disk begin to read a rectangle that will be asked for soon."""
 
-    def run(self, name: str, where: Where) -> Run | None:
+    def run(self, name: str, where: Region) -> Run | None:
         """Where a rectangle is, as it is stored; None when its bytes do not lie in one run."""
 
     def read(self, run: Run, start: int, out: memoryview) -> None:
@@ -63,7 +63,7 @@ class HfSource:
         self._block = block
         self._packed = mxfp4.packed(folder.tensors)
 
-    def fill(self, out: Tensor, name: str, where: Where) -> None:
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
         """See Source."""
         if name in self._packed:
             self._unpack(out, name, where)
@@ -85,14 +85,14 @@ class HfSource:
             out.copy_(tensor[inside].view(out.shape))
             del tensor, raw
 
-    def prefetch(self, name: str, where: Where) -> None:
+    def prefetch(self, name: str, where: Region) -> None:
         """See Source."""
         if name in self._packed:
             name, where = name + mxfp4.BLOCKS, where[:1]
         stored = self._tensors[name]
         self._files.prefetch(stored.file, *_rows(stored, where))
 
-    def run(self, name: str, where: Where) -> Run | None:
+    def run(self, name: str, where: Region) -> Run | None:
         """See Source."""
         if name in self._packed:
             return None
@@ -110,7 +110,7 @@ class HfSource:
         """See Source."""
         return self._files.part(run.file, run.start, run.size).crc32(0, run.size)
 
-    def _unpack(self, out: Tensor, name: str, where: Where) -> None:
+    def _unpack(self, out: Tensor, name: str, where: Region) -> None:
         """Of each expert the rows that `where` asks for as columns; a row is one run of blocks."""
         experts, columns, rows = where
         out_ECR = out.view(sizes(where))
@@ -118,9 +118,9 @@ class HfSource:
             parts = []
             for suffix in (mxfp4.BLOCKS, mxfp4.SCALES):
                 stored = self._tensors[name + suffix]
-                inside = tuple(Span(0, size) for size in stored.shape[2:])
+                inside = tuple(AxisRange(0, size) for size in stored.shape[2:])
                 part = torch.empty((1, rows.count, *stored.shape[2:]), dtype=stored.dtype)
-                self.fill(part, name + suffix, (Span(expert, expert + 1), rows, *inside))
+                self.fill(part, name + suffix, (AxisRange(expert, expert + 1), rows, *inside))
                 parts.append(part[0])
             whole_RC = torch.empty(rows.count, self._packed[name][1], dtype=out.dtype)
             mxfp4.unpack(whole_RC, *parts)
@@ -149,16 +149,16 @@ class DistSource:
         self._tensors = folder.tensors
         self._files = FileBytes(folder.path)
         self._path = folder.path
-        self._parts: dict[str, dict[Span, list[Rectangle]]] = {}
+        self._parts: dict[str, dict[AxisRange, list[Rectangle]]] = {}
         self._found: dict[Place, Saved] = {}
 
-    def fill(self, out: Tensor, name: str, where: Where) -> None:
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
         """See Source."""
         whole_out = out.view(sizes(where))
         for part, common in self._meeting(name, where):
             self._copy(_at(whole_out, common, where), name, part, common)
 
-    def prefetch(self, name: str, where: Where) -> None:
+    def prefetch(self, name: str, where: Region) -> None:
         """See Source."""
         for part, common in self._meeting(name, where):
             place = part.place
@@ -166,7 +166,7 @@ class DistSource:
             start, size = (run.start, run.size) if run else (place.offset, place.length)
             self._files.prefetch(place.file, start, min(size, MOST_AHEAD_BYTES))
 
-    def run(self, name: str, where: Where) -> Run | None:
+    def run(self, name: str, where: Region) -> Run | None:
         """See Source."""
         meeting = list(self._meeting(name, where))
         return self._run(name, *meeting[0]) if len(meeting) == 1 and meeting[0][1] == where else None
@@ -183,17 +183,17 @@ class DistSource:
         """What is stored at a place, as it is."""
         return self._files.part(saved.file, saved.offset, saved.length)[:]
 
-    def _meeting(self, name: str, where: Where) -> Iterator[tuple[Rectangle, Where]]:
+    def _meeting(self, name: str, where: Region) -> Iterator[tuple[Rectangle, Region]]:
         """The parts that have something of a rectangle, and what."""
         for part in self._parts_near(name, where):
             common = tuple(
-                Span(max(a.start, b.start), min(a.stop, b.stop))
+                AxisRange(max(a.start, b.start), min(a.stop, b.stop))
                 for a, b in zip(where, part.where, strict=True)
             )
             if all(span.start < span.stop for span in common):
                 yield part, common
 
-    def _run(self, name: str, part: Rectangle, common: Where) -> Run | None:
+    def _run(self, name: str, part: Rectangle, common: Region) -> Run | None:
         """A part of a part, if it is one run."""
         saved = self._saved(name, part)
         wanted = _at(torch.empty_strided(saved.shape, saved.stride, device="meta"), common, part.where)
@@ -203,7 +203,7 @@ class DistSource:
         start, size = (count * saved.dtype.itemsize for count in (first, wanted.numel()))
         return Run(part.place.file, saved.start + start, size, saved.dtype, None)
 
-    def _copy(self, out: Tensor, name: str, part: Rectangle, common: Where) -> None:
+    def _copy(self, out: Tensor, name: str, part: Rectangle, common: Region) -> None:
         run = self._run(name, part, common)
         if run is not None and run.dtype == out.dtype and out.is_contiguous():
             self._files.read(run.file, run.start, as_bytes(out))
@@ -229,13 +229,13 @@ class DistSource:
             )
         return saved
 
-    def _parts_near(self, name: str, where: Where) -> list[Rectangle]:
+    def _parts_near(self, name: str, where: Region) -> list[Rectangle]:
         """The parts that can meet a rectangle, by the span of their first axis: a stacked tensor has thousands."""
         parts = self._parts.get(name)
         if parts is None:
             parts = self._parts[name] = {}
             for part in self._tensors[name].parts:
-                parts.setdefault(part.where[0] if part.where else Span(0, 1), []).append(part)
+                parts.setdefault(part.where[0] if part.where else AxisRange(0, 1), []).append(part)
         if not where:
             return [part for group in parts.values() for part in group]
         return [
@@ -246,29 +246,29 @@ class DistSource:
         ]
 
 
-def sizes(where: Where) -> Shape:
+def sizes(where: Region) -> Shape:
     """Of a rectangle."""
     return tuple(span.count for span in where)
 
 
-def whole(shape: Shape) -> Where:
+def whole(shape: Shape) -> Region:
     """All of a tensor."""
-    return tuple(Span(0, size) for size in shape)
+    return tuple(AxisRange(0, size) for size in shape)
 
 
-def _at(tensor: Tensor, where: Where, origin: Where) -> Tensor:
+def _at(tensor: Tensor, where: Region, origin: Region) -> Tensor:
     """The rectangle `where` of a tensor whose own place is `origin`."""
     return tensor[
         tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(where, origin, strict=True))
     ]
 
 
-def _is_run(stored: Stored, where: Where) -> bool:
+def _is_run(stored: Stored, where: Region) -> bool:
     """Whether a rectangle is whole rows without gaps."""
     return not where or (where[0].step == 1 and where[1:] == whole(stored.shape)[1:])
 
 
-def _rows(stored: Stored, where: Where) -> tuple[int, int]:
+def _rows(stored: Stored, where: Region) -> tuple[int, int]:
     """First byte and number of bytes of the rows that a rectangle spans."""
     if not where:
         return stored.start, stored.num_bytes

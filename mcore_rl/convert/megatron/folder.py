@@ -12,7 +12,7 @@ from mcore_rl.checkpoint.pickles import load_common, load_metadata
 from mcore_rl.checkpoint.read import find
 from mcore_rl.convert.hf.folder import read_json
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families.weight_map import Shape, Span, Where, covered_otherwise_than_once
+from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
 
 OPTIMIZER = ("optimizer.", "chained_")
 """How the keys of an optimizer's state begin, ours and Megatron-LM's."""
@@ -31,7 +31,7 @@ class Place:
 class Rectangle:
     """A part of a tensor that was saved on its own."""
 
-    where: Where
+    where: Region
     place: Place
 
 
@@ -108,7 +108,9 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
                     raise CheckpointError(
                         f"{path}: {key} at {tuple(chunk.offsets)} is in no file. Take another copy."
                     )
-                spans = (Span(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                spans = (
+                    AxisRange(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)
+                )
                 parts.append(Rectangle(tuple(spans), _placed(path, key, info)))
             shape = tuple(entry.size)
             if any(True for _ in covered_otherwise_than_once(shape, [part.where for part in parts])):

@@ -10,7 +10,7 @@ from typing import Literal
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import FAMILIES
-from mcore_rl.families.weight_map import Shape, Span, WeightMap, Where
+from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap
 
 Keys = Literal["te", "local"]
 Layers = Literal["stacked", "each", "singletons"]
@@ -75,7 +75,7 @@ class Relaid:
             fp32_keys=frozenset(fp32),
         )
 
-    def place(self, key: str, where: Where) -> tuple[str, Where]:
+    def place(self, key: str, where: Region) -> tuple[str, Region]:
         """Where a rectangle of one of the weight map's tensors is; it must lie in one layer if these are apart."""
         if self.layout.layers != "stacked" and is_stacked(key):
             assert where[0].stop == where[0].start + 1, f"{key} is cut by layers"
@@ -154,7 +154,7 @@ def _singles(key: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
     yield from ((name, shape) for name in names)
 
 
-def _single(key: str, where: Where, shape: Shape) -> tuple[str, Where]:
+def _single(key: str, where: Region, shape: Shape) -> tuple[str, Region]:
     """Where a rectangle of a tensor of one layer is, which lies in one expert and in one half."""
     is_first = FC1.search(key) is not None
     if EXPERTS in key:
@@ -165,7 +165,7 @@ def _single(key: str, where: Where, shape: Shape) -> tuple[str, Where]:
         rows = where[axis]
         number = rows.start // half
         assert rows.stop <= (number + 1) * half, f"{key} is cut into gate and up-projection"
-        inside = Span(rows.start - number * half, rows.stop - number * half, rows.step)
+        inside = AxisRange(rows.start - number * half, rows.stop - number * half, rows.step)
         key, where = key + HALVES[number], (*where[:axis], inside, *where[axis + 1 :])
     return key, where
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Rows(NamedTuple):
+class PrefillRows(NamedTuple):
     """Tokens `begin` to `end` of a step: consecutive positions of `slot`, the last of them `stop - 1`."""
 
     begin: int
@@ -31,7 +31,7 @@ class StepTokens:
     num_decode: int
     longest: int
     """Keys of the decoding slot that has most, its new one included."""
-    spans: tuple[Rows, ...]
+    spans: tuple[PrefillRows, ...]
     _visible: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
 
     def visible(self, window: int | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_rl.convert.copying.checksums import Part, joined
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import Pair, Target, chunks_of, composed
-from mcore_rl.families.weight_map import Span, Where
+from mcore_rl.families.weight_map import AxisRange, Region
 
 EXPERTS, HIDDEN, WIDTH = 3, 5, 4
 
@@ -23,13 +23,13 @@ class Memory:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
-    def fill(self, out: Tensor, name: str, where: Where) -> None:
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
         out.copy_(self.tensors[name][tuple(slice(*span) for span in where)].reshape(out.shape))
 
-    def prefetch(self, name: str, where: Where) -> None:
+    def prefetch(self, name: str, where: Region) -> None:
         pass
 
-    def checksum(self, name: str, where: Where) -> Part | None:
+    def checksum(self, name: str, where: Region) -> Part | None:
         return None
 
 
@@ -39,9 +39,14 @@ def fused() -> tuple[Tensor, Tensor, list[Pair]]:
     ours = torch.stack([torch.cat([expert[:, 0::2].T, expert[:, 1::2].T]) for expert in theirs])[None]
     pairs = [
         Pair(
-            (Span(0, 1), Span(e, e + 1), Span(half * WIDTH, (half + 1) * WIDTH), Span(0, HIDDEN)),
+            (
+                AxisRange(0, 1),
+                AxisRange(e, e + 1),
+                AxisRange(half * WIDTH, (half + 1) * WIDTH),
+                AxisRange(0, HIDDEN),
+            ),
             "theirs",
-            (Span(e, e + 1), Span(0, HIDDEN), Span(half, 2 * WIDTH, 2)),
+            (AxisRange(e, e + 1), AxisRange(0, HIDDEN), AxisRange(half, 2 * WIDTH, 2)),
             transposed=True,
         )
         for e in range(EXPERTS)
@@ -66,7 +71,7 @@ def test_chunks_of_any_size_make_the_tensor_in_both_directions(limit: int) -> No
 
 
 def test_what_no_pair_covers_is_zeros() -> None:
-    pair = Pair((Span(1, 3), Span(0, 2)), "theirs", (Span(0, 2), Span(0, 2)))
+    pair = Pair((AxisRange(1, 3), AxisRange(0, 2)), "theirs", (AxisRange(0, 2), AxisRange(0, 2)))
     source = Memory({"theirs": torch.ones(2, 2)})
     assert made("ours", torch.empty(4, 2), [pair], source, 8).tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
 

@@ -11,9 +11,9 @@ from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import FAMILIES, weight_map
-from mcore_rl.families.weight_map import Span, WeightMap, Where, covered_otherwise_than_once
+from mcore_rl.families.weight_map import AxisRange, Region, WeightMap, covered_otherwise_than_once
 from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import pieces
+from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh
 
 DEEPSEEK_V3 = ModelConfig(
@@ -175,8 +175,8 @@ def test_global_tensors_are_those_of_the_megatron_model(variant: str, one_rank: 
     settings = PlatformConfig()
     chunks = build_model(model, one_rank, start(settings), settings)
     weights = weight_map(model)
-    assert {piece.key: piece.global_shape for piece in pieces(chunks)} == weights.mcore_shapes
-    fp32 = {piece.key for piece in pieces(chunks) if piece.key.endswith("expert_bias")}
+    assert {shard.key: shard.global_shape for shard in local_shards(chunks)} == weights.mcore_shapes
+    fp32 = {shard.key for shard in local_shards(chunks) if shard.key.endswith("expert_bias")}
     assert weights.fp32_keys == fp32
 
 
@@ -188,8 +188,8 @@ def broken(change: str) -> WeightMap:
     blocks = {
         "dropped": rest,
         "doubled": [first, *weights.blocks],
-        "narrowed": [dataclasses.replace(first, hf_where=(Span(0, span.stop - 1), *spans)), *rest],
-        "too wide": [dataclasses.replace(first, hf_where=(Span(0, span.stop + 1), *spans)), *rest],
+        "narrowed": [dataclasses.replace(first, hf_where=(AxisRange(0, span.stop - 1), *spans)), *rest],
+        "too wide": [dataclasses.replace(first, hf_where=(AxisRange(0, span.stop + 1), *spans)), *rest],
     }
     return dataclasses.replace(weights, blocks=tuple(blocks[change]))
 
@@ -204,7 +204,7 @@ def test_rows_taken_twice_in_steps_are_found() -> None:
     weights = weight_map(VARIANTS["gpt_oss"])
     name = "model.layers.1.mlp.experts.gate_up_proj"
     blocks = [
-        dataclasses.replace(block, hf_where=(*block.hf_where[:-1], Span(0, 96, 2)))
+        dataclasses.replace(block, hf_where=(*block.hf_where[:-1], AxisRange(0, 96, 2)))
         if block.hf_name == name and block.hf_where[0].start == 3
         else block
         for block in weights.blocks
@@ -245,13 +245,13 @@ def test_coverage_agrees_with_counting_cells() -> None:
         assert torch.equal(found, cells)
 
 
-def random_place(shape: tuple[int, ...], generator: torch.Generator) -> Where:
+def random_place(shape: tuple[int, ...], generator: torch.Generator) -> Region:
     def any_of(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
 
     spans = [list(itertools.combinations(range(size + 1), 2)) for size in shape]
-    return tuple(Span(*pairs[any_of(len(pairs))], step=1 + any_of(3)) for pairs in spans)
+    return tuple(AxisRange(*pairs[any_of(len(pairs))], step=1 + any_of(3)) for pairs in spans)
 
 
-def as_slices(where: Where) -> tuple[slice, ...]:
+def as_slices(where: Region) -> tuple[slice, ...]:
     return tuple(slice(*span) for span in where)

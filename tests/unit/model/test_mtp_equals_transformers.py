@@ -17,7 +17,7 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
-from mcore_rl.model.global_tensors import copy_in, pieces
+from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.hf_weights import to_global, to_hf
 from mcore_rl.parallel.mesh import Mesh
 from tests.hf_models import DEEPSEEK, GLM4, TOLERANCE, Tensors, random_tokens, randomize
@@ -102,8 +102,8 @@ def gradients_of_megatron(model: ModelConfig, weights: Tensors, tokens_BT: Tenso
         for param in chunk.parameters():
             param.copy_(param.grad)
     gradients: Tensors = {}
-    for piece in pieces([chunk]):
-        gradients.setdefault(piece.key, torch.zeros(piece.global_shape))[piece.where] = piece.data
+    for shard in local_shards([chunk]):
+        gradients.setdefault(shard.key, torch.zeros(shard.global_shape))[shard.where] = shard.data
     return gradients
 
 

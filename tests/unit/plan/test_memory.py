@@ -7,7 +7,13 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.convert.copying.forecast import bytes_by_stage
 from mcore_rl.families import FAMILIES, weight_map
-from mcore_rl.plan.memory import GIB, Layer, chunks_in_flight, memory_by_stage, memory_of_fullest_rank
+from mcore_rl.plan.memory import (
+    GIB,
+    LayerActivations,
+    chunks_in_flight,
+    memory_by_stage,
+    memory_of_fullest_rank,
+)
 from mcore_rl.plan.weights import layer_weights, layers_by_stage, weights_by_stage
 
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
@@ -76,7 +82,7 @@ def test_weights_gradients_and_optimizer_of_qwen3_30b_on_16_ranks_are_those_comp
 
 def test_activations_of_a_layer_are_those_counted_by_hand():
     """4096 tokens, hidden 2048, tp 2 with sequence parallelism, bf16; 32 heads and 4 key/value heads of 128."""
-    layer = Layer(config().model, config().mesh, PlatformConfig(precision="bf16"), 4096)
+    layer = LayerActivations(config().model, config().mesh, PlatformConfig(precision="bf16"), 4096)
     tokens = 4096 * 2
     assert layer.all_parts(is_moe=True) == {
         "inputs": 2 * tokens * 2048 // 2,
@@ -96,7 +102,7 @@ def test_activations_of_a_layer_are_those_counted_by_hand():
 def test_latent_attention_keeps_expanded_heads_and_latents_of_both_sides_of_their_norms():
     """4096 tokens, tp 2: 64 of 128 heads of 192 and 128, latents of 1536 and 512 + 64, bf16."""
     model = config(path=RECIPES / "deepseek_v3" / "pretrain.toml").model
-    layer = Layer(model, MeshConfig(tp=2, ep=64), PlatformConfig(precision="bf16"), 4096)
+    layer = LayerActivations(model, MeshConfig(tp=2, ep=64), PlatformConfig(precision="bf16"), 4096)
     parts = layer.all_parts(is_moe=False)
     assert parts["latents"] == 2048 * 2 * (2 * 1536 + 2 * 512 + 64)
     assert parts["queries_keys_values"] == 4096 * 2 * 64 * (192 + 192 + 128)
@@ -114,14 +120,14 @@ def test_latent_attention_keeps_expanded_heads_and_latents_of_both_sides_of_thei
 )
 def test_selective_recomputation_drops_its_modules_and_keeps_the_rest(modules, gone):
     platform = PlatformConfig(precision="bf16", recompute="selective", recompute_modules=modules)
-    layer = Layer(config().model, config().mesh, platform, 4096)
+    layer = LayerActivations(config().model, config().mesh, platform, 4096)
     parts = layer.all_parts(is_moe=True)
     assert layer.kept(is_moe=True) == sum(parts.values()) - sum(parts[part] for part in gone)
 
 
 def test_full_recomputation_keeps_the_inputs_of_layers_and_one_layer_of_the_rest():
     memory = memory_of_fullest_rank(config("platform.recompute=full"), 16, 4096)
-    layer = Layer(config().model, config().mesh, config().platform, 4096)
+    layer = LayerActivations(config().model, config().mesh, config().platform, 4096)
     assert memory.activations == 48 * 4096 * 2048 * 2 // 2
     assert memory.recomputed == sum(layer.all_parts(is_moe=True).values())
     wider = memory_of_fullest_rank(config("platform.recompute=full", "platform.recompute_layers=4"), 16, 4096)

@@ -25,7 +25,7 @@ FEW_SUMMED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ExpertBlock:
     """Neighbours among the rows sorted by expert, all of one expert."""
 
     expert: int
@@ -43,7 +43,7 @@ class Assignment:
     rows_N: Tensor
     gates_index_N: Tensor
     padding_N: Tensor | None
-    blocks: list[Block]
+    blocks: list[ExpertBlock]
 
 
 def swiglu_experts(
@@ -74,7 +74,7 @@ def assign_routed(routed_TE: Tensor) -> Assignment:
 
 
 def _padded(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignment:
-    blocks: list[Block] = []
+    blocks: list[ExpertBlock] = []
     shifts, lasts, sizes = [], [], []
     source = begin = 0
     for expert, count in enumerate(counts):
@@ -84,7 +84,7 @@ def _padded(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignm
             shifts.append(first - begin)
             lasts.append(first + size - 1)
             sizes.append(filled)
-            blocks.append(Block(expert, slice(begin, begin + filled)))
+            blocks.append(ExpertBlock(expert, slice(begin, begin + filled)))
             begin += filled
         source += count
     if begin == source:

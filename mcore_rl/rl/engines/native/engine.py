@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl import EngineConfig
 from mcore_rl.errors import EngineError
-from mcore_rl.model.layers.cache import Rows, StepTokens
+from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Capabilities, Sampling, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder
@@ -162,7 +162,7 @@ class _Run:
             prompt_T = active[span.slot].prompt_T
             begin = len(rows)
             rows += [(prompt_T[place], span.slot, place) for place in range(span.start, span.stop)]
-            spans.append(Rows(begin, len(rows), span.slot, span.stop))
+            spans.append(PrefillRows(begin, len(rows), span.slot, span.stop))
             if span.stop == len(prompt_T):
                 drawing.append(len(rows) - 1)
         multiple = self._decoder.token_multiple
