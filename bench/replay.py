@@ -106,11 +106,11 @@ class Bench:
         self.version += 1
         arguments = (self.state.chunks, self.state.mesh, self.layouts, self.cache, self.version)
         with RoutingTape(*arguments) as tape:
-            self.old_pass(tape.record)
+            self.old_pass(tape.record())
             tape.finish()
         self.our_bytes = self.cache.num_bytes
         with RoutingTape(*arguments) as tape:
-            self.update_pass(tape.impose)
+            self.update_pass(tape.impose())
             metrics = reduced(tape.finish())
         assert metrics["routes/changed_fraction"] < 1e-3
         self.cache.drop(self.version)

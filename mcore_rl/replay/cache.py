@@ -84,7 +84,7 @@ class RoutingCache:
         return self._entries[version, sample]
 
     def find(self, version: int, tokens: LocalTokens) -> Place:
-        """Where the routes of these tokens are; see RouteStore."""
+        """Where the routes of these tokens are."""
         if not self.layers:
             return Place((), tokens.is_real_t, ())
         is_found_t = torch.zeros(len(tokens.owner_t), dtype=torch.bool)

@@ -19,9 +19,9 @@ from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import Routing
 from mcore_rl.replay.accounts import Accounts, Changes, Counted, LayerAccount, changed, world_totals
+from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.checksums import expert_numbers, route_sums, token_weights
 from mcore_rl.replay.layouts import Layout, LocalTokens, local_tokens, router_order
-from mcore_rl.replay.route_store import Place, RouteStore
 from mcore_rl.replay.router_hooks import Station, Visit, live_gates
 
 
@@ -61,9 +61,9 @@ class RoutingTape:
         chunks: Sequence[nn.Module],
         mesh: Mesh,
         layouts: Sequence[Layout],
-        cache: RouteStore[Place],
+        cache: RoutingCache,
         version: int,
-        against: RouteStore[Place] | None = None,
+        against: RoutingCache | None = None,
     ) -> None:
         """Collective over the world. `version` is the policy's whose routes these are."""
         self._mesh, self._cache, self._version = mesh, cache, version
@@ -103,18 +103,15 @@ class RoutingTape:
             "the accounts of the pass were not closed: call finish()"
         )
 
-    @property
     def record(self) -> Routing:
         """Collective over the world; for `run_pass`: the first forward pass's choices are added to the cache."""
         return self._start("record", compares=self._known is not self._cache)
 
-    @property
     def impose(self) -> Routing:
         """Collective over the world; for `run_pass`: routers choose what the cache says."""
         assert self._known is self._cache, "routes are imposed from the cache and compared with it"
         return self._start("impose", compares=True)
 
-    @property
     def observe(self) -> Routing:
         """Collective over the world; for `run_pass`: routers choose for themselves, and are compared."""
         return self._start("observe", compares=True)

@@ -1,9 +1,8 @@
 """Whose choice of experts each pass over a rollout batch takes: the six lines of routing replay in one place."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -19,8 +18,6 @@ from mcore_rl.rl.batch import PolicyMicrobatch
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.types import Completion, Prompt
 from mcore_rl.train.state import TrainState
-
-Mode = Literal["record", "impose", "observe"]
 
 
 class PolicyRoutes:
@@ -71,37 +68,30 @@ class PolicyRoutes:
             self._engine, self._version, generated, [layout_of(one) for one in microbatches], self._state.mesh
         )
 
-    @contextmanager
-    def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> Iterator[Routing]:
-        """Of a pass for old logprobs."""
+    def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Routing of a pass for old logprobs."""
         if self._replay.kind == "r3":
-            with self._tape(microbatches, "impose", self._engine, "rollout_routes") as routing:
-                yield routing
-            return
+            return self._taped(microbatches, RoutingTape.impose, self._engine, "rollout_routes")
         name = "rollout_routes" if self._has_engine_routes else None
-        with self._tape(microbatches, "record", self._trained, name) as routing:
-            yield routing
+        return self._taped(microbatches, RoutingTape.record, self._trained, name, against=self._engine)
 
-    @contextmanager
-    def update(self, microbatches: Sequence[PolicyMicrobatch], *, is_old_policy: bool) -> Iterator[Routing]:
-        """Of an optimizer step; `is_old_policy`: the weights are the old policy's, and no pass has been before."""
-        mode: Mode = "observe" if self._replay.kind == "none" else "impose"
-        cache = self._engine if self._replay.kind == "r3" else self._trained
-        if self._replay.kind != "r3" and is_old_policy:
-            yield free_routing
-            return
-        with self._tape(microbatches, mode, cache, "routes") as routing:
-            yield routing
+    def update(
+        self, microbatches: Sequence[PolicyMicrobatch], *, is_old_policy: bool
+    ) -> AbstractContextManager[Routing]:
+        """Routing of an optimizer step; `is_old_policy`: the weights are the old policy's, and no pass was before."""
+        if self._replay.kind == "r3":
+            return self._taped(microbatches, RoutingTape.impose, self._engine, "routes")
+        if is_old_policy:
+            return nullcontext(free_routing)
+        start = RoutingTape.observe if self._replay.kind == "none" else RoutingTape.impose
+        return self._taped(microbatches, start, self._trained, "routes")
 
-    @contextmanager
-    def reference(self, microbatches: Sequence[PolicyMicrobatch]) -> Iterator[Routing]:
-        """Of a pass of the reference policy."""
+    def reference(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Routing of a pass of the reference policy."""
         if self._replay.reference == "live":
-            yield free_routing
-            return
+            return nullcontext(free_routing)
         cache = self._engine if self._replay.kind == "r3" else self._trained
-        with self._tape(microbatches, "impose", cache, None) as routing:
-            yield routing
+        return self._taped(microbatches, RoutingTape.impose, cache, None)
 
     def take_metrics(self) -> list[Metric]:
         """Of the passes since the last call."""
@@ -115,26 +105,28 @@ class PolicyRoutes:
                 cache.close()
 
     @contextmanager
-    def _tape(
+    def _taped(
         self,
         microbatches: Sequence[PolicyMicrobatch],
-        mode: Mode,
+        start: Callable[[RoutingTape], Routing],
         cache: RoutingCache | None,
         name: str | None,
+        against: RoutingCache | None = None,
     ) -> Iterator[Routing]:
-        """Routing of a pass, whose accounts are closed at the end; `name` begins what it tells, None: nothing."""
-        if not self._is_routed:
+        """Routing of one pass: `start` arms a tape on entry, and its accounts are checked on exit.
+
+        `name` begins the names of the pass's metrics; None: they are not reported.
+        """
+        if cache is None:
             yield free_routing
             return
-        assert cache is not None
-        against = self._engine if mode == "record" else None
         state, phase = self._state, self._state.timers.phase
         with phase("routes"):
             layouts = [layout_of(one) for one in microbatches]
             tape = RoutingTape(state.chunks, state.mesh, layouts, cache, self._version, against)
         with tape:
             with phase("routes"):
-                routing = getattr(tape, mode)
+                routing = start(tape)
             yield routing
             with phase("routes"):
                 metrics = tape.finish(name or "routes")

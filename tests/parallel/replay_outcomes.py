@@ -1,7 +1,6 @@
 """One rank's routes and what it made of them, and whether other ranks together make the same of them."""
 
 import functools
-import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import pytest
 
 from mcore_rl.config.mesh import MeshConfig
 from tests.parallel.parity import Tensors, assembled, config_of, largest, random_weights, relative_errors
-from tests.parallel.replaying import Case, replay_all, tiny
+from tests.parallel.replaying import Case, SavedRoutes, replay_all, tiny
 from tests.ranks import run_ranks
 
 MODELS = {
@@ -57,10 +56,10 @@ def together(ranks: Sequence[dict[str, Any]]) -> Outcome:
 
 
 class Reference(NamedTuple):
-    """One rank's weights, its routes in a folder, and what it made of them."""
+    """One rank's weights, its routes by layout, and what it made of them."""
 
     weights: Tensors
-    folder: tempfile.TemporaryDirectory[str]
+    saved: dict[str, dict[int, SavedRoutes]]
     outcomes: dict[str, Outcome]
 
 
@@ -68,12 +67,14 @@ class Reference(NamedTuple):
 def one_rank(model: str) -> Reference:
     """Of each layout."""
     weights = random_weights(config_of(MODELS[model], MeshConfig()))
-    folder = tempfile.TemporaryDirectory(prefix="routes-")
     layouts = ("padded",) if model.endswith("mtp") else LAYOUTS
     case = Case(model=model, mesh=MeshConfig(), layouts=layouts)
-    ((found,),) = run_ranks(replay_all, 1, [case], MODELS, {model: weights}, {model: folder.name})
+    ((found,),) = run_ranks(replay_all, 1, [case], MODELS, {model: weights}, {})
+    by_layout = dict(zip(layouts, found, strict=True))
     return Reference(
-        weights, folder, {layout: together([x]) for layout, x in zip(layouts, found, strict=True)}
+        weights,
+        {layout: x["saved"] for layout, x in by_layout.items()},
+        {layout: together([x]) for layout, x in by_layout.items()},
     )
 
 
@@ -81,8 +82,8 @@ def outcomes(cases: list[Case]) -> list[dict[str, Outcome]]:
     """Of cases with worlds of one size, by layout."""
     models = sorted({case.model for case in cases})
     weights = {model: one_rank(model).weights for model in models}
-    folders = {model: one_rank(model).folder.name for model in models}
-    ranks = run_ranks(replay_all, cases[0].mesh.smallest_world, cases, MODELS, weights, folders)
+    saved = {model: one_rank(model).saved for model in models}
+    ranks = run_ranks(replay_all, cases[0].mesh.smallest_world, cases, MODELS, weights, saved)
     return [
         {
             layout: together([rank[index][place] for rank in ranks])

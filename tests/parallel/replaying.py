@@ -1,10 +1,10 @@
 """Routes recorded, imposed and compared on any mesh; many cases in one world of ranks."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -24,9 +24,9 @@ from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.schedule import HeadOutput, free_routing, run_pass
 from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.exchange import Holding
 from mcore_rl.replay.layouts import Layout, Span
 from mcore_rl.replay.tape import RoutingTape
-from mcore_rl.rl.route_files import load, save
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import Tensors, config_of, owned
@@ -47,6 +47,16 @@ def tiny(family: str, num_layers: int = 4, mtp: int = 0, **moe: Any) -> ModelCon
     model = FAMILIES[family].tiny
     experts = model.moe.model_copy(update=NO_ROUTER_LOSS | moe)
     return model.model_copy(update={"moe": experts, "num_layers": num_layers, "mtp_layers": mtp})
+
+
+class SavedRoutes(NamedTuple):
+    """Routes of one sample that outlive their cache: codes `[n, l, K]` of these positions and layers."""
+
+    num_tokens: int
+    layers: tuple[int, ...]
+    position_n: Tensor
+    sum_l: Tensor
+    codes_nlK: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +215,25 @@ class Run:
                 param.copy_(value)
         return self.losses(kept), [piece for piece in found if not piece[0].endswith("expert_bias")]
 
+    def saved(self) -> dict[int, SavedRoutes]:
+        """Routes of each sample in the cache, as this rank holds them."""
+        return {
+            sample: SavedRoutes(
+                held.num_tokens,
+                held.layers,
+                held.position_n,
+                held.sum_l,
+                held.read(torch.arange(len(held.position_n))),
+            )
+            for sample, held in self.cache.holdings(self.version).items()
+        }
+
+    def load(self, saved: Mapping[int, SavedRoutes]) -> None:
+        """Collective over the world: the cache then holds what this run needs of all ranks' `saved`, nothing else."""
+        held = {sample: as_holding(routes) for sample, routes in saved.items()}
+        mesh = self.state.mesh
+        self.cache.receive(self.version, held, self.cache.wants(self.layouts, mesh), mesh.world)
+
     def routes(self) -> dict[int, dict[int, list[Any]]]:
         """Layer -> token's name -> experts held here."""
         found: dict[int, dict[int, list[Any]]] = {layer: {} for layer in self.cache.layers}
@@ -215,6 +244,17 @@ class Run:
                 for layer, codes_K in zip(self.cache.layers, codes_lK, strict=True):
                     found[layer][sample * IDS + position] = codes_K
         return found
+
+
+def as_holding(routes: SavedRoutes) -> Holding:
+    """The saved routes of a sample as a cache gives them to other ranks."""
+    return Holding(
+        num_tokens=routes.num_tokens,
+        layers=routes.layers,
+        position_n=routes.position_n,
+        sum_l=routes.sum_l,
+        read=lambda row_n: routes.codes_nlK[row_n],
+    )
 
 
 def opened(case: Case, model: ModelConfig, folder: Path | None = None) -> list[Run]:
@@ -243,10 +283,13 @@ def perturbed(weights: Tensors) -> Tensors:
     return changed
 
 
-def replay(case: Case, model: ModelConfig, weights: Tensors, folder: str) -> list[dict[str, Any]]:
+def replay(
+    case: Case, model: ModelConfig, weights: Tensors, saved: Sequence[dict[int, SavedRoutes]]
+) -> list[dict[str, Any]]:
     """On a rank, for each layout: record under `weights`, replay under them and then under others.
 
-    One rank leaves its routes in `folder`; all others impose those, after they have compared them with their own.
+    A world of one rank returns its routes; every other world is given those in `saved`, one for each layout, and
+    imposes them after it has compared them with its own.
     """
     runs = opened(case, model)
     state, mesh = runs[0].state, runs[0].state.mesh
@@ -254,11 +297,12 @@ def replay(case: Case, model: ModelConfig, weights: Tensors, folder: str) -> lis
     # What is dropped depends on which tokens are together on a rank: other ranks record other routes.
     is_told = case.same_weights and not (model.moe.capacity_factor and mesh.world.size > 1)
     facts = [replayed_unchanged(run) if is_told else {} for run in runs]
-    for run in runs:
-        if mesh.world.size == 1:
-            save(run.cache, run.version, Path(folder), mesh)
-        else:
-            load(run.cache, run.version, Path(folder), run.layouts, mesh)
+    if mesh.world.size == 1:
+        for run, found in zip(runs, facts, strict=True):
+            found["saved"] = run.saved()
+    else:
+        for run, routes in zip(runs, saved, strict=True):
+            run.load(routes)
     copy_in(state.chunks, perturbed(weights))
     for run, found in zip(runs, facts, strict=True):
         found |= replayed(run, case.sabotage)
@@ -269,11 +313,11 @@ def replay(case: Case, model: ModelConfig, weights: Tensors, folder: str) -> lis
 def replayed_unchanged(run: Run) -> dict[str, Any]:
     """What a pass that records gives, and one that imposes its routes on the same weights."""
     tape = run.tape()
-    free = run.evaluate(tape.record)
+    free = run.evaluate(tape.record())
     tape.finish()
     recorded = run.routes()
     tape = run.tape()
-    same = run.evaluate(tape.impose)
+    same = run.evaluate(tape.impose())
     unchanged = {metric.name: float(metric.value) for metric in tape.finish()}
     return {"free": free, "same": same, "recorded": recorded, "unchanged": unchanged}
 
@@ -281,7 +325,7 @@ def replayed_unchanged(run: Run) -> dict[str, Any]:
 def replayed(run: Run, sabotage: Sabotage | None) -> dict[str, Any]:
     """Losses and gradients under the routes of the cache; an error of the accounts as text, beside them."""
     tape = run.tape()
-    routing = tape.impose
+    routing = tape.impose()
     if sabotage is not None:
         sabotage(run.state)
     losses, gradients = run.gradients(routing)
@@ -304,7 +348,15 @@ def replay_all(
     cases: Sequence[Case],
     models: dict[str, ModelConfig],
     weights: dict[str, Tensors],
-    folders: dict[str, str],
+    saved: dict[str, dict[str, dict[int, SavedRoutes]]],
 ) -> list[list[dict[str, Any]]]:
-    """On a rank: the cases one after the other."""
-    return [replay(case, models[case.model], weights[case.model], folders[case.model]) for case in cases]
+    """On a rank: the cases one after the other; `saved` has the routes of one rank by model and layout."""
+    return [
+        replay(
+            case,
+            models[case.model],
+            weights[case.model],
+            [saved[case.model][layout] for layout in case.layouts] if saved else [],
+        )
+        for case in cases
+    ]

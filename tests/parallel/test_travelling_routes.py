@@ -1,7 +1,5 @@
 """Routes that come from other ranks, another layout or another mesh are those of one rank all the same."""
 
-from pathlib import Path
-
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
@@ -40,7 +38,7 @@ def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
             assert fact["other_traffic"] == {}
 
 
-def test_routes_replay_in_other_rows_and_under_other_meshes(tmp_path: Path) -> None:
+def test_routes_replay_in_other_rows_and_under_other_meshes() -> None:
     alone = one_rank("qwen3_moe")
     reference = alone.outcomes["packed"]
     ranks = run_ranks(
@@ -49,7 +47,6 @@ def test_routes_replay_in_other_rows_and_under_other_meshes(tmp_path: Path) -> N
         list(MESHES.values()),
         MODELS["qwen3_moe"],
         alone.weights,
-        str(tmp_path),
     )
     for index in range(len(MESHES)):
         found = [rank[index] for rank in ranks]

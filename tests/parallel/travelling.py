@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from mcore_rl.replay.from_rollouts import RolloutRoutes, fill
 from mcore_rl.replay.layouts import Layout, Span
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.policy_routes import routes_of
-from mcore_rl.rl.route_files import load, save
 from mcore_rl.rl.sampling import Cut
 from tests.generating import engine_on, prompt_of
 from tests.parallel.parity import Tensors
@@ -30,6 +28,7 @@ from tests.parallel.replaying import (
     VERSION,
     Case,
     Run,
+    SavedRoutes,
     microbatch_of,
     opened,
     perturbed,
@@ -132,28 +131,29 @@ def other_layouts(dp_rank: int, dp_size: int) -> list[Layout]:
 
 
 def laid_out_otherwise(
-    meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors, folder: str
+    meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors
 ) -> list[dict[str, Any]]:
-    """On each mesh: recorded in one layout, replayed in another; then from the files of the mesh before."""
+    """On each mesh: recorded in one layout, replayed in another; then the routes that the mesh before has left."""
     results = []
+    before: dict[int, SavedRoutes] = {}
     for index, mesh_config in enumerate(meshes):
         (run,) = opened(Case(model="", mesh=mesh_config, layouts=("padded",)), model)
         mesh = run.state.mesh
         copy_in(run.state.chunks, weights)
         tape = run.tape()
-        run.evaluate(tape.record)
+        run.evaluate(tape.record())
         tape.finish()
         recorded = run.routes()
         other = rebatched(run, other_layouts(mesh.dp.rank, mesh.dp.size))
         error = refused(other)
         run.cache.rearrange(run.version, other.layouts, mesh)
-        save(run.cache, run.version, Path(folder) / str(index), mesh)
+        saved = run.saved()
         copy_in(run.state.chunks, perturbed(weights))
         facts = [replayed(other, None)]
         if index:
-            run.cache.close()
-            load(run.cache, run.version, Path(folder) / str(index - 1), other.layouts, mesh)
+            other.load(before)
             facts.append(replayed(other, None))
+        before = saved
         results.append({"facts": facts, "recorded": recorded, "error": error})
         destroy_mesh()
     return results
@@ -168,7 +168,7 @@ def rebatched(run: Run, layouts: list[Layout]) -> Run:
 def refused(run: Run) -> str:
     """What an imposing tape says."""
     try:
-        assert run.tape().impose
+        run.tape().impose()
     except RoutingError as error:
         return str(error)
     return ""
@@ -178,7 +178,7 @@ def damaged_on_one_rank(model: ModelConfig) -> list[str]:
     """Two replicas, of which only the second lacks a sample; then only the second has a flipped bit."""
     (run,) = opened(Case(model="", mesh=MeshConfig(dp=2), layouts=("padded",)), model)
     tape = run.tape()
-    run.evaluate(tape.record)
+    run.evaluate(tape.record())
     tape.finish()
     cache: RoutingCache = run.cache
     is_second = run.state.mesh.dp.rank == 1
@@ -186,7 +186,7 @@ def damaged_on_one_rank(model: ModelConfig) -> list[str]:
         entry = cache.entry(VERSION, 6)
         cache._blocks._blocks[entry.block].rows_nw[entry.first, 3] ^= 1
     tape = run.tape()
-    run.evaluate(tape.impose)
+    run.evaluate(tape.impose())
     errors = []
     try:
         tape.finish()
@@ -230,7 +230,7 @@ def one_engine(mesh_config: MeshConfig, model: ModelConfig, weights: Tensors) ->
     run = with_words(run, said)
     fill(run.cache, run.version, generated, run.layouts, mesh)
     tape = run.tape()
-    run.evaluate(tape.impose)
+    run.evaluate(tape.impose())
     metrics = {metric.name: float(metric.value) for metric in tape.finish("rollout_routes")}
     destroy_mesh()
     return metrics
