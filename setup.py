@@ -28,7 +28,6 @@ REQUIRES = [
     "tokenizers>=0.20",
     "transformers>=5,<6",
     "math-verify[antlr4_13_2]>=0.9",
-    "matplotlib>=3.8",
     "tensorboard>=2.15",
 ]
 

@@ -1,1 +1,1 @@
-"""What a run tells while it goes on: metrics, sinks, timing, memory, FLOPs, plots."""
+"""Metrics of a run, their table, and where they are written: console, metrics.jsonl, TensorBoard, W&B."""

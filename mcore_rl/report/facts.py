@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.describe import toml_value
-from mcore_rl.obs.attempts import RunAttempt
+from mcore_rl.obs.attempts_file import RunAttempt
 from mcore_rl.report.runs import RunRecord, Series
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.errors import DataError
-from mcore_rl.obs.attempts import RunAttempt, read_attempts
+from mcore_rl.obs.attempts_file import RunAttempt, read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.obs.metric_table import with_current_names
 

@@ -97,11 +97,6 @@ def study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
 
 
-def plot_arguments(parser: argparse.ArgumentParser) -> None:
-    """A run."""
-    parser.add_argument("run", type=Path, help="the run_dir of a training")
-
-
 COMMANDS: dict[str, Command] = {
     "pretrain": Command(
         "Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
@@ -187,12 +182,6 @@ COMMANDS: dict[str, Command] = {
         "mcore-rl report runs/quickstart/grpo runs/quickstart/gspo --output report.html",
         report_arguments,
         program("mcore_rl.run.report"),
-    ),
-    "plot": Command(
-        "Draw <run_dir>/metrics.png: loss, learning rate, gradient norm, load of the experts.",
-        "mcore-rl plot runs/quickstart/pretrain",
-        plot_arguments,
-        program("mcore_rl.run.plot"),
     ),
 }
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mcore_rl.obs.attempts import read_attempts
+from mcore_rl.obs.attempts_file import read_attempts
 from tests.e2e.conftest import Finished, losses
 
 

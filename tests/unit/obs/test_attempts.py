@@ -10,7 +10,8 @@ import torch
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.errors import DataError
-from mcore_rl.obs.attempts import add_attempt, code_commit, read_attempts, this_run_attempt
+from mcore_rl.obs.attempts import add_attempt, code_commit, this_run_attempt
+from mcore_rl.obs.attempts_file import read_attempts
 
 PLATFORM = Platform(
     device=torch.device("cpu"),

@@ -1,0 +1,54 @@
+"""run.json of a run's folder: a list with one entry for every start of the run.
+
+    [{"started": "2026-01-31T12:00:00+00:00", "step": 0, "command": ["python", "-m", ...], "commit": "...", ...}]
+
+Entries are appended and never changed. obs/attempts.py writes them; this file needs no torch, so that the report can
+read them anywhere.
+"""
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from mcore_rl.errors import DataError
+
+FILE_NAME = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunAttempt:
+    """One start of a run: command, code, versions, machine and mesh."""
+
+    started: str
+    """Time of the start, ISO 8601, UTC."""
+    step: int
+    """Step from which training started or resumed."""
+    command: list[str]
+    """Command line of rank 0."""
+    commit: str
+    """Commit of the code; "+ changes" when files differ from it, empty when it is not known."""
+    versions: dict[str, str]
+    """Package -> version, for Python, this package and those that the numbers depend on."""
+    machine: dict[str, str | int]
+    """device (its name), ranks, and cores and memory_bytes of the host of rank 0."""
+    mesh: dict[str, int]
+    """Size of each parallel dimension, and `world`, the number of ranks."""
+
+    @property
+    def started_s(self) -> float:
+        """Time of the start in seconds since 1970, as `time` in metrics.jsonl."""
+        return datetime.fromisoformat(self.started).timestamp()
+
+
+def read_attempts(run_dir: Path) -> list[RunAttempt]:
+    """Return all starts of a run in order; an empty list for a run that is older than run.json."""
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        return []
+    try:
+        return [RunAttempt(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError):
+        raise DataError(
+            f"{path} is damaged: it should hold a list of attempts. Move it away; only the report needs it."
+        ) from None
