@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.files import write_atomically
+
 FOLDER = "launch"
 RECORD = "submission.json"
 SCRIPT = "job.sbatch"
@@ -44,9 +46,7 @@ def next_folder(run_dir: Path) -> Path:
 def record(folder: Path, submission: Submission) -> None:
     """Keep the submission in its launch's folder."""
     text = json.dumps(asdict(submission), indent=1) + "\n"
-    new = folder / f"{RECORD}.new"
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, folder / RECORD)
+    write_atomically(folder / RECORD, text)
 
 
 def submissions(run_dir: Path) -> list[Submission]:

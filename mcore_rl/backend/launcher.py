@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from mcore_rl.errors import McoreRlError
+from mcore_rl.files import write_atomically
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.05
@@ -82,9 +83,7 @@ def note_failure(failure: Failure) -> None:
     path = os.environ.get(FAILURE_FILE)
     if path is None:
         return
-    note = Path(f"{path}.{failure.rank}")
-    note.write_text(json.dumps([failure.rank, failure.status, failure.text]))
-    note.replace(path)
+    write_atomically(Path(path), json.dumps([failure.rank, failure.status, failure.text]))
     time.sleep(3 * POLL_S)  # before other ranks speak of it
 
 

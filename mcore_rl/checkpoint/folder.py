@@ -5,17 +5,16 @@ is then renamed, so that every `iter_*` was complete once; what a killed run lea
 """
 
 import json
-import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.files import move_into_place, write_atomically
 
 MARKER = "checkpoint.json"
 METADATA, COMMON = ".metadata", "common.pt"
@@ -23,7 +22,6 @@ METADATA, COMMON = ".metadata", "common.pt"
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING = "writing_", "deleting_"
 NAME = re.compile(r"iter_(\d+)")
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +101,8 @@ def publish(written: Path, final: Path) -> None:
     """Give a complete checkpoint its name, and make it the one that `latest` points to."""
     if final.exists():
         # The same step once more, after a restart from an older checkpoint.
-        os.replace(final, set_aside(final))
-    os.replace(written, final)
-    sync(final.parent)
+        move_into_place(final, set_aside(final))
+    move_into_place(written, final)
     write_atomically(final.parent / LATEST, f"{step_of(final)}\n")
 
 
@@ -115,7 +112,7 @@ def superseded(folder: Path, keep: int) -> list[Path]:
     renamed = []
     for path in complete[:-keep] if keep else []:
         aside = set_aside(path)
-        os.replace(path, aside)
+        move_into_place(path, aside)
         renamed.append(aside)
     return renamed + [
         path for path in folder.iterdir() if path.name.startswith(DELETING) and path not in renamed
@@ -149,42 +146,6 @@ def set_aside(path: Path) -> Path:
     while (aside := path.with_name(f"{DELETING}{path.name}_{number}")).exists():
         number += 1
     return aside
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """All of `text` is in the file or it is as before, whenever the machine stops."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-    sync(path.parent)
-
-
-def sync(folder: Path) -> None:
-    """Names made or changed in `folder` outlive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def naming(path: Path, doing: str) -> Iterator[None]:
-    """An OSError within becomes a CheckpointError that says what was being done where, and how much room there is."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{doing} {path} failed: {error.strerror or error}. {room_at(path)}") from error
-
-
-def room_at(path: Path) -> str:
-    """A sentence on the free space of the file system that `path` is or would be on."""
-    while not path.exists():
-        path = path.parent
-    return f"{shutil.disk_usage(path).free / GIB:.2f} GiB are free at {path}"
 
 
 def crc32_of(file: Path) -> str:

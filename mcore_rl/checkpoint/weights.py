@@ -11,12 +11,13 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import nn
 
-from mcore_rl.checkpoint.folder import WRITING, naming, path_of_step, publish
+from mcore_rl.checkpoint.folder import WRITING, path_of_step, publish
 from mcore_rl.checkpoint.megatron_lm import model_args
 from mcore_rl.checkpoint.read import OURS, Stored, inspect, read
 from mcore_rl.checkpoint.write import ShardPlanner, finish, write_now
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
+from mcore_rl.files import checkpoint_errors_explained
 from mcore_rl.model.build import unwrap
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
@@ -97,7 +98,7 @@ def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, fo
     finish(plan, write_now(plan), mesh, model, 0)
 
     def give_name() -> None:
-        with naming(final, "naming"):
+        with checkpoint_errors_explained(final, "naming"):
             publish(writing, final)
 
     on_rank_zero(give_name)
@@ -125,6 +126,6 @@ def _names(chunks: Sequence[nn.Module]) -> list[str]:
 def _make_room(final: Path, writing: Path) -> None:
     if final.exists():
         raise CheckpointError(f"{final} exists. Move it away, or save to another folder")
-    with naming(writing, "making"):
+    with checkpoint_errors_explained(writing, "making"):
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)

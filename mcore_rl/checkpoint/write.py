@@ -4,7 +4,6 @@ Megatron plans (which rank writes which part of which tensor). Its own `save` is
 that only rank 0 sees, such as a full disk under `common.pt` or `.metadata`, leaves the other ranks in a collective.
 """
 
-import os
 import queue
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -29,13 +28,11 @@ from mcore_rl.checkpoint.folder import (
     METADATA,
     Marker,
     crc32_of,
-    naming,
-    room_at,
-    sync,
     write_marker,
 )
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
+from mcore_rl.files import checkpoint_errors_explained, flush_to_disk, room_at
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
@@ -73,13 +70,14 @@ class Plan:
         transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
         results: list[WriteResult] = []
         names = [name for _, name, _ in self.buckets]
-        with naming(self.path, "writing"):
+        with checkpoint_errors_explained(self.path, "writing"):
             for bucket in self.buckets:
                 results += _write_bucket(transforms, bucket, self.path)
             if self.common is not None:
+                # To an open file: given a path, torch would put the file's name into the archive.
                 with (self.path / COMMON).open("wb") as file:
                     torch.save(self.common, file)
-                    os.fsync(file.fileno())
+                flush_to_disk(self.path / COMMON)
                 names.append(COMMON)
             return Written(results=results, files={name: (self.path / name).stat().st_size for name in names})
 
@@ -137,7 +135,7 @@ def describe_mesh(mesh: Mesh) -> dict[str, int]:
 
 def _finish(plan: Plan, gathered: list[Written], mesh: Mesh, model: ModelConfig, step: int) -> Marker:
     assert plan.metadata is not None
-    with naming(plan.path, "finishing"):
+    with checkpoint_errors_explained(plan.path, "finishing"):
         plan.writer.finish(plan.metadata, [written.results for written in gathered])
         save_config(FORMAT, str(plan.path))
         files = {name: size for written in gathered for name, size in written.files.items()}
@@ -153,7 +151,7 @@ def _finish(plan: Plan, gathered: list[Written], mesh: Mesh, model: ModelConfig,
             files=dict(sorted(files.items())),
             metadata_crc32=crc32_of(plan.path / METADATA),
         )
-        sync(plan.path)
+        flush_to_disk(plan.path)
         write_marker(plan.path, marker)
     return marker
 

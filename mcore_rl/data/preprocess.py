@@ -26,7 +26,13 @@ from mcore_rl.data.sidecar import Sidecar, SourceFile, sidecar_from
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.data.workers import tokenizing
 from mcore_rl.errors import DataError
-from mcore_rl.files import disk_errors_explained, flush_to_disk, sole_writer, with_ending, write_whole
+from mcore_rl.files import (
+    disk_errors_explained,
+    move_into_place,
+    sole_writer,
+    with_ending,
+    write_atomically,
+)
 
 ENDINGS = (".bin", ".idx", ".json")
 SHOWN_BAD_LINES = 10
@@ -107,7 +113,7 @@ def _make(
     sidecar = _sidecar(options, sources, tokenizer, list(reports.values()))
     _require_space(folder, sum(path.stat().st_size for path in folder.glob("shard-*")))
     merge_shards(shards, reports, folder, folder / "merged", tokenizer.vocab_size)
-    write_whole(folder / "merged.json", sidecar.to_json())
+    write_atomically(folder / "merged.json", sidecar.to_json())
     console.print(
         f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({rates})", soft_wrap=True
     )
@@ -146,7 +152,7 @@ def _start_or_resume(folder: Path, plan: dict[str, Any], overwrite: bool) -> Non
     for leftover in folder.iterdir():
         if leftover.name != "lock" and (found is None or differing or ".tmp" in leftover.name):
             leftover.unlink()
-    write_whole(path, json.dumps(plan).encode())
+    write_atomically(path, json.dumps(plan))
 
 
 def _sidecar(
@@ -184,9 +190,8 @@ def _publish(merged: Path, output: Path) -> None:
             with_ending(output, ending).unlink(missing_ok=True)
     for ending in (".bin", ".idx"):
         if with_ending(merged, ending).exists():
-            with_ending(merged, ending).replace(with_ending(output, ending))
-    write_whole(with_ending(output, ".json"), with_ending(merged, ".json").read_bytes())
-    flush_to_disk(output.parent)
+            move_into_place(with_ending(merged, ending), with_ending(output, ending))
+    write_atomically(with_ending(output, ".json"), with_ending(merged, ".json").read_bytes())
     with_ending(merged, ".json").unlink()
 
 

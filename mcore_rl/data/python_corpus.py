@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.errors import DataError
-from mcore_rl.files import write_whole
+from mcore_rl.files import write_atomically
 
 LEFT_OUT = {
     "site-packages",
@@ -64,7 +64,7 @@ def write_python_corpus(folder: Path, *, max_bytes: int = 8 << 20) -> PythonCorp
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in (("train", train), ("valid", valid)):
-        write_whole(folder / f"{name}.jsonl", "".join(lines).encode())
+        write_atomically(folder / f"{name}.jsonl", "".join(lines))
     return PythonCorpus(
         train=folder / "train.jsonl",
         valid=folder / "valid.jsonl",

@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from mcore_rl.data.documents import Layout, Piece, PieceReader, Source
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.tokenizer import Tokenizer
-from mcore_rl.files import flush_to_disk, with_ending, write_whole
+from mcore_rl.files import flush_to_disk, move_into_place, with_ending, write_atomically
 
 MIN_SHARD_BYTES = 256 << 10
 MAX_SHARD_BYTES = 32 << 20
@@ -117,8 +117,7 @@ def tokenize_shard(shard: Shard, layout: Layout, tokenizer: Tokenizer, folder: P
         lines.append(reader.num_lines)
     builder.finalize(str(with_ending(scratch, ".idx")))
     for ending in (".bin", ".idx"):
-        flush_to_disk(with_ending(scratch, ending))
-        with_ending(scratch, ending).replace(with_ending(prefix, ending))
+        move_into_place(with_ending(scratch, ending), with_ending(prefix, ending))
     report = ShardReport(
         index=shard.index,
         documents=documents,
@@ -129,7 +128,7 @@ def tokenize_shard(shard: Shard, layout: Layout, tokenizer: Tokenizer, folder: P
         num_bad=num_bad,
         bad=tuple(bad),
     )
-    write_whole(with_ending(prefix, ".done"), json.dumps(asdict(report)).encode())
+    write_atomically(with_ending(prefix, ".done"), json.dumps(asdict(report)))
     return report
 
 

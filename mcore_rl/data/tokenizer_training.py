@@ -12,7 +12,7 @@ import sentencepiece
 
 from mcore_rl.data.documents import Layout, Piece, PieceReader, Source, find_sources
 from mcore_rl.errors import DataError
-from mcore_rl.files import disk_errors_explained, write_whole
+from mcore_rl.files import disk_errors_explained, write_atomically
 
 UNKNOWN_ID, BOS_ID, EOD_ID, PAD_ID = 0, 1, 2, 3
 LONGEST_LINE_BYTES = 1 << 20
@@ -77,7 +77,7 @@ def train_tokenizer(options: TokenizerTraining) -> int:
         options.output.parent, "Make room (or give write access) there, and run again."
     ):
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(options.output, model.getvalue())
+        write_atomically(options.output, model.getvalue())
     return lines.count
 
 

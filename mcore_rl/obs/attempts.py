@@ -19,7 +19,7 @@ import torch
 import mcore_rl
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.files import write_whole
+from mcore_rl.files import write_atomically
 from mcore_rl.obs.attempts_file import FILE_NAME, RunAttempt, read_attempts
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "numpy")
@@ -53,7 +53,7 @@ def this_run_attempt(platform: Platform, mesh: MeshConfig, step: int) -> RunAtte
 def add_attempt(run_dir: Path, attempt: RunAttempt) -> None:
     """Append an attempt to `run_dir/run.json`; a reader sees the file before or after, never a part."""
     attempts = [asdict(recorded) for recorded in (*read_attempts(run_dir), attempt)]
-    write_whole(run_dir / FILE_NAME, (json.dumps(attempts, indent=1) + "\n").encode())
+    write_atomically(run_dir / FILE_NAME, json.dumps(attempts, indent=1) + "\n")
 
 
 def code_commit(root: Path) -> str:

@@ -8,12 +8,12 @@ A number that is not finite is written as the string "nan", "inf" or "-inf", sin
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mcore_rl.errors import DataError
+from mcore_rl.files import written_atomically
 from mcore_rl.obs.metric_table import Reported, with_current_names
 
 FILE_NAME = "metrics.jsonl"
@@ -53,17 +53,13 @@ def keep_until(path: Path, step: int) -> int:
     The file is replaced in one move. Returns how many lines were torn.
     """
     num_torn = 0
-    new = path.with_suffix(".jsonl.new")
-    with path.open("rb") as old, new.open("wb") as kept:
+    with path.open("rb") as old, written_atomically(path) as new, new.open("wb") as kept:
         for line in old:
             record = _parsed(line)
             if record is None:
                 num_torn += 1
             elif int(str(record["step"])) <= step:
                 kept.write(line.rstrip(b"\n") + b"\n")
-        kept.flush()
-        os.fsync(kept.fileno())
-    os.replace(new, path)
     return num_torn
 
 

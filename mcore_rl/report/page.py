@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mcore_rl import __version__
+from mcore_rl.files import write_atomically
 from mcore_rl.report import charts, facts
 from mcore_rl.report.charts import Chart
 from mcore_rl.report.figures import EXPERTS, LEARNING, SPEED
@@ -66,9 +67,7 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> list[Notice]:
     """The page of these runs at `output`, all of it at once; what the runs warned of."""
     runs = read_runs(run_dirs)
     views = [_view(place, run) for place, run in enumerate(runs)]
-    new = output.with_name(f"{output.name}.new")
-    new.write_text(rendered(views), encoding="utf-8", errors="replace")
-    new.replace(output)
+    write_atomically(output, rendered(views).encode(errors="replace"))
     return [notice for view in views for notice in view.notices]
 
 

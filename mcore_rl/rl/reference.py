@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.checkpoint.folder import delete, naming
+from mcore_rl.checkpoint.folder import delete
 from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
+from mcore_rl.files import checkpoint_errors_explained
 from mcore_rl.model.build import unwrap
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
@@ -78,7 +79,7 @@ def _name(step: int) -> str:
 
 
 def _steps(folder: Path) -> list[int]:
-    with naming(folder, "reading"):
+    with checkpoint_errors_explained(folder, "reading"):
         return sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdecimal())
 
 

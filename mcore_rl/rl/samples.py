@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mcore_rl.files import write_atomically
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.rollout import Rollout
 
@@ -43,10 +44,9 @@ def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]])
     """`folder/step_<step>.jsonl`, all of it at once."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:07d}.jsonl"
-    unfinished = path.with_suffix(".part")
     lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples]
-    unfinished.write_text("".join(lines), encoding="utf-8")
-    return unfinished.replace(path)
+    write_atomically(path, "".join(lines))
+    return path
 
 
 def shown(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:

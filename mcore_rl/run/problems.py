@@ -9,6 +9,7 @@ from rich.console import Console
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.files import written_atomically
 from mcore_rl.rl.prompts import TaskProblems, held_out_problems
 
 FIRST = 2**32
@@ -25,15 +26,13 @@ def main(args: argparse.Namespace) -> int:
         )
     held_out = frozenset(problem.prompt for problem in held_out_problems(config.rl.eval, prompts, seed))
     problems = TaskProblems(config=prompts, seed=seed, held_out=held_out)
-    unfinished = args.output.with_name(args.output.name + ".part")
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="utf-8") as file:
+        with written_atomically(args.output) as unfinished, unfinished.open("w", encoding="utf-8") as file:
             for number in range(FIRST, FIRST + args.count):
                 problem = problems[number]
                 line = {"prompt": problem.prompt, "response": problem.answer, "answer": problem.answer}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        unfinished.replace(args.output)
     except OSError as error:
         raise DataError(
             f"{args.output} cannot be written: {error.strerror}. Choose another --output."

@@ -9,14 +9,13 @@ DONE                                all steps are done
 """
 
 import json
-import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from mcore_rl.backend.attempt import Attempt, this_attempt
-from mcore_rl.checkpoint.folder import naming, write_atomically
 from mcore_rl.errors import CheckpointError
+from mcore_rl.files import checkpoint_errors_explained, create_atomically, write_atomically
 from mcore_rl.parallel.agree import on_rank_zero
 
 
@@ -35,7 +34,7 @@ class RunFolder:
         """Collective over the world: what a start after the last step says instead of training; None: not done."""
 
         def read() -> str | None:
-            with naming(self._done, "reading"):
+            with checkpoint_errors_explained(self._done, "reading"):
                 text = self._done.read_text(encoding="utf-8").strip() if self._done.exists() else None
             return text and f"{text} ({self._done}). Delete it to go on, with a larger train.steps"
 
@@ -47,7 +46,7 @@ class RunFolder:
         def write() -> None:
             assert self._fence is not None, "claim the folder first"
             self._fence.check_here()
-            with naming(self._done, "writing"):
+            with checkpoint_errors_explained(self._done, "writing"):
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 write_atomically(self._done, f"all {step} steps are done since {now}\n")
 
@@ -65,9 +64,9 @@ class RunFolder:
 
     def _claim(self) -> Attempt:
         me = this_attempt()
-        with naming(self.path, "claiming"):
+        with checkpoint_errors_explained(self.path, "claiming"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            while not _create(self._writer, me):
+            while not create_atomically(self._writer, _text(me)):
                 before = read_writer(self._writer)
                 if before is not None and before != me:
                     self._refuse(me, before)
@@ -104,7 +103,7 @@ class Fence:
 
     def check_here(self) -> None:
         """The same on rank 0 alone, where rank 0 acts for all or a guard makes its error everybody's."""
-        with naming(self._path, "reading"):
+        with checkpoint_errors_explained(self._path, "reading"):
             writer = read_writer(self._path)
         if writer != self._me:
             taker = writer.describe() if writer else "somebody who deleted the file"
@@ -117,7 +116,7 @@ class Fence:
         """Collective over the world: nobody is the writer any more."""
 
         def remove() -> None:
-            with naming(self._path, "removing"):
+            with checkpoint_errors_explained(self._path, "removing"):
                 if read_writer(self._path) == self._me:
                     self._path.unlink()
 
@@ -134,19 +133,6 @@ def read_writer(path: Path) -> Attempt | None:
         raise CheckpointError(f"{path} is damaged: it should be written by one run only. Delete it") from None
     fields.pop("since", None)
     return Attempt(**fields)
-
-
-def _create(path: Path, me: Attempt) -> bool:
-    """Write the file, all of it at once, unless there is one."""
-    new = path.with_name(f"{path.name}.{me.host}.{me.pid}")
-    new.write_text(_text(me), encoding="utf-8")
-    try:
-        os.link(new, path)
-    except FileExistsError:
-        return False
-    finally:
-        new.unlink()
-    return True
 
 
 def _text(me: Attempt) -> str:

@@ -16,16 +16,15 @@ from mcore_rl.checkpoint.folder import (
     clean,
     complete_in,
     delete,
-    naming,
     path_of_step,
     publish,
-    room_at,
     superseded,
 )
 from mcore_rl.checkpoint.read import differences, inspect
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checkpoint.write import Plan, ShardPlanner, Written, finish
 from mcore_rl.errors import CheckpointError
+from mcore_rl.files import checkpoint_errors_explained, room_at
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, world_max
 from mcore_rl.train.checkpoint_state import full_state, load_full_state
 from mcore_rl.train.run_folder import Fence
@@ -196,10 +195,10 @@ class Checkpoints:
         assert marker is not None
         self._fence.check_here()
         final = path_of_step(self._folder, save.step)
-        with naming(final, "naming"):
+        with checkpoint_errors_explained(final, "naming"):
             publish(save.plan.path, final)
         self._wait_for_deletion()
-        with naming(self._folder, "deleting old checkpoints of"):
+        with checkpoint_errors_explained(self._folder, "deleting old checkpoints of"):
             doomed = superseded(self._folder, self._state.config.checkpoint.keep)
         if doomed:
             self._deleting = ForkedCall(partial(delete, doomed))
@@ -224,7 +223,7 @@ class Checkpoints:
         """On rank 0: an empty folder to write to, under a name that no other attempt uses."""
         self._fence.check_here()
         path = self._folder / f"{WRITING}{self._state.progress.step:07d}_{time.time_ns():x}"
-        with naming(path, "making"):
+        with checkpoint_errors_explained(path, "making"):
             path.mkdir()
         return path
 
@@ -245,11 +244,11 @@ class Checkpoints:
 
     def _clean(self) -> list[str]:
         self._fence.check_here()
-        with naming(self._folder, "cleaning"):
+        with checkpoint_errors_explained(self._folder, "cleaning"):
             return clean(self._folder)
 
     def _newest_of_run(self) -> Path | None:
-        with naming(self._folder, "reading"):
+        with checkpoint_errors_explained(self._folder, "reading"):
             found = checkpoints_in(self._folder)
         if not found:
             return None
@@ -258,5 +257,5 @@ class Checkpoints:
 
 
 def _in_background(plan: Plan) -> ForkedCall[Written]:
-    with naming(plan.path, "starting the writer of"):
+    with checkpoint_errors_explained(plan.path, "starting the writer of"):
         return ForkedCall(plan.write)

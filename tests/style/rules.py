@@ -34,6 +34,7 @@ MEGATRON_PACKAGES = {"backend", "parallel", "replay", "data", "model", "checkpoi
 COMPAT = "mcore_rl.backend.patches.table"
 HEAVY = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}
 MUTATORS = {"append", "add", "update", "setdefault", "pop", "extend", "insert", "clear", "remove", "popitem"}
+MOVES = {"os.rename", "os.renames", "os.replace", "os.link", "shutil.move"}
 CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 CONTAINER_TYPES = {"list", "dict", "set", "defaultdict", "deque", "Counter", "OrderedDict"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -151,6 +152,28 @@ def the_environment_is_read_in_the_backend(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line}: {name}"
 
 
+def only_files_renames(source: Source) -> Iterator[str]:
+    """A finished file gets its name in mcore_rl/files.py alone, which knows what has to be on the disk before."""
+    if source.module == "mcore_rl.files":
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and _renames(node):
+            yield f"{source.path}:{node.lineno}: {_dotted(node.func) or ast.unparse(node.func)} outside of files.py"
+    for line, name in source.imports():
+        if name in MOVES:
+            yield f"{source.path}:{line}: {name}"
+
+
+def _renames(call: ast.Call) -> bool:
+    """Whether a call moves a file. A `replace` with one argument is Path's, as str's and datetime's have others."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if _dotted(call.func) in MOVES:
+        return True
+    is_path_method = len(call.args) == 1 and not call.keywords and _dotted(call.func.value) != "self"
+    return call.func.attr in ("rename", "replace", "hardlink_to") and is_path_method
+
+
 def module_globals_do_not_change(source: Source) -> Iterator[str]:
     """No `global`, and no container of a module that its functions fill."""
     containers = {name for statement in source.tree.body for name in _containers(statement)}
@@ -187,6 +210,7 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     nothing_prints,
     errors_are_caught_by_name,
     the_environment_is_read_in_the_backend,
+    only_files_renames,
     module_globals_do_not_change,
     public_things_are_documented,
 )
@@ -259,6 +283,7 @@ LAUNCH_RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     imports_are_absolute,
     nothing_prints,
     errors_are_caught_by_name,
+    only_files_renames,
     module_globals_do_not_change,
     public_things_are_documented,
 )

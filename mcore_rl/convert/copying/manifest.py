@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl import __version__
-from mcore_rl.checkpoint.folder import write_atomically
 from mcore_rl.convert.copying.checksums import Part, joined
 from mcore_rl.convert.copying.plan import Target, Task
 from mcore_rl.convert.copying.sources import HfSource, Run
 from mcore_rl.convert.copying.workers import Record
 from mcore_rl.convert.hf.folder import HfFolder
+from mcore_rl.files import write_atomically
 
 MANIFEST = "manifest.json"
 RULES_VERSION = 2

@@ -1,17 +1,21 @@
 """Where a conversion grows: beside the output, which gets its name when it is complete."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.checkpoint.folder import naming, sync, write_atomically
 from mcore_rl.convert.copying.progress import shown
 from mcore_rl.errors import CheckpointError
-from mcore_rl.files import sole_writer
+from mcore_rl.files import (
+    checkpoint_errors_explained,
+    flush_to_disk,
+    move_into_place,
+    sole_writer,
+    write_atomically,
+)
 
 ORPHANS_S = 10.0
 """How long the workers of a killed run may take to notice, after the chunk at hand."""
@@ -59,7 +63,7 @@ def working(final: Path, plan: str, num_bytes: int, *, overwrite: bool) -> Itera
             )
         shutil.rmtree(work.path)
     _check_room(work, num_bytes)
-    with naming(work.path, "making"):
+    with checkpoint_errors_explained(work.path, "making"):
         work.out.mkdir(parents=True, exist_ok=True)
     remedy = "Wait for it, or end it."
     with sole_writer(work.path / "lock", wait_s=ORPHANS_S, remedy=remedy):
@@ -69,8 +73,8 @@ def working(final: Path, plan: str, num_bytes: int, *, overwrite: bool) -> Itera
 
 def complete(work: WorkFolder, publish: Callable[[Path, Path], None]) -> None:
     """Give the output its name, by `publish(from, to)`, and remove the rest."""
-    with naming(work.final, "naming"):
-        sync(work.out)
+    with checkpoint_errors_explained(work.final, "naming"):
+        flush_to_disk(work.out)
         publish(work.out, work.final)
         shutil.rmtree(work.path)
 
@@ -80,12 +84,11 @@ def replace(written: Path, final: Path) -> None:
     if final.exists():
         aside = final.with_name(f"{final.name}.replaced")
         shutil.rmtree(aside, ignore_errors=True)
-        os.replace(final, aside)
-        os.replace(written, final)
+        move_into_place(final, aside)
+        move_into_place(written, final)
         shutil.rmtree(aside)
     else:
-        os.replace(written, final)
-    sync(final.parent)
+        move_into_place(written, final)
 
 
 def _check_room(work: WorkFolder, num_bytes: int) -> None:

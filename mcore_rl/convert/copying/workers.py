@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.folder import naming, write_atomically
 from mcore_rl.convert.copying.checksums import Part
 from mcore_rl.convert.copying.content import Content, Scratch
 from mcore_rl.convert.copying.plan import Task
@@ -24,6 +23,7 @@ from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.copying.sources import Source
 from mcore_rl.convert.copying.writers import Placed, Writer
 from mcore_rl.errors import CheckpointError, McoreRlError
+from mcore_rl.files import checkpoint_errors_explained, flush_to_disk, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def run(job: Job, workers: int, progress: ByteProgress, title: str) -> None:
     """Do every task that has no record. CheckpointError when a worker fails; the others are stopped then."""
     job.records.mkdir(exist_ok=True)
     todo = _dealt([task for task in job.tasks if not record_file(job.records, task.index).exists()])
-    with naming(job.folder, "preparing the files in"):
+    with checkpoint_errors_explained(job.folder, "preparing the files in"):
         job.writer.prepare(job.folder)
     total, left = (sum(task.num_bytes for task in tasks) for tasks in (job.tasks, todo))
     context = multiprocessing.get_context("fork")
@@ -193,11 +193,7 @@ def _make(job: Job, task: Task, source: Source, parent: int) -> list[Record]:
 
 def _record(job: Job, task: Task, made: Sequence[Record]) -> Task:
     """When the task's file is on the disk, its record is."""
-    descriptor = os.open(job.folder / task.file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_to_disk(job.folder / task.file)
     entries = [[[record.placed.offset, record.placed.length], record.crc, record.sources] for record in made]
     write_atomically(record_file(job.records, task.index), json.dumps(entries))
     return task

@@ -1,7 +1,6 @@
 """What makes a Megatron checkpoint of the files that the workers wrote: metadata, common state, marker."""
 
 import json
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.plan import Task
 from mcore_rl.convert.copying.sources import sizes
 from mcore_rl.convert.copying.workers import Record
+from mcore_rl.files import flush_to_disk
 
 ONE_RANK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "vpp": 1}
 OBJECTS = "__objects_0.distcp"
@@ -61,10 +61,10 @@ def write_metadata(folder: Path, done: Done, objects: Mapping[str, bytes]) -> No
                 state[key] = BytesStorageMetadata()
                 storage[MetadataIndex(key)] = _StorageInfo(OBJECTS, file.tell(), len(data))
                 file.write(data)
-            _flush(file)
+        flush_to_disk(folder / OBJECTS)
     with (folder / METADATA).open("wb") as file:
         pickle.dump(Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage), file)
-        _flush(file)
+    flush_to_disk(folder / METADATA)
 
 
 def write_format(folder: Path) -> None:
@@ -74,9 +74,10 @@ def write_format(folder: Path) -> None:
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
     """`common.pt`: what is the same on all ranks."""
+    # To an open file: given a path, torch would put the file's name into the archive.
     with (folder / COMMON).open("wb") as file:
         torch.save(common, file)
-        _flush(file)
+    flush_to_disk(folder / COMMON)
 
 
 def finish(folder: Path, model: ModelConfig, step: int, before: Marker | None = None) -> None:
@@ -95,8 +96,3 @@ def finish(folder: Path, model: ModelConfig, step: int, before: Marker | None = 
             metadata_crc32=crc32_of(folder / METADATA),
         ),
     )
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -1,7 +1,7 @@
 from launch.records import last_step, next_folder, submissions, writing_job
 from mcore_rl.backend.attempt import this_attempt
 from mcore_rl.checkpoint.folder import Marker, complete_in, path_of_step, step_of, write_marker
-from mcore_rl.train.run_folder import _create
+from mcore_rl.train.run_folder import _text
 
 
 def test_the_newest_checkpoint_is_the_one_that_training_would_resume_from(tmp_path):
@@ -18,7 +18,7 @@ def test_the_newest_checkpoint_is_the_one_that_training_would_resume_from(tmp_pa
 def test_the_job_of_the_fence_is_read_as_training_writes_it(tmp_path, monkeypatch):
     assert writing_job(tmp_path) == ""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    _create(tmp_path / "writer.json", this_attempt())
+    (tmp_path / "writer.json").write_text(_text(this_attempt()))
     assert writing_job(tmp_path) == "4711"
 
 

@@ -24,7 +24,7 @@ def test_it_writes_problems_with_answers_none_of_them_held_out(tmp_path: Path) -
     held_out = held_out_problems(config.rl.eval, config.rl.prompts, config.train.seed)
     assert len(held_out) == 64
     assert not {problem.prompt for problem in held_out} & {line["prompt"] for line in lines}
-    assert not output.with_name("chat.jsonl.part").exists()
+    assert list(output.parent.iterdir()) == [output]
 
 
 @pytest.mark.parametrize(
