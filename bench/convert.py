@@ -27,7 +27,7 @@ from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.families import FAMILIES, weight_map
 from mcore_rl.families.hf_export import hf_config
-from mcore_rl.run.convert_arguments import num_bytes
+from mcore_rl.run.commands import num_bytes
 
 GIB = 2**30
 SHARD_BYTES = 2 * GIB

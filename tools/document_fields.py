@@ -22,7 +22,7 @@ from mcore_rl.config.describe import SectionDoc, describe_sections
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.section import Section
 from mcore_rl.obs.metric_table import METRICS
-from mcore_rl.run.cli import COMMANDS
+from mcore_rl.run.commands import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 MARK = r"fields of (?P<name>\w+)(?: beyond (?P<other>\w+))?|statuses|metrics|commands"

@@ -152,7 +152,7 @@ def _schedule(optim: OptimConfig, steps: int) -> Iterator[str]:
 
 def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     if not data.train:
-        yield "data.train is empty. Name the prefixes of .bin/.idx pairs, as tools/preprocess.py makes them."
+        yield "data.train is empty. Name the prefixes of .bin/.idx pairs, as `mcore-rl data preprocess` makes them."
     if data.train_weights and len(data.train_weights) != len(data.train):
         yield (
             f"data.train_weights has {len(data.train_weights)} weights for {len(data.train)} prefixes in "

@@ -16,7 +16,7 @@ def check_sidecar(index: IndexFile, sidecar: Sidecar) -> None:
         raise DataError(
             f"{index.prefix}.json speaks of {said[0]} documents, {said[1]} tokens of {said[2]}; the .idx "
             f"has {found[0]}, {found[1]} of {found[2]}. The files are of different runs: make the data "
-            "again with tools/preprocess.py."
+            "again with `mcore-rl data preprocess`."
         )
 
 

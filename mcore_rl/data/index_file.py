@@ -56,7 +56,7 @@ def read_index(prefix: str) -> IndexFile:
     path = with_ending(prefix, ".idx")
     # Mapped, not read: a node's ranks share the pages of an index that may have gigabytes.
     content: Any = numpy.memmap(path, mode="r") if path.stat().st_size else b""
-    again = "Make the data again with tools/preprocess.py, or copy both files again."
+    again = "Make the data again with `mcore-rl data preprocess`, or copy both files again."
     if len(content) < HEADER.size or bytes(content[: len(MAGIC)]) != MAGIC:
         raise DataError(f"{path} ({len(content)} bytes) is not a Megatron index: wrong magic word. {again}")
     _, version, code, num_sequences, num_bounds = HEADER.unpack_from(content)
@@ -124,12 +124,16 @@ def _require_pair(prefix: str) -> None:
     if with_ending(prefix, ".partial").is_dir():
         raise DataError(
             f"data prefix {prefix!r}: its preprocessing has not ended ({prefix}.partial is there). Run the "
-            "same tools/preprocess.py command again: it goes on where it was."
+            "same `mcore-rl data preprocess` command again: it goes on where it was."
         )
     folder = Path(prefix).parent
     there = sorted(path.stem for path in folder.glob("*.idx")) if folder.is_dir() else []
     near = get_close_matches(Path(prefix).name, there, n=3, cutoff=0.4) or there[:3]
     raise DataError(
         f"data prefix {prefix!r}: there is no {' and no '.join(prefix + ending for ending in missing)}. "
-        + (f"Its folder has: {', '.join(near)}." if near else "Make the pair with tools/preprocess.py.")
+        + (
+            f"Its folder has: {', '.join(near)}."
+            if near
+            else "Make the pair with `mcore-rl data preprocess`."
+        )
     )

@@ -104,7 +104,7 @@ def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts) -> 
     """
     if not config.train:
         raise DataError(
-            "data.train names no data. Give it prefixes of .bin/.idx pairs (tools/preprocess.py)."
+            "data.train names no data. Give it prefixes of .bin/.idx pairs (`mcore-rl data preprocess`)."
         )
     prefixes = tuple(dict.fromkeys((*config.train, *config.valid, *config.test)))
     indexes = {prefix: read_index(prefix) for prefix in prefixes}

@@ -53,7 +53,9 @@ def read_sidecar(prefix: str) -> Sidecar | None:
 
 def sidecar_from(path: Path) -> Sidecar:
     """The sidecar in `path`; DataError when it is not one, or of another version."""
-    remedy = "Make the data again with tools/preprocess.py, or remove the file to train without its checks."
+    remedy = (
+        "Make the data again with `mcore-rl data preprocess`, or remove the file to train without its checks."
+    )
     try:
         entries = json.loads(path.read_bytes())
     except ValueError as error:

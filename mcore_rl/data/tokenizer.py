@@ -76,7 +76,7 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise DataError(
                 f"{path} ({len(content)} bytes) is not a sentencepiece model: {error}. Copy it again, or "
-                "train one with tools/train_tokenizer.py."
+                "train one with `mcore-rl data tokenizer`."
             ) from error
         self.digest = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._processor.vocab_size()

@@ -1,4 +1,4 @@
-"""`mcore-rl <command>`. Neither torch nor Megatron is imported before ranks are started, so that help is quick."""
+"""`mcore-rl <command>`. Neither torch nor Megatron is imported before a command runs, so that help is quick."""
 
 import argparse
 import difflib
@@ -7,223 +7,94 @@ import importlib
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from launch.arguments import jobs_arguments, launch_arguments
 from mcore_rl import __version__
 from mcore_rl.backend.launcher import error_text, launch_local, under_launcher
-from mcore_rl.checks.programs import PROGRAMS, Program
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.describe import describe_sections
-from mcore_rl.config.load import dump_config
-from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
-from mcore_rl.config.sft import SFTConfig
-from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError, McoreRlError
-from mcore_rl.run.convert_arguments import convert_arguments, inspect_arguments
-from mcore_rl.run.generate_arguments import generate_arguments
+from mcore_rl.run.commands import COMMANDS, Command
 from mcore_rl.run.log_folders import next_log_dir
-from mcore_rl.run.problems_arguments import problems_arguments
-from mcore_rl.run.report_arguments import report_arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What follows `mcore-rl`. `run` gets what `add_arguments` declares."""
-
-    summary: str
-    example: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    config: type[Section] | None = None
-    """Whose fields the help explains."""
-
-
-def ranks_of(training: Program) -> Callable[[argparse.Namespace], int]:
-    """Be one rank of `training` under a launcher; without one, start its ranks here and wait for them."""
-
-    def run_ranks(args: argparse.Namespace) -> int:
-        words = [args.config, *args.overrides]
-        if under_launcher():
-            if args.ranks:
-                raise ConfigError(
-                    f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out."
-                )
-            return int(importlib.import_module(training.module).main(words))
-        config, ranks = training.checked_config(Path(args.config), args.overrides, args.ranks)
-        return launch_local(training.module, words, ranks, next_log_dir(Path(config.run_dir)))
-
-    return run_ranks
-
-
-def program(module: str) -> Callable[[argparse.Namespace], int]:
-    """Run `module` in this process; it is imported only now."""
-
-    def run_here(args: argparse.Namespace) -> int:
-        return int(importlib.import_module(module).main(args))
-
-    return run_here
-
-
-def show_config(args: argparse.Namespace) -> int:
-    """Print what a run would use, after the same checks."""
-    training = PROGRAMS[args.program]
-    config, ranks = training.checked_config(Path(args.config), args.overrides, args.ranks)
-    sys.stdout.write(f"# passes all checks on {ranks} ranks\n{dump_config(config)}")
-    return 0
-
-
-def config_arguments(parser: argparse.ArgumentParser) -> None:
-    """A config file, fields on top of it, and how many ranks."""
-    parser.add_argument("config", metavar="CONFIG.toml", help="the config file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
-    parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
-
-
-def show_arguments(parser: argparse.ArgumentParser) -> None:
-    """The same, and whose config it is."""
-    config_arguments(parser)
-    parser.add_argument(
-        "--program", choices=PROGRAMS, default="pretrain", help="whose config (default pretrain)"
-    )
-
-
-def study_arguments(parser: argparse.ArgumentParser) -> None:
-    """A study, and fields on top of it."""
-    parser.add_argument("config", metavar="STUDY.toml", help="the study file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
-
-
-COMMANDS: dict[str, Command] = {
-    "pretrain": Command(
-        "Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
-        "mcore-rl pretrain launch/recipes/tiny_moe/pretrain.toml mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
-        config_arguments,
-        ranks_of(PROGRAMS["pretrain"]),
-        PretrainConfig,
-    ),
-    "sft": Command(
-        "Fine-tune a model on conversations, from the weights of checkpoint.load.",
-        "mcore-rl sft launch/recipes/tiny_moe/sft.toml checkpoint.load=runs/quickstart/pretrain",
-        config_arguments,
-        ranks_of(PROGRAMS["sft"]),
-        SFTConfig,
-    ),
-    "rl": Command(
-        "Let a model learn from rewards: GRPO, GSPO, Kimi K2 and others, from the weights of checkpoint.load.",
-        "mcore-rl rl launch/recipes/tiny_moe/grpo.toml rl.loss.kind=gspo mesh.tp=2 mesh.ep=2",
-        config_arguments,
-        ranks_of(PROGRAMS["rl"]),
-        RlRunConfig,
-    ),
-    "eval": Command(
-        "Answer the held-out prompts of an RL config (rl.eval) and tell the share of right ones, and pass@k.",
-        "mcore-rl eval launch/recipes/tiny_moe/grpo.toml checkpoint.load=runs/tiny_moe_grpo rl.eval.samples=4 "
-        "rl.eval.temperature=0.7",
-        config_arguments,
-        ranks_of(replace(PROGRAMS["rl"], module="mcore_rl.run.evaluate")),
-        RlRunConfig,
-    ),
-    "study": Command(
-        "Run arms of an RL config from one start, for some seeds, and compare them in one table.",
-        "mcore-rl study launch/recipes/tiny_moe/replay_study.toml seeds=[1,2,3]",
-        study_arguments,
-        program("mcore_rl.run.study"),
-        StudyConfig,
-    ),
-    "problems": Command(
-        "Write problems of an RL config's built-in task with their answers, to fine-tune on: none is held out there.",
-        "mcore-rl problems launch/recipes/tiny_moe/grpo.toml --count 20000 --output runs/quickstart/chat.jsonl",
-        problems_arguments,
-        program("mcore_rl.run.problems"),
-    ),
-    "config": Command(
-        "Print the config that a file and overrides make, after all checks, and start nothing.",
-        "mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=0 --ranks 64",
-        show_arguments,
-        show_config,
-        PretrainConfig,
-    ),
-    "generate": Command(
-        "Continue a text with a checkpoint of a run, on one process, whatever its mesh was.",
-        'mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40 --temperature 0.7',
-        generate_arguments,
-        program("mcore_rl.run.generate"),
-    ),
-    "convert": Command(
-        "Convert checkpoints between Hugging Face's and Megatron's formats, and prove that nothing was lost.",
-        "mcore-rl convert import models/Qwen3-30B-A3B checkpoints/qwen3 --workers 8 --max-ram 16G",
-        convert_arguments,
-        program("mcore_rl.run.convert"),
-    ),
-    "inspect": Command(
-        "List what is in a checkpoint of either format, or how it differs from another.",
-        "mcore-rl inspect runs/quickstart/pretrain --diff checkpoints/qwen3",
-        inspect_arguments,
-        program("mcore_rl.run.inspect_checkpoint"),
-    ),
-    "launch": Command(
-        "Check a training, write its Slurm job, and submit it; with --dry-run show it.",
-        "mcore-rl launch launch/recipes/tiny_moe/pretrain.toml --cluster launch/clusters/example_cpu.toml --nodes 4",
-        launch_arguments,
-        program("launch.submit"),
-    ),
-    "jobs": Command(
-        "Tell of runs that were launched: state, attempts, step, speed, last checkpoint, why they ended.",
-        "mcore-rl jobs runs/qwen3_30b_a3b",
-        jobs_arguments,
-        program("launch.jobs"),
-    ),
-    "report": Command(
-        "Write one HTML page about runs, side by side: curves, experts, speed, samples, warnings, what was run.",
-        "mcore-rl report runs/quickstart/grpo runs/quickstart/gspo --output report.html",
-        report_arguments,
-        program("mcore_rl.run.report"),
-    ),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script; the exit status: 0, 2 for what the user can mend, otherwise that of the first failure."""
-    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help"):
+    """Run the console script.
+
+    Returns:
+        The exit status: 0, 2 for an error that the user can mend, otherwise that of the first rank to fail.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if arguments[0] in ("-h", "--help"):
         sys.stdout.write(overview())
         return 0
-    if name == "--version":
+    if arguments[0] == "--version":
         sys.stdout.write(f"mcore-rl {__version__}\n")
         return 0
     try:
-        return run(name, arguments)
+        return run(arguments)
     except McoreRlError as error:
         sys.stderr.write(error_text(error) + "\n")
         return 2
 
 
-def run(name: str, arguments: Sequence[str]) -> int:
-    """The exit status of command `name`."""
+def run(arguments: Sequence[str]) -> int:
+    """Run the command that begins `arguments` and return its exit status; McoreRlError for what the user can mend."""
+    members = _members(arguments[0])
+    if members and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
+        sys.stdout.write(overview(members))
+        return 0
+    name, rest = split_name(arguments)
+    command = COMMANDS[name]
+    args = parser_of(name).parse_intermixed_args(rest)
+    if command.program is not None:
+        return start_ranks(command, args)
+    return int(importlib.import_module(command.module).main(args))
+
+
+def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name in COMMANDS that begins `arguments`, which has one word or two, and what follows it."""
+    members = _members(arguments[0])
+    num_words = 2 if members else 1
+    name = " ".join(arguments[:num_words])
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        remedy = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
+        remedy = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(members or COMMANDS)}."
         raise ConfigError(f"There is no command {name}. {remedy}")
-    command = COMMANDS[name]
-    return command.run(parser_of(name, command).parse_intermixed_args(arguments))
+    return name, list(arguments[num_words:])
 
 
-def overview() -> str:
-    """What `mcore-rl --help` says."""
-    commands = "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
+def start_ranks(command: Command, args: argparse.Namespace) -> int:
+    """Be one rank of `command` under a launcher; without one, start its ranks here and wait for them."""
+    assert command.program is not None
+    argv = [args.config, *args.overrides]
+    if under_launcher():
+        if args.ranks:
+            raise ConfigError(f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out.")
+        return int(importlib.import_module(command.module).main(argv))
+    config, ranks = PROGRAMS[command.program].checked_config(Path(args.config), args.overrides, args.ranks)
+    return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)))
+
+
+def overview(names: Sequence[str] = ()) -> str:
+    """Return the help of all commands, or of `names`, which are those of one group."""
+    shown = {name: COMMANDS[name] for name in names or COMMANDS}
+    group = f" {names[0].split()[0]}" if names else ""
+    width = max(map(len, shown))
+    commands = "\n".join(f"  {name:<{width}} {command.summary}" for name, command in shown.items())
+    about = "Pretraining and reinforcement learning of Mixture-of-Experts models on Megatron-Core.\n\n"
+    example = next(iter(shown.values())).example
     return (
-        "usage: mcore-rl <command> ...\n\n"
-        f"Pretraining and reinforcement learning of Mixture-of-Experts models on Megatron-Core.\n\n{commands}\n\n"
-        f"`mcore-rl <command> --help` says more. An example:\n  {COMMANDS['pretrain'].example}\n"
+        f"usage: mcore-rl{group} <command> ...\n\n{'' if group else about}{commands}\n\n"
+        f"`mcore-rl{group} <command> --help` explains one. An example:\n  {example}\n"
     )
 
 
-def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
-    """The arguments of a command; where it has a config, the help ends in its fields."""
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command; where it has a config, the help ends in the config's fields."""
+    command = COMMANDS[name]
     parser = argparse.ArgumentParser(
         prog=f"mcore-rl {name}",
         description=f"{command.summary}\n\nexample:\n  {command.example}",
@@ -234,16 +105,8 @@ def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> int:
-    """The number that an argument asks for."""
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
 def fields_help(config: type[Section]) -> str:
-    """Every field of the config by section: key, default, type, meaning."""
+    """Return the help on every field of the config by section: key, default, type, meaning."""
     width = min(max(shutil.get_terminal_size().columns, 60), 110)
     wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
     paragraphs = ["The fields of CONFIG.toml, with their defaults:"]
@@ -255,6 +118,11 @@ def fields_help(config: type[Section]) -> str:
             lines += wrap(doc.meaning, initial_indent=" " * 6, subsequent_indent=" " * 6)
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
+
+
+def _members(group: str) -> list[str]:
+    """Return the names of the commands of a group, such as `data`; none where it is a command or nothing."""
+    return [name for name in COMMANDS if name.startswith(f"{group} ")]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import sys
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.pipeline import PipelineConfig
-from mcore_rl.run.cli import COMMANDS, parser_of
+from mcore_rl.run.cli import parser_of
 from tests.unit.launch.conftest import ROOT
 
 PAGE = (ROOT / "docs/slurm.md").read_text()
@@ -28,9 +28,9 @@ def test_the_commands_on_the_page_are_valid():
     lines = re.findall(r"^mcore-rl (launch|jobs) ?(.*)$", PAGE, re.MULTILINE)
     assert len(lines) == 4
     for name, words in lines:
-        parser_of(name, COMMANDS[name]).parse_intermixed_args(words.split())
+        parser_of(name).parse_intermixed_args(words.split())
 
 
 def test_every_option_of_launch_is_on_the_page():
-    options = re.findall(r"--[a-z-]+", parser_of("launch", COMMANDS["launch"]).format_help())
+    options = re.findall(r"--[a-z-]+", parser_of("launch").format_help())
     assert {option for option in options if option not in PAGE} <= {"--help"}

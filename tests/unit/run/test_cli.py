@@ -12,7 +12,8 @@ from mcore_rl.config.describe import describe
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.study import StudyConfig
-from mcore_rl.run.cli import COMMANDS, main, parser_of
+from mcore_rl.run.cli import main, parser_of, split_name
+from mcore_rl.run.commands import COMMANDS
 from mcore_rl.run.log_folders import next_log_dir
 from mcore_rl.run.study import plan
 
@@ -32,7 +33,11 @@ def mcore_rl(*words, **variables):
     )
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["data"], ["data", "--help"], *([*name.split(), "--help"] for name in COMMANDS)],
+    ids=" ".join,
+)
 def test_help_has_an_example(words, capsys):
     with contextlib.suppress(SystemExit):
         main(words)
@@ -43,7 +48,7 @@ def test_help_has_an_example(words, capsys):
 def test_help_imports_nothing_that_takes_seconds():
     code = (
         "import contextlib, sys, mcore_rl.run.cli as cli\n"
-        "for words in ([], *([name] for name in cli.COMMANDS)):\n"
+        "for words in ([], *(name.split() for name in cli.COMMANDS)):\n"
         "    with contextlib.suppress(SystemExit): cli.main([*words, '--help'])\n"
         "sys.exit(any(name.partition('.')[0] in ('torch', 'megatron', 'transformers') for name in sys.modules))"
     )
@@ -63,9 +68,10 @@ def test_the_help_of_a_training_explains_every_field(name, capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_example_of_every_command_is_valid(name, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    program, command, *words = shlex.split(COMMANDS[name].example)
-    assert (program, command) == ("mcore-rl", name)
-    parser_of(name, COMMANDS[name]).parse_intermixed_args(words)
+    program, *words = shlex.split(COMMANDS[name].example)
+    assert program == "mcore-rl" and split_name(words)[0] == name
+    words = split_name(words)[1]
+    parser_of(name).parse_intermixed_args(words)
     if name == "study":
         study = load_config(StudyConfig, Path(words[0]), words[1:])
         assert len(list(plan(study))) == 12, "four arms, three seeds"
@@ -86,6 +92,7 @@ def test_config_prints_what_loads_back_equal(tmp_path, capsys):
     ("words", "told"),
     [
         (["pretrian", TINY], "Did you mean pretrain?"),
+        (["data", "tokeniser"], "Did you mean data tokenizer?"),
         (["pretrain", "gone.toml"], "gone.toml cannot be read"),
         (["pretrain", TINY, "mesh.tpp=2"], "Did you mean mesh.tp?"),
         (["pretrain", TINY, "mesh.tp=two"], 'mesh.tp = "two"'),

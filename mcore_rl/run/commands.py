@@ -1,0 +1,394 @@
+"""The commands of `mcore-rl` and their arguments. Imports neither torch nor Megatron, so that help is quick."""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.arguments import jobs_arguments, launch_arguments
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.section import Section
+from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.study import StudyConfig
+
+BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command of `mcore-rl`; it is imported when it is run, and not before."""
+
+    summary: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    module: str
+    """Module whose `main(args)` runs the command; with `program`, whose `main(argv)` is one rank of it."""
+    program: str | None = None
+    """Name in PROGRAMS of the training whose ranks the command starts; None: it runs in this process."""
+    config: type[Section] | None = None
+    """Config whose fields the help explains."""
+
+
+def config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a config file, fields that override it, and the number of local ranks."""
+    parser.add_argument("config", metavar="CONFIG.toml", help="the config file")
+    _overrides(parser)
+    parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
+
+
+def show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of a training, and which training's config it is."""
+    config_arguments(parser)
+    parser.add_argument(
+        "--program", choices=PROGRAMS, default="pretrain", help="whose config (default pretrain)"
+    )
+
+
+def study_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a study and fields that override it."""
+    parser.add_argument("config", metavar="STUDY.toml", help="the study file")
+    _overrides(parser)
+
+
+def problems_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare an RL config, a count, and an output file."""
+    parser.add_argument("config", metavar="CONFIG.toml", help="an RL config, whose rl.prompts.task is used")
+    _overrides(parser)
+    parser.add_argument("--count", type=int, default=10000, help="number of problems (default 10000)")
+    parser.add_argument("--output", type=Path, required=True, help="the file to write, JSON lines")
+
+
+def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a corpus and the tokenizer to train on it."""
+    parser.set_defaults(data_command="tokenizer")
+    _corpus(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE.model", help="the file to write")
+    parser.add_argument(
+        "--vocab-size", required=True, type=int, help="pieces, the 260 of bytes and special tokens included"
+    )
+    parser.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default bpe")
+    parser.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9995,
+        help="fraction of characters that get a piece (default 0.9995)",
+    )
+    parser.add_argument(
+        "--max-mb", type=int, default=512, help="train on at most this much of the corpus (default 512)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=4, help="default 4; the digest of the file depends on it"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+
+
+def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a corpus and the dataset to make of it."""
+    parser.set_defaults(data_command="preprocess")
+    _corpus(parser)
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="PREFIX", help="where to write, without an ending"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        type=Path,
+        help="a sentencepiece .model, or a folder with tokenizer.json",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
+    cuts = parser.add_mutually_exclusive_group()
+    cuts.add_argument(
+        "--split-blank-lines", action="store_true", help="plain text: blank lines separate documents"
+    )
+    cuts.add_argument(
+        "--document-separator",
+        metavar="LINE",
+        help="plain text: lines equal to this separate documents (default: one document a file)",
+    )
+    parser.add_argument(
+        "--max-bad", type=int, metavar="N", help="fail on more than N bad lines (default: report and go on)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing dataset or another unfinished run"
+    )
+
+
+def generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a run or a checkpoint, a prompt, and how to sample tokens."""
+    parser.add_argument("--run", type=Path, help="the run_dir of a training; its newest checkpoint is used")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="this checkpoint instead; without --run, its model and tokenizer are those of the run above it",
+    )
+    parser.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
+    parser.add_argument("--tokens", type=positive, default=64, help="new tokens at most (default 64)")
+    parser.add_argument("--n", type=positive, default=1, help="number of continuations (default 1)")
+    parser.add_argument("--stream", action="store_true", help="show the text as it grows")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0: always the most likely token (default)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample among this many most likely tokens; 0: all (default)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample among the most likely tokens that have this probability together; 1: all (default)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="sample among tokens with this fraction of the largest probability; 0: all (default)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first continuation; each next one adds 1 (default 0)"
+    )
+
+
+def convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare an action, its folders, and how to go about it."""
+    meanings = {
+        "plan": "what import (of a Hugging Face folder) or export (of a checkpoint) would do and would refuse",
+        "import": "HF_DIR CKPT_DIR: safetensors to CKPT_DIR/iter_0000000, which loads on every mesh",
+        "export": "CKPT HF_DIR: a checkpoint of any mesh, with optimizer state or not, to a folder for transformers",
+        "verify": "A B: whether two checkpoints of any formats are the same, bit for bit; status 1 when not",
+        "relayout": "CKPT OUT: the same checkpoint under other keys (--keys, --layers)",
+    }
+    actions = "; ".join(f"{name} {meaning}" for name, meaning in meanings.items())
+    parser.add_argument("action", choices=meanings, help=actions)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="from, to; one for plan")
+    what = parser.add_argument_group("what is written")
+    what.add_argument(
+        "--dtype",
+        choices=("keep", "bf16", "fp32"),
+        default="keep",
+        help="expert biases stay fp32 (default: keep; fp8 becomes the model's type)",
+    )
+    what.add_argument("--mtp", choices=("keep", "drop"), default="keep", help="multi-token-prediction layers")
+    what.add_argument(
+        "--keys",
+        choices=("te", "local"),
+        default="te",
+        help="import, relayout: names of TransformerEngine's layers (default: our training's) or of Megatron's own",
+    )
+    what.add_argument(
+        "--layers",
+        choices=("stacked", "each"),
+        help="import, relayout: a tensor for all layers, or one each (default: as our training has them)",
+    )
+    what.add_argument(
+        "--vocab-multiple",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="import: pad the vocabulary to a multiple of N (default: model.vocab_multiple's)",
+    )
+    what.add_argument(
+        "--reference",
+        type=Path,
+        metavar="HF_DIR",
+        help="a folder of the same model: export copies config and tokenizer; says what one of Megatron-LM is",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--workers", type=positive, default=2, metavar="N", help="processes (default 2)")
+    how.add_argument(
+        "--max-ram",
+        type=num_bytes,
+        default=0,
+        metavar="8G",
+        help="memory of all processes together; fewer workers are used if need be",
+    )
+    how.add_argument(
+        "--overwrite", action="store_true", help="replace an output that exists, when the new one is complete"
+    )
+    how.add_argument("--log", type=Path, metavar="FILE", help="append progress as lines of JSON")
+    how.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        default={},
+        metavar="tp=2,ep=8",
+        help="plan: bytes of weights by rank on this mesh",
+    )
+    how.add_argument(
+        "--logits",
+        action="store_true",
+        help="verify: also run both models, a layer at a time, on random tokens",
+    )
+
+
+def inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a checkpoint, and another to compare it with."""
+    parser.add_argument(
+        "path", type=Path, help="a Hugging Face folder, a safetensors file, a checkpoint or a run"
+    )
+    parser.add_argument(
+        "--diff",
+        type=Path,
+        metavar="OTHER",
+        help="list the tensors that differ from another checkpoint's; status 1 when some do",
+    )
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare runs, and the page to write."""
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), help="the page (default report.html)"
+    )
+
+
+def positive(text: str) -> int:
+    """Return the number; argparse refuses one below 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
+    return number
+
+
+def num_bytes(text: str) -> int:
+    """Return the number of bytes that `8G`, `500M` or `1.5T` means."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size. Write 8G, or 500M.")
+    return int(float(match[1]) * BYTES_PER_UNIT[match[2].upper()])
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Return the sizes that `tp=2,ep=8` means."""
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in MESH_FIELDS or not size.isdecimal():
+            raise argparse.ArgumentTypeError(f"{part!r} is no part of a mesh. Write tp=2,pp=2,ep=8.")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
+
+
+def _corpus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "inputs", nargs="+", type=Path, help="files, or folders of files; their order is the documents' order"
+    )
+    parser.add_argument("--format", choices=("jsonl", "text"), help="default: by the files' endings")
+    parser.add_argument("--key", default="text", help="JSON lines: the field with the text (default 'text')")
+
+
+COMMANDS: dict[str, Command] = {
+    "pretrain": Command(
+        summary="Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
+        example="mcore-rl pretrain launch/recipes/tiny_moe/pretrain.toml mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
+        add_arguments=config_arguments,
+        module=PROGRAMS["pretrain"].module,
+        program="pretrain",
+        config=PretrainConfig,
+    ),
+    "sft": Command(
+        summary="Fine-tune a model on conversations, from the weights of checkpoint.load.",
+        example="mcore-rl sft launch/recipes/tiny_moe/sft.toml checkpoint.load=runs/quickstart/pretrain",
+        add_arguments=config_arguments,
+        module=PROGRAMS["sft"].module,
+        program="sft",
+        config=SFTConfig,
+    ),
+    "rl": Command(
+        summary="Train a model on rewards: GRPO, GSPO, Kimi K2 and others, from the weights of checkpoint.load.",
+        example="mcore-rl rl launch/recipes/tiny_moe/grpo.toml rl.loss.kind=gspo mesh.tp=2 mesh.ep=2",
+        add_arguments=config_arguments,
+        module=PROGRAMS["rl"].module,
+        program="rl",
+        config=RlRunConfig,
+    ),
+    "eval": Command(
+        summary="Answer the held-out prompts of an RL config (rl.eval) and print accuracy, mean reward and pass@k.",
+        example="mcore-rl eval launch/recipes/tiny_moe/grpo.toml checkpoint.load=runs/tiny_moe_grpo "
+        "rl.eval.samples=4 rl.eval.temperature=0.7",
+        add_arguments=config_arguments,
+        module="mcore_rl.run.evaluate",
+        program="rl",
+        config=RlRunConfig,
+    ),
+    "study": Command(
+        summary="Run arms of an RL config from one start, for some seeds, and compare them in one table.",
+        example="mcore-rl study launch/recipes/tiny_moe/replay_study.toml seeds=[1,2,3]",
+        add_arguments=study_arguments,
+        module="mcore_rl.run.study",
+        config=StudyConfig,
+    ),
+    "data tokenizer": Command(
+        summary="Train a sentencepiece tokenizer (byte fallback, single digits) on JSON lines or text. "
+        "Ids: 0 unknown, 1 begin of text, 2 end of document, 3 padding.",
+        example="mcore-rl data tokenizer corpus/train.jsonl --vocab-size 2048 --output data/tokenizer.model",
+        add_arguments=tokenizer_arguments,
+        module="mcore_rl.run.data",
+    ),
+    "data preprocess": Command(
+        summary="Encode text files as PREFIX.bin and .idx (Megatron's format) and PREFIX.json (their origin). "
+        "A killed run resumes when the same command is given again.",
+        example="mcore-rl data preprocess corpus/train.jsonl --output data/train --tokenizer data/tok.model "
+        "--workers 8",
+        add_arguments=preprocess_arguments,
+        module="mcore_rl.run.data",
+    ),
+    "problems": Command(
+        summary="Write problems of an RL config's built-in task with their answers, to fine-tune on; none is held out.",
+        example="mcore-rl problems launch/recipes/tiny_moe/grpo.toml --count 20000 "
+        "--output runs/quickstart/chat.jsonl",
+        add_arguments=problems_arguments,
+        module="mcore_rl.run.problems",
+    ),
+    "config": Command(
+        summary="Print the config that a file and overrides make, after all checks, and start nothing.",
+        example="mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=0 --ranks 64",
+        add_arguments=show_arguments,
+        module="mcore_rl.run.show_config",
+        config=PretrainConfig,
+    ),
+    "generate": Command(
+        summary="Continue a text with a checkpoint of a run, on one process, whatever its mesh was.",
+        example='mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40 --temperature 0.7',
+        add_arguments=generate_arguments,
+        module="mcore_rl.run.generate",
+    ),
+    "convert": Command(
+        summary="Convert checkpoints between Hugging Face's and Megatron's formats, and prove that nothing was lost.",
+        example="mcore-rl convert import models/Qwen3-30B-A3B checkpoints/qwen3 --workers 8 --max-ram 16G",
+        add_arguments=convert_arguments,
+        module="mcore_rl.run.convert",
+    ),
+    "inspect": Command(
+        summary="List what is in a checkpoint of either format, or how it differs from another.",
+        example="mcore-rl inspect runs/quickstart/pretrain --diff checkpoints/qwen3",
+        add_arguments=inspect_arguments,
+        module="mcore_rl.run.inspect_checkpoint",
+    ),
+    "launch": Command(
+        summary="Check a training, write its Slurm job, and submit it; with --dry-run show it.",
+        example="mcore-rl launch launch/recipes/tiny_moe/pretrain.toml --cluster launch/clusters/example_cpu.toml "
+        "--nodes 4",
+        add_arguments=launch_arguments,
+        module="launch.submit",
+    ),
+    "jobs": Command(
+        summary="List launched runs: state, attempts, step, speed, last checkpoint, why they ended.",
+        example="mcore-rl jobs runs/qwen3_30b_a3b",
+        add_arguments=jobs_arguments,
+        module="launch.jobs",
+    ),
+    "report": Command(
+        summary="Write one HTML page about runs, side by side: curves, experts, speed, samples, warnings, settings.",
+        example="mcore-rl report runs/quickstart/grpo runs/quickstart/gspo --output report.html",
+        add_arguments=report_arguments,
+        module="mcore_rl.run.report",
+    ),
+}
+"""Every command by name; a name of two words is a command of a group, as `mcore-rl data tokenizer`."""
