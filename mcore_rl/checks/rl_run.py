@@ -94,10 +94,11 @@ def _model(config: RlRunConfig) -> Iterator[str]:
                 "are measured. Set it to 0."
             )
     moe = config.model.moe
-    if config.model.is_moe and moe.capacity_factor:
+    if config.model.is_moe and moe.capacity_factor and config.replay.kind == "none":
         yield (
-            f"model.moe.capacity_factor={moe.capacity_factor}: tokens would be dropped in training that were not in "
-            "the rollout. Set it to 0."
+            f'model.moe.capacity_factor={moe.capacity_factor} with replay.kind="none": each training pass would drop '
+            "other tokens than the pass for old logprobs, and the ratios would measure that. Set capacity_factor=0, "
+            'or replay.kind="r2", which imposes what that pass dropped.'
         )
     if config.replay.kind == "r2" and config.rl.update.old_logprobs == "engine":
         yield (

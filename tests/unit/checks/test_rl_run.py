@@ -19,6 +19,7 @@ def config(*overrides: str) -> RlRunConfig:
 def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() -> None:
     tiny = config()
     check_rl(tiny, 2)
+    check_rl(config("model.moe.capacity_factor=1.5", "replay.kind=r2"), 2)
     assert (tiny.rollout_size, tiny.updates_per_rollout) == (128, 2)
     assert config("rl.update.epochs=3").updates_per_rollout == 6
     cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.row_tokens=0")
@@ -36,7 +37,12 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         (["rl.prompts.max_tokens=2000"], "more than model.max_position=1024"),
         (["model.attention_dropout=0.1"], "model.attention_dropout=0.1: the policy in training"),
         (["platform.layers=te"], 'Set platform.layers="torch"'),
-        (["model.moe.capacity_factor=1.5"], "would be dropped in training"),
+        (["model.moe.capacity_factor=1.5"], 'or replay.kind="r2", which imposes what that pass dropped'),
+        (["model.moe.capacity_factor=1.5", "replay.kind=r3"], "what is dropped depends on the tokens"),
+        (
+            ["model.moe.capacity_factor=1.5", "replay.kind=r2", "rl.update.old_logprobs=engine"],
+            'Set old_logprobs="trainer"',
+        ),
         (["rl.eval.samples=4"], "are all the same"),
         (["rl.eval.files=['x']"], "whose held-out problems are made"),
         (["replay.kind=r2", "rl.update.old_logprobs=engine"], 'or replay.kind="r3"'),

@@ -14,6 +14,7 @@ from mcore_rl.config.rl import EngineConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.base import Capabilities, Sampling, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.engines.native.routes import gather_layers
@@ -76,7 +77,7 @@ class MegatronEngine:
         ]
         longest = max((len(prompt.tokens_T) for prompt in prompts), default=0) + sampling.max_new_tokens
         num_slots = max(1, min(self._num_slots, len(drafts)))
-        with evaluating(self._chunks):
+        with evaluating(self._chunks), without_capacity(self._chunks):
             decoder = Decoder(self._chunks, self.mesh, num_slots, longest, with_routes=sampling.with_routes)
             run = _Run(self, decoder, Scheduler(drafts, num_slots, self._step_tokens), sampling)
             while self._any_busy(run.scheduler.is_busy, decoder.device):
@@ -218,3 +219,21 @@ def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for chunk, mode in zip(chunks, modes, strict=True):
             chunk.train(mode)
+
+
+@contextmanager
+def without_capacity(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Lift the experts' capacity while generating.
+
+    A capacity counts the tokens of one forward pass. Under it a completion would depend on the requests that happen to
+    be decoded beside it; no served engine drops tokens either.
+    """
+    configs = {id(router.config): router.config for chunk in chunks for _, router in routers(chunk)}
+    factors = {key: config.moe_expert_capacity_factor for key, config in configs.items()}
+    for config in configs.values():
+        config.moe_expert_capacity_factor = None
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config.moe_expert_capacity_factor = factors[key]

@@ -65,6 +65,18 @@ def test_greedy_tokens_are_those_of_transformers(case: str, one_rank: Mesh) -> N
             assert sequence(group.prompt, completion) == wanted_1S[0].tolist()
 
 
+def test_no_token_is_dropped_while_generating_although_training_drops(one_rank: Mesh) -> None:
+    theirs = oracle("qwen3_moe")
+    dropping = theirs.ours.moe.model_copy(update={"capacity_factor": 0.5})
+    model = theirs.ours.model_copy(update={"moe": dropping})
+    chunks = loaded(model, theirs.tensors, one_rank)
+    prompts = ragged_prompts(6, VOCAB)
+    groups = engine_on(chunks, one_rank, model).generate(prompts, GREEDY, [[0, 0]] * 6)
+    _, _, without = engine_of("qwen3_moe", one_rank)
+    assert groups == without.generate(prompts, GREEDY, [[0, 0]] * 6)
+    assert {router.config.moe_expert_capacity_factor for _, router in routers(chunks[0])} == {0.5}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logprobs_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> None:
     _, chunks, engine = engine_of(case, one_rank, slots=5, step_tokens=16)
