@@ -180,8 +180,6 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "eval/reward": ("eval reward", "{:.3f}".format),
     "test/loss_nats": ("test loss", "{:.4f}".format),
     "test/perplexity": ("perplexity", "{:.2f}".format),
-    "checkpoint/save_s": ("checkpoint complete after s", "{:.1f}".format),
-    "checkpoint/load_s": ("checkpoint read in s", "{:.1f}".format),
 }
 """What the console shows of a record, in this order: metric -> label, format."""
 

@@ -59,6 +59,7 @@ def _train(config: RunConfig, data: Data, platform: Platform, folder: RunFolder,
     log = _opened_log(state, folder, data)
     for line in [platform.describe(), *checkpoints.poll(), *data.lines]:
         log.message(line)
+    log.write_now(state.progress.step, checkpoints.take_metrics())
     with StopRequest(folder.stop_file) as request:
 
         def stop() -> str | None:

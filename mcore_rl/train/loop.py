@@ -108,6 +108,7 @@ class Loop(ABC):
     def _say(self, lines: Sequence[str]) -> None:
         for line in lines:
             self.log.message(line)
+        self.log.write_now(self.state.progress.step, self.checkpoints.take_metrics())
 
     def _give_up_when_hopeless(self, report: StepReport) -> None:
         progress, allowed = self.state.progress, self.state.config.train.max_skipped

@@ -25,6 +25,7 @@ from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checkpoint.write import Plan, ShardPlanner, Written, finish
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained, room_at
+from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, world_max
 from mcore_rl.train.checkpoint_state import full_state, load_full_state
 from mcore_rl.train.run_folder import Fence
@@ -76,6 +77,7 @@ class Checkpoints:
         self._saved_step: int | None = None
         self._deleting: ForkedCall[None] | None = None
         self._lines: list[str] = []
+        self._metrics: list[Metric] = []
         # Megatron collects garbage twice in every save: 80 % of the time that training waits for a small one. What
         # lives as long as the run need not be looked at, and forked writers then share its memory.
         gc.freeze()
@@ -118,6 +120,11 @@ class Checkpoints:
         on_rank_zero(self._wait_for_deletion)
         return lines + self.poll()
 
+    def take_metrics(self) -> list[Metric]:
+        """Return the checkpoint/* metrics measured since the last call; those of saves exist on rank 0 only."""
+        metrics, self._metrics = self._metrics, []
+        return metrics
+
     def resume(self) -> Path | None:
         """Go on from this run's last checkpoint, else from config.checkpoint.load; where from, None: from nothing.
 
@@ -129,6 +136,14 @@ class Checkpoints:
         source = own or (Path(config.checkpoint.load) if config.checkpoint.load else None)
         if source is None:
             return None
+        started = time.monotonic()
+        stored_path = self._load(source, own)
+        self._metrics.append(Metric("checkpoint/load_s", time.monotonic() - started))
+        return stored_path
+
+    def _load(self, source: Path, own: Path | None) -> Path:
+        """Load weights, or the whole training state, of `source` and return the checkpoint's path."""
+        config = self._state.config
         if own is None and not config.checkpoint.load_optimizer:
             stored = load_weights(
                 self._state.chunks,
@@ -204,6 +219,11 @@ class Checkpoints:
             self._deleting = ForkedCall(partial(delete, doomed))
         took_s = time.monotonic() - save.started
         waited_s = took_s if save.waited_s is None else save.waited_s
+        self._metrics += [
+            Metric("checkpoint/save_s", took_s),
+            Metric("checkpoint/blocking_s", waited_s),
+            Metric("checkpoint/bytes", marker.total_bytes),
+        ]
         return (
             f"saved {final}: {marker.total_bytes / MIB:.1f} MiB in {took_s:.1f} s, of which training waited "
             f"{waited_s:.1f} s"

@@ -82,7 +82,7 @@ def loss_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Iter
         if name in sums:
             yield Metric(metric, sums[name], count)
     for side in ("low", "high"):
-        yield Metric(f"policy/clipped_{side}_sequences_fraction", sums[f"{side}_sequences"], sequences)
+        yield Metric(f"policy/clip_ratio_{side}_sequences", sums[f"{side}_sequences"], sequences)
     mean = sums["drift"] / count
     yield Metric("policy/ratio_mean", count + sums["drift"], count)
     # About 1, so that the small variance of numbers near 1 is not lost in rounding.
