@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
 from mcore_rl.backend.patches.table import router_loss_report
@@ -18,45 +17,59 @@ BALANCE_NAMES = {
 
 
 def take_auxiliary_losses(state: TrainState, num_microbatches: int) -> list[Metric]:
-    """Collective over the world: means over the step's microbatches and layers; Megatron's records are cleared."""
-    losses: dict[str, Tensor] = {}
-    moe, device = state.config.model.moe, state.platform.device
+    """Collective over the world: the losses since the last call, whose records are cleared.
+
+    Args:
+        state: The model in training.
+        num_microbatches: Microbatches of this rank since the last call.
+
+    Returns:
+        Balance and z-loss as means over microbatches and layers, the loss of multi-token prediction as the mean over
+        tokens and depths.
+    """
+    return [*_router_losses(state, num_microbatches), *_mtp_losses(state)]
+
+
+def _router_losses(state: TrainState, num_microbatches: int) -> list[Metric]:
+    """Collective over the world: means over microbatches, layers and ranks."""
+    moe = state.config.model.moe
     names = [BALANCE_NAMES[moe.balance]] if moe.balance != "none" and moe.aux_loss_coeff else []
     names += ["z_loss"] if moe.z_loss_coeff else []
-    if state.config.model.is_moe and names:
-        config = unwrap(state.chunks[0]).config
-        router_loss_report()(
-            1 / num_microbatches,
-            state.progress.step,
-            total_loss_dict=losses,
-            force_initialize=True,
-            track_names=names,
-            num_layers=config.num_layers,
-            moe_layer_freq=config.moe_layer_freq,
-            mtp_num_layers=config.mtp_num_layers,
-        )
-    wanted = {"moe/z_loss" if name == "z_loss" else "moe/aux_loss": losses.get(name) for name in names}
-    if state.config.model.mtp_layers:
-        wanted["mtp/loss_nats"] = _mtp_loss(state, num_microbatches)
-    if not wanted:
+    if not (state.config.model.is_moe and names):
         return []
-    zero = torch.zeros((), device=device)
-    values = torch.stack([zero if value is None else value.detach().to(device) for value in wanted.values()])
+    config = unwrap(state.chunks[0]).config
+    losses: dict[str, Tensor] = {}
+    router_loss_report()(
+        1 / num_microbatches,
+        state.progress.step,
+        total_loss_dict=losses,
+        force_initialize=True,
+        track_names=names,
+        num_layers=config.num_layers,
+        moe_layer_freq=config.moe_layer_freq,
+        mtp_num_layers=config.mtp_num_layers,
+    )
+    zero = torch.zeros((), device=state.platform.device)
+    means = torch.stack([losses.get(name, zero).detach().to(zero.device) for name in names])
     # Ranks that saw other tokens recorded another z-loss; the balance loss is already the same on all.
-    dist.all_reduce(values, group=state.mesh.world.group)
+    dist.all_reduce(means, group=state.mesh.world.group)
     return [
-        Metric(name, value / state.mesh.world.size)
-        for name, value in zip(wanted, values.tolist(), strict=True)
+        Metric("moe/z_loss" if name == "z_loss" else "moe/aux_loss", mean / state.mesh.world.size)
+        for name, mean in zip(names, means.tolist(), strict=True)
     ]
 
 
-def _mtp_loss(state: TrainState, num_microbatches: int) -> Tensor | None:
-    """The mean over the MTP layers, multiplied so that the mean over all pipeline stages is that of the last."""
-    losses: dict[str, Tensor] = {}
-    if not state.mesh.is_last_stage:
-        return None
-    MTPLossLoggingHelper.track_mtp_metrics(
-        1 / num_microbatches, state.progress.step, None, total_loss_dict=losses
-    )
-    means = [value for name, value in losses.items() if name.startswith("mtp_") and name.endswith("loss")]
-    return torch.stack(means).mean() * state.mesh.pp.size if means else None
+def _mtp_losses(state: TrainState) -> list[Metric]:
+    """Collective over the world: cross entropy per token, the mean over the depths."""
+    depth = state.config.model.mtp_layers
+    if not depth:
+        return []
+    totals = torch.zeros(depth, 2, dtype=torch.float64, device=state.platform.device)
+    for chunk in map(unwrap, state.chunks):
+        if hasattr(chunk, "mtp_sums"):  # the chunk with the last stage's head, once it has trained
+            totals += chunk.mtp_sums
+            chunk.mtp_sums.zero_()
+    # Tensor-parallel ranks all hold the same sums and counts: their ratio does not change.
+    dist.all_reduce(totals, group=state.mesh.world.group)
+    losses, counts = totals.unbind(1)
+    return [Metric("mtp/loss_nats", (losses / counts.clamp(min=1)).mean().item())]

@@ -27,6 +27,15 @@ def copied_storage(_: Any) -> Callable[[], Callable[[torch.Tensor, torch.Tensor]
     return lambda: share_storage
 
 
+def scale_as_scalar(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
+    """`MoEAuxLossAutoScaler.set_loss_scale` that stores a scalar, whatever shape it is given."""
+
+    def scaled(scale: torch.Tensor) -> None:
+        set_loss_scale(scale.squeeze())
+
+    return staticmethod(scaled)
+
+
 def summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
     """`MoEAuxLossAutoScaler.set_loss_scale` by the tokens of all tensor- and context-parallel ranks."""
 
@@ -38,23 +47,6 @@ def summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
         set_loss_scale(scale.squeeze() * size)
 
     return staticmethod(scaled)
-
-
-def mtp_with_labels_only(postprocess: Callable[..., Any]) -> Callable[..., Any]:
-    """`GPTModel._postprocess` that leaves multi-token prediction out where nobody asks for a loss."""
-
-    @functools.wraps(postprocess)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        count = self.config.mtp_num_layers
-        if not count or kwargs["labels"] is not None:
-            return postprocess(self, *args, **kwargs)
-        self.config.mtp_num_layers = None
-        try:
-            return postprocess(self, *args, **kwargs | {"mtp_in_postprocess": False})
-        finally:
-            self.config.mtp_num_layers = count
-
-    return wrapped
 
 
 def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..., Any]:

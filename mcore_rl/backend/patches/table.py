@@ -19,6 +19,7 @@ from mcore_rl.backend.adam import FusedAdam
 from mcore_rl.backend.cpu import torch_standins as cpu
 from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS
 from mcore_rl.backend.patches import replacements
+from mcore_rl.backend.patches.mtp_loss import mtp_losses_as_sums
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
 from mcore_rl.errors import ConfigError
@@ -151,6 +152,15 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
         until="0.19, which multiplies by the size of the tensor and context parallel group",
     ),
     Patch(
+        symbol="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
+        replace=replacements.scale_as_scalar,
+        versions=("0.19",),
+        where=CUDA_TOO,
+        reason="the schedule's scale has one element, and cannot be copied into the scalar that a backward pass "
+        "outside of a schedule leaves behind",
+        until="both have one shape",
+    ),
+    Patch(
         symbol="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
         replace=replacements.padding_counts_no_tokens,
         where=CUDA_TOO,
@@ -189,11 +199,13 @@ MODEL_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
-        replace=replacements.mtp_with_labels_only,
+        replace=mtp_losses_as_sums,
         where=CUDA_TOO,
-        reason="asked for logits, that is without labels, 0.16 fails in the multi-token prediction, and 0.19 makes up "
-        "labels from the input and adds the gradient of that loss to whatever is made of the logits",
-        until="multi-token prediction is computed only where its loss is asked for",
+        reason="0.19 weighs the loss of multi-token prediction by each microbatch's and rank's own tokens, so that its "
+        "gradient depends on microbatches, packing and context parallelism; both record its mean per microbatch and "
+        "rank, which for a mask of zeros is 0/0 in 0.16. Without labels 0.16 fails, and 0.19 makes up labels from the "
+        "input and adds the gradient of that loss to whatever is made of the logits",
+        until="its loss is a sum and a count like the main loss, computed only where labels are given",
     ),
 )
 

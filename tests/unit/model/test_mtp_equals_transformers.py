@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import MtpModel
 
-from mcore_rl.backend.patches.table import megatron_version
 from mcore_rl.backend.platform import start
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
@@ -73,9 +72,8 @@ def gradients_of_transformers(main: Any, mtp: Any, tokens_BT: Tensor) -> Tensors
             None,
             input_ids=tokens_BT[:, k : k + count],
         )
-        # Megatron 0.16 divides by all positions, as the paper does; 0.19 by those that have a label.
-        positions = 1.0 if megatron_version() == "0.16" else length / count
-        loss = loss + WEIGHT / DEPTH * positions * total_loss(main.lm_head(hidden_BSD), tokens_BT[:, k + 1 :])
+        # A sum over the positions that have a label; what divides it is the number of all positions, as in the paper.
+        loss = loss + WEIGHT / DEPTH * total_loss(main.lm_head(hidden_BSD), tokens_BT[:, k + 1 :])
     loss.backward()
     return {
         name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in named(main, mtp).items()

@@ -1,0 +1,89 @@
+"""The loss of multi-token prediction as a sum over tokens, the same on every mesh and in every version of Megatron."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MTP_INPUTS = (
+    "input_ids position_ids attention_mask padding_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin "
+    "packed_seq_params sequence_len_offset"
+).split()
+
+
+def mtp_losses_as_sums(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPTModel._postprocess` that adds multi-token prediction's loss as a sum, and only where labels are given."""
+
+    @functools.wraps(postprocess)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        depth = self.config.mtp_num_layers
+        if not depth or not self.post_process:
+            return postprocess(self, *args, **kwargs)
+        assert not args, "GPTModel.forward names every argument of _postprocess"
+        if kwargs["labels"] is not None:
+            kwargs["hidden_states"] = _with_mtp_losses(self, depth, **kwargs)
+        # Nothing is left of multi-token prediction for Megatron: the other layers' logits and loss remain.
+        self.config.mtp_num_layers = None
+        try:
+            return postprocess(self, **kwargs | {"mtp_in_postprocess": False})
+        finally:
+            self.config.mtp_num_layers = depth
+
+    return wrapped
+
+
+def _with_mtp_losses(
+    model: Any,
+    depth: int,
+    *,
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    **inputs: Any,
+) -> torch.Tensor:
+    """Hidden states `[s, B, D]` whose backward pass also adds the gradients of the multi-token prediction's losses.
+
+    Collective over the context-parallel ranks, which exchange the tokens at the ends of their parts. While the model
+    trains, `model.mtp_sums` `[depth, 2]` adds up each depth's loss and tokens on this rank, for the metric.
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
+
+    config = model.config
+    assert config.calculate_per_token_loss, "the schedule divides all losses by the world's tokens"
+    hidden_states = model.mtp(
+        hidden_states=hidden_states,
+        inference_params=None,
+        embedding=model.embedding,
+        **{name: inputs[name] for name in MTP_INPUTS if name in inputs},
+        **(inputs.get("extra_block_kwargs") or {}),
+    )
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    hidden_states, *predictions = torch.chunk(hidden_states, 1 + depth, dim=0)
+    mask = torch.ones_like(labels) if loss_mask is None else loss_mask
+    for index, prediction in enumerate(predictions):
+        logits, _ = model.output_layer(
+            prediction, weight=weight, runtime_gather_output=inputs["runtime_gather_output"]
+        )
+        # One token further on at each depth; the mask falls to zero where a sequence ends.
+        labels, mask = (
+            roll_tensor(
+                tensor,
+                shifts=-1,
+                dims=-1,
+                cp_group=model.pg_collection.cp,
+                packed_seq_params=inputs.get("packed_seq_params"),
+            )[0]
+            for tensor in (labels, mask)
+        )
+        losses = mask * model.compute_language_model_loss(labels, logits)
+        if model.training:
+            if not hasattr(model, "mtp_sums"):
+                model.mtp_sums = torch.zeros(depth, 2, device=losses.device)
+            model.mtp_sums[index] += torch.stack([losses.detach().sum(), mask.sum()])
+        # A sum, like the main loss: finalize_model_grads divides both by the world's count of main tokens. Divided by
+        # the tokens of a microbatch or of a rank, it would depend on how the batch is cut.
+        hidden_states = MTPLossAutoScaler.apply(
+            hidden_states, config.mtp_loss_scaling_factor / depth * losses
+        )
+    return hidden_states
