@@ -39,7 +39,7 @@ run_dir = "sft"
 [data]
 train = ["sft.jsonl"]
 chat_template = "raw"
-row_length = 512
+seq_length = 512
 tokenizer = {{ kind = "huggingface", path = "tokenizer" }}
 [train]
 steps = {WARM_STEPS}
@@ -83,7 +83,7 @@ max_new_tokens = 16
 [rl.engine]
 slots = 128
 [rl.update]
-row_tokens = 2048
+max_tokens_per_microbatch = 2048
 [rl.reward]
 parts = ["positions"]
 """

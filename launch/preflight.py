@@ -50,7 +50,7 @@ def check_training(
     except ConfigError as error:
         raise ConfigError(f"on {nodes} nodes of {per_node} ranks:\n{error}") from None
     placed = placement(config.model, config.mesh, per_node, world)
-    memory = memory_of_fullest_rank(config, world, program.row_length(config))
+    memory = memory_of_fullest_rank(config, world, program.seq_length(config))
     missing = [*_missing_inputs(config, cluster.container, leave), *image_violations(cluster.container)]
     refuse(
         [

@@ -69,7 +69,7 @@ class Stored:
     """Keys of what is no tensor."""
     parts: Mapping[str, Sequence[Part]]
     """Where each of both is."""
-    check_bytes: bool
+    verify_checksums: bool
     """Whether tensors are to be compared with their checksums before they are read."""
 
     @property
@@ -78,13 +78,13 @@ class Stored:
         return self.marker is not None and any(name.startswith(OPTIMIZER) for name in self.shapes)
 
 
-def inspect(path: Path, *, check_bytes: bool = True) -> Stored:
+def inspect(path: Path, *, verify_checksums: bool = True) -> Stored:
     """Collective over the world: the checkpoint `path`, or the newest in the folder `path`; rank 0 looks.
 
-    With `check_bytes`, `read` will compare tensors with their checksums before it reads them.
+    With `verify_checksums`, `read` will compare tensors with their checksums before it reads them.
     CheckpointError on all ranks when there is none, or it is not complete, damaged, or not Megatron's.
     """
-    return on_rank_zero(partial(_inspect, path, check_bytes))
+    return on_rank_zero(partial(_inspect, path, verify_checksums))
 
 
 def read(state: dict[str, Any], stored: Stored, mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def read(state: dict[str, Any], stored: Stored, mesh: Mesh, model: ModelConfig) 
     wanted = load_preprocess(state)[0]
     shapes = _compare(stored, wanted, model)
     on_every_rank(partial(_check_objects, stored, wanted))
-    if stored.check_bytes:
+    if stored.verify_checksums:
         on_every_rank(partial(_check_tensors, stored, shapes.keys()))
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(stored.path)), mesh.dp_cp.group
@@ -143,7 +143,7 @@ def find(path: Path) -> Path:
     raise CheckpointError(f"{path} holds no checkpoint: {_foreign(path)}")
 
 
-def _inspect(path: Path, check_bytes: bool) -> Stored:
+def _inspect(path: Path, verify_checksums: bool) -> Stored:
     path = find(path)
     is_megatrons = not (path / MARKER).exists() and (path / "metadata.json").is_file()
     marker = None if is_megatrons else check(path)
@@ -165,7 +165,7 @@ def _inspect(path: Path, check_bytes: bool) -> Stored:
         shapes={name: tuple(entry.size) for name, entry in tensors.items()},
         objects=frozenset(entries.keys() - tensors.keys()),
         parts=_parts(metadata),
-        check_bytes=check_bytes,
+        verify_checksums=verify_checksums,
     )
 
 

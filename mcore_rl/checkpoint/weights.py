@@ -106,14 +106,14 @@ def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, fo
 
 
 def load_weights(
-    chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, path: Path, *, check_bytes: bool = True
+    chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, path: Path, *, verify_checksums: bool = True
 ) -> Stored:
     """Collective over the world: the chunks' weights from a checkpoint written on any mesh, whatever else it holds.
 
     `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that keeps its own
     copy of the weights must be told (`reload_model_params`).
     """
-    stored = inspect(path, check_bytes=check_bytes)
+    stored = inspect(path, verify_checksums=verify_checksums)
     state = without_absent_extras(weights_state(chunks, mesh), stored)
     put_weights(chunks, read(state, stored, mesh, model))
     return stored

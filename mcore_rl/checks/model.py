@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from mcore_rl.config.describe import toml_value
 from mcore_rl.config.model import (
     MOE_FAMILIES,
     OFF,
@@ -13,6 +12,7 @@ from mcore_rl.config.model import (
     SIGMOID_FAMILIES,
     ModelConfig,
 )
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import model_from_hf
 from mcore_rl.families.hf_config import HfConfig

@@ -23,7 +23,7 @@ class Program:
     config: type[RunConfig]
     check: Callable[[Any, int], None]
     """Of such a config and a number of ranks."""
-    row_length: Callable[[Any], int]
+    seq_length: Callable[[Any], int]
     """Of such a config: positions of a row of tokens, as memory is needed for."""
 
     def checked_config(
@@ -40,6 +40,6 @@ PROGRAMS: dict[str, Program] = {
     "pretrain": Program(
         "mcore_rl.run.pretrain", PretrainConfig, check, lambda config: config.data.seq_length
     ),
-    "sft": Program("mcore_rl.run.sft", SFTConfig, check_sft, lambda config: config.data.row_length),
-    "rl": Program("mcore_rl.run.rl", RlRunConfig, check_rl, lambda config: config.row_length),
+    "sft": Program("mcore_rl.run.sft", SFTConfig, check_sft, lambda config: config.data.seq_length),
+    "rl": Program("mcore_rl.run.rl", RlRunConfig, check_rl, lambda config: config.packed_length),
 }

@@ -28,7 +28,7 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _kimi(rl.loss, rl.advantage)
     yield from _steps(rl)
     yield from _kl(rl.loss)
-    yield from _mismatch(rl.loss)
+    yield from _importance_sampling(rl.loss)
     yield from _parts(rl.reward)
     yield from _part_options(rl.reward)
     yield from _overlong(rl.reward, rl.rollout, rl.loss)
@@ -100,7 +100,7 @@ def _aggregation(loss: LossConfig) -> Iterator[str]:
         yield (
             f'rl.loss.kind="{loss.kind}" with rl.loss.aggregation="{loss.aggregation}": its objective is a mean '
             "over sequences, in which a long one weighs no more than a short one; this would be something else "
-            'under its name. Set aggregation="paper".'
+            'under its name. Set aggregation="auto".'
         )
     if loss.aggregation_norm_tokens and loss.aggregation != "seq_mean_token_sum_norm":
         yield (
@@ -122,10 +122,10 @@ def _kimi(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
             f'rl.loss.clip_low={loss.clip_low}, clip_high={loss.clip_high} with rl.loss.kind="kimi_k2", which '
             "clips nothing. Set both to 0."
         )
-    if loss.mismatch != "none":
+    if loss.importance_sampling != "none":
         yield (
-            f'rl.loss.mismatch="{loss.mismatch}" with rl.loss.kind="kimi_k2": a regression holds under any '
-            'sampler and takes no importance weights. Set "none".'
+            f'rl.loss.importance_sampling="{loss.importance_sampling}" with rl.loss.kind="kimi_k2": a regression '
+            'holds under any sampler and takes no importance weights. Set "none".'
         )
 
 
@@ -157,33 +157,35 @@ def _kl(loss: LossConfig) -> Iterator[str]:
                 "there is no reference. Set kl_coeff, or it to 0."
             )
         return
-    if loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "own":
+    if loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "estimator":
         yield (
             'rl.loss.kl_estimator="k1" in the loss with its own gradient, whose mean is 0: it pulls nowhere and '
             'adds noise. Set kl_gradient="k2", another estimator, or kl_in="reward".'
         )
     if loss.kl_in == "reward" and loss.kl_gradient == "k2":
         yield (
-            'rl.loss.kl_gradient="k2" with rl.loss.kl_in="reward", where there is no gradient. Set "own", or '
+            'rl.loss.kl_gradient="k2" with rl.loss.kl_in="reward", where there is no gradient. Set "estimator", or '
             'kl_in="loss".'
         )
 
 
-def _mismatch(loss: LossConfig) -> Iterator[str]:
-    if loss.kind == "gspo" and loss.mismatch in ("truncate", "mask"):
+def _importance_sampling(loss: LossConfig) -> Iterator[str]:
+    """The correction for rollouts whose logprobs are not the trainer's."""
+    kind, low, high = loss.importance_sampling, loss.importance_sampling_low, loss.importance_sampling_high
+    if loss.kind == "gspo" and kind in ("truncate", "mask"):
         yield (
-            f'rl.loss.mismatch="{loss.mismatch}" weighs tokens, but rl.loss.kind="gspo" has one ratio and one '
-            f'term a sequence. Set mismatch="sequence_{loss.mismatch}", or kind="gspo_token".'
+            f'rl.loss.importance_sampling="{kind}" weighs tokens, but rl.loss.kind="gspo" has one ratio and one '
+            f'term a sequence. Set importance_sampling="sequence_{kind}", or kind="gspo_token".'
         )
-    if loss.mismatch.endswith("mask") and not loss.mismatch_low < 1 < loss.mismatch_high:
+    if kind.endswith("mask") and not low < 1 < high:
         yield (
-            f"rl.loss.mismatch_low={loss.mismatch_low} ... mismatch_high={loss.mismatch_high} does not hold 1, "
-            "the weight where engine and trainer agree. Set low below and high above it."
+            f"rl.loss.importance_sampling_low={low} ... importance_sampling_high={high} does not hold 1, the weight "
+            "where engine and trainer agree. Set low below and high above it."
         )
-    elif loss.mismatch.endswith("truncate") and loss.mismatch_high < 1:
+    elif kind.endswith("truncate") and high < 1:
         yield (
-            f"rl.loss.mismatch_high={loss.mismatch_high} truncates weights of tokens on which engine and "
-            "trainer agree. Set it to 1 or more."
+            f"rl.loss.importance_sampling_high={high} truncates weights of tokens on which engine and trainer agree. "
+            "Set it to 1 or more."
         )
 
 

@@ -10,12 +10,14 @@ from mcore_rl.config.rl_run import RlRunConfig
 
 def check_rl(config: RlRunConfig, world_size: int) -> None:
     """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
-    row_field = (
-        "rl.update.row_tokens" if config.rl.update.row_tokens else "rl.prompts.max_tokens + max_new_tokens"
+    length_field = (
+        "rl.update.max_tokens_per_microbatch"
+        if config.rl.update.max_tokens_per_microbatch
+        else "rl.prompts.max_tokens + max_new_tokens"
     )
     refuse(
         [
-            *run_violations(config, world_size, config.row_length, row_field),
+            *run_violations(config, world_size, config.packed_length, length_field),
             *rl_violations(config.rl),
             *replay_violations(config.replay, config.model),
             *chat_violations(config.data.tokenizer, config.data.chat_template, "prompts"),
@@ -28,12 +30,12 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
 
 
 def _lengths(config: RlRunConfig) -> Iterator[str]:
-    row_tokens, longest = config.rl.update.row_tokens, config.longest_sample
-    if row_tokens and config.row_length < longest:
+    max_tokens, longest = config.rl.update.max_tokens_per_microbatch, config.longest_sample
+    if max_tokens and config.packed_length < longest:
         yield (
-            f"rl.update.row_tokens={row_tokens} holds no rl.prompts.max_tokens={config.rl.prompts.max_tokens} with "
-            f"rl.rollout.max_new_tokens={config.rl.rollout.max_new_tokens}. Raise it to {longest} "
-            "or more, or shorten them."
+            f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
+            f"{config.rl.prompts.max_tokens} with rl.rollout.max_new_tokens={config.rl.rollout.max_new_tokens}. Raise "
+            f"it to {longest} or more, or shorten them."
         )
     if longest > config.model.max_position:
         yield (
@@ -56,7 +58,7 @@ def _batches(config: RlRunConfig) -> Iterator[str]:
     if train.micro_batch != 1:
         yield (
             f"train.micro_batch={train.micro_batch} is not used: completions are packed into forward passes of "
-            "rl.update.row_tokens. Set it to 1, and that to what fits in memory."
+            "rl.update.max_tokens_per_microbatch. Set it to 1, and that to what fits in memory."
         )
     if train.ramp_start or train.ramp_increment or train.ramp_samples:
         yield "train.ramp_*: the batch of reinforcement learning does not grow. Set all three to 0."
@@ -100,9 +102,9 @@ def _model(config: RlRunConfig) -> Iterator[str]:
             "other tokens than the pass for old logprobs, and the ratios would measure that. Set capacity_factor=0, "
             'or replay.kind="r2", which imposes what that pass dropped.'
         )
-    if config.replay.kind == "r2" and config.rl.update.old_logprobs == "engine":
+    if config.replay.kind == "r2" and config.rl.update.old_logprobs == "rollout":
         yield (
-            'replay.kind="r2" with rl.update.old_logprobs="engine": the routes to replay are recorded in the training '
+            'replay.kind="r2" with rl.update.old_logprobs="rollout": the routes to replay are recorded in the training '
             'engine\'s pass for old logprobs, which this leaves out. Set old_logprobs="trainer", or replay.kind="r3".'
         )
     if config.replay.observe_rollout and not config.model.is_moe:

@@ -11,7 +11,7 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
     data = config.data
     refuse(
         [
-            *run_violations(config, world_size, data.row_length, "data.row_length"),
+            *run_violations(config, world_size, data.seq_length, "data.seq_length"),
             *batch_violations(config.train, config.mesh, world_size),
             *_data(data),
             *_spans(config),
@@ -26,14 +26,14 @@ def _data(data: SFTDataConfig) -> Iterator[str]:
 
 
 def _spans(config: SFTConfig) -> Iterator[str]:
-    multiple, zigzag, row_length = config.span_multiple, config.mesh.zigzag, config.data.row_length
+    multiple, zigzag, seq_length = config.span_multiple, config.mesh.zigzag, config.data.seq_length
     if multiple % zigzag:
         yield (
             f"data.span_multiple={multiple} with mesh.cp={config.mesh.cp}: each conversation is cut into {zigzag} "
             f"pieces. Use a multiple of {zigzag}, or 0."
         )
-    elif config.data.span_multiple and row_length % multiple:
+    elif config.data.span_multiple and seq_length % multiple:
         yield (
-            f"data.row_length={row_length} is not a multiple of data.span_multiple={multiple}: the rest of a row is "
-            f"padding like a conversation. Use {max(1, row_length // multiple) * multiple}, or change the multiple."
+            f"data.seq_length={seq_length} is not a multiple of data.span_multiple={multiple}: the rest of a row is "
+            f"padding like a conversation. Use {max(1, seq_length // multiple) * multiple}, or change the multiple."
         )

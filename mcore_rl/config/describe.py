@@ -1,20 +1,20 @@
 """The fields of a config in words: for help pages, for documentation and for error messages."""
 
-import json
 import types
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, alternatives
+from mcore_rl.config.toml import toml_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldDoc:
-    """One field: its dotted key, type in words, default as TOML, and what it means."""
+    """One field: its dotted key, type in words, default as TOML ("": it has none), and meaning."""
 
     key: str
     annotation: Any
@@ -25,7 +25,7 @@ class FieldDoc:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionDoc:
-    """One section: its dotted key ("" for the whole config), what it is about, and its own fields."""
+    """One section: its dotted key ("" for the whole config), its meaning, and the fields directly in it."""
 
     key: str
     meaning: str
@@ -33,17 +33,17 @@ class SectionDoc:
 
 
 def describe(cls: type[Section]) -> list[FieldDoc]:
-    """Every field of `cls` and of the sections in it, in their order."""
+    """Return every field of `cls` and of the sections in it, in their order."""
     return [field for section in describe_sections(cls) for field in section.fields]
 
 
 def describe_sections(cls: type[Section], prefix: str = "") -> list[SectionDoc]:
-    """`cls` itself, then the sections in it, depth first."""
+    """Return `cls` itself, then the sections in it, depth first."""
     inner = {name: section_of(field.annotation) for name, field in cls.model_fields.items()}
-    own = tuple(
+    fields = tuple(
         _describe_field(prefix + name, cls.model_fields[name]) for name in inner if inner[name] is None
     )
-    docs = [SectionDoc(key=prefix.rstrip("."), meaning=cls.__doc__ or "", fields=own)]
+    docs = [SectionDoc(key=prefix.rstrip("."), meaning=cls.__doc__ or "", fields=fields)]
     for name, section in inner.items():
         if section is not None:
             docs += describe_sections(section, f"{prefix}{name}.")
@@ -51,38 +51,22 @@ def describe_sections(cls: type[Section], prefix: str = "") -> list[SectionDoc]:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field of this annotation holds, if it holds one."""
+    """Return the section that a field of this annotation holds, None where it is a plain value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def type_name(annotation: Any, bounds: Iterable[Any] = ()) -> str:
-    """A type in words, as in "an integer >= 1"; `bounds` is what pydantic collected beside the annotation."""
+    """Return a type in words, as "an integer >= 1"; `bounds` is what pydantic collected beside the annotation."""
     limits = " and ".join(_limits(bounds))
     return f"{_bare_name(annotation)} {limits}".strip()
 
 
-def toml_value(value: Any) -> str:
-    """A field's value as TOML writes it, on one line."""
-    if isinstance(value, str):
-        # A basic string has JSON's escapes; only DEL may stand bare in JSON and not in TOML.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(toml_value, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{toml_value(key)} = {toml_value(item)}' for key, item in value.items())}}}"
-    assert isinstance(value, int | float), f"TOML cannot hold {value!r}"
-    return repr(value)
-
-
 def _describe_field(key: str, field: FieldInfo) -> FieldDoc:
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
     return FieldDoc(
         key=key,
         annotation=field.annotation,
         type=type_name(field.annotation, field.metadata),
-        default="" if default is None else toml_value(default),
+        default="" if field.is_required() else toml_value(field.get_default(call_default_factory=True)),
         meaning=field.description or "",
     )
 
@@ -93,6 +77,8 @@ def _limits(bounds: Iterable[Any]) -> Iterator[str]:
             limit = getattr(bound, attribute, None)
             if limit is not None:
                 yield f"{sign} {limit}"
+        if getattr(bound, "min_length", None):
+            yield "that is not empty"
 
 
 SIMPLE_NAMES: dict[Any, str] = {
@@ -100,7 +86,7 @@ SIMPLE_NAMES: dict[Any, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
-    types.NoneType: "nothing",
+    types.NoneType: '"none"',
 }
 
 
@@ -111,8 +97,8 @@ def _bare_name(annotation: Any) -> str:
     if origin is Annotated:
         return type_name(args[0], args[1:])
     if origin is Literal:
-        return "one of " + ", ".join(map(toml_value, args))
-    if origin in (Union, types.UnionType):
+        return ("one of " if len(args) > 1 else "") + ", ".join(map(toml_value, args))
+    if len(alternatives(annotation)) > 1:
         return " or ".join(map(type_name, args))
     if origin in (tuple, list):
         return _list_name(args)

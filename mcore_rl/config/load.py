@@ -1,17 +1,21 @@
-"""From TOML files and `a.b=c` on the command line to a frozen, checked config, and back to TOML."""
+"""Read a frozen config from TOML files and `a.b=c` on the command line, and write it back as TOML."""
 
 import difflib
 import json
+import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from mcore_rl.config.describe import FieldDoc, describe, describe_sections, section_of, toml_value
-from mcore_rl.config.section import Section
+from mcore_rl.config.describe import FieldDoc, describe, describe_sections, section_of
+from mcore_rl.config.migrate import BACKUP, FieldChange, field_changes, translated
+from mcore_rl.config.section import Section, alternatives
+from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -19,39 +23,70 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value as the user wrote it, and where."""
+    """A value as the user wrote it, in a file or (None) on the command line."""
 
+    key: str
     value: Any
-    source: str
+    path: Path | None
+
+    @property
+    def source(self) -> str:
+        """Where it was written, for messages."""
+        return f"in {self.path}" if self.path else "on the command line"
 
 
 def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) -> S:
-    """The config of `path` with `overrides` (`mesh.tp=2`) on top; one ConfigError says all that is wrong.
+    """Read the config of `path` with `overrides` (`mesh.tp=2`) on top.
 
     A file may start from others: `extends = "base.toml"`, or a list of which later ones win; their paths are
     relative to the file. Any other path is kept as it is written.
+
+    Raises:
+        ConfigError: Lists everything that is wrong: names and values of earlier versions, unknown keys, values of
+            another type. Whether the values go together is for `mcore_rl.checks`.
     """
     fields = {doc.key: doc for doc in describe(cls)}
-    settings: dict[str, Setting] = {}
-    for source, table in [*_tables(path, ()), *_override_tables(fields, overrides)]:
-        settings |= {key: Setting(value, source) for key, value in _leaves(cls, table)}
-    mistakes = [_not_a_field(cls, key, settings[key]) for key in settings if key not in fields]
+    written = [
+        Setting(key, value, source)
+        for source, table in [*_tables(path, ()), *_override_tables(fields, overrides)]
+        for key, value in _leaves(cls, table)
+    ]
+    outdated = [
+        (setting, change) for setting in written for change in field_changes(setting.key, setting.value)
+    ]
+    settings = {setting.key: setting for setting in written}
+    names_of_before = {setting.key for setting, _ in outdated}
+    mistakes = [
+        _not_a_field(cls, setting)
+        for key, setting in settings.items()
+        if key not in fields and key not in names_of_before
+    ]
+    if outdated:
+        mistakes.insert(0, _outdated(outdated))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     try:
-        # JSON has TOML's values, and from JSON pydantic's strict mode reads lists as tuples and 1 as 1.0.
-        return cls.model_validate_json(json.dumps(_nested(settings), default=str))
+        return _validated(cls, fields, {key: setting.value for key, setting in settings.items()})
     except ValidationError as error:
         raise ConfigError("\n".join(_wrong_values(error, fields, settings))) from None
 
 
+def section_of_run(cls: type[S], table: dict[str, Any], prefix: str) -> S:
+    """Read section `prefix` ("data.tokenizer") of the config.toml that a run wrote, this version's or an earlier one's.
+
+    `table` is that section's; fields that it lacks have their defaults.
+    """
+    fields = {doc.key: doc for doc in describe(cls)}
+    return _validated(cls, fields, dict(_leaves(cls, translated(table, f"{prefix}."))))
+
+
 def dump_config(config: Section) -> str:
-    """TOML that `load_config` reads back to an equal config."""
+    """Return TOML that `load_config` reads back to an equal config."""
     return "\n".join(_dump_lines(config, "")).strip() + "\n"
 
 
-def _tables(path: Path | None, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tables that make up the file, with their names, the weakest first."""
+def _tables(path: Path | None, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the tables that make up the file, with their files, the weakest first."""
     if path is None:
         return
     resolved = path.resolve()
@@ -67,7 +102,7 @@ def _tables(path: Path | None, chain: tuple[Path, ...]) -> Iterator[tuple[str, d
         )
     for base in bases:
         yield from _tables(path.parent / base, (*chain, resolved))
-    yield f"in {path}", table
+    yield path, table
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -82,34 +117,32 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 def _override_tables(
     fields: dict[str, FieldDoc], overrides: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[None, dict[str, Any]]]:
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if not equals or not key:
             raise ConfigError(f"{override!r} is not of the form key=value, as in mesh.tp=2.")
         value = parse_value(text)
-        if key in fields and fields[key].annotation is str and not isinstance(value, str):
+        if key in fields and _is_text(fields[key].annotation) and not isinstance(value, str):
             value = text  # run_dir=2024 means the folder of that name
         *parents, name = key.split(".")
         table = {name: value}
         for parent in reversed(parents):
             table = {parent: table}
-        yield "on the command line", table
+        yield None, table
 
 
-def parse_value(text: str) -> Any:
-    """The TOML value `text`; a bare word is a string, also in a list, because shells take quotes away."""
-    try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        if text.startswith("[") and text.endswith("]"):
-            return [parse_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
-        return text
-    return table["value"] if table.keys() == {"value"} else text
+def _is_text(annotation: Any) -> bool:
+    """Whether a field of this annotation takes any text, and no number."""
+    members = [
+        get_args(member)[0] if get_origin(member) is Annotated else member
+        for member in alternatives(annotation)
+    ]
+    return str in members
 
 
 def _leaves(cls: type[Section] | None, table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values: `table` without the nesting that is `cls`'s own, or nobody's (None)."""
+    """Yield dotted keys and values: `table` without the nesting of `cls`'s sections, or of unknown ones (None)."""
     for name, value in table.items():
         field = cls.model_fields.get(name) if cls else None
         section = section_of(field.annotation) if field else None
@@ -119,8 +152,20 @@ def _leaves(cls: type[Section] | None, table: dict[str, Any], prefix: str = "") 
             yield prefix + name, value
 
 
-def _not_a_field(cls: type[Section], key: str, setting: Setting) -> str:
-    """What to say of a key that no field has: it names a section, or the nearest field is offered."""
+def _outdated(outdated: Sequence[tuple[Setting, FieldChange]]) -> str:
+    """Return the message on names and values of earlier versions: all of them, and the command that mends files."""
+    lines = [f"- {change} ({setting.source})" for setting, change in outdated]
+    files = list(dict.fromkeys(str(setting.path) for setting, _ in outdated if setting.path))
+    message = "Names or values of an earlier version:\n" + "\n".join(lines)
+    if files:
+        names = " ".join(map(shlex.quote, files))
+        message += f"\n`mcore-rl config --migrate {names}` rewrites the file and keeps the old one with {BACKUP} added."
+    return message
+
+
+def _not_a_field(cls: type[Section], setting: Setting) -> str:
+    """Return the message on a key that no field has: it names a section, or the nearest field is offered."""
+    key = setting.key
     sections = {doc.key: doc.fields for doc in describe_sections(cls)}
     if key in sections:
         example = sections[key][0].key if sections[key] else f"{key}.<field>"
@@ -132,7 +177,7 @@ def _not_a_field(cls: type[Section], key: str, setting: Setting) -> str:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str | None:
-    """The known key like `key`: by its whole dotted name, or else by its last part alone."""
+    """Return the known key most like `key`: by its whole dotted name, or else by its last part alone."""
     last = key.rpartition(".")[2]
     same_name = [other for other in known if other.rpartition(".")[2] == last]
     near = difflib.get_close_matches(key, same_name or known, n=1, cutoff=0.0 if same_name else 0.75)
@@ -142,29 +187,32 @@ def _nearest(key: str, known: Sequence[str]) -> str | None:
     return near[0] if near else None
 
 
-def _nested(settings: dict[str, Setting]) -> dict[str, Any]:
+def _validated(cls: type[S], fields: dict[str, FieldDoc], values: dict[str, Any]) -> S:
+    """Return the config of dotted keys with TOML's values; ValidationError where a value is of another type."""
     root: dict[str, Any] = {}
-    for key, setting in settings.items():
+    for key, value in values.items():
         *parents, name = key.split(".")
         table = root
         for parent in parents:
             table = table.setdefault(parent, {})
-        table[name] = setting.value
-    return root
+        is_none = value == "none" and key in fields and NoneType in alternatives(fields[key].annotation)
+        table[name] = None if is_none else value
+    # JSON has TOML's values, and from JSON pydantic's strict mode reads lists as tuples and 1 as 1.0.
+    return cls.model_validate_json(json.dumps(root, default=str))
 
 
 def _wrong_values(
     error: ValidationError, fields: dict[str, FieldDoc], settings: dict[str, Setting]
 ) -> Iterator[str]:
-    """One line a field that pydantic refused: a list with two wrong items is said once."""
-    told = set()
+    """Yield one line for each field that pydantic refused: a list with two wrong items gets one."""
+    reported = set()
     for detail in error.errors():
         key = ".".join(map(str, detail["loc"]))
         while key not in fields and "." in key:
             key = key.rpartition(".")[0]
-        if key in told:
+        if key in reported:
             continue
-        told.add(key)
+        reported.add(key)
         if key in settings:
             setting = settings[key]
             yield f"{key} = {_shown(setting.value)} {setting.source}: expected {fields[key].type}."
@@ -173,18 +221,17 @@ def _wrong_values(
 
 
 def _shown(value: Any) -> str:
-    """A value from a TOML file, as it would be written there."""
+    """Return a value from a TOML file as it would be written there."""
     return toml_value(value) if isinstance(value, str | int | float | list | dict) else str(value)
 
 
 def _dump_lines(config: Section, key: str) -> Iterator[str]:
     values = {name: getattr(config, name) for name in type(config).model_fields}
-    own = {name: value for name, value in values.items() if not isinstance(value, Section)}
-    if own and key:
+    fields = {name: value for name, value in values.items() if not isinstance(value, Section)}
+    if fields and key:
         yield f"\n[{key}]"
-    for name, value in own.items():
-        if value is not None:
-            yield f"{name} = {toml_value(value)}"
+    for name, value in fields.items():
+        yield f"{name} = {toml_value(value)}"
     for name, value in values.items():
         if isinstance(value, Section):
             yield from _dump_lines(value, f"{key}.{name}".lstrip("."))

@@ -140,7 +140,7 @@ class LossConfig(Section):
     """Ratios of bad completions (negative advantage) count at most so much (1912.09729: 3); 0: no limit."""
     tau: NonNegativeFloat = 0.0
     """For kimi_k2: how strongly the policy is held to the old one; 0: 0.01."""
-    aggregation: Literal["paper", "seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = "paper"
+    aggregation: Literal["auto", "seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = "auto"
     """How tokens make one number: mean over sequences of their tokens' means; mean over all tokens; mean over
     sequences of their tokens' sums over `aggregation_norm_tokens`; `paper`: as that of `kind` has it."""
     aggregation_norm_tokens: NonNegativeInt = 0
@@ -151,7 +151,7 @@ class LossConfig(Section):
     """Of the KL divergence to the reference policy (2402.03300: 0.04); 0: there is no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = log(reference / policy) of a sampled token: -d, d^2 / 2, or e^d - d - 1."""
-    kl_gradient: Literal["own", "k2"] = "own"
+    kl_gradient: Literal["estimator", "k2"] = "estimator"
     """Of the estimator, in the loss: its own derivative, or that of k2, which is the KL's in expectation."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Added to the loss, or its sum over a completion, under the old policy, taken from the reward."""
@@ -159,14 +159,14 @@ class LossConfig(Section):
     """Every so many rollout batches the reference becomes the policy (iterative GRPO); 0: never."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Of the mean entropy of the next token over the whole vocabulary, which is raised."""
-    mismatch: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
+    importance_sampling: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
     """Correction for an engine whose logprobs are not the trainer's, by w = old / engine's probability of a
     token, or its geometric mean over the completion: weigh by min(w, high), or by w inside low ... high and
     by 0 outside. What is masked still counts in the mean."""
-    mismatch_low: NonNegativeFloat = 0.5
-    """For the masks of `mismatch`."""
-    mismatch_high: PositiveFloat = 2.0
-    """For `mismatch`: the cap of truncated importance sampling (TIS), or the upper end of a mask."""
+    importance_sampling_low: NonNegativeFloat = 0.5
+    """For the masks of `importance_sampling`."""
+    importance_sampling_high: PositiveFloat = 2.0
+    """For `importance_sampling`: the cap of truncated importance sampling (TIS), or the upper end of a mask."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits are in fp32 at a time."""
 
@@ -184,7 +184,7 @@ class LossConfig(Section):
     @property
     def aggregation_in_use(self) -> Aggregation:
         """`aggregation`, or that of the paper of `kind`."""
-        if self.aggregation == "paper":
+        if self.aggregation == "auto":
             return PAPER_AGGREGATIONS.get(self.kind, "seq_mean_token_mean")
         return self.aggregation
 
@@ -194,9 +194,9 @@ class UpdateConfig(Section):
 
     epochs: PositiveInt = 1
     """Times that each completion of a rollout batch is trained on."""
-    row_tokens: NonNegativeInt = 0
+    max_tokens_per_microbatch: NonNegativeInt = 0
     """Tokens of one forward pass on one replica, into which whole completions are packed; 0: one of the longest."""
-    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Whose logprobs are the old policy's: of the training pass under the weights of the rollout, or as sampled,
     which saves that pass and leaves the engine's rounding in the ratio."""
 

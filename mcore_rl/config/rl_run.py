@@ -46,7 +46,7 @@ class RlRunConfig(RunConfig):
         return self.rl.update.epochs * self.rollout_size // self.train.global_batch
 
     @property
-    def row_unit(self) -> int:
+    def packed_multiple(self) -> int:
         """Rows of tokens are multiples of this, so that context and sequence parallelism can cut them."""
         slices = self.mesh.tp * self.mesh.cp if self.mesh.sequence_parallel else 1
         return lcm(self.mesh.zigzag, slices)
@@ -58,7 +58,7 @@ class RlRunConfig(RunConfig):
         return -(-longest // self.mesh.zigzag) * self.mesh.zigzag
 
     @property
-    def row_length(self) -> int:
+    def packed_length(self) -> int:
         """Positions of one forward pass at the most."""
-        wanted = self.rl.update.row_tokens or self.longest_sample
-        return -(-wanted // self.row_unit) * self.row_unit
+        wanted = self.rl.update.max_tokens_per_microbatch or self.longest_sample
+        return -(-wanted // self.packed_multiple) * self.packed_multiple

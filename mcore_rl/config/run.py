@@ -77,7 +77,7 @@ class CheckpointConfig(Section):
     """A checkpoint (or a folder of them) to start from when the run has none of its own."""
     load_optimizer: bool = True
     """Whether `load` brings optimizer, schedule and data position too, or only the weights."""
-    check_bytes: bool = True
+    verify_checksums: bool = True
     """What is loaded is first compared with its checksums, by all ranks together; false: trusted to be whole."""
 
 

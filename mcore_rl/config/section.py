@@ -1,14 +1,27 @@
-"""The base of every config section."""
+"""The base of every config section, and the types of its fields."""
 
-from typing import Annotated
+import types
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
+"""A number from 0 to less than 1."""
+Text = Annotated[str, Field(min_length=1)]
+"""A text that is not empty; what may be unset is `Text | None`."""
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 class Section(BaseModel):
-    """Frozen and closed: what is not declared is refused, and the string under a field documents it."""
+    """Base of a section of a config: frozen, and closed to fields that are not declared.
+
+    The string under a field documents it. An unset field is None, written `"none"` in TOML, which has no null; a field
+    whose value the program chooses is `"auto"`.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True

@@ -22,7 +22,7 @@ class SFTDataConfig(Section):
     chat_template: str = "tokenizer"
     """`tokenizer`: the one in the tokenizer's folder; `plain`: "role:" above each turn; `raw`: the turns end to end
     with nothing between; anything else: a file with a jinja template."""
-    row_length: PositiveInt = 1024
+    seq_length: PositiveInt = 1024
     """Tokens of a row, into which whole conversations are packed."""
     too_long: Literal["error", "skip"] = "error"
     """A conversation that no row holds ends the run before it starts, or is left out and counted."""

@@ -60,8 +60,8 @@ def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Ex
     if not ids:
         long = f": all {reader.num_skipped} conversations are longer" if reader.num_skipped else ""
         raise DataError(
-            f"{', '.join(paths)}: no conversation fits in data.row_length={config.row_length}{long}. Name files with "
-            "conversations, or raise data.row_length."
+            f"{', '.join(paths)}: no conversation fits in data.seq_length={config.seq_length}{long}. Name files with "
+            "conversations, or raise data.seq_length."
         )
     return Examples(
         ids_T=numpy.concatenate(ids),
@@ -92,13 +92,13 @@ class _Reader:
                 self.problems.append(f"{path}:{number}: {error}.")
                 continue
             length = len(example.ids_T) - 1
-            if length <= self.config.row_length:
+            if length <= self.config.seq_length:
                 yield example
             elif self.config.too_long == "skip":
                 self.num_skipped += 1
             else:
                 self.problems.append(
-                    f"{path}:{number}: {length} tokens, and data.row_length={self.config.row_length}. Raise it, or set "
+                    f"{path}:{number}: {length} tokens, and data.seq_length={self.config.seq_length}. Raise it, or set "
                     'data.too_long="skip".'
                 )
         if not num_lines and len(self.problems) == before:

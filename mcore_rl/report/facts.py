@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.describe import toml_value
+from mcore_rl.config.toml import toml_value
 from mcore_rl.obs.attempts_file import RunAttempt
 from mcore_rl.report.runs import RunRecord, Series
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_rl.config.migrate import translated
 from mcore_rl.errors import DataError
 from mcore_rl.obs.attempts_file import RunAttempt, read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
@@ -116,7 +117,7 @@ def read_run(path: Path, name: str) -> RunRecord:
         raise DataError(
             f"{config_path} is not there: give the run_dir of a training (mcore-rl pretrain, sft, rl)"
         )
-    config = tomllib.loads(config_path.read_text(encoding="utf-8"))
+    config = translated(tomllib.loads(config_path.read_text(encoding="utf-8")))
     records = list(read_records(path / FILE_NAME))
     done = path / "DONE"
     return RunRecord(

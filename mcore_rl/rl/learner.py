@@ -89,8 +89,8 @@ class Learner:
         )
         self._policy_head = PolicyHead(self._logprob_head, mesh, loss)
         self._rows = Rows(
-            length=config.row_length,
-            unit=lcm(config.row_unit, ROW_MULTIPLE),
+            length=config.packed_length,
+            unit=lcm(config.packed_multiple, ROW_MULTIPLE),
             span_multiple=config.mesh.zigzag,
             microbatch_multiple=mesh.pp.size if config.mesh.vpp > 1 else 1,
             equally_long=mesh.pp.size > 1,
@@ -138,7 +138,7 @@ class Learner:
 
     def with_logprobs(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """The same with the logprobs of the old policy, which the present one is, and of the reference."""
-        if self.config.rl.update.old_logprobs == "engine":
+        if self.config.rl.update.old_logprobs == "rollout":
             minibatches = [
                 one.with_old([microbatch.engine_logprobs_T for microbatch in one.microbatches])
                 for one in minibatches

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.arguments import jobs_arguments, launch_arguments
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.migrate import BACKUP
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
@@ -37,12 +38,22 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a config file, fields that override it, and the number of local ranks."""
     parser.add_argument("config", metavar="CONFIG.toml", help="the config file")
     _overrides(parser)
-    parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
+    _ranks(parser)
 
 
 def show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of a training, and which training's config it is."""
-    config_arguments(parser)
+    """Declare the arguments of a training and which training's config it is, or the files to migrate."""
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the config file")
+    _overrides(parser)
+    _ranks(parser)
+    parser.add_argument(
+        "--migrate",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        help=f"rewrite config files of an earlier version in place (each old one is kept as FILE{BACKUP}), print what "
+        "changed, and do nothing else",
+    )
     parser.add_argument(
         "--program", choices=PROGRAMS, default="pretrain", help="whose config (default pretrain)"
     )
@@ -271,6 +282,10 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
+def _ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
+
+
 def _overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
 
@@ -347,7 +362,7 @@ COMMANDS: dict[str, Command] = {
         module="mcore_rl.run.problems",
     ),
     "config": Command(
-        summary="Print the config that a file and overrides make, after all checks, and start nothing.",
+        summary="Print the config that a file and overrides make, after all checks; with --migrate rewrite an older file.",
         example="mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=0 --ranks 64",
         add_arguments=show_arguments,
         module="mcore_rl.run.show_config",

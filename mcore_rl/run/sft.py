@@ -69,7 +69,7 @@ def data_of(config: SFTConfig) -> Data:
 def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> Packing:
     """How rows are made for this mesh."""
     return Packing(
-        row_length=config.data.row_length,
+        row_length=config.data.seq_length,
         span_multiple=config.span_multiple,
         buffer=config.data.pack_buffer,
         seed=config.train.seed,

@@ -1,16 +1,33 @@
-"""`mcore-rl config`: the config that a run would use, after all checks."""
+"""`mcore-rl config`: the config that a run would use, after all checks; or a config file of an earlier version today."""
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import dump_config
+from mcore_rl.config.migrate import BACKUP, migrate_file
+from mcore_rl.errors import ConfigError
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the config as TOML; ConfigError when a check fails."""
+    """Print the config as TOML, or migrate files; ConfigError when a check fails or a file cannot be rewritten."""
+    if args.migrate:
+        return migrate(args.migrate)
+    if args.config is None:
+        raise ConfigError("No config file is named. Give CONFIG.toml, or --migrate FILE to rewrite an older one.")
     program = PROGRAMS[args.program]
     config, ranks = program.checked_config(Path(args.config), args.overrides, args.ranks)
     sys.stdout.write(f"# passes all checks on {ranks} ranks\n{dump_config(config)}")
+    return 0
+
+
+def migrate(paths: Sequence[Path]) -> int:
+    """Rewrite config files of an earlier version in place and print what changed."""
+    for path in map(Path, paths):
+        changes = migrate_file(path)
+        backup = f"; the old file is {path}{BACKUP}" if changes else ""
+        sys.stdout.write(f"{path}: {len(changes)} changes{backup}\n")
+        sys.stdout.writelines(f"  {change}\n" for change in changes)
     return 0

@@ -1,19 +1,15 @@
 """What the folder of a run says about the checkpoints in it."""
 
-import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.load import section_of_run
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.config.section import Section
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
-
-S = TypeVar("S", bound=Section)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,15 +47,12 @@ def read_run(folder: Path) -> Trained:
             f"{path} cannot be read: {error.strerror}. Give --run the run_dir of a training."
         ) from None
     return Trained(
-        model=_section(ModelConfig, tables.get("model", {})),
-        platform=_section(PlatformConfig, tables.get("platform", {})),
-        tokenizer=_section(TokenizerConfig, tables.get("data", {}).get("tokenizer", {})),
+        model=section_of_run(ModelConfig, tables.get("model", {}), "model"),
+        platform=section_of_run(PlatformConfig, tables.get("platform", {}), "platform"),
+        tokenizer=section_of_run(
+            TokenizerConfig, tables.get("data", {}).get("tokenizer", {}), "data.tokenizer"
+        ),
     )
-
-
-def _section(cls: type[S], table: dict[str, Any]) -> S:
-    # From JSON pydantic's strict mode reads lists as tuples and 1 as 1.0.
-    return cls.model_validate_json(json.dumps(table))
 
 
 def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str) -> None:

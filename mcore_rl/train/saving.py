@@ -150,12 +150,12 @@ class Checkpoints:
                 self._state.mesh,
                 config.model,
                 source,
-                check_bytes=config.checkpoint.check_bytes,
+                verify_checksums=config.checkpoint.verify_checksums,
             )
             self._state.optimizer.reload_model_params()
             self._lines.append(f"weights of {stored.path}; optimizer, schedule and data start anew")
             return stored.path
-        stored = inspect(source, check_bytes=config.checkpoint.check_bytes)
+        stored = inspect(source, verify_checksums=config.checkpoint.verify_checksums)
         if not stored.has_optimizer:
             raise CheckpointError(
                 f"{stored.path} has weights, but no optimizer state of this program. Set "

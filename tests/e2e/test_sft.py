@@ -50,7 +50,7 @@ def sft_file(config_file: Path, chats: Path, tmp_path: Path) -> Path:
     text = config_file.read_text()
     begin, end = text.index("[data]"), text.index("[mesh]")
     data = (
-        f'[data]\ntrain = ["{chats}/train.jsonl"]\nvalid = ["{chats}/valid.jsonl"]\nrow_length = 32\n'
+        f'[data]\ntrain = ["{chats}/train.jsonl"]\nvalid = ["{chats}/valid.jsonl"]\nseq_length = 32\n'
         f'tokenizer = {{ kind = "huggingface", path = "{chats}" }}\n'
     )
     path = tmp_path / "sft.toml"
@@ -89,8 +89,8 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
         ("", [], "train.jsonl is empty"),
         (
             '{"prompt": "w1", "response": "w1"}',
-            ["data.row_length=31"],
-            "data.row_length=31 is not a multiple of 2",
+            ["data.seq_length=31"],
+            "data.seq_length=31 is not a multiple of 2",
         ),
         ('{"prompt": "w1", "response": "w1"}', ["model.vocab_size=64"], "model.vocab_size is 64"),
     ],

@@ -12,7 +12,12 @@ from tests.unit.rl.ragged import PADDED, batch, tokens_of
 
 CONFIGS = [
     LossConfig(
-        kind=kind, entropy_coeff=0.1, kl_coeff=0.1, mismatch=mismatch, mismatch_low=0.9, mismatch_high=1.1
+        kind=kind,
+        entropy_coeff=0.1,
+        kl_coeff=0.1,
+        importance_sampling=mismatch,
+        importance_sampling_low=0.9,
+        importance_sampling_high=1.1,
     )
     for kind, mismatch in [
         ("grpo", "mask"),

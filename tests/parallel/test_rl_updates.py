@@ -39,7 +39,7 @@ CHANGES: list[dict[str, Any]] = [
     {"kind": "grpo", "kl_coeff": 0.1, "entropy_coeff": 0.01},
     {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.1},
     {"kind": "kimi_k2", "kl_coeff": 0.1, "kl_in": "reward"},
-    {"kind": "cispo", "mismatch": "truncate"},
+    {"kind": "cispo", "importance_sampling": "truncate"},
     {"kind": "grpo", "aggregation": "token_mean"},
     {"kind": "gspo_token", "advantage": "steps"},
 ]
@@ -48,7 +48,11 @@ REPRESENTATIVE = [("deepseek_v3", "tp2"), ("deepseek_v3", "pp2-vpp2")]
 
 
 def config_of(
-    model: str, mesh: MeshConfig, row_tokens: int = ROWS["long"], replay: ReplayKind = "none", **update: Any
+    model: str,
+    mesh: MeshConfig,
+    max_tokens_per_microbatch: int = ROWS["long"],
+    replay: ReplayKind = "none",
+    **update: Any,
 ) -> RlRunConfig:
     """Two updates a rollout; no balance loss, which is of a microbatch and not of tokens."""
     tiny = FAMILIES[model].tiny
@@ -65,7 +69,7 @@ def config_of(
                 prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=0.7
             ),
             loss=LossConfig(),
-            update=UpdateConfig(row_tokens=row_tokens, **update),
+            update=UpdateConfig(max_tokens_per_microbatch=max_tokens_per_microbatch, **update),
         ),
     )
 

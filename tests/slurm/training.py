@@ -45,7 +45,7 @@ SFT = """
 [data]
 train = ["{data}/chat.jsonl"]
 chat_template = "plain"
-row_length = 64
+seq_length = 64
 tokenizer = {{ kind = "sentencepiece", path = "{data}/tokenizer.model" }}
 """
 RL = """

@@ -112,7 +112,7 @@ OBJECTIVES: dict[str, Callable[[PolicyTokens, LossConfig, Axis], Terms]] = {
 def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient: str) -> Tensor:
     """KL(policy || reference) at sampled tokens: `estimator`'s value, with its own or k2's gradient."""
     value_T = kl_estimate(logprobs_T, reference_T, estimator)
-    if gradient == "own":
+    if gradient == "estimator":
         return value_T
     k2_T = kl_estimate(logprobs_T, reference_T, "k2")
     return value_T.detach() + (k2_T - k2_T.detach())
@@ -121,13 +121,17 @@ def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient
 @torch.no_grad()
 def mismatch_weights(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> Tensor | None:
     """Collective over `cp`: weights that make up for an engine whose logprobs are not the old policy's."""
-    if config.mismatch == "none":
+    if config.importance_sampling == "none":
         return None
-    assert tokens.engine_logprobs_T is not None, f'rl.loss.mismatch="{config.mismatch}" needs engine logprobs'
+    assert tokens.engine_logprobs_T is not None, (
+        f'rl.loss.importance_sampling="{config.importance_sampling}" needs engine logprobs'
+    )
     log_weight_T = (tokens.old_logprobs_T - tokens.engine_logprobs_T).where(tokens.mask_T, 0.0)
-    if config.mismatch.startswith("sequence"):
+    if config.importance_sampling.startswith("sequence"):
         log_weight_T = anchored_means(log_weight_T, tokens.sequence_T, tokens.lengths_N, cp)
     weight_T = log_weight_T.exp()
-    if config.mismatch.endswith("truncate"):
-        return weight_T.clamp(max=config.mismatch_high)
-    return weight_T.where((weight_T >= config.mismatch_low) & (weight_T <= config.mismatch_high), 0.0)
+    if config.importance_sampling.endswith("truncate"):
+        return weight_T.clamp(max=config.importance_sampling_high)
+    return weight_T.where(
+        (weight_T >= config.importance_sampling_low) & (weight_T <= config.importance_sampling_high), 0.0
+    )

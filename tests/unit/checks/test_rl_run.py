@@ -22,8 +22,8 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
     check_rl(config("model.moe.capacity_factor=1.5", "replay.kind=r2"), 2)
     assert (tiny.rollout_size, tiny.updates_per_rollout) == (128, 2)
     assert config("rl.update.epochs=3").updates_per_rollout == 6
-    cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.row_tokens=0")
-    assert (cut.longest_sample, cut.row_unit, cut.row_length) == (32, 4, 32)
+    cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.max_tokens_per_microbatch=0")
+    assert (cut.longest_sample, cut.packed_multiple, cut.packed_length) == (32, 4, 32)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         (["train.global_batch=48"], "does not divide the 128 completions .* Use (32|64)"),
         (["train.steps=7"], "train.steps=7 is not a multiple of the 2 .* Use 8"),
         (["checkpoint.interval=3"], "checkpoint.interval=3 is not a multiple"),
-        (["train.micro_batch=2"], "packed into forward passes of rl.update.row_tokens"),
-        (["rl.update.row_tokens=16"], "Raise it to 32 or more"),
+        (["train.micro_batch=2"], "packed into forward passes of rl.update.max_tokens_per_microbatch"),
+        (["rl.update.max_tokens_per_microbatch=16"], "Raise it to 32 or more"),
         (["rl.prompts.max_tokens=2000"], "more than model.max_position=1024"),
         (["model.attention_dropout=0.1"], "model.attention_dropout=0.1: the policy in training"),
         (["platform.layers=te"], 'Set platform.layers="torch"'),
@@ -45,7 +45,7 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         ),
         (["rl.eval.samples=4"], "are all the same"),
         (["rl.eval.files=['x']"], "whose held-out problems are made"),
-        (["replay.kind=r2", "rl.update.old_logprobs=engine"], 'or replay.kind="r3"'),
+        (["replay.kind=r2", "rl.update.old_logprobs=rollout"], 'or replay.kind="r3"'),
         (["data.chat_template=tokenizer"], 'Set it to "plain" or "raw"'),
         (["train.ramp_start=2"], "does not grow"),
     ],

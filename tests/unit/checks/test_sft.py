@@ -44,10 +44,10 @@ def test_every_recipe_passes_the_checks(path):
         ("data.tokenizer.path=''", 'data.tokenizer.kind="huggingface" has no path'),
         ("data.tokenizer.kind=none data.tokenizer.path=''", "conversations are text"),
         ("data.tokenizer.kind=sentencepiece", 'Set it to "plain" or "raw"'),
-        ("data.row_length=1022 mesh.cp=2", "data.row_length=1022 is not a multiple of 4"),
-        ("data.row_length=8192", "data.row_length=8192 is longer than model.max_position=4096"),
+        ("data.seq_length=1022 mesh.cp=2", "data.seq_length=1022 is not a multiple of 4"),
+        ("data.seq_length=8192", "data.seq_length=8192 is longer than model.max_position=4096"),
         ("data.span_multiple=2 mesh.cp=2", "data.span_multiple=2 with mesh.cp=2"),
-        ("data.row_length=100 data.span_multiple=8", "Use 96"),
+        ("data.seq_length=100 data.span_multiple=8", "Use 96"),
     ],
 )
 def test_a_broken_rule_is_named(overrides, said):

@@ -82,17 +82,17 @@ def test_an_empty_and_a_missing_file_are_refused(read, tokenizer):
 def test_what_no_row_holds_is_refused_or_counted(read):
     long = {"prompt": "etao " * 200, "response": "in"}
     with pytest.raises(
-        DataError, match=r'jsonl:2: \d+ tokens, and data.row_length=64. Raise it, or set data.too_long="skip"'
+        DataError, match=r'jsonl:2: \d+ tokens, and data.seq_length=64. Raise it, or set data.too_long="skip"'
     ):
-        read(PAIR, long, row_length=64)
-    examples = read(PAIR, long, row_length=64, too_long="skip")
+        read(PAIR, long, seq_length=64)
+    examples = read(PAIR, long, seq_length=64, too_long="skip")
     assert (len(examples), examples.num_skipped) == (1, 1)
     with pytest.raises(DataError, match="all 1 conversations are longer"):
-        read(long, row_length=64, too_long="skip")
+        read(long, seq_length=64, too_long="skip")
 
 
 def test_a_conversation_that_just_fits_is_kept(read):
     positions = int(read(PAIR).lengths_N[0])
-    assert len(read(PAIR, row_length=positions)) == 1
+    assert len(read(PAIR, seq_length=positions)) == 1
     with pytest.raises(DataError, match="Raise it"):
-        read(PAIR, row_length=positions - 1)
+        read(PAIR, seq_length=positions - 1)

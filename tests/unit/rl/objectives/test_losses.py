@@ -163,7 +163,7 @@ KL = {
 }
 
 
-@pytest.mark.parametrize("gradient", ["own", "k2"])
+@pytest.mark.parametrize("gradient", ["estimator", "k2"])
 @pytest.mark.parametrize("estimator", KL)
 def test_kl_has_the_value_of_its_estimator_and_the_named_gradient(estimator, gradient):
     config = LossConfig(kl_coeff=0.3, kl_estimator=estimator, kl_gradient=gradient)
@@ -178,7 +178,7 @@ def test_kl_has_the_value_of_its_estimator_and_the_named_gradient(estimator, gra
 
     value, (got, _) = with_gradient(rows, lambda rows: loss_of(rows, config))
     assert abs(value - with_gradient(rows, penalty(estimator))[0]) <= 1e-9
-    wanted = with_gradient(rows, penalty(estimator if gradient == "own" else "k2"))[1][0]
+    wanted = with_gradient(rows, penalty(estimator if gradient == "estimator" else "k2"))[1][0]
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
 
 
@@ -227,13 +227,19 @@ def test_tokens_are_weighted_for_the_engine_that_sampled_them(kind, mismatch):
         return (loss * weight.clamp(max=high)).mean()
 
     clip = {} if kind == "grpo" else {"clip_low": 0.05, "clip_high": 0.07}
-    config = LossConfig(kind=kind, mismatch=mismatch, mismatch_low=low, mismatch_high=high, **clip)
+    config = LossConfig(
+        kind=kind,
+        importance_sampling=mismatch,
+        importance_sampling_low=low,
+        importance_sampling_high=high,
+        **clip,
+    )
     same(batch(), lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_microbatches_and_their_order_change_nothing(kind):
-    config = LossConfig(kind=kind, kl_coeff=0.1, entropy_coeff=0.1, mismatch="none")
+    config = LossConfig(kind=kind, kl_coeff=0.1, entropy_coeff=0.1, importance_sampling="none")
     rows = batch()
 
     def in_parts(*parts):
@@ -272,7 +278,9 @@ def numbers(tensors):
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo"])
 def test_metrics_equal_counting_by_hand(kind):
     rows = batch(0.4)
-    config = LossConfig(kind=kind, clip_low=0.1, clip_high=0.15, mismatch="mask", mismatch_low=0.8)
+    config = LossConfig(
+        kind=kind, clip_low=0.1, clip_high=0.15, importance_sampling="mask", importance_sampling_low=0.8
+    )
     result = policy_loss(tokens_of(rows, config.aggregation_in_use), config, ALONE)
     got = reduced(loss_metrics(numbers(result.sums), numbers(result.maxima)))
     ratios, low, high, kl, reference, mismatch = [], [], [], [], [], []
