@@ -16,7 +16,9 @@ def main(args: argparse.Namespace) -> int:
     if args.migrate:
         return migrate(args.migrate)
     if args.config is None:
-        raise ConfigError("No config file is named. Give CONFIG.toml, or --migrate FILE to rewrite an older one.")
+        raise ConfigError(
+            "No config file is named. Give CONFIG.toml, or --migrate FILE to rewrite an older one."
+        )
     program = PROGRAMS[args.program]
     config, ranks = program.checked_config(Path(args.config), args.overrides, args.ranks)
     sys.stdout.write(f"# passes all checks on {ranks} ranks\n{dump_config(config)}")
