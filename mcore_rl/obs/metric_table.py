@@ -77,7 +77,7 @@ METRICS: dict[str, MetricRow] = {
     "policy/log_ratio_min": MetricRow("nats", MIN, "Log of the smallest ratio."),
     "rollout/mismatch_kl_nats": MetricRow("nats/token", MEAN, "KL(engine || old policy), k3."),
     "rollout/mismatch_max": MetricRow("nats", MAX, "Largest difference of engine's and trainer's logprobs."),
-    "rollout/importance_sampling_masked_fraction": MetricRow("1", MEAN, "Tokens that rl.loss.importance_sampling masks."),
+    "rollout/importance_sampling_masked_fraction": MetricRow("1", MEAN, "Tokens that importance sampling masks."),
     "routes/changed_fraction": MetricRow("1", MEAN, "Routes (token, layer, slot) not of the old policy (R3: engine)."),
     "routes/changed_tokens_fraction": MetricRow("1", MEAN, "Tokens with such a route in any layer."),
     "routes/gate_mass_moved": MetricRow("1", MEAN, "Share of the gates on such; mean over layers."),

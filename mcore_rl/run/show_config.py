@@ -1,4 +1,4 @@
-"""`mcore-rl config`: the config that a run would use, after all checks; or a config file of an earlier version today."""
+"""`mcore-rl config`: show the config that a run would use, after all checks, or rewrite one of an earlier version."""
 
 import argparse
 import sys
