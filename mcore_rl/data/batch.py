@@ -1,4 +1,4 @@
-"""What the model is trained on at once."""
+"""One forward pass's worth of sequences, as every data source gives them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedSpans:
-    """Where sequences begin in the rows laid end to end: attention does not cross from one to the next."""
+    """Boundaries of the sequences packed into a microbatch's rows, laid end to end; attention does not cross them."""
 
     cu_seqlens: Tensor
     """Cumulative lengths, int32 [spans + 1] on the CPU: 0, the first length, ..., all positions of all rows."""
@@ -17,17 +17,17 @@ class PackedSpans:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """Rows of one forward pass, whole sequences on the CPU; context parallelism cuts them later."""
+    """Rows of one forward pass: whole sequences on the CPU, `[batch, seq]`; context parallelism cuts them later."""
 
     tokens_BS: Tensor
-    """int64."""
+    """Token ids, int64."""
     labels_BS: Tensor
-    """int64: labels_BS[b, s] is the token after tokens_BS[b, s]."""
+    """Token ids, int64: labels_BS[b, s] is the token after tokens_BS[b, s]."""
     loss_mask_BS: Tensor
-    """float32: the weight of each position's loss."""
+    """Loss weight of each position, float32."""
     position_ids_BS: Tensor
-    """int64."""
+    """Positions for the rotary embedding, int64; they start from 0 in each packed sequence."""
     packed: PackedSpans | None = None
-    """None: a row is one sequence."""
+    """Boundaries inside packed rows; None when every row is one sequence."""
     is_padding_BS: Tensor | None = None
-    """bool: positions of nobody, which count in no statistics of the routers; None: there are none."""
+    """bool: True at padding positions, which router statistics leave out; None when there is no padding."""

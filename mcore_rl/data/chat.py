@@ -1,4 +1,4 @@
-"""Conversations to token ids, with a mask of the tokens that the assistant says."""
+"""Conversations to token ids, with a mask of the assistant's tokens."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,40 +14,40 @@ from mcore_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from mcore_rl.errors import DataError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Begins what the assistant says, in templates that mark it."""
+"""Opening tag of the assistant's text, in templates that mark it."""
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Turns, each with a role and content, and the tools that a template may describe."""
+    """A list of turns, each with a role and content, and the tools that a template may describe."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """A conversation as tokens; `is_said_T` where the assistant says them, its end of a turn included."""
+class EncodedConversation:
+    """A conversation as tokens; `assistant_mask_T` is True on the assistant's tokens, end-of-turn token included."""
 
     ids_T: tuple[int, ...]
-    is_said_T: tuple[bool, ...]
+    assistant_mask_T: tuple[bool, ...]
 
 
 class Chat(Protocol):
-    """How conversations become tokens."""
+    """The translation of conversations to tokens."""
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """All of it; DataError when it does not fit the template."""
+    def encode(self, conversation: Conversation) -> EncodedConversation:
+        """Return the whole conversation as tokens; DataError when it does not fit the template."""
         ...
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """The tokens after which the assistant's next turn begins."""
+        """Return the tokens after which the assistant's next turn begins."""
         ...
 
 
 def load_chat(template: str, tokenizer: Tokenizer, path: str) -> Chat:
-    """The chat that data.chat_template=`template` names, with the tokenizer that was read from `path`."""
+    """Return the chat that data.chat_template=`template` names, with the tokenizer that was read from `path`."""
     if template in ("plain", "raw"):
         return PlainChat(tokenizer, has_roles=template == "plain")
     if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -59,7 +59,7 @@ def load_chat(template: str, tokenizer: Tokenizer, path: str) -> Chat:
 
 
 class PlainChat:
-    """Roles as text, an end-of-document token after each turn of the assistant; for any tokenizer.
+    """A chat with roles as text and an end-of-document token after each turn of the assistant; for any tokenizer.
 
     Each turn is encoded by itself, so that its tokens do not depend on what follows.
     """
@@ -68,17 +68,17 @@ class PlainChat:
         self._tokenizer = tokenizer
         self._has_roles = has_roles
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """See Chat."""
+    def encode(self, conversation: Conversation) -> EncodedConversation:
+        """Return the whole conversation as tokens."""
         ids: list[int] = []
-        is_said: list[bool] = []
+        assistant_mask: list[bool] = []
         for turn, said in self._turns(conversation):
             ids += turn
-            is_said += [said] * len(turn)
-        return Encoded(tuple(ids), tuple(is_said))
+            assistant_mask += [said] * len(turn)
+        return EncodedConversation(tuple(ids), tuple(assistant_mask))
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """See Chat."""
+        """Return the tokens after which the assistant\'s next turn begins."""
         ids = [token for turn, _ in self._turns(conversation) for token in turn]
         return ids + self._header("assistant")
 
@@ -104,9 +104,9 @@ class PlainChat:
 class TemplateChat:
     """A jinja template, rendered by transformers, and the tokenizer.json beside it.
 
-    What the assistant says is between the template's generation marks. Without marks it is what a turn adds to
-    the rendering of the turns before, with the prompt for the assistant; a template in which a later turn changes
-    an earlier one is refused, because it would train on what the model never reads.
+    The assistant's text stands between the template's generation marks. Without marks it is the text that a turn
+    adds to the rendering of the turns before it, with the prompt for the assistant; a template in which a later turn
+    changes an earlier one is refused, because it would train on text that the model never reads.
     """
 
     def __init__(self, folder: Path, template: str, special_tokens: Mapping[str, str]) -> None:
@@ -119,15 +119,15 @@ class TemplateChat:
         self._ends = tuple(token.content for token in added if token.special)
         self._is_marked = GENERATION.search(template) is not None
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """See Chat."""
+    def encode(self, conversation: Conversation) -> EncodedConversation:
+        """Return the whole conversation as tokens."""
         text, spans = self._marked(conversation) if self._is_marked else self._by_prefixes(conversation)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        is_said = _overlaps(encoding.offsets, spans)
-        return Encoded(tuple(encoding.ids), tuple(is_said))
+        assistant_mask = _overlaps(encoding.offsets, spans)
+        return EncodedConversation(tuple(encoding.ids), tuple(assistant_mask))
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """See Chat."""
+        """Return the tokens after which the assistant\'s next turn begins."""
         text, _ = self._render(conversation, len(conversation.messages), add_generation_prompt=True)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -145,21 +145,21 @@ class TemplateChat:
             if not (after.startswith(before) and whole.startswith(after)):
                 raise DataError(
                     f"the chat template renders turn {index + 1} differently with and without what follows it, so "
-                    "that what the assistant says cannot be told apart. Put {% generation %} and {% endgeneration %} "
+                    "that the assistant's text cannot be found. Put {% generation %} and {% endgeneration %} "
                     "around it in the template (data.chat_template names a file), or leave such turns out"
                 )
-            spans.append((len(before), len(before) + self._said_length(after[len(before) :])))
+            spans.append((len(before), len(before) + self._assistant_length(after[len(before) :])))
         return whole, spans
 
-    def _said_length(self, turn: str) -> int:
-        """Without the white space that follows an end-of-turn token."""
+    def _assistant_length(self, turn: str) -> int:
+        """Return the length of the turn without the white space that follows an end-of-turn token."""
         stripped = turn.rstrip()
         return len(stripped) if stripped.endswith(self._ends) else len(turn)
 
     def _render(
         self, conversation: Conversation, num_turns: int, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the first `num_turns` turns, and what generation marks enclose, as offsets."""
+        """Return the text of the first `num_turns` turns and the offsets of the text between generation marks."""
         rendered: Any
         try:
             rendered, spans = render(
@@ -176,12 +176,12 @@ class TemplateChat:
 
 
 def _without_absent(message: Message) -> dict[str, Any]:
-    """Templates ask whether a key is there; `"tool_calls": null` says that it is not."""
+    """Drop the keys whose value is null: templates ask whether a key is there, and `"tool_calls": null` means no."""
     return {key: value for key, value in message.items() if value is not None}
 
 
 def _overlaps(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """For each token whether some of its text is in a span; spans are in order."""
+    """Return for each token whether some of its text lies in a span; spans are in order."""
     covered = []
     rest = list(reversed(spans))
     for start, end in offsets:

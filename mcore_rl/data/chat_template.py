@@ -15,8 +15,10 @@ NO_TEMPLATE = (
 
 
 def render(*args: Any, **options: Any) -> tuple[Any, Any]:
-    """transformers' `render_jinja_template`. Its import takes a second or two, for which runs without a template, and
-    those that are refused, need not wait.
+    """Call transformers' `render_jinja_template`.
+
+    It is imported here because the import takes a second or two, for which runs without a template, and runs that
+    are refused, need not wait.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -25,8 +27,12 @@ def render(*args: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def load_template(name: str, folder: Path) -> str:
-    """The jinja text that data.chat_template=`name` means for a tokenizer in `folder`; DataError unless it parses."""
-    origin, text = _of_tokenizer(folder) if name == "tokenizer" else _of_file(Path(name))
+    """Return the jinja text that data.chat_template=`name` means for a tokenizer in `folder`.
+
+    Raises:
+        DataError: the template is missing or does not parse.
+    """
+    origin, text = _template_of_tokenizer(folder) if name == "tokenizer" else _template_in_file(Path(name))
     try:
         render([[]], chat_template=text)
     except jinja2.TemplateSyntaxError as error:
@@ -35,11 +41,11 @@ def load_template(name: str, folder: Path) -> str:
             "another with data.chat_template."
         ) from error
     except jinja2.TemplateError:
-        pass  # it wants at least one turn, which it will get
+        pass  # the template wants at least one turn, and a conversation has one
     return text
 
 
-def _of_file(path: Path) -> tuple[Path, str]:
+def _template_in_file(path: Path) -> tuple[Path, str]:
     try:
         return path, path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -48,10 +54,10 @@ def _of_file(path: Path) -> tuple[Path, str]:
         ) from error
 
 
-def _of_tokenizer(folder: Path) -> tuple[Path, str]:
-    """A file of its own goes before the entry in tokenizer_config.json, as in transformers."""
+def _template_of_tokenizer(folder: Path) -> tuple[Path, str]:
+    """Return a template file beside the tokenizer before the entry in tokenizer_config.json, as transformers does."""
     if (folder / "chat_template.jinja").is_file():
-        return _of_file(folder / "chat_template.jinja")
+        return _template_in_file(folder / "chat_template.jinja")
     path = folder / "tokenizer_config.json"
     entry = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
     if isinstance(entry, list):

@@ -1,4 +1,4 @@
-"""Whether data, tokenizer and model fit together; answers depend on the files alone, alike on all ranks."""
+"""Checks that data, tokenizer and model fit together; they depend on the files alone, so all ranks agree."""
 
 from collections.abc import Mapping
 
@@ -9,19 +9,19 @@ from mcore_rl.errors import DataError
 
 
 def check_sidecar(index: IndexFile, sidecar: Sidecar) -> None:
-    """DataError unless the sidecar describes this very pair."""
-    said = (sidecar.documents, sidecar.tokens, sidecar.dtype)
+    """Raise DataError unless the sidecar describes this very pair."""
+    described = (sidecar.documents, sidecar.tokens, sidecar.dtype)
     found = (index.lengths_N.size, index.num_tokens, index.dtype.name)
-    if said != found:
+    if described != found:
         raise DataError(
-            f"{index.prefix}.json speaks of {said[0]} documents, {said[1]} tokens of {said[2]}; the .idx "
-            f"has {found[0]}, {found[1]} of {found[2]}. The files are of different runs: make the data "
+            f"{index.prefix}.json describes {described[0]} documents, {described[1]} tokens of {described[2]}; the "
+            f".idx has {found[0]}, {found[1]} of {found[2]}. The files are of different runs: make the data "
             "again with `mcore-rl data preprocess`."
         )
 
 
 def check_same_tokenizer(sidecars: Mapping[str, Sidecar | None]) -> None:
-    """DataError when two datasets of one blend were made with different tokenizers."""
+    """Raise DataError when two datasets of one blend were made with different tokenizers."""
     by_digest = {sidecar.tokenizer_digest: prefix for prefix, sidecar in sidecars.items() if sidecar}
     if len(by_digest) > 1:
         raise DataError(
@@ -32,7 +32,7 @@ def check_same_tokenizer(sidecars: Mapping[str, Sidecar | None]) -> None:
 
 
 def check_tokenizer(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer, path: str) -> None:
-    """DataError unless `tokenizer` made the data."""
+    """Raise DataError unless `tokenizer` made the data."""
     if sidecar.tokenizer_digest != tokenizer.digest:
         raise DataError(
             f"data prefix {prefix!r} was made with the tokenizer {sidecar.tokenizer_digest[:12]} of "
@@ -49,7 +49,7 @@ def check_tokenizer(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer, path: s
 
 
 def check_vocabulary(index: IndexFile, sidecar: Sidecar | None, vocab_size: int) -> None:
-    """DataError unless the model has a row for every token of the data and of its tokenizer."""
+    """Raise DataError unless the model has a row for every token of the data and of its tokenizer."""
     if sidecar and sidecar.vocab_size > vocab_size:
         raise DataError(
             f"data prefix {index.prefix!r} was made with a tokenizer of {sidecar.vocab_size} tokens, and "
@@ -65,7 +65,7 @@ def check_vocabulary(index: IndexFile, sidecar: Sidecar | None, vocab_size: int)
 
 
 def check_enough(prefix: str, split: str, *, documents: int, tokens: int, seq_length: int) -> None:
-    """DataError unless a split of `prefix` fills one sequence: of none, Megatron counts epochs for ever."""
+    """Raise DataError unless a split of `prefix` fills one sequence: with none, Megatron counts epochs for ever."""
     if tokens > seq_length:
         return
     remedy = f"Give more text, or lower data.seq_length={seq_length}"
@@ -79,7 +79,7 @@ def check_enough(prefix: str, split: str, *, documents: int, tokens: int, seq_le
 
 
 def check_not_repeated(prefix: str, split: str, *, sequences: int, wanted: int) -> None:
-    """DataError when an evaluation would read a held-out sequence twice."""
+    """Raise DataError when an evaluation would read a held-out sequence twice."""
     if wanted > sequences:
         raise DataError(
             f"the {split} part of data prefix {prefix!r} has {sequences} sequences, and an evaluation reads "

@@ -27,29 +27,29 @@ ENDINGS: dict[str, Literal["jsonl", "text"]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """How documents lie in a file."""
+class DocumentFormat:
+    """The format in which documents lie in a file."""
 
     kind: Literal["jsonl", "text"]
     key: str = "text"
-    """JSON lines: the field with the text."""
+    """Field that holds the text, in JSON lines."""
     separator: str | None = None
-    """Plain text: a line equal to this parts two documents; "": a blank line; None: a file is a document."""
+    """Line that separates two documents of plain text; "" is a blank line, None makes each file one document."""
 
     @property
     def is_splittable(self) -> bool:
-        """Whether a file may be read in parts."""
+        """True when a file may be read in parts."""
         return self.kind == "jsonl" or self.separator is not None
 
     def is_boundary(self, line: bytes) -> bool:
-        """Whether a file may be cut in front of `line`."""
+        """Return whether a file may be cut in front of `line`."""
         if self.kind == "jsonl":
             return True
         return line.rstrip(b"\r\n") == self.separator.encode() if self.separator else not line.strip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class InputFile:
     """A file as it was when its reading was planned."""
 
     path: str
@@ -58,10 +58,10 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Bytes [start, end) of a file, where either offset stands for the first boundary at or after it.
+class FileSlice:
+    """Bytes [start, end) of a file, where either offset stands for the first document boundary at or after it.
 
-    Hence pieces whose offsets join cover each document of the file once, wherever the offsets fall.
+    Hence slices whose offsets join cover each document of the file once, wherever the offsets fall.
     """
 
     path: str
@@ -70,17 +70,17 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """A document, or what stands in place of one: then `problem` says why it is none."""
+class Document:
+    """A document, or an entry that is none: then `problem` is the reason."""
 
     line: int
-    """Where it begins: 1 is the piece's first line."""
+    """Line on which it begins; 1 is the slice's first line."""
     text: str = ""
     problem: str = ""
 
 
-def find_sources(inputs: Sequence[Path]) -> tuple[Source, ...]:
-    """The files of `inputs`, in that order; a folder stands for all below it, by name, not hidden ones."""
+def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
+    """Return the files of `inputs`, in that order; a folder stands for all files below it, by name, hidden ones not."""
     paths: list[Path] = []
     for path in inputs:
         if not path.exists():
@@ -96,7 +96,7 @@ def find_sources(inputs: Sequence[Path]) -> tuple[Source, ...]:
     return tuple(_source(path) for path in paths)
 
 
-def _source(path: Path) -> Source:
+def _source(path: Path) -> InputFile:
     try:
         with open(path, "rb") as file:
             start = file.read(8)
@@ -105,49 +105,50 @@ def _source(path: Path) -> Source:
     packed = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
     if packed:
         raise DataError(f"input {path} is compressed ({packed}). Unpack it first.")
-    facts = path.stat()
-    return Source(path=str(path), num_bytes=facts.st_size, modified_ns=facts.st_mtime_ns)
+    status = path.stat()
+    return InputFile(path=str(path), num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
-def layout_kind(sources: Sequence[Source]) -> Literal["jsonl", "text"]:
-    """What the files' endings say they hold; DataError when they say nothing, or different things."""
+def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
+    """Return the format that the files' endings stand for; DataError when they stand for none, or for several."""
     kinds = {ENDINGS.get(Path(source.path).suffix.lower()) for source in sources}
     kind = kinds.pop()
     if kinds or kind is None:
         endings = sorted({Path(source.path).suffix for source in sources})
         raise DataError(
-            f"the endings {endings} do not tell JSON lines from plain text. Say --format jsonl or text."
+            f"the endings {endings} do not distinguish JSON lines from plain text. Give --format jsonl or text."
         )
     return kind
 
 
-class PieceReader:
-    """Iterating gives the piece's records in order; afterwards `num_lines` is how many lines it has."""
+class DocumentReader:
+    """Iterator over a slice's documents, in order; afterwards `num_lines` is the number of its lines."""
 
-    def __init__(self, piece: Piece, layout: Layout) -> None:
-        self.piece = piece
-        self.layout = layout
+    def __init__(self, file_slice: FileSlice, document_format: DocumentFormat) -> None:
+        self.file_slice = file_slice
+        self.document_format = document_format
         self.num_lines = 0
 
-    def __iter__(self) -> Iterator[Record]:
-        with open(self.piece.path, "rb") as file:
-            if not self.layout.is_splittable:
+    def __iter__(self) -> Iterator[Document]:
+        with open(self.file_slice.path, "rb") as file:
+            if not self.document_format.is_splittable:
                 yield _text_record(file.read().removeprefix(BOM), line=1)
-            elif self.layout.kind == "jsonl":
+            elif self.document_format.kind == "jsonl":
                 for line in self._lines(file):
-                    yield _json_record(line, key=self.layout.key, line=self.num_lines)
+                    yield _json_record(line, key=self.document_format.key, line=self.num_lines)
             else:
                 yield from self._separated(self._lines(file))
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        offset = self.piece.start
+        offset = self.file_slice.start
+        # One byte back: a slice that begins right after a line end begins with a whole line, which must not be skipped.
         if offset:
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
-        is_inside = self.piece.start == 0
+        is_inside = self.file_slice.start == 0
         for line in file:
-            is_boundary = self.layout.is_boundary(line)
-            if offset >= self.piece.end and (is_boundary or not is_inside):
+            is_boundary = self.document_format.is_boundary(line)
+            if offset >= self.file_slice.end and (is_boundary or not is_inside):
                 return
             is_inside = is_inside or is_boundary
             if is_inside:
@@ -155,11 +156,11 @@ class PieceReader:
                 yield line.removeprefix(BOM) if offset == 0 else line
             offset += len(line)
 
-    def _separated(self, lines: Iterator[bytes]) -> Iterator[Record]:
+    def _separated(self, lines: Iterator[bytes]) -> Iterator[Document]:
         document: list[bytes] = []
         first_line = 0
         for line in lines:
-            if not self.layout.is_boundary(line):
+            if not self.document_format.is_boundary(line):
                 first_line = first_line if document else self.num_lines
                 document.append(line)
             elif document:
@@ -169,38 +170,38 @@ class PieceReader:
             yield _text_record(b"".join(document).rstrip(b"\r\n"), line=first_line)
 
 
-def _text_record(content: bytes, *, line: int) -> Record:
+def _text_record(content: bytes, *, line: int) -> Document:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        return Record(line=line, problem=_not_utf8(error))
-    return Record(line=line, text=text) if text.strip() else Record(line=line, problem="empty")
+        return Document(line=line, problem=_not_utf8(error))
+    return Document(line=line, text=text) if text.strip() else Document(line=line, problem="empty")
 
 
-def _json_record(content: bytes, *, key: str, line: int) -> Record:
+def _json_record(content: bytes, *, key: str, line: int) -> Document:
     if not content.strip():
-        return Record(line=line, problem="empty line")
+        return Document(line=line, problem="empty line")
     try:
         entry = json.loads(content.decode())
     except UnicodeDecodeError as error:
-        return Record(line=line, problem=_not_utf8(error))
+        return Document(line=line, problem=_not_utf8(error))
     except (ValueError, RecursionError) as error:
-        return Record(line=line, problem=f"not JSON ({error})")
+        return Document(line=line, problem=f"not JSON ({error})")
     if not isinstance(entry, dict):
-        return Record(line=line, problem=f"a JSON {type(entry).__name__}, not an object")
+        return Document(line=line, problem=f"a JSON {type(entry).__name__}, not an object")
     if key not in entry:
-        return Record(line=line, problem=f"no key {key!r} (keys: {', '.join(entry) or 'none'})")
+        return Document(line=line, problem=f"no key {key!r} (keys: {', '.join(entry) or 'none'})")
     text = entry[key]
     if not isinstance(text, str):
-        return Record(line=line, problem=f"{key!r} holds a {type(text).__name__}, not text")
+        return Document(line=line, problem=f"{key!r} holds a {type(text).__name__}, not text")
     if not text.strip():
-        return Record(line=line, problem=f"{key!r} is empty")
+        return Document(line=line, problem=f"{key!r} is empty")
     try:
         text.encode()
     except UnicodeEncodeError:
         # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
-        return Record(line=line, problem=f"{key!r} holds a lone surrogate, which is not text")
-    return Record(line=line, text=text)
+        return Document(line=line, problem=f"{key!r} holds a lone surrogate, which is not text")
+    return Document(line=line, text=text)
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:

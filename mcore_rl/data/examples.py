@@ -1,4 +1,4 @@
-"""Conversations of JSON lines as token arrays, with every line that is none named."""
+"""Conversations of JSON lines as token arrays; every line that cannot be used is named."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,49 +10,49 @@ import numpy
 from numpy.typing import NDArray
 
 from mcore_rl.config.sft import SFTDataConfig
-from mcore_rl.data.chat import Chat, Conversation, Encoded
+from mcore_rl.data.chat import Chat, Conversation, EncodedConversation
 from mcore_rl.errors import DataError
 
 SHOWN = 5
-"""Bad lines that a message lists."""
+"""Number of bad lines that an error lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
-    """Token ids of all conversations, one behind the other."""
+    """Token ids of all conversations, one after another."""
 
     ids_T: NDArray[numpy.int32]
-    is_said_T: NDArray[numpy.bool_]
-    """Where the assistant says the token."""
+    assistant_mask_T: NDArray[numpy.bool_]
+    """True on the assistant's tokens."""
     starts_N: NDArray[numpy.int64]
-    """Where each conversation begins, and at last where the last one ends."""
+    """Offset of each conversation's first token, and finally the end of the last conversation."""
     num_skipped: int
-    """Conversations that were longer than a row."""
+    """Conversations that are longer than a packed sequence."""
 
     def __len__(self) -> int:
         return len(self.starts_N) - 1
 
     @property
     def lengths_N(self) -> NDArray[numpy.int64]:
-        """Positions of each conversation in a row: its last token is only a label."""
+        """Positions that each conversation takes in a packed sequence: its last token is only a label."""
         lengths: NDArray[numpy.int64] = numpy.diff(self.starts_N) - 1
         return lengths
 
     @property
-    def said_fraction(self) -> float:
-        """Share of the tokens that the assistant says."""
-        return float(self.is_said_T.mean())
+    def assistant_fraction(self) -> float:
+        """Share of the tokens that are the assistant's."""
+        return float(self.assistant_mask_T.mean())
 
 
 def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Examples:
-    """The conversations of `paths`, in order; one DataError names all lines that cannot be trained on."""
+    """Return the conversations of `paths`, in order; one DataError lists the lines that cannot be trained on."""
     reader = _Reader(config, chat)
-    ids, is_said = [], []
+    ids, assistant_mask = [], []
     for path in paths:
         for example in reader.read(path):
-            # At once: as Python's numbers a million conversations would not fit in memory.
+            # Converted at once: as Python's numbers a million conversations would not fit in memory.
             ids.append(numpy.array(example.ids_T, numpy.int32))
-            is_said.append(numpy.array(example.is_said_T, numpy.bool_))
+            assistant_mask.append(numpy.array(example.assistant_mask_T, numpy.bool_))
     if reader.problems:
         shown = "\n".join(reader.problems[:SHOWN])
         more = len(reader.problems) - SHOWN
@@ -65,14 +65,14 @@ def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Ex
         )
     return Examples(
         ids_T=numpy.concatenate(ids),
-        is_said_T=numpy.concatenate(is_said),
+        assistant_mask_T=numpy.concatenate(assistant_mask),
         starts_N=numpy.cumsum([0, *map(len, ids)], dtype=numpy.int64),
         num_skipped=reader.num_skipped,
     )
 
 
 class _Reader:
-    """Collects what is wrong while it reads, so that all of it can be mended at once."""
+    """A reader that collects problems, so that a user can correct all of them at once."""
 
     def __init__(self, config: SFTDataConfig, chat: Chat) -> None:
         self.config = config
@@ -80,8 +80,8 @@ class _Reader:
         self.problems: list[str] = []
         self.num_skipped = 0
 
-    def read(self, path: str) -> Iterator[Encoded]:
-        """The conversations of one file that fit in a row."""
+    def read(self, path: str) -> Iterator[EncodedConversation]:
+        """Yield the conversations of one file that fit in a packed sequence."""
         before = len(self.problems)
         num_lines = 0
         for number, line in _lines(path):
@@ -104,17 +104,17 @@ class _Reader:
         if not num_lines and len(self.problems) == before:
             self.problems.append(f"{path} is empty. Give it lines with conversations, or leave it out.")
 
-    def _example(self, line: bytes) -> Encoded:
-        """DataError, without the place, when the line is nothing to train on."""
+    def _example(self, line: bytes) -> EncodedConversation:
+        """Return the conversation in `line`; a DataError without file and line when there is nothing to train on."""
         conversation = _conversation(_entry(line), self.config.format)
         example = self.chat.encode(conversation)
-        if not any(example.is_said_T[1:]):
-            raise DataError("the assistant says nothing in it, as this template renders it")
+        if not any(example.assistant_mask_T[1:]):
+            raise DataError("the assistant has no text in it, as this template renders it")
         return example
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and content of each line that is not blank."""
+    """Yield the number, from 1, and the content of each line that is not blank."""
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):

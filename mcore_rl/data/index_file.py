@@ -29,11 +29,11 @@ SCANNED_BLOCKS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexFile:
-    """What the .idx of a sound pair says."""
+    """The content of a valid pair's .idx."""
 
     prefix: str
     dtype: numpy.dtype[Any]
-    """Of the tokens in the .bin."""
+    """Type of the tokens in the .bin."""
     lengths_N: NDArray[numpy.int32]
     """Tokens of each sequence; preprocessed text has one sequence a document."""
     fingerprint: str
@@ -45,13 +45,13 @@ class IndexFile:
         return int(self.lengths_N.sum(dtype=numpy.int64))
 
     def tokens_T(self) -> NDArray[Any]:
-        """All tokens, mapped from the .bin."""
+        """Return all tokens, mapped from the .bin."""
         tokens_T: NDArray[Any] = numpy.memmap(with_ending(self.prefix, ".bin"), dtype=self.dtype, mode="r")
         return tokens_T
 
 
 def read_index(prefix: str) -> IndexFile:
-    """The pair of `prefix`; DataError when it is missing, empty, cut short, or not Megatron's."""
+    """Return the pair of `prefix`; DataError when it is missing, empty, cut short, or not Megatron's."""
     _require_pair(prefix)
     path = with_ending(prefix, ".idx")
     # Mapped, not read: a node's ranks share the pages of an index that may have gigabytes.
@@ -84,13 +84,13 @@ def read_index(prefix: str) -> IndexFile:
         )
     num_bytes = with_ending(prefix, ".bin").stat().st_size
     if num_bytes != ends_N[-1]:
-        raise DataError(f"{prefix}.bin has {num_bytes} bytes, its .idx says {ends_N[-1]}. {again}")
+        raise DataError(f"{prefix}.bin has {num_bytes} bytes, its .idx implies {ends_N[-1]}. {again}")
     fingerprint = hashlib.sha256(content).hexdigest()
     return IndexFile(prefix=prefix, dtype=dtype, lengths_N=lengths_N, fingerprint=fingerprint)
 
 
 def max_token_id(index: IndexFile) -> int:
-    """The largest id in the .bin; of more than SCANNED_BLOCKS blocks, in as many, evenly spread."""
+    """Return the largest id in the .bin; a larger file is looked at in SCANNED_BLOCKS blocks, evenly spread."""
     tokens_T = index.tokens_T()
     last = max(0, tokens_T.size - BLOCK_TOKENS)
     if tokens_T.size <= SCANNED_BLOCKS * BLOCK_TOKENS:
@@ -101,7 +101,7 @@ def max_token_id(index: IndexFile) -> int:
 
 
 def unigram_entropy(*prefixes: str) -> float:
-    """Entropy of the tokens' frequencies in nats a token: the loss of the best model that sees no context."""
+    """Return the entropy of the tokens' frequencies in nats/token: the loss of the best model without context."""
     counts_V = numpy.zeros(0, numpy.int64)
     for prefix in prefixes:
         tokens_T = read_index(prefix).tokens_T()
@@ -124,7 +124,7 @@ def _require_pair(prefix: str) -> None:
     if with_ending(prefix, ".partial").is_dir():
         raise DataError(
             f"data prefix {prefix!r}: its preprocessing has not ended ({prefix}.partial is there). Run the "
-            "same `mcore-rl data preprocess` command again: it goes on where it was."
+            "same `mcore-rl data preprocess` command again: it resumes."
         )
     folder = Path(prefix).parent
     there = sorted(path.stem for path in folder.glob("*.idx")) if folder.is_dir() else []

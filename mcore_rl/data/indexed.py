@@ -1,4 +1,4 @@
-"""From DataConfig to Megatron's GPTDataset of train, valid and test: checked first, built by all ranks."""
+"""Megatron's GPTDatasets of train, valid and test from a DataConfig: checked first, then built by all ranks."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ LOCK_WAIT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCounts:
-    """Sequences that a run reads of each split; 0: the split is not built."""
+    """Number of sequences that a run reads of each split; a split of 0 is not built."""
 
     train: int
     valid: int = 0
@@ -44,22 +44,22 @@ class SampleCounts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blend:
+class DatasetBlend:
     """Datasets mixed by weight."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...]
     bounds: tuple[float, float] = (0.0, 1.0)
-    """The part of each dataset's documents, in their order on disk."""
+    """Part of each dataset's documents that belongs to the split, as fractions, in their order on disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPlan:
-    """Data that is known to be sound and to fit the model."""
+    """Datasets that passed all checks and fit the model."""
 
     seq_length: int
-    blends: tuple[Blend | None, Blend | None, Blend | None]
-    """Train, valid, test; None: not built."""
+    blends: tuple[DatasetBlend | None, DatasetBlend | None, DatasetBlend | None]
+    """Blends of train, valid and test; None where the split is not built."""
     samples: SampleCounts
     split: str
     """Megatron's notation when one blend is cut in three; empty when each split has its own prefixes."""
@@ -68,22 +68,22 @@ class DataPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetTokenizer:
-    """What Megatron's datasets ask of a tokenizer; `unique_identifiers` goes into the index cache's names."""
+    """The tokenizer interface that Megatron's datasets need; `unique_identifiers` goes into the index cache's names."""
 
     vocab_size: int
     eod: int
     fingerprints: tuple[str, ...]
-    """Of the .idx files. Megatron's cache goes by path: without them, data that was made anew under its old
-    name would be read with the old cuts."""
+    """Fingerprints of the .idx files. Megatron's cache is keyed by path: without them, data that was made anew under
+    its old name would be read with the old cuts."""
 
     @property
     def pad(self) -> int:
-        """See NO_TOKEN."""
+        """Return NO_TOKEN: see there."""
         return NO_TOKEN
 
     @property
     def unique_identifiers(self) -> dict[str, object]:
-        """What the cuts into samples depend on beside path, seed, split and length."""
+        """Values that the cuts into samples depend on, beside path, seed, split and length."""
         return {"vocab_size": self.vocab_size, "eod": self.eod, "fingerprints": list(self.fingerprints)}
 
 
@@ -97,7 +97,7 @@ class Datasets:
 
 
 def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts) -> DataPlan:
-    """Reads and checks all that `config` names: a DataError comes before any work, on every rank alike.
+    """Read and check all data that `config` names: a DataError comes before any work, on every rank alike.
 
     With `valid` or `test` given there is no split: `train` is trained on whole, and a split without prefixes
     has no data. Samples are an error where there is no data for valid, and none where there is none for test.
@@ -125,7 +125,7 @@ def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts) -> 
 
 
 def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
-    """Collective over the world. Rank 0 writes the index cache, a barrier, then the others map its files.
+    """Collective over the world: build the datasets. Rank 0 writes the index cache; after a barrier the others map it.
 
     The order of samples is a function of the data, `seed`, the number of epochs that the samples take, and
     whether the last of these is read to four fifths (else it is shuffled apart): with these unchanged, a
@@ -133,8 +133,8 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
     """
     sizes = [plan.samples.train, plan.samples.valid, plan.samples.test]
     config = _megatron_config(plan, seed, cache_dir)
-    with contextlib.ExitStack() as held:
-        on_rank_zero(lambda: held.enter_context(_repaired_cache(cache_dir)))
+    with contextlib.ExitStack() as cache_lock:
+        on_rank_zero(lambda: cache_lock.enter_context(_repaired_cache(cache_dir)))
         try:
             built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
         except FileNotFoundError as error:
@@ -150,7 +150,7 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
 
 
 def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: int) -> int:
-    """The id that ends documents, once each dataset fits its sidecar, the tokenizer and the model."""
+    """Return the id that ends documents, once each dataset fits its sidecar, the tokenizer and the model."""
     sidecars = {prefix: read_sidecar(prefix) for prefix in indexes}
     for prefix, sidecar in sidecars.items():
         if sidecar:
@@ -168,12 +168,12 @@ def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: in
 
 def _blends(
     config: DataConfig, indexes: dict[str, IndexFile], split: str, samples: SampleCounts
-) -> tuple[Blend | None, Blend | None, Blend | None]:
+) -> tuple[DatasetBlend | None, DatasetBlend | None, DatasetBlend | None]:
     train = _weighted(config.train, config.train_weights, indexes)
     if split:
         matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
         found = [
-            Blend(prefixes=train.prefixes, weights=train.weights, bounds=bounds) if bounds else None
+            DatasetBlend(prefixes=train.prefixes, weights=train.weights, bounds=bounds) if bounds else None
             for bounds in matrix
         ]
     else:
@@ -193,8 +193,10 @@ def _blends(
     return found[0], found[1] if samples.valid else None, found[2] if samples.test else None
 
 
-def _weighted(prefixes: Sequence[str], weights: Sequence[float], indexes: dict[str, IndexFile]) -> Blend:
-    """The blend by `weights`, or by tokens: given no weights Megatron ends a blend after one epoch."""
+def _weighted(
+    prefixes: Sequence[str], weights: Sequence[float], indexes: dict[str, IndexFile]
+) -> DatasetBlend:
+    """Return the blend by `weights`, or by tokens: without weights Megatron ends a blend after one epoch."""
     if not weights:
         weights = [float(indexes[prefix].num_tokens) for prefix in prefixes]
     if len(weights) != len(prefixes):
@@ -206,11 +208,11 @@ def _weighted(prefixes: Sequence[str], weights: Sequence[float], indexes: dict[s
             f"data.train_weights={tuple(weights)}: each must be above 0. Leave out data that is not wanted."
         )
     total = math.fsum(weights)
-    return Blend(prefixes=tuple(prefixes), weights=tuple(weight / total for weight in weights))
+    return DatasetBlend(prefixes=tuple(prefixes), weights=tuple(weight / total for weight in weights))
 
 
 def _check_amounts(
-    name: str, blend: Blend, indexes: dict[str, IndexFile], seq_length: int, count: int
+    name: str, blend: DatasetBlend, indexes: dict[str, IndexFile], seq_length: int, count: int
 ) -> None:
     for prefix, weight in zip(blend.prefixes, blend.weights, strict=True):
         lengths_N = indexes[prefix].lengths_N
@@ -244,7 +246,7 @@ def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> GPTDatasetCo
     return config
 
 
-def _notation(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
+def _notation(blend: DatasetBlend | None) -> tuple[list[str], list[float] | None] | None:
     if not blend:
         return None
     return list(blend.prefixes), list(blend.weights) if len(blend.prefixes) > 1 else None
@@ -252,7 +254,7 @@ def _notation(blend: Blend | None) -> tuple[list[str], list[float] | None] | Non
 
 @contextlib.contextmanager
 def _repaired_cache(folder: Path) -> Iterator[None]:
-    """Holds the cache for this process, without files that a killed writer left half-written."""
+    """Hold the cache for this process, after deleting files that a killed writer left half-written."""
     with disk_errors_explained(folder, "Make room (or give write access), or set another data.cache_dir."):
         folder.mkdir(parents=True, exist_ok=True)
         with sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."):

@@ -1,4 +1,4 @@
-"""Batches by sample cursor: a step trains on what the cursor says, whatever the mesh and the calls before."""
+"""Batches by sample cursor: a step's samples depend on the cursor alone, not on the mesh or on earlier calls."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +12,7 @@ from mcore_rl.errors import ConfigError, DataError
 
 
 class SampleDataset(Protocol):
-    """Samples by number, as mcore's GPTDataset and BlendedDataset give them; packed ones have more (PackedRows)."""
+    """Samples by index, as mcore's GPTDataset and BlendedDataset give them; PackedSequences gives more keys."""
 
     def __len__(self) -> int: ...
 
@@ -20,7 +20,7 @@ class SampleDataset(Protocol):
 
 
 class BatchSource:
-    """This data-parallel rank's microbatches of any step.
+    """A source of this data-parallel rank's microbatches for any step.
 
     The step that begins at cursor c with a global batch of b trains on samples c .. c+b-1. Rank r of dp takes
     the r-th of dp equal runs of them, cut in order into microbatches: ranks and microbatches put end to end
@@ -44,7 +44,7 @@ class BatchSource:
         self._ahead: tuple[int, int, Future[list[Microbatch]]] | None = None
 
     def microbatches(self, consumed_samples: int, global_batch: int) -> list[Microbatch]:
-        """This rank's share of the step at `consumed_samples`: `global_batch / dp / micro_batch` records."""
+        """Return this rank's `global_batch / dp / micro_batch` microbatches of the step at `consumed_samples`."""
         ahead, self._ahead = self._ahead, None
         if ahead and ahead[:2] == (consumed_samples, global_batch):
             return ahead[2].result()
@@ -59,7 +59,7 @@ class BatchSource:
         )
 
     def from_the_start(self, num_batches: int, global_batch: int) -> Iterator[list[Microbatch]]:
-        """The first `num_batches` batches, the same at every call: what an evaluation reads."""
+        """Yield the first `num_batches` batches, the same at every call, for an evaluation."""
         for index in range(num_batches):
             yield self.microbatches(index * global_batch, global_batch)
 
@@ -88,12 +88,13 @@ class BatchSource:
             labels_BS=torch.stack([sample["labels"] for sample in samples]),
             loss_mask_BS=torch.stack([sample["loss_mask"] for sample in samples]),
             position_ids_BS=torch.stack([sample["position_ids"] for sample in samples]),
-            packed=_spans([sample["lengths"] for sample in samples]) if is_packed else None,
+            packed=_boundaries([sample["lengths"] for sample in samples]) if is_packed else None,
             is_padding_BS=torch.stack([sample["is_padding"] for sample in samples]) if is_packed else None,
         )
 
 
-def _spans(lengths: Sequence[Tensor]) -> PackedSpans:
-    """The spans of rows laid end to end."""
-    of_all = torch.cat([torch.zeros(1, dtype=torch.int32), *lengths])
-    return PackedSpans(cu_seqlens=of_all.cumsum(0, dtype=torch.int32), max_length=int(of_all.max()))
+def _boundaries(lengths: Sequence[Tensor]) -> PackedSpans:
+    """Return the boundaries of the packed sequences, with the rows laid end to end."""
+    # cu_seqlens begins with 0, hence the zero in front.
+    all_lengths = torch.cat([torch.zeros(1, dtype=torch.int32), *lengths])
+    return PackedSpans(cu_seqlens=all_lengths.cumsum(0, dtype=torch.int32), max_length=int(all_lengths.max()))

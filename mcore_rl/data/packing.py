@@ -1,4 +1,4 @@
-"""Which examples share a row. Pure planning: lengths in, numbers out."""
+"""The plan of which conversations share a packed sequence: lengths in, indices out."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ import numpy
 
 
 def padded(length: int, multiple: int) -> int:
-    """`length`, or the next multiple."""
+    """Return the smallest multiple of `multiple` that is at least `length`."""
     return -(-length // multiple) * multiple
 
 
 def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
-    """Rows of indices: each index once, and the lengths of a row add up to at most `row_length`.
+    """Return packed sequences of indices: each index once, and the lengths in one add up to at most `row_length`.
 
-    Longest first, each into the fullest row that still holds it: what is left over are then small gaps
+    Longest first, each into the fullest row that still holds it: first fit then leaves small gaps
     (asserted in tests/unit/data/test_packing.py).
     """
     rows: list[list[int]] = []
@@ -36,9 +36,10 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 def plan_epoch(
     lengths: Sequence[int], row_length: int, *, buffer: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """The rows of one epoch: each example once, shuffled, packed within `buffer` examples, the rows shuffled again.
+    """Return the packed sequences of one epoch: each conversation once, shuffled, packed within windows of `buffer`
+    conversations, and the packed sequences shuffled again.
 
-    The same arguments give the same rows.
+    The same arguments give the same plan.
     """
     generator = numpy.random.default_rng((seed, epoch))
     order = generator.permutation(len(lengths)).tolist()

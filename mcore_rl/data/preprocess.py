@@ -1,6 +1,6 @@
 """Text files to a Megatron .bin/.idx pair: in parallel, resumable, and under its name only when it is whole.
 
-PREFIX.partial/plan.json       what is being done; a run with the same plan goes on with what it finds
+PREFIX.partial/plan.json       what is being done; a run with the same plan resumes from here
 PREFIX.partial/shard-*.done    a finished part (its .bin and .idx are on the disk)
 PREFIX.partial/merged.json     all is done; what is left is to move merged.* to PREFIX.*
 PREFIX.bin .idx .json          the dataset and its sidecar
@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data.documents import Layout, Source, find_sources
+from mcore_rl.data.documents import DocumentFormat, InputFile, find_input_files
 from mcore_rl.data.progress import DocumentProgress
 from mcore_rl.data.shards import Shard, ShardReport, finished_shards, merge_shards, plan_shards, token_dtype
 from mcore_rl.data.sidecar import Sidecar, SourceFile, sidecar_from
@@ -34,34 +34,36 @@ from mcore_rl.files import (
     write_atomically,
 )
 
+PLAN_VERSION = 2
+"""Version of plan.json and of the shards' markers: an unfinished run of another version is not resumed."""
 ENDINGS = (".bin", ".idx", ".json")
 SHOWN_BAD_LINES = 10
 LOCK_WAIT_S = 3.0
-"""Workers of a killed run need a moment to end."""
-AGAIN = "Make room (or give write access) there, and run the same command again: it goes on where it was."
+"""Seconds to wait for the lock: workers of a killed run need a moment to end."""
+AGAIN = "Make room (or give write access) there, and run the same command again: it resumes."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreprocessOptions:
-    """What to make of what."""
+    """Inputs, output and settings of a preprocessing."""
 
     inputs: tuple[Path, ...]
     """Files, or folders of files, in the order of their documents."""
     output: Path
-    """The prefix of the dataset."""
+    """Prefix of the dataset."""
     tokenizer: TokenizerConfig
-    layout: Layout
+    document_format: DocumentFormat
     workers: int = 1
-    """Processes that tokenize."""
+    """Number of processes that tokenize."""
     max_bad: int | None = None
-    """More bad lines than this end the run; None: any number is reported and left out."""
+    """More bad lines than this end the run; None allows any number, and they are reported and left out."""
     overwrite: bool = False
     """Replace a dataset of this prefix, and forget an unfinished one of another plan."""
 
 
 def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
-    """The dataset's sidecar; the bytes of its files do not depend on the workers, nor on interruptions."""
-    sources = find_sources(options.inputs)
+    """Make the dataset and return its sidecar; its bytes depend neither on the workers nor on interruptions."""
+    sources = find_input_files(options.inputs)
     tokenizer = load_tokenizer(options.tokenizer)
     folder = with_ending(options.output, ".partial")
     merged = folder / "merged"
@@ -83,18 +85,18 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
 
 def _make(
     options: PreprocessOptions,
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     tokenizer: Tokenizer,
     folder: Path,
     console: Console,
 ) -> None:
-    """Everything up to merged.json."""
-    shards = plan_shards(sources, options.layout)
+    """Tokenize and merge: everything up to merged.json."""
+    shards = plan_shards(sources, options.document_format)
     reports = finished_shards(shards, folder)
     missing = [shard for shard in shards if shard.index not in reports]
     _enforce_max_bad(options, shards, reports)
     _log(options.output, "tokenizing", shards=len(shards), finished=len(reports), workers=options.workers)
-    workers = tokenizing(missing, options.layout, options.tokenizer, folder, options.workers)
+    workers = tokenizing(missing, options.document_format, options.tokenizer, folder, options.workers)
     with workers as done, DocumentProgress(console, options.output.name) as progress:
         progress.begin(sum(s.num_bytes for s in shards), sum(r.num_bytes for r in reports.values()))
         for report in done:
@@ -106,7 +108,7 @@ def _make(
             _enforce_max_bad(options, shards, reports)
         rates = progress.rates() if missing else "tokenized by an earlier run"
     _report_bad_lines(options.output, shards, reports, console)
-    if find_sources(options.inputs) != tuple(sources):
+    if find_input_files(options.inputs) != tuple(sources):
         raise DataError(
             f"the inputs of {options.output} changed while they were read. Run again with --overwrite."
         )
@@ -119,9 +121,10 @@ def _make(
     )
 
 
-def _plan(options: PreprocessOptions, sources: Sequence[Source], tokenizer: Tokenizer) -> dict[str, Any]:
+def _plan(options: PreprocessOptions, sources: Sequence[InputFile], tokenizer: Tokenizer) -> dict[str, Any]:
     return {
-        "layout": asdict(options.layout),
+        "version": PLAN_VERSION,
+        "layout": asdict(options.document_format),
         "tokenizer": {
             "digest": tokenizer.digest,
             "eod_id": tokenizer.eod_id,
@@ -140,7 +143,7 @@ def _refuse_existing(output: Path) -> None:
 
 
 def _start_or_resume(folder: Path, plan: dict[str, Any], overwrite: bool) -> None:
-    """Leaves in `folder` the plan and what was done under it."""
+    """Leave in `folder` the plan and the finished shards of it, and nothing else."""
     path = folder / "plan.json"
     found = json.loads(path.read_bytes()) if path.exists() else None
     differing = [key for key in plan if found and found.get(key) != plan[key]]
@@ -157,7 +160,7 @@ def _start_or_resume(folder: Path, plan: dict[str, Any], overwrite: bool) -> Non
 
 def _sidecar(
     options: PreprocessOptions,
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     tokenizer: Tokenizer,
     reports: Sequence[ShardReport],
 ) -> Sidecar:
@@ -183,7 +186,7 @@ def _sidecar(
 
 
 def _publish(merged: Path, output: Path) -> None:
-    """Moves merged.* to their names, the sidecar last; a kill at any point leaves what the next run ends."""
+    """Move merged.* to their names, the sidecar last; after a kill at any point the next run finishes the move."""
     if with_ending(merged, ".bin").exists():
         # An older dataset goes first: at no moment do files of two lie side by side as if they were one.
         for ending in (".json", ".idx"):
@@ -202,29 +205,31 @@ def _require_space(folder: Path, num_bytes: int) -> None:
 
 
 def _bad_lines(shards: Sequence[Shard], reports: dict[int, ShardReport]) -> list[tuple[str, int, str]]:
-    """(file, line, problem) of the remembered bad lines, in order; every shard has a report."""
+    """Return (file, line, problem) of the recorded bad lines, in order; every shard must have a report."""
     found: list[tuple[str, int, str]] = []
     lines_before: dict[str, int] = {}
     for shard in shards:
         report = reports[shard.index]
-        for number, (piece, lines) in enumerate(zip(shard.pieces, report.lines, strict=True)):
-            start = lines_before.get(piece.path, 0)
+        for number, (file_slice, lines) in enumerate(zip(shard.file_slices, report.lines, strict=True)):
+            start = lines_before.get(file_slice.path, 0)
             found += [
-                (piece.path, start + bad.line, bad.problem) for bad in report.bad if bad.piece == number
+                (file_slice.path, start + bad.line, bad.problem)
+                for bad in report.bad
+                if bad.file_slice == number
             ]
-            lines_before[piece.path] = start + lines
+            lines_before[file_slice.path] = start + lines
     return found
 
 
 def _enforce_max_bad(
     options: PreprocessOptions, shards: Sequence[Shard], reports: dict[int, ShardReport]
 ) -> None:
-    """Counts up to the first shard without a report: line numbers are known there, whatever the workers."""
+    """Raise DataError beyond `max_bad`, counting up to the first shard without a report: lines have numbers there."""
     settled = list(takewhile(lambda shard: shard.index in reports, shards))
     num_bad = sum(reports[shard.index].num_bad for shard in settled)
     if options.max_bad is not None and num_bad > options.max_bad:
         raise DataError(
-            f"{options.output}: {num_bad} bad lines so far, and --max-bad is {options.max_bad}. Mend the "
+            f"{options.output}: {num_bad} bad lines so far, and --max-bad is {options.max_bad}. Correct the "
             f"input, or allow more.{_shown(num_bad, _bad_lines(settled, reports))}"
         )
 
@@ -248,6 +253,6 @@ def _shown(num_bad: int, found: Sequence[tuple[str, int, str]]) -> str:
     return "".join(lines) + (f"\n  and {more} more" if more else "")
 
 
-def _log(output: Path, event: str, **facts: Any) -> None:
+def _log(output: Path, event: str, **fields: Any) -> None:
     with open(with_ending(output, ".log.jsonl"), "a", encoding="utf-8") as log:
-        log.write(json.dumps({"time": time.time(), "event": event, **facts}) + "\n")
+        log.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\n")

@@ -1,4 +1,4 @@
-"""How far a long job over files is, on a terminal or in a log."""
+"""Progress of a long job over files, on a terminal or in a log."""
 
 import time
 from types import TracebackType
@@ -16,11 +16,11 @@ from rich.progress import (
 from rich.text import Text
 
 LOG_INTERVAL_S = 15.0
-"""Between two lines where there is no terminal to draw a bar on."""
+"""Seconds between two lines where there is no terminal to draw a bar on."""
 
 
 class DocumentProgress:
-    """A bar with MB/s, documents/s and the time that remains; without a terminal, a line now and then."""
+    """A progress bar with MB/s, documents/s and the time that remains; without a terminal, a line now and then."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._console = console
@@ -46,7 +46,7 @@ class DocumentProgress:
         self._bar.start()
 
     def add(self, num_bytes: int, documents: int) -> None:
-        """So much more is done."""
+        """Advance by `num_bytes` and `documents`."""
         self._done += num_bytes
         self._documents += documents
         for task in self._bar.task_ids:
@@ -61,16 +61,16 @@ class DocumentProgress:
 
     @property
     def seconds(self) -> float:
-        """Since `begin`."""
+        """Seconds since `begin`."""
         return time.monotonic() - self._started
 
     @property
     def bytes_per_s(self) -> float:
-        """Of this run."""
+        """Bytes per second of this run."""
         return (self._done - self._done_before) / max(self.seconds, 1e-9)
 
     def rates(self) -> str:
-        """The two speeds of this run."""
+        """Return MB/s and documents/s of this run as text."""
         return (
             f"{self.bytes_per_s / 1e6:.2f} MB/s, {self._documents / max(self.seconds, 1e-9):.0f} documents/s"
         )
@@ -90,5 +90,5 @@ class _Rates(ProgressColumn):
         self._progress = progress
 
     def render(self, task: Task) -> Text:
-        """The speeds."""
+        """Return the speeds."""
         return Text(self._progress.rates())

@@ -20,9 +20,9 @@ LEFT_OUT = {
     "encodings",
     "pydoc_data",
 }
-"""Other packages, repetitive tests, and files that are tables."""
+"""Folders that are left out: other packages, repetitive tests, and tables."""
 VALID_EVERY = 20
-"""One file in so many is held out."""
+"""One file in this many is held out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +34,11 @@ class PythonCorpus:
     train_files: int
     valid_files: int
     num_bytes: int
-    """Of text, in both."""
+    """Bytes of text in both files."""
 
 
 def write_python_corpus(folder: Path, *, max_bytes: int = 8 << 20) -> PythonCorpus:
-    """Writes FOLDER/train.jsonl and valid.jsonl: modules by the hash of their path, up to `max_bytes`.
+    """Write FOLDER/train.jsonl and valid.jsonl: modules by the hash of their path, up to `max_bytes`.
 
     The same interpreter gives the same files, wherever it is installed.
     """
@@ -75,7 +75,7 @@ def write_python_corpus(folder: Path, *, max_bytes: int = 8 << 20) -> PythonCorp
 
 
 def _modules(library: Path) -> list[str]:
-    """Paths below the library, with forward slashes."""
+    """Return the paths below the library, with forward slashes."""
     found = []
     for folder, folders, names in os.walk(library):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
@@ -85,7 +85,7 @@ def _modules(library: Path) -> list[str]:
 
 
 def _is_module(name: str) -> bool:
-    """Whether this is source that does not tell of the machine it was built on."""
+    """Return whether this is source that is the same on every machine."""
     return name.endswith(".py") and not name.startswith("_sysconfigdata")
 
 
@@ -94,7 +94,7 @@ def _hash(path: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """The text; empty for the odd file that is not UTF-8."""
+    """Return the text; empty for the odd file that is not UTF-8."""
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Preprocessing in parts: a shard is a run of the input for one process; its marker says it is done."""
+"""Preprocessing in parts: a shard is a part of the input for one process; its marker file records that it is done."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from mcore_rl.data.documents import Layout, Piece, PieceReader, Source
+from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.files import flush_to_disk, move_into_place, with_ending, write_atomically
@@ -18,39 +18,39 @@ from mcore_rl.files import flush_to_disk, move_into_place, with_ending, write_at
 MIN_SHARD_BYTES = 256 << 10
 MAX_SHARD_BYTES = 32 << 20
 WANTED_SHARDS = 64
-KEPT_BAD_LINES = 1000
-"""Bad lines of one shard that are remembered one by one; the others are counted."""
+MAX_RECORDED_BAD_LINES = 1000
+"""Number of bad lines of one shard that are recorded one by one; the others are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The `index`-th run of the input."""
+    """The `index`-th part of the input."""
 
     index: int
-    pieces: tuple[Piece, ...]
+    file_slices: tuple[FileSlice, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Input bytes."""
-        return sum(piece.end - piece.start for piece in self.pieces)
+        """Number of input bytes."""
+        return sum(file_slice.end - file_slice.start for file_slice in self.file_slices)
 
     def prefix(self, folder: Path) -> Path:
-        """Where its files lie; PREFIX.done is the marker."""
+        """Return the prefix of its files; PREFIX.done is the marker."""
         return folder / f"shard-{self.index:06d}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadLine:
-    """Something that is no document; `line` 1 is the first line of the shard's piece number `piece`."""
+    """A line that is no document; `line` 1 is the first line of the shard's slice with index `file_slice`."""
 
-    piece: int
+    file_slice: int
     line: int
     problem: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardReport:
-    """What one shard came to; the content of its marker."""
+    """Result of one shard; the content of its marker."""
 
     index: int
     documents: int
@@ -58,41 +58,43 @@ class ShardReport:
     max_token_id: int
     num_bytes: int
     lines: tuple[int, ...]
-    """Of each piece."""
+    """Number of lines of each slice."""
     num_bad: int
     bad: tuple[BadLine, ...]
-    """The first KEPT_BAD_LINES."""
+    """The first MAX_RECORDED_BAD_LINES of them."""
 
 
-def plan_shards(sources: Sequence[Source], layout: Layout) -> tuple[Shard, ...]:
-    """The sources in order, cut or joined to runs of about equal size; depends on their sizes alone."""
+def plan_shards(sources: Sequence[InputFile], document_format: DocumentFormat) -> tuple[Shard, ...]:
+    """Cut or join the files, in order, to shards of about equal size; the plan depends on their sizes alone."""
     total = sum(source.num_bytes for source in sources)
     size = min(max(total // WANTED_SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     shards: list[Shard] = []
-    pieces: list[Piece] = []
+    file_slices: list[FileSlice] = []
     filled = 0
     for source in sources:
-        step = size if layout.is_splittable else max(source.num_bytes, 1)
+        step = size if document_format.is_splittable else max(source.num_bytes, 1)
         for start in range(0, max(source.num_bytes, 1), step):
             end = min(start + step, source.num_bytes)
-            pieces.append(Piece(path=source.path, start=start, end=end))
+            file_slices.append(FileSlice(path=source.path, start=start, end=end))
             filled += end - start
             if filled >= size:
-                shards.append(Shard(index=len(shards), pieces=tuple(pieces)))
-                pieces, filled = [], 0
-    if pieces:
-        shards.append(Shard(index=len(shards), pieces=tuple(pieces)))
+                shards.append(Shard(index=len(shards), file_slices=tuple(file_slices)))
+                file_slices, filled = [], 0
+    if file_slices:
+        shards.append(Shard(index=len(shards), file_slices=tuple(file_slices)))
     return tuple(shards)
 
 
 def token_dtype(vocab_size: int) -> type[numpy.number]:
-    """Megatron's choice for ids below `vocab_size`."""
+    """Return Megatron's choice of type for ids below `vocab_size`."""
     dtype: type[numpy.number] = DType.optimal_dtype(vocab_size)
     return dtype
 
 
-def tokenize_shard(shard: Shard, layout: Layout, tokenizer: Tokenizer, folder: Path) -> ShardReport:
-    """Writes the shard's .bin, .idx and, once these are on the disk, its marker."""
+def tokenize_shard(
+    shard: Shard, document_format: DocumentFormat, tokenizer: Tokenizer, folder: Path
+) -> ShardReport:
+    """Write the shard's .bin, .idx and, once these are on the disk, its marker."""
     prefix = shard.prefix(folder)
     # A process of an earlier, killed run may still be at this shard; each writes under its own name.
     scratch = with_ending(prefix, f".{os.getpid()}.tmp")
@@ -102,8 +104,8 @@ def tokenize_shard(shard: Shard, layout: Layout, tokenizer: Tokenizer, folder: P
     documents, tokens, largest, num_bad = 0, 0, -1, 0
     bad: list[BadLine] = []
     lines: list[int] = []
-    for number, piece in enumerate(shard.pieces):
-        reader = PieceReader(piece, layout)
+    for index, file_slice in enumerate(shard.file_slices):
+        reader = DocumentReader(file_slice, document_format)
         for record in reader:
             ids = [] if record.problem else tokenizer.encode(record.text)
             if ids:
@@ -112,8 +114,8 @@ def tokenize_shard(shard: Shard, layout: Layout, tokenizer: Tokenizer, folder: P
                 documents, tokens, largest = documents + 1, tokens + len(ids), max(largest, *ids)
                 continue
             num_bad += 1
-            if len(bad) < KEPT_BAD_LINES:
-                bad.append(BadLine(piece=number, line=record.line, problem=record.problem or "no token"))
+            if len(bad) < MAX_RECORDED_BAD_LINES:
+                bad.append(BadLine(file_slice=index, line=record.line, problem=record.problem or "no token"))
         lines.append(reader.num_lines)
     builder.finalize(str(with_ending(scratch, ".idx")))
     for ending in (".bin", ".idx"):
@@ -133,7 +135,7 @@ def tokenize_shard(shard: Shard, layout: Layout, tokenizer: Tokenizer, folder: P
 
 
 def finished_shards(shards: Sequence[Shard], folder: Path) -> dict[int, ShardReport]:
-    """The reports of the shards whose marker is in `folder`."""
+    """Return the reports of the shards whose marker is in `folder`."""
     reports = {}
     for shard in shards:
         marker = with_ending(shard.prefix(folder), ".done")
@@ -147,7 +149,7 @@ def finished_shards(shards: Sequence[Shard], folder: Path) -> dict[int, ShardRep
 def merge_shards(
     shards: Sequence[Shard], reports: dict[int, ShardReport], folder: Path, merged: Path, vocab: int
 ) -> None:
-    """Writes MERGED.bin and .idx: the documents of all shards, in order."""
+    """Write MERGED.bin and .idx: the documents of all shards, in order."""
     builder = IndexedDatasetBuilder(str(with_ending(merged, ".bin")), dtype=token_dtype(vocab))
     for shard in shards:
         if reports[shard.index].documents:
@@ -158,7 +160,7 @@ def merge_shards(
 
 
 def _append(builder: IndexedDatasetBuilder, prefix: str) -> None:
-    """Megatron's `add_index` without its garbage collection: 0.15 s a shard, more as the lists grow."""
+    """Do as Megatron's `add_index` does, without its garbage collection: 0.15 s a shard, more as the lists grow."""
     lengths = read_index(prefix).lengths_N.tolist()
     before = len(builder.sequence_lengths)
     builder.sequence_lengths.extend(lengths)

@@ -1,4 +1,4 @@
-"""PREFIX.json: what a dataset was made of, so that it is not trained on with another tokenizer."""
+"""PREFIX.json: the origin of a dataset, so that it is not trained on with another tokenizer."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -20,7 +20,7 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sidecar:
-    """Facts of a finished dataset. The same input and settings give the same bytes."""
+    """Description of a finished dataset. The same input and settings give the same bytes."""
 
     version: int = SIDECAR_VERSION
     tokenizer_kind: str
@@ -31,20 +31,20 @@ class Sidecar:
     """The largest id in the data."""
     documents: int
     tokens: int
-    """End-of-document tokens included."""
+    """Number of tokens, end-of-document tokens included."""
     dtype: str
-    """Of the .bin file."""
+    """Type of the tokens in the .bin."""
     bad_lines: int
-    """Lines, or documents of plain text, that were left out."""
+    """Number of lines, or of documents of plain text, that were left out."""
     sources: tuple[SourceFile, ...]
 
     def to_json(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         return json.dumps(asdict(self), indent=1).encode() + b"\n"
 
 
 def read_sidecar(prefix: str) -> Sidecar | None:
-    """The sidecar of `prefix`; None when it has none, as with data from other tools."""
+    """Return the sidecar of `prefix`; None when it has none, as with data from other tools."""
     path = with_ending(prefix, ".json")
     if not path.is_file():
         return None
@@ -52,7 +52,7 @@ def read_sidecar(prefix: str) -> Sidecar | None:
 
 
 def sidecar_from(path: Path) -> Sidecar:
-    """The sidecar in `path`; DataError when it is not one, or of another version."""
+    """Return the sidecar in `path`; DataError when it is not one, or of another version."""
     remedy = (
         "Make the data again with `mcore-rl data preprocess`, or remove the file to train without its checks."
     )

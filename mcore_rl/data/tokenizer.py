@@ -17,11 +17,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
-    """Token ids lie in 0 .. vocab_size - 1."""
+    """A tokenizer, whose ids lie in 0 .. vocab_size - 1."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """Number of ids: one more than the largest."""
 
     @property
     def eod_id(self) -> int:
@@ -29,25 +29,25 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """The token that begins a text; None: there is none."""
+        """The token that begins a text; None when the tokenizer has none."""
 
     @property
     def pad_id(self) -> int | None:
-        """The token that fills rows; None: there is none."""
+        """The token that pads sequences; None when the tokenizer has none."""
 
     @property
     def digest(self) -> str:
         """SHA-256 of the file that decides which ids a text has: equal digests, equal ids."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone: nothing is added, and the name of a special token in it is mere text."""
+        """Return the ids of `text` alone: nothing is added, and the name of a special token in it is mere text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`."""
+        """Return the text of `ids`."""
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that `config` names; DataError when its files are missing or unreadable."""
+    """Return the tokenizer that `config` names; DataError when its files are missing or unreadable."""
     if config.kind == "none":
         raise DataError(
             "data.tokenizer.kind is 'none', and this needs a tokenizer: set it to 'sentencepiece' (a "
@@ -63,7 +63,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece .model file; its end-of-sentence piece ends documents."""
+    """The tokenizer of a sentencepiece .model file; its end-of-sentence piece ends documents."""
 
     def __init__(self, path: Path) -> None:
         if path.is_dir():
@@ -89,18 +89,18 @@ class SentencePieceTokenizer:
         self.pad_id = _id_or_none(self._processor.pad_id())
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
+        """Return the ids of `text` alone."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
+        """Return the text of `ids`."""
         text: str = self._processor.decode(list(ids))
         return text
 
 
 class HuggingFaceTokenizer:
-    """A folder with tokenizer.json, which decides the ids; tokenizer_config.json names the special tokens."""
+    """A tokenizer of a folder: tokenizer.json decides the ids, tokenizer_config.json names the special tokens."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -126,7 +126,7 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         names = self.special_tokens = _special_names(folder)
-        """`eos_token` and the like to their text."""
+        """Text of the special tokens, by name (`eos_token` and the like)."""
         end = END_OF_TEXT if END_OF_TEXT in ids else names.get("eos_token", "")
         if end not in ids:
             raise DataError(
@@ -138,11 +138,11 @@ class HuggingFaceTokenizer:
         self.pad_id = ids.get(names.get("pad_token", ""))
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
+        """Return the ids of `text` alone."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
+        """Return the text of `ids`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -151,7 +151,7 @@ def _id_or_none(piece: int) -> int | None:
 
 
 def _special_names(folder: Path) -> dict[str, str]:
-    """`eos_token` and the like to their text, from the two files that may say; the second one decides."""
+    """Return special tokens by name (`eos_token`, ...), from the two files that may hold them; the second wins."""
     names: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name

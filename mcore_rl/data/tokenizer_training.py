@@ -10,13 +10,13 @@ from typing import Literal
 
 import sentencepiece
 
-from mcore_rl.data.documents import Layout, Piece, PieceReader, Source, find_sources
+from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile, find_input_files
 from mcore_rl.errors import DataError
 from mcore_rl.files import disk_errors_explained, write_atomically
 
 UNKNOWN_ID, BOS_ID, EOD_ID, PAD_ID = 0, 1, 2, 3
 LONGEST_LINE_BYTES = 1 << 20
-"""Longer lines would be left out by sentencepiece; they are cut."""
+"""Lines longer than this are cut: sentencepiece would leave them out."""
 SAMPLE_SEED = 0
 TOO_LARGE = re.compile(r"too high \(\d+\)\. Please set it to a value <= (\d+)")
 TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
@@ -24,31 +24,31 @@ TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerTraining:
-    """What to train on, and what to train."""
+    """Inputs and settings of a tokenizer."""
 
     inputs: tuple[Path, ...]
     output: Path
-    """The .model file."""
-    layout: Layout
+    """Path of the .model file."""
+    document_format: DocumentFormat
     vocab_size: int
     model_type: Literal["bpe", "unigram"] = "bpe"
     character_coverage: float = 0.9995
     """Share of the text's characters that get a piece; the others are spelt in bytes."""
     max_bytes: int = 512 << 20
-    """Of a larger corpus, so much is read: documents drawn at random, the same at every run."""
+    """Bytes of text that are read; of a larger corpus documents are drawn at random, the same at every run."""
     threads: int = 4
-    """It is written into the file, so that its digest depends on it."""
+    """Number of threads. It is written into the file, so that the file's digest depends on it."""
 
 
 def train_tokenizer(options: TokenizerTraining) -> int:
-    """Writes the model; the number of lines it was trained on.
+    """Write the model and return the number of lines it was trained on.
 
     Each byte has a piece (so that nothing is unknown), each digit has one, spaces are kept as they are. Ids 0
     to 3 are unknown, begin of text, end of document and padding.
     """
     if not 0 < options.character_coverage <= 1:
         raise DataError(f"character coverage {options.character_coverage}: wanted above 0, at most 1.")
-    lines = _Lines(find_sources(options.inputs), options.layout, options.max_bytes)
+    lines = _Lines(find_input_files(options.inputs), options.document_format, options.max_bytes)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -84,18 +84,20 @@ def train_tokenizer(options: TokenizerTraining) -> int:
 class _Lines:
     """The lines of the documents, counted as they are read."""
 
-    def __init__(self, sources: Sequence[Source], layout: Layout, max_bytes: int) -> None:
+    def __init__(self, sources: Sequence[InputFile], document_format: DocumentFormat, max_bytes: int) -> None:
         self.count = 0
         self.num_bad = 0
         self.problem = ""
         self._sources = sources
-        self._layout = layout
+        self._document_format = document_format
         self._share = min(1.0, max_bytes / max(1, sum(source.num_bytes for source in sources)))
 
     def __iter__(self) -> Iterator[str]:
         draw = random.Random(SAMPLE_SEED)
         for source in self._sources:
-            for record in PieceReader(Piece(path=source.path, start=0, end=source.num_bytes), self._layout):
+            for record in DocumentReader(
+                FileSlice(path=source.path, start=0, end=source.num_bytes), self._document_format
+            ):
                 if record.problem:
                     self.num_bad += 1
                     self.problem = self.problem or f"{source.path}:{record.line}: {record.problem}"

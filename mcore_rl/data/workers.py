@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data.documents import Layout
+from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.shards import Shard, ShardReport, tokenize_shard
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
@@ -20,9 +20,13 @@ from mcore_rl.errors import DataError
 
 @contextmanager
 def tokenizing(
-    shards: Sequence[Shard], layout: Layout, tokenizer: TokenizerConfig, folder: Path, workers: int
+    shards: Sequence[Shard],
+    document_format: DocumentFormat,
+    tokenizer: TokenizerConfig,
+    folder: Path,
+    workers: int,
 ) -> Iterator[Iterator[ShardReport]]:
-    """Starts `workers` processes at once; iterating gives each shard's report when it is done, in any order.
+    """Start `workers` processes at once; iterating gives each shard's report when it is done, in any order.
 
     They are forked, so that they need not import Megatron again: enter this before other threads are started.
     Leaving waits for the shards at hand and drops the others.
@@ -33,19 +37,21 @@ def tokenizing(
         max_workers=workers, mp_context=multiprocessing.get_context("fork"), initializer=_follow_parent
     )
     try:
-        futures = [executor.submit(_tokenize, shard, layout, tokenizer, folder) for shard in shards]
+        futures = [executor.submit(_tokenize, shard, document_format, tokenizer, folder) for shard in shards]
         yield (future.result() for future in as_completed(futures))
     except BrokenProcessPool as error:
         raise DataError(
             f"a process that tokenized parts of {folder} was killed (out of memory?). Run the same command "
-            "again, perhaps with fewer --workers: it goes on where it was."
+            "again, perhaps with fewer --workers: it resumes."
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _tokenize(shard: Shard, layout: Layout, config: TokenizerConfig, folder: Path) -> ShardReport:
-    return tokenize_shard(shard, layout, _tokenizer(config), folder)
+def _tokenize(
+    shard: Shard, document_format: DocumentFormat, config: TokenizerConfig, folder: Path
+) -> ShardReport:
+    return tokenize_shard(shard, document_format, _tokenizer(config), folder)
 
 
 @functools.cache
@@ -54,7 +60,7 @@ def _tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _follow_parent() -> None:
-    """A worker of a killed run must not stay and wait for work; Ctrl-C is for the parent to handle."""
+    """End this worker when its parent ends: it must not wait for work for ever. Ctrl-C is the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_after_parent, daemon=True).start()
 

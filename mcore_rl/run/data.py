@@ -6,7 +6,7 @@ import sys
 from rich.console import Console
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data.documents import Layout, find_sources, layout_kind
+from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import DataError
@@ -27,7 +27,9 @@ def _tokenizer(args: argparse.Namespace) -> int:
         TokenizerTraining(
             inputs=tuple(args.inputs),
             output=args.output,
-            layout=Layout(kind=args.format or layout_kind(find_sources(args.inputs)), key=args.key),
+            document_format=DocumentFormat(
+                kind=args.format or format_of_endings(find_input_files(args.inputs)), key=args.key
+            ),
             vocab_size=args.vocab_size,
             model_type=args.model_type,
             character_coverage=args.character_coverage,
@@ -48,8 +50,8 @@ def _preprocess(args: argparse.Namespace) -> int:
         tokenizer=TokenizerConfig(
             kind="huggingface" if args.tokenizer.is_dir() else "sentencepiece", path=str(args.tokenizer)
         ),
-        layout=Layout(
-            kind=args.format or layout_kind(find_sources(args.inputs)),
+        document_format=DocumentFormat(
+            kind=args.format or format_of_endings(find_input_files(args.inputs)),
             key=args.key,
             # An empty separator is a blank line; None makes a file one document.
             separator="" if args.split_blank_lines else args.document_separator,

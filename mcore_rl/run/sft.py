@@ -12,7 +12,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.examples import Examples, read_examples
-from mcore_rl.data.packed_rows import PackedRows, Packing
+from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.obs.metrics import Metric
@@ -48,11 +48,13 @@ def data_of(config: SFTConfig) -> Data:
     chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
     packing = packing_of(config, tokenizer)
     examples = read_examples(data.train, data, chat)
-    train_rows = PackedRows(examples, packing, total_samples(train_settings))
+    train_rows = PackedSequences(examples, packing, total_samples(train_settings))
     valid_rows = None
     if data.valid and train_settings.eval_batches:
         held_out = read_examples(data.valid, data, chat)
-        valid_rows = PackedRows(held_out, packing, train_settings.eval_batches * train_settings.global_batch)
+        valid_rows = PackedSequences(
+            held_out, packing, train_settings.eval_batches * train_settings.global_batch
+        )
 
     def sources(state: TrainState, _: object) -> Sources:
         return Sources(
@@ -66,18 +68,18 @@ def data_of(config: SFTConfig) -> Data:
     )
 
 
-def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> Packing:
+def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:
     """How rows are made for this mesh."""
-    return Packing(
+    return PackingOptions(
         row_length=config.data.seq_length,
-        span_multiple=config.span_multiple,
+        length_multiple=config.span_multiple,
         buffer=config.data.pack_buffer,
         seed=config.train.seed,
         pad_id=tokenizer.eod_id,
     )
 
 
-def facts_of(rows: PackedRows) -> list[Metric]:
+def facts_of(rows: PackedSequences) -> list[Metric]:
     """What the log says of the training data."""
     examples = rows.examples
     return [
@@ -87,14 +89,14 @@ def facts_of(rows: PackedRows) -> list[Metric]:
     ]
 
 
-def told(examples: Examples, rows: PackedRows) -> str:
+def told(examples: Examples, rows: PackedSequences) -> str:
     """The same in a sentence."""
     skipped = (
         f"; {examples.num_skipped} were longer than a row and are left out" if examples.num_skipped else ""
     )
     return (
-        f"{len(examples)} conversations in {rows.rows_of_epoch} rows of {rows.packing.row_length}, "
-        f"{rows.filled_fraction:.1%} filled, {examples.said_fraction:.1%} of the tokens trained on{skipped}"
+        f"{len(examples)} conversations in {rows.sequences_per_epoch} rows of {rows.packing.row_length}, "
+        f"{rows.filled_fraction:.1%} filled, {examples.assistant_fraction:.1%} of the tokens trained on{skipped}"
     )
 
 

@@ -16,7 +16,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.loader import BatchSource
-from mcore_rl.data.packed_rows import PackedRows, Packing
+from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
@@ -72,21 +72,21 @@ class Logits:
 def conversations(vocab_size: int) -> Examples:
     generator = numpy.random.default_rng(0)
     total = sum(LENGTHS)
-    is_said = generator.random(total) < 0.6
+    assistant_mask = generator.random(total) < 0.6
     starts = numpy.cumsum([0, *LENGTHS])
-    is_said[starts[1:] - 1] = True
+    assistant_mask[starts[1:] - 1] = True
     ids = generator.integers(0, vocab_size, total, dtype=numpy.int32)
-    return Examples(ids_T=ids, is_said_T=is_said, starts_N=starts, num_skipped=0)
+    return Examples(ids_T=ids, assistant_mask_T=assistant_mask, starts_N=starts, num_skipped=0)
 
 
 def packed(state: TrainState, examples: Examples) -> list[LocalMicrobatch]:
     """On a rank: all conversations in rows of 32 positions, two rows a microbatch."""
     cp, dp = state.mesh.cp, state.mesh.dp
-    packing = Packing(
-        row_length=32, span_multiple=2 * cp.size if cp.size > 1 else 1, buffer=100, seed=0, pad_id=0
+    packing = PackingOptions(
+        row_length=32, length_multiple=2 * cp.size if cp.size > 1 else 1, buffer=100, seed=0, pad_id=0
     )
-    rows = PackedRows(examples, packing, ROWS)
-    assert rows.rows_of_epoch == ROWS
+    rows = PackedSequences(examples, packing, ROWS)
+    assert rows.sequences_per_epoch == ROWS
     source = BatchSource(rows, micro_batch=2, dp_rank=dp.rank, dp_size=dp.size)
     return [localize(microbatch, cp, state.platform.device) for microbatch in source.microbatches(0, ROWS)]
 
@@ -100,7 +100,7 @@ def one_by_one(state: TrainState, examples: Examples) -> list[LocalMicrobatch]:
         microbatch = Microbatch(
             tokens_BS=ids[:, :-1],
             labels_BS=ids[:, 1:],
-            loss_mask_BS=torch.from_numpy(examples.is_said_T[begin + 1 : end]).float()[None],
+            loss_mask_BS=torch.from_numpy(examples.assistant_mask_T[begin + 1 : end]).float()[None],
             position_ids_BS=torch.arange(end - begin - 1)[None],
         )
         microbatches.append(localize(microbatch, state.mesh.cp, state.platform.device))

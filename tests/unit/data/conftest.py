@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data.documents import Layout
+from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 
 
@@ -48,7 +48,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerConfig:
     sample = write_jsonl(folder / "sample.jsonl", made_up_documents(40, words=100))
     model = folder / "small.model"
     train_tokenizer(
-        TokenizerTraining(inputs=(sample,), output=model, layout=Layout(kind="jsonl"), vocab_size=400)
+        TokenizerTraining(
+            inputs=(sample,), output=model, document_format=DocumentFormat(kind="jsonl"), vocab_size=400
+        )
     )
     return TokenizerConfig(kind="sentencepiece", path=str(model))
 

@@ -90,7 +90,7 @@ def test_tokens_and_mask_are_those_of_transformers_with_generation_marks(folder,
     wanted = of_transformers(folder, turns, MARKED, return_assistant_tokens_mask=True)
     ours = chat(template).encode(conversation(turns))
     assert list(ours.ids_T) == wanted["input_ids"]
-    assert [int(said) for said in ours.is_said_T] == wanted["assistant_masks"]
+    assert [int(said) for said in ours.assistant_mask_T] == wanted["assistant_masks"]
 
 
 def test_the_template_of_the_tokenizers_folder_is_used(folder, chat):
@@ -102,7 +102,11 @@ def test_special_tokens_are_at_hand_in_the_template(folder, chat):
     said = chat(BRACKETS).encode(conversation(CHATS[0]))
     assert list(said.ids_T) == of_transformers(folder, CHATS[0], BRACKETS)["input_ids"]
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    spoken = [token for token, is_said in zip(said.ids_T, said.is_said_T, strict=True) if is_said]
+    spoken = [
+        token
+        for token, assistant_mask in zip(said.ids_T, said.assistant_mask_T, strict=True)
+        if assistant_mask
+    ]
     assert [words.id_to_token(token) for token in spoken] == ["Ġ", "4", "<|im_end|>"]
 
 
@@ -116,7 +120,7 @@ def test_a_template_in_which_later_turns_change_earlier_ones_is_refused(chat):
     turns = [("user", "?"), ("assistant", "<think>hm</think>!"), ("user", "?"), ("assistant", "!")]
     with pytest.raises(DataError, match="turn 2 differently with and without what follows"):
         chat(FORGETFUL).encode(conversation(turns))
-    assert any(chat(FORGETFUL).encode(conversation(turns[:2])).is_said_T)
+    assert any(chat(FORGETFUL).encode(conversation(turns[:2])).assistant_mask_T)
 
 
 def test_what_a_template_raises_is_said(chat):
@@ -154,5 +158,5 @@ def test_a_plain_chat_is_its_parts_encoded_by_themselves(tokenizer, template, te
     answer = [*words.encode("no"), words.eod_id]
     encoded = chat.encode(conversation([("user", "ab"), ("assistant", "no")]))
     assert list(encoded.ids_T) == prompt + answer
-    assert list(encoded.is_said_T) == [False] * len(prompt) + [True] * len(answer)
+    assert list(encoded.assistant_mask_T) == [False] * len(prompt) + [True] * len(answer)
     assert chat.prompt(conversation([("user", "ab")])) == prompt

@@ -5,21 +5,27 @@ from itertools import pairwise
 
 import pytest
 
-from mcore_rl.data.documents import Layout, Piece, PieceReader, find_sources, layout_kind
+from mcore_rl.data.documents import (
+    DocumentFormat,
+    DocumentReader,
+    FileSlice,
+    find_input_files,
+    format_of_endings,
+)
 from mcore_rl.errors import DataError
 
-JSONL = Layout(kind="jsonl")
-BLANK = Layout(kind="text", separator="")
-MARKED = Layout(kind="text", separator="%%")
-WHOLE = Layout(kind="text")
+JSONL = DocumentFormat(kind="jsonl")
+BLANK = DocumentFormat(kind="text", separator="")
+MARKED = DocumentFormat(kind="text", separator="%%")
+WHOLE = DocumentFormat(kind="text")
 
 
-def read(path, layout, offsets=()):
-    """(line in the file, text, problem) of the file, read in pieces cut at `offsets`."""
+def read(path, document_format, offsets=()):
+    """(line in the file, text, problem) of the file, read in file_slices cut at `offsets`."""
     bounds = [0, *offsets, path.stat().st_size]
     records, lines = [], 0
     for start, end in pairwise(bounds):
-        reader = PieceReader(Piece(path=str(path), start=start, end=end), layout)
+        reader = DocumentReader(FileSlice(path=str(path), start=start, end=end), document_format)
         records += [(lines + record.line, record.text, record.problem) for record in reader]
         lines += reader.num_lines
     return records
@@ -36,13 +42,13 @@ CONTENTS = {
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_wherever_a_file_is_cut_its_documents_and_line_numbers_are_the_same(tmp_path, name):
-    layout, content = CONTENTS[name]
+    document_format, content = CONTENTS[name]
     path = tmp_path / "file"
     path.write_bytes(content)
-    whole = read(path, layout)
+    whole = read(path, document_format)
     for first in range(1, len(content)):
         for second in range(first, len(content), 3):
-            assert read(path, layout, (first, second)) == whole, (first, second)
+            assert read(path, document_format, (first, second)) == whole, (first, second)
 
 
 def test_json_lines_give_the_key_and_its_line(tmp_path):
@@ -101,22 +107,22 @@ def test_a_folder_is_its_files_by_name_without_hidden_ones(tmp_path):
     for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    names = [source.path.removeprefix(f"{tmp_path}/") for source in find_sources([tmp_path])]
+    names = [source.path.removeprefix(f"{tmp_path}/") for source in find_input_files([tmp_path])]
     assert names == ["a.txt", "b.txt", "sub/c.txt"]
 
 
-def test_endings_decide_the_layout_and_a_doubt_is_an_error(tmp_path):
+def test_endings_decide_the_format_and_a_doubt_is_an_error(tmp_path):
     for name in ("a.jsonl", "b.txt", "c.bin"):
         (tmp_path / name).write_text("x")
-    kinds = {name: find_sources([tmp_path / name]) for name in ("a.jsonl", "b.txt", "c.bin")}
-    assert (layout_kind(kinds["a.jsonl"]), layout_kind(kinds["b.txt"])) == ("jsonl", "text")
+    kinds = {name: find_input_files([tmp_path / name]) for name in ("a.jsonl", "b.txt", "c.bin")}
+    assert (format_of_endings(kinds["a.jsonl"]), format_of_endings(kinds["b.txt"])) == ("jsonl", "text")
     for doubtful in (kinds["c.bin"], kinds["a.jsonl"] + kinds["b.txt"]):
-        with pytest.raises(DataError, match="Say --format"):
-            layout_kind(doubtful)
+        with pytest.raises(DataError, match="Give --format"):
+            format_of_endings(doubtful)
 
 
 def test_missing_and_compressed_inputs_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"{}"))
     for name, message in (("a.jsonl", r"compressed \(gzip\)"), ("b.jsonl", "does not exist")):
         with pytest.raises(DataError, match=message):
-            find_sources([tmp_path / name])
+            find_input_files([tmp_path / name])

@@ -34,7 +34,7 @@ def test_both_formats_say_the_same(read, tokenizer):
         for begin, end in ((0, examples.starts_N[1]), examples.starts_N[1:])
     )
     assert first == second
-    said = examples.ids_T[: examples.starts_N[1]][examples.is_said_T[: examples.starts_N[1]]].tolist()
+    said = examples.ids_T[: examples.starts_N[1]][examples.assistant_mask_T[: examples.starts_N[1]]].tolist()
     words = load_tokenizer(tokenizer)
     assert said == [*words.encode("in"), words.eod_id]
 

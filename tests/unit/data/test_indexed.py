@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
-from mcore_rl.data.documents import Layout
+from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.indexed import SampleCounts, build_datasets, plan_data
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.sidecar import read_sidecar
@@ -213,8 +213,10 @@ def made(tokenizer, tmp_path_factory):
     """A preprocessed dataset with its sidecar."""
     folder = tmp_path_factory.mktemp("made")
     text = write_jsonl(folder / "text.jsonl", made_up_documents(20, words=40))
-    layout = Layout(kind="jsonl")
-    options = PreprocessOptions(inputs=(text,), output=folder / "data", tokenizer=tokenizer, layout=layout)
+    document_format = DocumentFormat(kind="jsonl")
+    options = PreprocessOptions(
+        inputs=(text,), output=folder / "data", tokenizer=tokenizer, document_format=document_format
+    )
     preprocess(options, Console(quiet=True))
     return folder / "data"
 
@@ -226,7 +228,9 @@ def other_tokenizer(tokenizer, tmp_path):
     text = write_jsonl(tmp_path / "text.jsonl", made_up_documents(30, words=100, seed=5))
     output = tmp_path / "other.model"
     train_tokenizer(
-        TokenizerTraining(inputs=(text,), output=output, layout=Layout(kind="jsonl"), vocab_size=400)
+        TokenizerTraining(
+            inputs=(text,), output=output, document_format=DocumentFormat(kind="jsonl"), vocab_size=400
+        )
     )
     return TokenizerConfig(kind="sentencepiece", path=str(output))
 
@@ -254,7 +258,7 @@ def test_a_blend_of_two_tokenizers_is_refused(made, tokenizer, tmp_path):
         inputs=(text,),
         output=tmp_path / "data",
         tokenizer=other_tokenizer(tokenizer, tmp_path),
-        layout=Layout(kind="jsonl"),
+        document_format=DocumentFormat(kind="jsonl"),
     )
     preprocess(options, Console(quiet=True))
     refused("made with different tokenizers", config(made, tmp_path / "data"))
@@ -263,7 +267,7 @@ def test_a_blend_of_two_tokenizers_is_refused(made, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace('"documents": 20', '"documents": 21'), "speaks of 21 documents"),
+        (lambda text: text.replace('"documents": 20', '"documents": 21'), "describes 21 documents"),
         (lambda text: text.replace('"version": 1', '"version": 9'), "has version 9"),
         (lambda text: text.replace('"eod_id"', '"end_id"'), "has the fields"),
         (lambda text: text[:50], "is not JSON"),

@@ -5,7 +5,7 @@ import torch
 
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.loader import BatchSource
-from mcore_rl.data.packed_rows import PackedRows, Packing
+from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.data.packing import pack, padded, plan_epoch
 
 ROW = 64
@@ -21,13 +21,16 @@ def examples(lengths):
     ids = torch.cat([1000 * index + torch.arange(length + 1) for index, length in enumerate(lengths)])
     starts = torch.tensor([0, *(length + 1 for length in lengths)]).cumsum(0)
     return Examples(
-        ids_T=ids.int().numpy(), is_said_T=(ids % 2 == 1).numpy(), starts_N=starts.numpy(), num_skipped=0
+        ids_T=ids.int().numpy(),
+        assistant_mask_T=(ids % 2 == 1).numpy(),
+        starts_N=starts.numpy(),
+        num_skipped=0,
     )
 
 
-def packed_rows(lengths, multiple=1, num_rows=10_000, seed=0):
-    packing = Packing(row_length=ROW, span_multiple=multiple, buffer=16, seed=seed, pad_id=7)
-    return PackedRows(examples(lengths), packing, num_rows)
+def packed_sequences(lengths, multiple=1, num_sequences=10_000, seed=0):
+    packing = PackingOptions(row_length=ROW, length_multiple=multiple, buffer=16, seed=seed, pad_id=7)
+    return PackedSequences(examples(lengths), packing, num_sequences)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -58,8 +61,8 @@ def test_an_epoch_has_each_example_once_in_an_order_of_its_own():
 
 def test_rows_run_through_the_epochs_and_depend_on_their_number_alone():
     lengths = lengths_of(50)
-    forwards, late = packed_rows(lengths), packed_rows(lengths)
-    rows = [forwards.members(index) for index in range(3 * forwards.rows_of_epoch)]
+    forwards, late = packed_sequences(lengths), packed_sequences(lengths)
+    rows = [forwards.members(index) for index in range(3 * forwards.sequences_per_epoch)]
     assert [late.members(index) for index in reversed(range(len(rows)))] == rows[::-1]
     seen = [example for row in rows for example in row]
     assert sorted(seen[:50]) == sorted(seen[50:100]) == list(range(50))
@@ -68,8 +71,8 @@ def test_rows_run_through_the_epochs_and_depend_on_their_number_alone():
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_labels_masks_and_positions_stay_within_their_span(multiple):
     lengths = lengths_of(40)
-    rows = packed_rows(lengths, multiple)
-    for index in range(rows.rows_of_epoch):
+    rows = packed_sequences(lengths, multiple)
+    for index in range(rows.sequences_per_epoch):
         row, begin = rows[index], 0
         spans = row["lengths"].tolist()
         assert sum(spans) == ROW and not any(span % multiple for span in spans)
@@ -86,7 +89,7 @@ def test_labels_masks_and_positions_stay_within_their_span(multiple):
 
 
 def test_spans_of_a_microbatch_run_over_its_rows():
-    rows = packed_rows(lengths_of(40), num_rows=4)
+    rows = packed_sequences(lengths_of(40), num_sequences=4)
     (microbatch,) = BatchSource(rows, micro_batch=4).microbatches(0, 4)
     lengths = torch.cat([rows[index]["lengths"] for index in range(4)])
     assert microbatch.packed.cu_seqlens.diff().equal(lengths)

@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from rich.console import Console
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data.documents import Layout
+from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
 from mcore_rl.errors import DataError
 
@@ -32,7 +32,7 @@ def options(corpus, tokenizer, tmp_path):
         inputs=(corpus,),
         output=tmp_path / "out" / "data.v1",
         tokenizer=tokenizer,
-        layout=Layout(kind="jsonl"),
+        document_format=DocumentFormat(kind="jsonl"),
     )
 
 
@@ -74,7 +74,11 @@ def start(options, *more, limit_bytes=None):
 def reference(corpus, tokenizer, tmp_path_factory):
     """The three files, made by one worker without interruption."""
     output = tmp_path_factory.mktemp("reference") / "data"
-    run(PreprocessOptions(inputs=(corpus,), output=output, tokenizer=tokenizer, layout=Layout(kind="jsonl")))
+    run(
+        PreprocessOptions(
+            inputs=(corpus,), output=output, tokenizer=tokenizer, document_format=DocumentFormat(kind="jsonl")
+        )
+    )
     return output
 
 
@@ -232,7 +236,7 @@ def test_too_many_bad_lines_end_the_run_and_a_higher_limit_goes_on(options, tmp_
 
 def test_input_without_any_document_is_an_error(options):
     with pytest.raises(DataError, match=r"no document in 1 files \(700 bad lines.*--key"):
-        run(replace(options, layout=Layout(kind="jsonl", key="body")))
+        run(replace(options, document_format=DocumentFormat(kind="jsonl", key="body")))
 
 
 def test_plain_text_is_a_document_a_file_or_cut_at_blank_lines(options, tokenizer, tmp_path):
@@ -242,9 +246,9 @@ def test_plain_text_is_a_document_a_file_or_cut_at_blank_lines(options, tokenize
     (texts / "b.txt").write_text("three\n")
     model = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
     for separator, expected in ((None, ["one\n\ntwo\n", "three\n"]), ("", ["one", "two", "three"])):
-        layout = Layout(kind="text", separator=separator)
+        document_format = DocumentFormat(kind="text", separator=separator)
         output = tmp_path / f"separated-{separator is not None}"
-        run(replace(options, inputs=(texts,), layout=layout, output=output))
+        run(replace(options, inputs=(texts,), document_format=document_format, output=output))
         dataset = IndexedDataset(str(output))
         assert [model.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))] == expected
 
@@ -254,7 +258,7 @@ def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_
     output = process.communicate()[0].decode()
     assert process.returncode == 2
     assert "File too large" in output
-    assert "it goes on where it was" in output
+    assert "it resumes" in output
     assert "Traceback" not in output
     assert not any(Path(f"{options.output}{ending}").exists() for ending in ENDINGS)
     run(options)

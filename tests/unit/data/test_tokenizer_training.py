@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import sentencepiece
 
-from mcore_rl.data.documents import Layout
+from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.errors import DataError
 from tests.unit.data.conftest import made_up_documents, write_jsonl
@@ -14,7 +14,10 @@ from tests.unit.data.conftest import made_up_documents, write_jsonl
 def training(tmp_path):
     inputs = write_jsonl(tmp_path / "text.jsonl", made_up_documents(8, words=60))
     return TokenizerTraining(
-        inputs=(inputs,), output=tmp_path / "t.model", layout=Layout(kind="jsonl"), vocab_size=330
+        inputs=(inputs,),
+        output=tmp_path / "t.model",
+        document_format=DocumentFormat(kind="jsonl"),
+        vocab_size=330,
     )
 
 
@@ -58,7 +61,7 @@ def test_too_small_a_vocabulary_is_refused_and_the_smallest_that_fits_named(trai
 
 def test_input_without_the_key_is_refused_with_the_keys_there_are(training):
     with pytest.raises(DataError, match=r"text\.jsonl:1: no key 'body' \(keys: id, text\)"):
-        train_tokenizer(replace(training, layout=Layout(kind="jsonl", key="body")))
+        train_tokenizer(replace(training, document_format=DocumentFormat(kind="jsonl", key="body")))
 
 
 def test_a_larger_corpus_is_sampled_and_every_run_draws_the_same(training):

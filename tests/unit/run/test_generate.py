@@ -14,7 +14,7 @@ from mcore_rl.config.load import dump_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
-from mcore_rl.data.documents import Layout
+from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.model.build import build_model
@@ -42,7 +42,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample.write_text(json.dumps({"text": TEXT * 20}) + "\n")
     path = folder / "tokens.model"
     train_tokenizer(
-        TokenizerTraining(inputs=(sample,), output=path, layout=Layout(kind="jsonl"), vocab_size=300)
+        TokenizerTraining(
+            inputs=(sample,), output=path, document_format=DocumentFormat(kind="jsonl"), vocab_size=300
+        )
     )
     tokenizer = TokenizerConfig(kind="sentencepiece", path=str(path))
     config = PretrainConfig(model=MODEL, data=DataConfig(tokenizer=tokenizer))
@@ -74,15 +76,15 @@ def generate(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 def test_streamed_it_is_the_same_text_in_pieces(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def written(*words: str) -> list[str]:
-        pieces: list[str] = []
+        file_slices: list[str] = []
         with monkeypatch.context() as patch:
-            patch.setattr("sys.stdout.write", pieces.append)
+            patch.setattr("sys.stdout.write", file_slices.append)
             status = main(
                 ["generate", "--run", str(run_dir), "--prompt", "the cat", "--tokens", "24", *words]
             )
         destroy_mesh()
         assert status == 0
-        return pieces
+        return file_slices
 
     streamed = written("--stream")
     assert "".join(streamed) == "".join(written())

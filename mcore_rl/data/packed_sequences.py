@@ -1,4 +1,4 @@
-"""Packed conversations as numbered rows, for `BatchSource`."""
+"""Conversations packed into sequences of one length, by index, for `BatchSource`."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -12,49 +12,49 @@ from mcore_rl.data.packing import padded, plan_epoch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Packing:
-    """How rows are made."""
+class PackingOptions:
+    """Settings of packing."""
 
     row_length: int
-    span_multiple: int
-    """Each span is padded to a multiple of this many positions, so that context parallelism can cut it."""
+    length_multiple: int
+    """Each conversation is padded to a multiple of this many positions, so that context parallelism can cut it."""
     buffer: int
     seed: int
     pad_id: int
 
 
-class PackedRows:
-    """Row i of an endless run through the examples, each once an epoch; only the first `num_rows` may be asked for.
+class PackedSequences:
+    """An endless run through the conversations, each once an epoch, of which the first `num_sequences` are used.
 
-    A row's number is all that its content depends on: a run that resumes asks for the next number.
+    The content of a packed sequence depends on its index alone: a run that resumes asks for the next index.
     """
 
-    def __init__(self, examples: Examples, packing: Packing, num_rows: int) -> None:
+    def __init__(self, examples: Examples, packing: PackingOptions, num_sequences: int) -> None:
         self.examples = examples
         self.packing = packing
-        self.num_rows = num_rows
-        self._lengths = [padded(length, packing.span_multiple) for length in examples.lengths_N.tolist()]
-        self._ends: list[int] = []  # of each planned epoch, in rows
+        self.num_sequences = num_sequences
+        self._lengths = [padded(length, packing.length_multiple) for length in examples.lengths_N.tolist()]
+        self._ends: list[int] = []  # where each planned epoch ends, in packed sequences
         self._plan: tuple[int, list[list[int]]] = (-1, [])
 
     def __len__(self) -> int:
-        return self.num_rows
+        return self.num_sequences
 
     @property
     def mean_length(self) -> float:
-        """The length that a token of an example sees on average: sum of squares / sum."""
+        """Length of the conversation that a token sees, averaged over tokens: sum of squares / sum."""
         lengths = self.examples.lengths_N.astype(numpy.float64)
         return float((lengths**2).sum() / lengths.sum())
 
     @property
-    def rows_of_epoch(self) -> int:
-        """Rows of the first epoch; of others a few more or fewer, as the shuffle falls."""
+    def sequences_per_epoch(self) -> int:
+        """Number of packed sequences of the first epoch; other epochs have a few more or fewer."""
         return len(self._epoch(0))
 
     @property
     def filled_fraction(self) -> float:
-        """Positions of the first epoch's rows that hold a token of an example."""
-        return float(self.examples.lengths_N.sum()) / (self.rows_of_epoch * self.packing.row_length)
+        """Share of the first epoch's positions that hold a token of a conversation."""
+        return float(self.examples.lengths_N.sum()) / (self.sequences_per_epoch * self.packing.row_length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `loss_mask`, `position_ids`, `is_padding` of `row_length` positions, and the spans'
@@ -63,7 +63,7 @@ class PackedRows:
         return self._row(self.members(index))
 
     def members(self, index: int) -> list[int]:
-        """The examples of row `index`, in their order."""
+        """Return the conversations of packed sequence `index`, in their order."""
         epoch = bisect_right(self._ends, index)
         while epoch == len(self._ends):
             begin = self._ends[-1] if self._ends else 0
@@ -73,7 +73,7 @@ class PackedRows:
         return self._epoch(epoch)[index - begin]
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        """The rows of an epoch; of one at a time, they are kept."""
+        """Return the plan of an epoch; the plan of the last epoch asked for is cached."""
         if self._plan[0] != epoch:
             packing = self.packing
             rows = plan_epoch(
@@ -91,11 +91,11 @@ class PackedRows:
         begin = 0
         for member in members:
             first, last = self.examples.starts_N[member : member + 2]
-            said_T = torch.from_numpy(self.examples.is_said_T[first:last])
+            assistant_mask_T = torch.from_numpy(self.examples.assistant_mask_T[first:last])
             ids_T = torch.from_numpy(self.examples.ids_T[first:last]).long()
             end, span = begin + len(ids_T) - 1, self._lengths[member]
             ids[0, begin:end], ids[1, begin:end] = ids_T[:-1], ids_T[1:]
-            mask[begin:end], is_padding[begin:end] = said_T[1:].float(), False
+            mask[begin:end], is_padding[begin:end] = assistant_mask_T[1:].float(), False
             positions[begin : begin + span] = torch.arange(span)
             lengths.append(span)
             begin += span
