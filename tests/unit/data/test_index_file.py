@@ -43,7 +43,7 @@ def patch(path, offset, content):
 
 HEADER, LENGTHS = 34, 4 * 4
 CORRUPTIONS = {
-    "empty .bin": (lambda bin, idx: cut(bin, 0), r"\.bin has 0 bytes, its \.idx says 24"),
+    "empty .bin": (lambda bin, idx: cut(bin, 0), r"\.bin has 0 bytes, its \.idx implies 24"),
     "short .bin": (lambda bin, idx: cut(bin, 23), r"\.bin has 23 bytes"),
     "long .bin": (lambda bin, idx: bin.write_bytes(bin.read_bytes() + b"\0\0"), r"\.bin has 26 bytes"),
     "missing .bin": (lambda bin, idx: bin.unlink(), r"there is no .*\.bin"),
