@@ -20,13 +20,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import Settings, convert
 from mcore_rl.convert.copying.manifest import MANIFEST
 from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
-from mcore_rl.families import FAMILIES, weight_map
-from mcore_rl.families.hf_export import hf_config
+from mcore_rl.families import hf_config, weight_map
 from mcore_rl.run.commands import num_bytes
 
 GIB = 2**30
@@ -35,26 +35,26 @@ SHARD_BYTES = 2 * GIB
 
 def model_of(size: int):
     """Qwen3-MoE in the widths of the 30B model, with as many layers as make `size` bytes in bf16."""
-    tiny = FAMILIES["qwen3_moe"].tiny
-    wide = {
-        "hidden_size": 2048,
-        "num_heads": 32,
-        "num_kv_heads": 4,
-        "head_dim": 128,
-        "ffn_hidden_size": 6144,
-        "vocab_size": 151936,
-        "vocab_multiple": 128,
-    }
-    experts = {"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768}
-    moe = tiny.moe.model_copy(update=experts)
 
-    def elements(layers: int) -> int:
-        model = tiny.model_copy(update=wide | {"num_layers": layers, "moe": moe})
-        return sum(torch.Size(shape).numel() for shape in weight_map(model).hf_shapes.values())
+    def of(num_layers: int) -> ModelConfig:
+        return ModelConfig(
+            family="qwen3_moe",
+            num_layers=num_layers,
+            hidden_size=2048,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            ffn_hidden_size=6144,
+            vocab_size=151936,
+            moe=MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=768),
+        )
+
+    def elements(num_layers: int) -> int:
+        return sum(torch.Size(shape).numel() for shape in weight_map(of(num_layers)).hf_shapes.values())
 
     fixed, layer = 2 * elements(1) - elements(2), elements(2) - elements(1)
     layers = max(1, round((size / 2 - fixed) / layer))
-    return tiny.model_copy(update=wide | {"num_layers": layers, "moe": moe})
+    return of(layers)
 
 
 def make(folder: Path, size: int) -> int:

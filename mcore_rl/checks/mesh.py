@@ -6,6 +6,7 @@ from math import lcm
 from mcore_rl.checks.model import divisors
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import family_of
 
 
 def mesh_violations(
@@ -38,10 +39,10 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             f"mesh.sequence_parallel=false with mesh.tp={mesh.tp} and experts: every tensor-parallel rank "
             "would send the same tokens to them. Set mesh.sequence_parallel=true."
         )
-    if model.family == "gpt_oss" and mesh.etp > 1:
+    if family_of(model).has_linear_bias and mesh.etp > 1:
         yield (
-            f"mesh.etp={mesh.etp}: gpt_oss's experts have biases, which Megatron does not cut. Set mesh.etp=1 and "
-            "use mesh.ep."
+            f"mesh.etp={mesh.etp}: {model.family}'s experts have biases, which Megatron does not cut. "
+            "Set mesh.etp=1 and use mesh.ep."
         )
     if moe.dispatcher == "deepep" and mesh.ep * mesh.etp == 1:
         yield (
@@ -72,18 +73,19 @@ def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     heads, kv_heads, tp = model.num_heads, model.num_kv_heads, mesh.tp
+    family = family_of(model)
     if heads % tp:
         yield (
             f"model.num_heads={heads} is not a multiple of mesh.tp={tp}: a rank holds whole heads. Set "
             f"mesh.tp to one of {divisors(heads)}."
         )
-    elif model.has_full_qk_norm and kv_heads % tp:
+    elif family.has_full_qk_norm and kv_heads % tp:
         yield (
             f"model.num_kv_heads={kv_heads} is not a multiple of mesh.tp={tp}: {model.family} norms all keys at "
             f"once, so that no rank may hold a copy of another's. Set mesh.tp to one of {divisors(kv_heads)}."
         )
     # With fewer key/value heads than ranks, Megatron gives each rank a copy of the one it needs.
-    elif not model.is_latent and kv_heads % tp and tp % kv_heads:
+    elif not family.is_latent and kv_heads % tp and tp % kv_heads:
         yield (
             f"model.num_kv_heads={kv_heads} is neither a multiple nor a divisor of mesh.tp={tp}. Set mesh.tp "
             f"to one of {divisors(kv_heads)}, or to a multiple of {kv_heads}."

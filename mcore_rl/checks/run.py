@@ -15,6 +15,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.families import family_of
 
 
 def check(config: PretrainConfig, world_size: int) -> None:
@@ -199,7 +200,7 @@ def _recompute(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
         "moe": model.is_moe,
         "moe_act": model.is_moe,
         "shared_experts": model.is_moe and model.moe.shared_experts > 0,
-        "mla_up_proj": model.is_latent,
+        "mla_up_proj": family_of(model).is_latent,
         "mlp": not all(model.moe_layers),
     }
     for module in platform.recompute_modules:

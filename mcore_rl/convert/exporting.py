@@ -21,7 +21,7 @@ from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
 from mcore_rl.convert.hf.model import Mtp, expert_layout
 from mcore_rl.convert.importing import DTYPES, Dtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model, read_config
-from mcore_rl.families.hf_export import hf_config
+from mcore_rl.families import hf_config
 from mcore_rl.families.weight_map import DuplicateTensor
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")

@@ -1,4 +1,6 @@
-"""One file a family; `FAMILIES` names them all."""
+"""The families of models, one file each, and the questions that are answered by a model's family."""
+
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,41 +21,70 @@ from mcore_rl.families import (
 )
 from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import HfConfig
-from mcore_rl.families.rules import ExpertLayout, copies
+from mcore_rl.families.hf_export import common_to_hf
+from mcore_rl.families.rules import ExpertLayout, duplicates
 from mcore_rl.families.weight_map import WeightMap, build_map
 
 FAMILIES: dict[str, Family] = {
-    "qwen3_moe": qwen3_moe.FAMILY,
-    "mixtral": mixtral.FAMILY,
-    "deepseek_v3": deepseek_v3.FAMILY,
-    "llama": llama.FAMILY,
-    "qwen3": qwen3.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen2_moe": qwen2_moe.FAMILY,
-    "glm4_moe": glm4_moe.FAMILY,
-    "olmoe": olmoe.FAMILY,
-    "deepseek_v2": deepseek_v2.FAMILY,
-    "gpt_oss": gpt_oss.FAMILY,
+    family.model_type: family
+    for family in (
+        deepseek_v2.FAMILY,
+        deepseek_v3.FAMILY,
+        glm4_moe.FAMILY,
+        gpt_oss.FAMILY,
+        llama.FAMILY,
+        mixtral.FAMILY,
+        olmoe.FAMILY,
+        qwen2.FAMILY,
+        qwen2_moe.FAMILY,
+        qwen3.FAMILY,
+        qwen3_moe.FAMILY,
+    )
 }
-SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
-"""Values of `model_type` that are one of the families under another name."""
+"""The families that `model.family` may name, by Hugging Face's `model_type`."""
+
+
+def family_of(model: ModelConfig) -> Family:
+    """Return the family that `model.family` names.
+
+    Raises:
+        ConfigError: no such family is known.
+    """
+    if model.family not in FAMILIES:
+        raise ConfigError(f'model.family="{model.family}" is not known. Use one of {", ".join(FAMILIES)}.')
+    return FAMILIES[model.family]
 
 
 def model_from_hf(config: HfConfig) -> ModelConfig:
-    """The model that a config.json describes; ConfigError for what Megatron cannot represent."""
-    model_type = config.get("model_type")
-    family = FAMILIES.get(SAME_ARCHITECTURE.get(str(model_type), str(model_type)))
-    if family is None:
-        known = ", ".join([*FAMILIES, *SAME_ARCHITECTURE])
-        raise ConfigError(f"config.json has model_type={model_type!r}. Known are {known}.")
+    """Return the model that a config.json describes.
+
+    Raises:
+        ConfigError: the family is not known, or the model has something that Megatron's does not.
+    """
+    model_type = str(config.get("model_type"))
+    names = {alias: name for name, family in FAMILIES.items() for alias in (name, *family.other_model_types)}
+    if model_type not in names:
+        raise ConfigError(f"config.json has model_type={model_type!r}. Known are {', '.join(names)}.")
+    name = names[model_type]
     try:
-        return family.from_hf(config)
+        return ModelConfig(family=name, **FAMILIES[name].from_hf(config))
     except ValidationError as error:
         raise ConfigError(
             f"config.json of model_type {model_type!r} has values of the wrong type:\n{error}"
         ) from None
 
 
+def hf_config(model: ModelConfig) -> dict[str, Any]:
+    """Return a config.json with which transformers opens the model: `model_from_hf` undone.
+
+    Raises:
+        ConfigError: transformers cannot represent the model.
+    """
+    family = family_of(model)
+    names = {"architectures": [family.hf_class], "model_type": family.model_type}
+    return names | common_to_hf(model) | family.to_hf(model)
+
+
 def weight_map(model: ModelConfig, experts: ExpertLayout = "each") -> WeightMap:
-    """How `model`'s weights are laid out in Hugging Face's files and in Megatron's checkpoints."""
-    return build_map(FAMILIES[model.family].rules(model, experts), copies(model))
+    """Return which part of which Hugging Face tensor is which part of which tensor of a Megatron checkpoint."""
+    return build_map(family_of(model).rules(model, experts), duplicates(model))

@@ -3,86 +3,68 @@
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
-from mcore_rl.families.family import Family, latent_attention, softmax_experts
-from mcore_rl.families.hf_config import HfConfig, common, latents, many_experts, needed, refusal, require
-from mcore_rl.families.rules import ExpertLayout, decoder_layers, feed_forward, latent, outer
-from mcore_rl.families.weight_map import WeightRule
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.family import GROUPED_EXPERTS, Family
+from mcore_rl.families.hf_config import HfConfig, common, grouped_experts, latents, needed, refusal, require
+from mcore_rl.families.hf_export import grouped_experts_to_hf, latents_to_hf
 
 
-def architecture(model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron's MLATransformerConfig."""
-    return latent_attention(model) | softmax_experts(model)
+class DeepseekV2(Family):
+    """The gates are the softmax's probabilities and do not sum to one."""
+
+    model_type = "deepseek_v2"
+    hf_class = "DeepseekV2ForCausalLM"
+    router = "softmax"
+    is_latent = True
+    settings = GROUPED_EXPERTS
+    experts_in_group_score = 1
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        require(
+            config,
+            {
+                "scoring_func": "softmax",
+                "norm_topk_prob": False,
+                "moe_layer_freq": 1,
+                "num_key_value_heads": needed(config, "num_attention_heads"),
+            },
+        )
+        moe = grouped_experts(config)
+        method = config.get("topk_method") or "greedy"
+        if method == "greedy":
+            # Published configs of this method nevertheless name groups.
+            del moe["num_groups"], moe["top_groups"]
+        elif method != "group_limited_greedy":
+            raise refusal(config, "topk_method", "has only 'greedy' and 'group_limited_greedy'")
+        moe |= {
+            "normalize_top_k": False,
+            "balance": "seq_aux_loss" if config.get("seq_aux", True) else "aux_loss",
+            "aux_loss_coeff": config.get("aux_loss_alpha", 1e-3),
+        }
+        return common(config) | {"mla": latents(config), "moe": moe}
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json."""
+        return (
+            grouped_experts_to_hf(model)
+            | latents_to_hf(model)
+            | {
+                "norm_topk_prob": False,
+                "scoring_func": "softmax",
+                "topk_method": "group_limited_greedy" if model.moe.num_groups else "greedy",
+                "aux_loss_alpha": model.moe.aux_loss_coeff,
+                "seq_aux": model.moe.balance != "aux_loss",
+            }
+        )
+
+    def violations(self, model: ModelConfig) -> Iterator[str]:
+        """Yield a sentence for gates that are made to sum to one."""
+        if model.moe.normalize_top_k:
+            yield (
+                f"model.moe.normalize_top_k=true: the gates of {self.model_type} are the softmax's probabilities "
+                "(times model.moe.routed_scaling). Set it to false."
+            )
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
-    """The family's tensors on both sides."""
-    yield from outer(model)
-    for layer in decoder_layers(model):
-        yield from latent(model, layer)
-        yield from feed_forward(model, layer, experts)
-
-
-def from_hf(config: HfConfig) -> ModelConfig:
-    """The model that a config.json describes."""
-    require(
-        config,
-        {
-            "scoring_func": "softmax",
-            "norm_topk_prob": False,
-            "moe_layer_freq": 1,
-            "num_key_value_heads": needed(config, "num_attention_heads"),
-        },
-    )
-    moe = many_experts(config)
-    method = config.get("topk_method") or "greedy"
-    if method == "greedy":
-        moe |= {"num_groups": 0, "top_groups": 0}
-    elif method != "group_limited_greedy":
-        raise refusal(config, "topk_method", "has only 'greedy' and 'group_limited_greedy'")
-    return ModelConfig(
-        family="deepseek_v2",
-        mla=latents(config),
-        moe=MoEConfig(
-            **moe,
-            normalize_top_k=False,
-            balance="seq_aux_loss" if config.get("seq_aux", True) else "aux_loss",
-            aux_loss_coeff=config.get("aux_loss_alpha", 1e-3),
-        ),
-        **common(config),
-    )
-
-
-FAMILY = Family(
-    name="deepseek_v2",
-    architecture=architecture,
-    rules=rules,
-    from_hf=from_hf,
-    mla=True,
-    tiny=ModelConfig(
-        family="deepseek_v2",
-        num_layers=4,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        ffn_hidden_size=128,
-        vocab_size=120,
-        vocab_multiple=16,
-        mla=MLAConfig(
-            q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
-        ),
-        moe=MoEConfig(
-            num_experts=8,
-            top_k=3,
-            ffn_hidden_size=32,
-            shared_experts=2,
-            first_dense_layers=1,
-            num_groups=4,
-            top_groups=2,
-            normalize_top_k=False,
-            routed_scaling=4.0,
-            balance="seq_aux_loss",
-        ),
-    ),
-)
+FAMILY = DeepseekV2()

@@ -1,45 +1,172 @@
-"""What a family of models is to the rest of the code."""
+"""The class that every family of models fills in: what the rest of the code asks about an architecture."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Literal
 
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import ModelConfig, Switch
 from mcore_rl.families.hf_config import HfConfig
-from mcore_rl.families.rules import ExpertLayout
+from mcore_rl.families.rules import (
+    ExpertLayout,
+    LayerNames,
+    MoENames,
+    decoder_layers,
+    feed_forward,
+    grouped_query,
+    latent,
+    mtp,
+    mtp_layers,
+    outer,
+)
 from mcore_rl.families.weight_map import WeightRule
 
+OFF: tuple[Switch, ...] = ("off",)
+OPTIONAL_SETTINGS = (
+    "mtp_layers",
+    "rope.fraction",
+    "sliding_window",
+    "moe.first_dense_layers",
+    "moe.shared_experts",
+    "moe.shared_ffn_hidden_size",
+    "moe.num_groups",
+    "moe.top_groups",
+    "moe.routed_scaling",
+    "moe.expert_bias",
+)
+"""Fields of `ModelConfig` that only some families know; in all others they keep their defaults."""
+GROUPED_EXPERTS = (
+    "moe.first_dense_layers",
+    "moe.shared_experts",
+    "moe.num_groups",
+    "moe.top_groups",
+    "moe.routed_scaling",
+)
+"""The optional settings that DeepSeek's kind of experts has."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """One architecture, Hugging Face's `model_type` of the same name."""
 
-    name: str
-    architecture: Callable[[ModelConfig], dict[str, Any]]
-    """Keyword arguments of Megatron's config that make it."""
-    rules: Callable[[ModelConfig, ExpertLayout], Iterator[WeightRule]]
-    """How its tensors are made from Hugging Face's, and the other way round."""
-    from_hf: Callable[[HfConfig], ModelConfig]
-    """The model that a config.json describes; ConfigError where Megatron's has something else."""
-    tiny: ModelConfig
-    """The family at a size for tests."""
-    mla: bool = False
-    """Multi-head latent attention: Megatron's MLATransformerConfig."""
+class Family(ABC):
+    """An architecture of Hugging Face as Megatron builds it.
 
+    The attributes are facts that configs, checks, estimates and layers depend on; the methods make Megatron's
+    arguments, pair the weights, and translate config.json. The defaults are those of Llama. A family of one's own
+    is a subclass, of this class or of a family, whose instance `model.family` names as `module:name`.
+    """
 
-def attention(model: ModelConfig) -> dict[str, Any]:
-    """Grouped-query attention with rotary positions."""
-    return {
-        "num_attention_heads": model.num_heads,
-        "num_query_groups": model.num_kv_heads,
-        "kv_channels": model.head_dim,
-        "add_qkv_bias": model.has_qkv_bias,
-        "qk_layernorm": model.has_qk_norm,
-    }
+    model_type: str
+    """Hugging Face's name of the architecture, `model_type` in config.json."""
+    other_model_types: tuple[str, ...] = ()
+    """Further values of `model_type` that name the same architecture."""
+    hf_class: str
+    """Class of transformers that opens an exported checkpoint."""
+    router: Literal["none", "softmax", "sigmoid"] = "none"
+    """Scores by which tokens choose experts; a dense family has none."""
+    is_latent: bool = False
+    """True for multi-head latent attention, which Megatron builds from its MLATransformerConfig."""
+    qkv_bias: tuple[Switch, ...] = OFF
+    """Biases of queries, keys and values that a model of the family may have, the default first."""
+    qk_norm: tuple[Switch, ...] = OFF
+    """Norms of queries and keys that a model of the family may have, the default first."""
+    has_full_qk_norm: bool = False
+    """True when those norms are taken over all heads at once, not over each head."""
+    has_linear_bias: bool = False
+    """True when the attention's output, the router and the experts have biases (Megatron's `add_bias_linear`)."""
+    has_attention_sinks: bool = False
+    """True when every head has a learned score that takes part in the softmax (Megatron's learnable softmax)."""
+    has_shared_expert_gate: bool = False
+    """True when a sigmoid gate scales the output of the shared expert."""
+    activation: Literal["silu", "quick_gelu"] = "silu"
+    """Activation of the gated MLPs; `mcore_rl.model.transformer_config` knows the functions."""
+    settings: tuple[str, ...] = ()
+    """Names of the `OPTIONAL_SETTINGS` that the family knows."""
+    experts_in_group_score: int | None = None
+    """Number of best experts whose scores rank a group of experts; None for a family without groups."""
+    moe_names: MoENames = MoENames()
+    """Hugging Face's names of the tensors in an MoE layer."""
+
+    @abstractmethod
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig, without `family`, that a config.json describes.
+
+        Raises:
+            ConfigError: Megatron's model of this family has something else.
+        """
+
+    @abstractmethod
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of config.json that this family has beside the common ones, or other than these.
+
+        Raises:
+            ConfigError: transformers' model of this family has something else.
+        """
+
+    def violations(self, model: ModelConfig) -> Iterator[str]:
+        """Yield one sentence, with a remedy, for each setting that this family alone refuses."""
+        yield from ()
+
+    def architecture(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keyword arguments of Megatron's config that make the family's layers."""
+        arguments = latent_attention(model) if self.is_latent else self._grouped_query_attention(model)
+        if self.router != "none":
+            arguments |= routed_experts(model)
+        if self.router == "softmax":
+            # Megatron's word for gates that are not normalized over the chosen experts.
+            arguments["moe_router_pre_softmax"] = not model.moe.normalize_top_k
+        if self.router == "sigmoid":
+            arguments |= {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": model.moe.expert_bias,
+                "moe_router_bias_update_rate": model.moe.expert_bias_rate,
+            }
+        if self.has_linear_bias:
+            arguments["add_bias_linear"] = True
+        if self.has_attention_sinks:
+            arguments["softmax_type"] = "learnable"
+        if self.has_shared_expert_gate:
+            arguments["moe_shared_expert_gate"] = True
+        return arguments
+
+    def rules(self, model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
+        """Yield how each of Megatron's tensors is made of Hugging Face's; an export reads the same rules backwards."""
+        yield from outer(model)
+        for layer in (*decoder_layers(model), *mtp_layers(model)):
+            yield from self.attention_rules(model, layer)
+            yield from feed_forward(
+                model, layer, experts, self.moe_names, has_shared_gate=self.has_shared_expert_gate
+            )
+        yield from mtp(model)
+
+    def attention_rules(self, model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
+        """Yield the rules of one layer's attention and of the norm before it."""
+        if self.is_latent:
+            return latent(model, layer)
+        return grouped_query(
+            model,
+            layer,
+            has_bias=self.has_qkv_bias(model),
+            has_norms=self.has_qk_norm(model),
+            has_full_norms=self.has_full_qk_norm,
+        )
+
+    def has_qkv_bias(self, model: ModelConfig) -> bool:
+        """Return whether queries, keys and values have biases: the setting, or the family's default for `auto`."""
+        return (self.qkv_bias[0] if model.qkv_bias == "auto" else model.qkv_bias) == "on"
+
+    def has_qk_norm(self, model: ModelConfig) -> bool:
+        """Return whether queries and keys are normed: the setting, or the family's default for `auto`."""
+        return (self.qk_norm[0] if model.qk_norm == "auto" else model.qk_norm) == "on"
+
+    def _grouped_query_attention(self, model: ModelConfig) -> dict[str, Any]:
+        return {
+            "num_attention_heads": model.num_heads,
+            "num_query_groups": model.num_kv_heads,
+            "kv_channels": model.head_dim,
+            "add_qkv_bias": self.has_qkv_bias(model),
+            "qk_layernorm": self.has_qk_norm(model),
+        }
 
 
 def latent_attention(model: ModelConfig) -> dict[str, Any]:
-    """Multi-head latent attention."""
+    """Return Megatron's arguments of multi-head latent attention (arXiv 2405.04434)."""
     mla, rope = model.mla, model.rope
     yarn = rope.scaling == "yarn"
     return {
@@ -62,21 +189,8 @@ def latent_attention(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def softmax_experts(model: ModelConfig) -> dict[str, Any]:
-    """Experts chosen by softmax scores, with gates that are made to sum to one or not."""
-    return _experts(model) | {"moe_router_pre_softmax": not model.moe.normalize_top_k}
-
-
-def sigmoid_experts(model: ModelConfig) -> dict[str, Any]:
-    """Experts chosen by sigmoid scores and a bias, with gates that are made to sum to one."""
-    return _experts(model) | {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": model.moe.expert_bias,
-        "moe_router_bias_update_rate": model.moe.expert_bias_rate,
-    }
-
-
-def _experts(model: ModelConfig) -> dict[str, Any]:
+def routed_experts(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's arguments of the experts and of the part of the router that all families share."""
     moe = model.moe
     layers = [int(is_moe) for is_moe in model.moe_layers]
     return {
@@ -93,6 +207,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0 if moe.balance == "none" else moe.aux_loss_coeff,
         "moe_z_loss_coeff": moe.z_loss_coeff or None,
         "moe_expert_capacity_factor": moe.capacity_factor or None,
+        # In bf16 the scores of close experts would be equal, and which of them is chosen an accident.
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,
     }

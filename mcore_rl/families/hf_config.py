@@ -1,10 +1,10 @@
-"""Reading Hugging Face's config.json: what our config can say is taken over, what it cannot is refused by name."""
+"""Reading Hugging Face's config.json: each setting is translated, or refused by name if our config has none for it."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.config.model import MLAConfig, RopeConfig
+from mcore_rl.config.model import RopeConfig
 from mcore_rl.errors import ConfigError
 
 HfConfig = Mapping[str, Any]
@@ -13,13 +13,19 @@ LLAMA3_CONSTANTS = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Megatron has these built in."""
+"""Parameters of Llama 3's wavelengths that Megatron has built in."""
 
 
 def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None = None) -> dict[str, Any]:
-    """Arguments of ModelConfig that all families take.
+    """Return the arguments of ModelConfig that all families take.
 
-    `theta` is the family's default for rope_theta; `fraction` that for partial_rotary_factor, if it has one.
+    Args:
+        config: The content of config.json.
+        theta: The family's default of rope_theta.
+        fraction: The family's default of partial_rotary_factor; None for a family that has no such key.
+
+    Raises:
+        ConfigError: a key is absent, or has a value that Megatron's model has not.
     """
     require(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
     heads = needed(config, "num_attention_heads")
@@ -40,9 +46,10 @@ def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None =
     }
 
 
-def many_experts(config: HfConfig) -> dict[str, Any]:
-    """Arguments of MoEConfig that DeepSeek and the families after it name alike."""
+def grouped_experts(config: HfConfig) -> dict[str, Any]:
+    """Return the arguments of MoEConfig that DeepSeek and the families after it name alike."""
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    # A choice among all groups restricts nothing, which our config writes as no groups.
     limited = chosen < groups
     return {
         "num_experts": config.get("n_routed_experts") or needed(config, "num_local_experts"),
@@ -56,35 +63,37 @@ def many_experts(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def latents(config: HfConfig) -> MLAConfig:
-    """The widths of multi-head latent attention."""
-    return MLAConfig(
-        q_lora_rank=config.get("q_lora_rank") or 0,
-        kv_lora_rank=needed(config, "kv_lora_rank"),
-        qk_nope_head_dim=needed(config, "qk_nope_head_dim"),
-        qk_rope_head_dim=needed(config, "qk_rope_head_dim"),
-        v_head_dim=needed(config, "v_head_dim"),
-    )
+def qwen_experts(config: HfConfig) -> dict[str, Any]:
+    """Return the arguments of MoEConfig that Qwen's families name alike."""
+    return {
+        # transformers 5 has another key for it.
+        "num_experts": config.get("num_experts") or needed(config, "num_local_experts"),
+        "top_k": needed(config, "num_experts_per_tok"),
+        "ffn_hidden_size": needed(config, "moe_intermediate_size"),
+        "first_dense_layers": _first_dense_layers(config, needed(config, "num_hidden_layers")),
+        "normalize_top_k": bool(config.get("norm_topk_prob")),
+        "aux_loss_coeff": config.get("router_aux_loss_coef", 1e-3),
+    }
+
+
+def latents(config: HfConfig) -> dict[str, Any]:
+    """Return the arguments of MLAConfig: the widths of multi-head latent attention."""
+    return {
+        "q_lora_rank": config.get("q_lora_rank") or 0,
+        "kv_lora_rank": needed(config, "kv_lora_rank"),
+        "qk_nope_head_dim": needed(config, "qk_nope_head_dim"),
+        "qk_rope_head_dim": needed(config, "qk_rope_head_dim"),
+        "v_head_dim": needed(config, "v_head_dim"),
+    }
 
 
 def num_mtp_layers(config: HfConfig) -> int:
-    """How many multi-token-prediction layers the checkpoint has."""
+    """Return the number of multi-token-prediction layers of the checkpoint."""
     return int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0)
 
 
-def first_dense_layers(config: HfConfig, num_layers: int) -> int:
-    """How many layers have no experts, if they are the first ones, by Qwen's two keys for it."""
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
-    first = is_moe.index(True) if True in is_moe else num_layers
-    if not all(is_moe[first:]):
-        name = "mlp_only_layers" if dense else "decoder_sparse_step"
-        raise refusal(config, name, "has dense layers only before the first layer with experts")
-    return first
-
-
 def needed(config: HfConfig, name: str) -> Any:
-    """The value of `name`; ConfigError when it is absent."""
+    """Return the value of `name`; ConfigError when it is absent."""
     value = config.get(name)
     if value is None:
         raise ConfigError(
@@ -95,7 +104,7 @@ def needed(config: HfConfig, name: str) -> Any:
 
 
 def require(config: HfConfig, wanted: Mapping[str, Any]) -> None:
-    """ConfigError for a key that has another value than the one that Megatron's model of the family has."""
+    """Raise ConfigError for a key that has another value than Megatron's model of the family; absent keys pass."""
     for name, value in wanted.items():
         found = config.get(name)
         if found is not None and found != value:
@@ -103,7 +112,7 @@ def require(config: HfConfig, wanted: Mapping[str, Any]) -> None:
 
 
 def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
-    """The error that refuses the value of `name`: "Megatron's model of this family" and the reason."""
+    """Return the error that refuses the value of `name`; `reason` continues "Megatron's model of this family"."""
     return ConfigError(
         f"config.json has {name}={config.get(name)!r}, but Megatron's model of this family {reason}. These weights "
         "cannot be run there; changing the setting would make it another model."
@@ -111,7 +120,10 @@ def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
 
 
 def rope(config: HfConfig, default_theta: float, default_fraction: float | None = None) -> RopeConfig:
-    """Rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    """Return the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
+
+    The defaults are the family's, as in `common`.
+    """
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     name = "partial_rotary_factor"
     if default_fraction is None:
@@ -125,7 +137,7 @@ def rope(config: HfConfig, default_theta: float, default_fraction: float | None 
     if kind not in ("llama3", "yarn"):
         raise refusal({"rope_type": kind}, "rope_type", "knows only default, llama3 and yarn")
     longest = needed(config, "max_position_embeddings")
-    # transformers lets the config's own key win
+    # transformers gives the config's own key precedence over that of the rotary settings.
     name = "original_max_position_embeddings"
     settings[name] = config.get(name) or settings.get(name) or longest
     if kind == "yarn" and settings.get("factor") is None:
@@ -133,6 +145,17 @@ def rope(config: HfConfig, default_theta: float, default_fraction: float | None 
     settings["factor"] = float(needed(settings, "factor"))
     scaled = (_llama3 if kind == "llama3" else _yarn)(settings, theta)
     return scaled.model_copy(update={"fraction": fraction})
+
+
+def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
+    """Return the number of layers without experts, by Qwen's two keys; ConfigError unless they are the first ones."""
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+    first = is_moe.index(True) if True in is_moe else num_layers
+    if not all(is_moe[first:]):
+        name = "mlp_only_layers" if dense else "decoder_sparse_step"
+        raise refusal(config, name, "has dense layers only before the first layer with experts")
+    return first
 
 
 def _llama3(settings: HfConfig, theta: float) -> RopeConfig:
@@ -167,5 +190,5 @@ def _yarn(settings: HfConfig, theta: float) -> RopeConfig:
 
 
 def _temperature(factor: float, mscale: float) -> float:
-    """YaRN's factor on queries and on keys, sharpened as the context grows."""
+    """Return YaRN's factor on queries and on keys, which grows with the context (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,61 +1,44 @@
 """Mixtral (arXiv 2401.04088): few large experts, the softmax taken over the chosen ones."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.config.model import ModelConfig, MoEConfig, RopeConfig
-from mcore_rl.families.family import Family, attention, softmax_experts
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import HfConfig, common, needed, refusal
-from mcore_rl.families.rules import ExpertLayout, MoENames, decoder_layers, feed_forward, grouped_query, outer
-from mcore_rl.families.weight_map import WeightRule
-
-NAMES = MoENames(prefix="block_sparse_moe.", gate="w1", up="w3", down="w2")
+from mcore_rl.families.rules import MoENames
 
 
-def architecture(model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig."""
-    return attention(model) | softmax_experts(model)
+class Mixtral(Family):
+    """Every layer has experts, which Hugging Face names in its own way."""
+
+    model_type = "mixtral"
+    hf_class = "MixtralForCausalLM"
+    router = "softmax"
+    settings = ("moe.first_dense_layers",)
+    moe_names = MoENames(prefix="block_sparse_moe.", gate="w1", up="w3", down="w2")
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        if config.get("sliding_window") is not None:
+            raise refusal(config, "sliding_window", "attends to all positions")
+        arguments = common(config, theta=1e6)
+        moe = {
+            "num_experts": needed(config, "num_local_experts"),
+            "top_k": needed(config, "num_experts_per_tok"),
+            "ffn_hidden_size": arguments["ffn_hidden_size"],
+            "aux_loss_coeff": config.get("router_aux_loss_coef", 1e-3),
+        }
+        return arguments | {"moe": moe}
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json."""
+        return {
+            "intermediate_size": model.moe.ffn_hidden_size,
+            "num_local_experts": model.moe.num_experts,
+            "num_experts_per_tok": model.moe.top_k,
+            "router_aux_loss_coef": model.moe.aux_loss_coeff,
+            "sliding_window": None,
+        }
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
-    """The family's tensors on both sides."""
-    yield from outer(model)
-    for layer in decoder_layers(model):
-        yield from grouped_query(model, layer)
-        yield from feed_forward(model, layer, experts, NAMES)
-
-
-def from_hf(config: HfConfig) -> ModelConfig:
-    """The model that a config.json describes."""
-    if config.get("sliding_window") is not None:
-        raise refusal(config, "sliding_window", "attends to all positions")
-    arguments = common(config, theta=1e6)
-    moe = MoEConfig(
-        num_experts=needed(config, "num_local_experts"),
-        top_k=needed(config, "num_experts_per_tok"),
-        ffn_hidden_size=arguments["ffn_hidden_size"],
-        aux_loss_coeff=config.get("router_aux_loss_coef", 1e-3),
-    )
-    return ModelConfig(family="mixtral", moe=moe, **arguments)
-
-
-FAMILY = Family(
-    name="mixtral",
-    architecture=architecture,
-    rules=rules,
-    from_hf=from_hf,
-    tiny=ModelConfig(
-        family="mixtral",
-        num_layers=4,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_hidden_size=64,
-        vocab_size=120,
-        vocab_multiple=16,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e6),
-        moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=64),
-    ),
-)
+FAMILY = Mixtral()

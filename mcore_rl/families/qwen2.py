@@ -1,49 +1,27 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671), dense: Llama with biases of queries, keys and values."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.families.family import Family, attention
+from mcore_rl.families.family import Family
 from mcore_rl.families.hf_config import HfConfig, common, require
-from mcore_rl.families.rules import ExpertLayout, decoder_layers, feed_forward, grouped_query, outer
-from mcore_rl.families.weight_map import WeightRule
 
 
-def architecture(model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig."""
-    return attention(model)
+class Qwen2(Family):
+    """Queries, keys and values always have biases."""
+
+    model_type = "qwen2"
+    hf_class = "Qwen2ForCausalLM"
+    qkv_bias = ("on",)
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        require(config, {"use_sliding_window": False})
+        return common(config)
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json."""
+        return {"use_sliding_window": False}
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
-    """The family's tensors on both sides; it has no experts."""
-    yield from outer(model)
-    for layer in decoder_layers(model):
-        yield from grouped_query(model, layer)
-        yield from feed_forward(model, layer, experts)
-
-
-def from_hf(config: HfConfig) -> ModelConfig:
-    """The model that a config.json describes."""
-    require(config, {"use_sliding_window": False})
-    return ModelConfig(family="qwen2", **common(config))
-
-
-FAMILY = Family(
-    name="qwen2",
-    architecture=architecture,
-    rules=rules,
-    from_hf=from_hf,
-    tiny=ModelConfig(
-        family="qwen2",
-        num_layers=4,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_hidden_size=128,
-        vocab_size=120,
-        vocab_multiple=16,
-        tied_embeddings=True,
-    ),
-)
+FAMILY = Qwen2()

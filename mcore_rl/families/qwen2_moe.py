@@ -3,72 +3,52 @@
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.families.family import Family, attention, softmax_experts
-from mcore_rl.families.hf_config import HfConfig, common, first_dense_layers, needed, require
-from mcore_rl.families.rules import ExpertLayout, MoENames, decoder_layers, feed_forward, grouped_query, outer
-from mcore_rl.families.weight_map import WeightRule
-
-NAMES = MoENames(shared="shared_expert", shared_gate="shared_expert_gate")
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.family import Family
+from mcore_rl.families.hf_config import HfConfig, common, needed, qwen_experts, require
+from mcore_rl.families.hf_export import qwen_experts_to_hf
+from mcore_rl.families.rules import MoENames
 
 
-def architecture(model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig."""
-    return attention(model) | softmax_experts(model) | {"moe_shared_expert_gate": True}
+class Qwen2Moe(Family):
+    """One shared expert of a width of its own."""
+
+    model_type = "qwen2_moe"
+    hf_class = "Qwen2MoeForCausalLM"
+    router = "softmax"
+    qkv_bias = ("on", "off")
+    has_shared_expert_gate = True
+    settings = ("moe.first_dense_layers", "moe.shared_experts", "moe.shared_ffn_hidden_size")
+    moe_names = MoENames(shared="shared_expert")
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        require(config, {"use_sliding_window": False})
+        shared = {
+            "shared_experts": 1,
+            "shared_ffn_hidden_size": needed(config, "shared_expert_intermediate_size"),
+        }
+        return common(config) | {
+            "qkv_bias": "on" if config.get("qkv_bias", True) else "off",
+            "moe": qwen_experts(config) | shared,
+        }
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json."""
+        return qwen_experts_to_hf(model) | {
+            "attention_bias": False,
+            "qkv_bias": self.has_qkv_bias(model),
+            "shared_expert_intermediate_size": model.moe.shared_width,
+            "use_sliding_window": False,
+        }
+
+    def violations(self, model: ModelConfig) -> Iterator[str]:
+        """Yield a sentence for more or less than one shared expert."""
+        if model.moe.shared_experts != 1:
+            yield (
+                f"model.moe.shared_experts={model.moe.shared_experts}: {self.model_type} has one shared expert, "
+                "whose width is model.moe.shared_ffn_hidden_size. Set it to 1."
+            )
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
-    """The family's tensors on both sides."""
-    yield from outer(model)
-    for layer in decoder_layers(model):
-        yield from grouped_query(model, layer)
-        yield from feed_forward(model, layer, experts, NAMES)
-
-
-def from_hf(config: HfConfig) -> ModelConfig:
-    """The model that a config.json describes."""
-    require(config, {"use_sliding_window": False})
-    arguments = common(config)
-    moe = MoEConfig(
-        num_experts=config.get("num_experts") or needed(config, "num_local_experts"),
-        top_k=needed(config, "num_experts_per_tok"),
-        ffn_hidden_size=needed(config, "moe_intermediate_size"),
-        shared_experts=1,
-        shared_ffn_hidden_size=needed(config, "shared_expert_intermediate_size"),
-        first_dense_layers=first_dense_layers(config, arguments["num_layers"]),
-        normalize_top_k=bool(config.get("norm_topk_prob")),
-        aux_loss_coeff=config.get("router_aux_loss_coef", 1e-3),
-    )
-    return ModelConfig(
-        family="qwen2_moe",
-        qkv_bias="on" if config.get("qkv_bias", True) else "off",
-        moe=moe,
-        **arguments,
-    )
-
-
-FAMILY = Family(
-    name="qwen2_moe",
-    architecture=architecture,
-    rules=rules,
-    from_hf=from_hf,
-    tiny=ModelConfig(
-        family="qwen2_moe",
-        num_layers=4,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_hidden_size=128,
-        vocab_size=120,
-        vocab_multiple=16,
-        moe=MoEConfig(
-            num_experts=8,
-            top_k=2,
-            ffn_hidden_size=32,
-            shared_experts=1,
-            shared_ffn_hidden_size=96,
-            normalize_top_k=False,
-        ),
-    ),
-)
+FAMILY = Qwen2Moe()

@@ -1,59 +1,30 @@
 """Qwen3-MoE (arXiv 2505.09388): normed queries and keys, softmax routing over many small experts."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.families.family import Family, attention, softmax_experts
-from mcore_rl.families.hf_config import HfConfig, common, first_dense_layers, needed, require
-from mcore_rl.families.rules import ExpertLayout, decoder_layers, feed_forward, grouped_query, outer
-from mcore_rl.families.weight_map import WeightRule
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.family import Family
+from mcore_rl.families.hf_config import HfConfig, common, qwen_experts, require
+from mcore_rl.families.hf_export import qwen_experts_to_hf
 
 
-def architecture(model: ModelConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig."""
-    return attention(model) | softmax_experts(model)
+class Qwen3Moe(Family):
+    """The first layers may be dense; nothing is shared between experts."""
+
+    model_type = "qwen3_moe"
+    hf_class = "Qwen3MoeForCausalLM"
+    router = "softmax"
+    qk_norm = ("on",)
+    settings = ("moe.first_dense_layers",)
+
+    def from_hf(self, config: HfConfig) -> dict[str, Any]:
+        """Return the keyword arguments of ModelConfig."""
+        require(config, {"use_sliding_window": False})
+        return common(config) | {"moe": qwen_experts(config)}
+
+    def to_hf(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the family's keys of config.json."""
+        return {"attention_bias": False} | qwen_experts_to_hf(model)
 
 
-def rules(model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
-    """The family's tensors on both sides."""
-    yield from outer(model)
-    for layer in decoder_layers(model):
-        yield from grouped_query(model, layer)
-        yield from feed_forward(model, layer, experts)
-
-
-def from_hf(config: HfConfig) -> ModelConfig:
-    """The model that a config.json describes."""
-    require(config, {"use_sliding_window": False})
-    arguments = common(config)
-    moe = MoEConfig(
-        # transformers 5 has its own word for it
-        num_experts=config.get("num_experts") or needed(config, "num_local_experts"),
-        top_k=needed(config, "num_experts_per_tok"),
-        ffn_hidden_size=needed(config, "moe_intermediate_size"),
-        first_dense_layers=first_dense_layers(config, arguments["num_layers"]),
-        normalize_top_k=bool(config.get("norm_topk_prob")),
-        aux_loss_coeff=config.get("router_aux_loss_coef", 1e-3),
-    )
-    return ModelConfig(family="qwen3_moe", moe=moe, **arguments)
-
-
-FAMILY = Family(
-    name="qwen3_moe",
-    architecture=architecture,
-    rules=rules,
-    from_hf=from_hf,
-    tiny=ModelConfig(
-        family="qwen3_moe",
-        num_layers=4,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_hidden_size=128,
-        vocab_size=120,
-        vocab_multiple=16,
-        moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, aux_loss_coeff=1e-2, z_loss_coeff=1e-3),
-    ),
-)
+FAMILY = Qwen3Moe()

@@ -1,4 +1,4 @@
-"""How the parts of a model are called on both sides, and which rows go where: what the families' rules are made of."""
+"""Parts of the families' weight rules: names of a model's tensors on both sides, and which rows go where."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,29 +8,34 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.weight_map import DuplicateTensor, HfRows, Shape, WeightRule
 
 ExpertLayout = Literal["each", "fused"]
-"""Hugging Face's experts: a tensor each, as published checkpoints have them, or all of a layer in one."""
+"""Layout of Hugging Face's experts: a tensor each, as in published checkpoints, or one tensor for all of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerNames:
-    """Where one transformer layer's tensors are: prefixes, and its place in tensors that hold all layers."""
+    """Prefixes of one transformer layer's tensors, and its index in Megatron tensors that hold several layers."""
 
     hf: str
+    """Prefix of Hugging Face's names."""
     mcore: str
+    """Prefix of Megatron's keys."""
     is_moe: bool
+    """True for a layer with experts."""
     index: tuple[int, ...] = ()
+    """The layer's index on each leading axis of Megatron's tensors, as in `WeightRule`."""
     lead: Shape = ()
+    """Sizes of these axes."""
 
     def vector(self, key: str, name: str, size: int) -> WeightRule:
-        """A vector that is the same on both sides."""
+        """Return the rule of a vector that is the same on both sides."""
         return self.tensor(key, [HfRows(self.hf + name, 0, size)], ())
 
     def matrix(self, key: str, width: int, *parts: tuple[str, int]) -> WeightRule:
-        """A matrix of `width` columns: whole Hugging Face tensors (name, number of rows) below one another."""
+        """Return the rule of a matrix of `width` columns: whole Hugging Face tensors (name, rows) below one another."""
         return self.tensor(key, [HfRows(self.hf + name, 0, count) for name, count in parts], (width,))
 
     def interleaved(self, key: str, row: Shape, groups: int, *parts: tuple[str, int]) -> WeightRule:
-        """A tensor that takes rows of each part (name, rows of one group) in turn, group by group."""
+        """Return the rule of a tensor with, for each group in turn, the rows of each part (name, rows of one group)."""
         rows = [
             HfRows(self.hf + name, group * count, (group + 1) * count)
             for group in range(groups)
@@ -39,25 +44,33 @@ class LayerNames:
         return self.tensor(key, rows, row)
 
     def tensor(self, key: str, rows: Sequence[HfRows], row: Shape) -> WeightRule:
-        """A tensor of these rows, whose names are whole, each of shape `row`."""
+        """Return the rule of a tensor of these rows, each of shape `row`; their names are complete."""
         return WeightRule(key=self.mcore + key, rows=tuple(rows), row=row, index=self.index, lead=self.lead)
 
 
 @dataclass(frozen=True, slots=True)
 class MoENames:
-    """Hugging Face's names in an MoE layer: its prefix, an expert's three matrices, the shared experts."""
+    """Hugging Face's names in an MoE layer; the defaults are those of most families."""
 
     prefix: str = "mlp."
+    """Prefix of all tensors of the MoE layer."""
     gate: str = "gate_proj"
+    """An expert's matrix whose product passes the activation."""
     up: str = "up_proj"
+    """An expert's matrix whose product is multiplied by the activation."""
     down: str = "down_proj"
+    """An expert's output matrix."""
     shared: str = "shared_experts"
-    shared_gate: str = ""
-    """The gate on the shared experts' output; "": none."""
+    """The MLP of the shared experts."""
+    shared_gate: str = "shared_expert_gate"
+    """The sigmoid gate on the shared experts' output, in a family that has one."""
 
 
 def decoder_layers(model: ModelConfig) -> list[LayerNames]:
-    """The layers, in order; alike ones share tensors with a leading layer axis, as Megatron stores them."""
+    """Return the names of all layers, in order.
+
+    Layers that are all alike share tensors with a leading layer axis, as Megatron stores them.
+    """
     stacked = model.layers_alike
     return [
         LayerNames(
@@ -72,7 +85,10 @@ def decoder_layers(model: ModelConfig) -> list[LayerNames]:
 
 
 def mtp_layers(model: ModelConfig) -> list[LayerNames]:
-    """The transformer layers inside the MTP layers, which Hugging Face numbers on; of the last layer's kind."""
+    """Return the names of the transformer layers inside the MTP layers.
+
+    Hugging Face counts them after the model's layers; each has experts if the model's last layer has.
+    """
     return [
         LayerNames(
             hf=f"model.layers.{model.num_layers + i}.",
@@ -84,7 +100,7 @@ def mtp_layers(model: ModelConfig) -> list[LayerNames]:
 
 
 def outer(model: ModelConfig) -> Iterator[WeightRule]:
-    """Embeddings, with their padding, and the last norm."""
+    """Yield the rules of the embeddings, with their padding, and of the last norm."""
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
     if not model.tied_embeddings:
         names["output_layer.weight"] = "lm_head.weight"
@@ -99,63 +115,75 @@ def outer(model: ModelConfig) -> Iterator[WeightRule]:
     yield WeightRule(key="decoder.final_layernorm.weight", rows=(final,), row=())
 
 
-def grouped_query(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
-    """Grouped-query attention and the norm before it. Megatron keeps a group's queries, key and value together."""
+def grouped_query(
+    model: ModelConfig, layer: LayerNames, *, has_bias: bool, has_norms: bool, has_full_norms: bool
+) -> Iterator[WeightRule]:
+    """Yield the rules of grouped-query attention and of the norm before it.
+
+    Args:
+        model: The shape.
+        layer: The names.
+        has_bias: Queries, keys and values have biases.
+        has_norms: Queries and keys are normed.
+        has_full_norms: These norms are over all heads at once: their weights are as long as all heads together.
+    """
     head, hidden = model.head_dim, model.hidden_size
     sizes = {"q": model.num_heads // model.num_kv_heads * head, "k": head, "v": head}
     yield layer.vector("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", hidden)
-    for kind, row in (("weight", (hidden,)), ("bias", ()))[: 1 + model.has_qkv_bias]:
+    for kind, row in (("weight", (hidden,)), ("bias", ()))[: 1 + has_bias]:
         parts = [(f"self_attn.{part}_proj.{kind}", size) for part, size in sizes.items()]
+        # Megatron keeps the queries, the key and the value of a group together, so that tensor parallelism cuts
+        # between groups.
         yield layer.interleaved(f"self_attention.linear_qkv.{kind}", row, model.num_kv_heads, *parts)
     yield layer.matrix(
         "self_attention.linear_proj.weight", model.num_heads * head, ("self_attn.o_proj.weight", hidden)
     )
-    if model.has_qk_norm:
-        heads = (model.num_heads, model.num_kv_heads) if model.has_full_qk_norm else (1, 1)
+    if has_norms:
+        heads = (model.num_heads, model.num_kv_heads) if has_full_norms else (1, 1)
         for part, count in zip("qk", heads, strict=True):
             key, name = f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight"
             yield layer.vector(key, name, count * head)
 
 
 def latent(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
-    """Multi-head latent attention and the norm before it. Both sides order a head's rows alike."""
+    """Yield the rules of multi-head latent attention and of the norm before it; a head's rows are equally ordered."""
     mla, hidden, heads = model.mla, model.hidden_size, model.num_heads
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     key_value = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    ours, theirs = "self_attention.linear_", "self_attn."
+    key, name = "self_attention.linear_", "self_attn."
     yield layer.vector("input_layernorm.weight", "input_layernorm.weight", hidden)
     if mla.q_lora_rank:
         rank = mla.q_lora_rank
-        yield layer.matrix(ours + "q_down_proj.weight", hidden, (theirs + "q_a_proj.weight", rank))
-        yield layer.vector(ours + "q_up_proj.layer_norm_weight", theirs + "q_a_layernorm.weight", rank)
-        yield layer.matrix(ours + "q_up_proj.weight", rank, (theirs + "q_b_proj.weight", query))
+        yield layer.matrix(key + "q_down_proj.weight", hidden, (name + "q_a_proj.weight", rank))
+        yield layer.vector(key + "q_up_proj.layer_norm_weight", name + "q_a_layernorm.weight", rank)
+        yield layer.matrix(key + "q_up_proj.weight", rank, (name + "q_b_proj.weight", query))
     else:
-        yield layer.matrix(ours + "q_proj.weight", hidden, (theirs + "q_proj.weight", query))
+        yield layer.matrix(key + "q_proj.weight", hidden, (name + "q_proj.weight", query))
     rank = mla.kv_lora_rank
     yield layer.matrix(
-        ours + "kv_down_proj.weight",
+        key + "kv_down_proj.weight",
         hidden,
-        (theirs + "kv_a_proj_with_mqa.weight", rank + mla.qk_rope_head_dim),
+        (name + "kv_a_proj_with_mqa.weight", rank + mla.qk_rope_head_dim),
     )
-    yield layer.vector(ours + "kv_up_proj.layer_norm_weight", theirs + "kv_a_layernorm.weight", rank)
-    yield layer.matrix(ours + "kv_up_proj.weight", rank, (theirs + "kv_b_proj.weight", key_value))
-    yield layer.matrix(ours + "proj.weight", heads * mla.v_head_dim, (theirs + "o_proj.weight", hidden))
+    yield layer.vector(key + "kv_up_proj.layer_norm_weight", name + "kv_a_layernorm.weight", rank)
+    yield layer.matrix(key + "kv_up_proj.weight", rank, (name + "kv_b_proj.weight", key_value))
+    yield layer.matrix(key + "proj.weight", heads * mla.v_head_dim, (name + "o_proj.weight", hidden))
 
 
 def feed_forward(
-    model: ModelConfig, layer: LayerNames, experts: ExpertLayout, names: MoENames | None = None
+    model: ModelConfig, layer: LayerNames, experts: ExpertLayout, names: MoENames, *, has_shared_gate: bool
 ) -> Iterator[WeightRule]:
-    """The layer's MLP or experts and the norm before them; `names` default to what most families call them."""
+    """Yield the rules of the layer's MLP, or of its router and experts, and of the norm before them."""
     norm = "pre_mlp_layernorm.weight" if layer.is_moe else "mlp.linear_fc1.layer_norm_weight"
     yield layer.vector(norm, "post_attention_layernorm.weight", model.hidden_size)
     if layer.is_moe:
-        yield from _moe(model, layer, experts, names or MoENames())
+        yield from _moe(model, layer, experts, names, has_shared_gate)
     else:
         yield from _gated(model, layer, "mlp.", model.ffn_hidden_size, "mlp.")
 
 
 def mtp(model: ModelConfig) -> Iterator[WeightRule]:
-    """What an MTP layer has beside its transformer layer; both sides put the embedding before the hidden state."""
+    """Yield the rules of what each MTP layer has beside its transformer layer."""
     hidden = model.hidden_size
     for i in range(model.mtp_layers):
         around = LayerNames(
@@ -163,12 +191,13 @@ def mtp(model: ModelConfig) -> Iterator[WeightRule]:
         )
         yield around.vector("enorm.weight", "enorm.weight", hidden)
         yield around.vector("hnorm.weight", "hnorm.weight", hidden)
+        # Both sides put the embedding before the hidden state.
         yield around.matrix("eh_proj.weight", 2 * hidden, ("eh_proj.weight", hidden))
         yield around.vector("final_layernorm.weight", "shared_head.norm.weight", hidden)
 
 
-def copies(model: ModelConfig) -> Iterator[DuplicateTensor]:
-    """Embeddings that Hugging Face checkpoints repeat: a tied output, and those of each MTP layer."""
+def duplicates(model: ModelConfig) -> Iterator[DuplicateTensor]:
+    """Yield the embeddings that Hugging Face checkpoints repeat: a tied output, and those of each MTP layer."""
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     if model.tied_embeddings:
         yield DuplicateTensor(output, embedding, written=False)
@@ -179,17 +208,18 @@ def copies(model: ModelConfig) -> Iterator[DuplicateTensor]:
 
 
 def _gated(model: ModelConfig, layer: LayerNames, key: str, width: int, name: str) -> Iterator[WeightRule]:
-    """A gated MLP: Megatron's first matrix has the gate's rows above those of the up-projection."""
+    """Yield the rules of a gated MLP: Megatron's first matrix has the gate's rows above those of the up-projection."""
     gate, up = (name + "gate_proj.weight", width), (name + "up_proj.weight", width)
     yield layer.matrix(key + "linear_fc1.weight", model.hidden_size, gate, up)
     yield layer.matrix(key + "linear_fc2.weight", width, (name + "down_proj.weight", model.hidden_size))
 
 
 def _moe(
-    model: ModelConfig, layer: LayerNames, layout: ExpertLayout, names: MoENames
+    model: ModelConfig, layer: LayerNames, layout: ExpertLayout, names: MoENames, has_shared_gate: bool
 ) -> Iterator[WeightRule]:
-    """Router, experts, shared experts. Of Hugging Face's fused layout all families have the same names."""
+    """Yield the rules of router, shared experts and experts."""
     moe, hidden = model.moe, model.hidden_size
+    # In the fused layout all families have the same names.
     prefix = names.prefix if layout == "each" else "mlp."
     yield layer.matrix("mlp.router.weight", hidden, (prefix + "gate.weight", moe.num_experts))
     if moe.expert_bias:
@@ -199,7 +229,7 @@ def _moe(
         yield replace(bias, fp32=True)
     if moe.shared_experts:
         yield from _gated(model, layer, "mlp.shared_experts.", moe.shared_width, f"{prefix}{names.shared}.")
-    if names.shared_gate:
+    if has_shared_gate:
         gate = (f"{prefix}{names.shared_gate}.weight", 1)
         yield layer.matrix("mlp.shared_experts.gate_weight", hidden, gate)
     yield from (_fused_experts(model, layer) if layout == "fused" else _experts(model, layer, names))
@@ -210,16 +240,16 @@ def _experts(model: ModelConfig, layer: LayerNames, names: MoENames) -> Iterator
     width = moe.ffn_hidden_size
     for e in range(moe.num_experts):
         name = f"{names.prefix}experts.{e}."
-        one = replace(layer, index=(*layer.index, e), lead=(*layer.lead, moe.num_experts))
+        expert = replace(layer, index=(*layer.index, e), lead=(*layer.lead, moe.num_experts))
         gate, up = (f"{name}{names.gate}.weight", width), (f"{name}{names.up}.weight", width)
-        yield one.matrix("mlp.experts.experts.linear_fc1.weight", hidden, gate, up)
-        yield one.matrix(
+        yield expert.matrix("mlp.experts.experts.linear_fc1.weight", hidden, gate, up)
+        yield expert.matrix(
             "mlp.experts.experts.linear_fc2.weight", width, (f"{name}{names.down}.weight", hidden)
         )
 
 
 def _fused_experts(model: ModelConfig, layer: LayerNames) -> Iterator[WeightRule]:
-    """Here a row is an expert."""
+    """Yield the rules of experts that lie in one Hugging Face tensor a layer: its rows, as rules count, are experts."""
     moe, hidden = model.moe, model.hidden_size
     for key, name, row in (
         ("linear_fc1", "gate_up_proj", (2 * moe.ffn_hidden_size, hidden)),

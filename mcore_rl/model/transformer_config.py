@@ -14,22 +14,23 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES
+from mcore_rl.families import family_of
+from mcore_rl.families.family import Family
 from mcore_rl.parallel.mesh import Mesh
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "quick_gelu": quick_gelu,
 }
-"""The functions behind the names that families, which import no torch, give as `activation_func`."""
+"""Functions behind the names that families, which import no torch, have for them."""
 
 
 def transformer_config(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> TransformerConfig:
     """The config that makes `model`'s chunks on this rank; the settings must have passed `config.checks`."""
-    _refuse_full_norm(model, platform)
-    family = FAMILIES[model.family]
+    family = family_of(model)
+    _refuse_full_norm(model, family, platform)
     arguments = (
         _common(model)
         | family.architecture(model)
@@ -39,18 +40,18 @@ def transformer_config(
     )
     if model.is_moe:
         arguments |= _dispatch(model, platform)
-    arguments["activation_func"] = ACTIVATIONS[arguments["activation_func"]]
+    arguments["activation_func"] = ACTIVATIONS[family.activation]
     # Experts of TransformerEngine do not take biases together with it.
     arguments["bias_dropout_fusion"] &= not arguments["add_bias_linear"]
     # Megatron's fused kernel for latent attention knows YaRN only.
     arguments["apply_rope_fusion"] = platform.layers == "te" and (
-        not family.mla or model.rope.scaling == "yarn"
+        not family.is_latent or model.rope.scaling == "yarn"
     )
-    config = MLATransformerConfig(**arguments) if family.mla else TransformerConfig(**arguments)
-    if family.mla:
+    config = MLATransformerConfig(**arguments) if family.is_latent else TransformerConfig(**arguments)
+    if family.is_latent:
         _set_latent_norm(config, model, platform)
-    config.full_qk_norm = model.has_full_qk_norm
-    if model.rope.scaling == "yarn" and not family.mla:
+    config.full_qk_norm = family.has_full_qk_norm
+    if model.rope.scaling == "yarn" and not family.is_latent:
         _set_yarn(config, model)
     return config
 
@@ -63,7 +64,6 @@ def _common(model: ModelConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.norm_eps,
         "gated_linear_unit": True,
-        "activation_func": "silu",
         "add_bias_linear": False,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
@@ -160,9 +160,9 @@ def _set_latent_norm(config: TransformerConfig, model: ModelConfig, platform: Pl
     config.latent_norm_eps = model.mla.norm_eps
 
 
-def _refuse_full_norm(model: ModelConfig, platform: Platform) -> None:
+def _refuse_full_norm(model: ModelConfig, family: Family, platform: Platform) -> None:
     """Norms over all heads are a plain attribute for our layers; Megatron's specs with TransformerEngine have none."""
-    if platform.layers == "te" and model.has_full_qk_norm:
+    if platform.layers == "te" and family.has_full_qk_norm:
         raise ConfigError(
             f"{model.family} norms the queries and the keys of all heads at once, which Megatron's layers by "
             'TransformerEngine do not. Set platform.layers="torch".'

@@ -15,6 +15,7 @@ Conventions where the field differs:
 """
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import family_of
 
 FORWARD_AND_BACKWARD = 3
 
@@ -32,8 +33,9 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
     hidden = config.hidden_size
     moe_layers = list(config.moe_layers) + [config.moe_layers[-1]] * config.mtp_layers
     num_moe, num_layers = sum(moe_layers), len(moe_layers)
-    projections, scores = (_latent_attention if config.is_latent else _attention)(config)
-    gate = hidden if config.family == "qwen2_moe" else 0
+    family = family_of(config)
+    projections, scores = (_latent_attention if family.is_latent else _attention)(config)
+    gate = hidden if family.has_shared_expert_gate else 0
     seen = sum(_seen_positions(config, layer, seq_length) for layer in range(num_layers))
     macs = {
         "attention_projections": num_layers * projections,

@@ -13,6 +13,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.families import family_of
 from mcore_rl.plan.weights import Weights, layers_by_stage, weights_by_stage
 
 GIB = 2**30
@@ -107,7 +108,7 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
     element = 2 if config.platform.precision == "bf16" else 4
     replicas = world_size // mesh.model_parallel
     slots = min(config.rl.engine.slots, -(-config.rollout_size // replicas)) + 1
-    if model.is_latent:
+    if family_of(model).is_latent:
         mla = model.mla
         widths = model.num_heads // mesh.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
     else:
@@ -178,7 +179,7 @@ class LayerActivations:
         dropped = {
             "core_attn": (),  # attention that keeps no scores has nothing to drop but its inputs, which are kept
             "layernorm": ("normed",),
-            "mla_up_proj": ("queries_keys_values",) if self.model.is_latent else (),
+            "mla_up_proj": ("queries_keys_values",) if family_of(self.model).is_latent else (),
             "moe": ("routed_in", "routed_up", "routed_act", "shared_up", "shared_act", "router"),
             "moe_act": ("routed_act",),
             "mlp": ("up", "act"),
@@ -189,10 +190,11 @@ class LayerActivations:
 
     def _attention(self) -> Iterator[tuple[str, int]]:
         model, each = self.model, self.tokens * self.element
+        family = family_of(model)
         heads, kv_heads = model.num_heads // self.mesh.tp, max(1, model.num_kv_heads // self.mesh.tp)
         yield "inputs", 2 * self.residual  # of both norms
         yield "normed", 2 * self.residual
-        if model.is_latent:
+        if family.is_latent:
             mla = model.mla
             width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
             # A latent before and after its norm, cut as the residual stream is.
@@ -201,7 +203,7 @@ class LayerActivations:
             yield "queries_keys_values", each * heads * (2 * width + mla.v_head_dim)
             yield "attended", each * heads * mla.v_head_dim
             return
-        if model.has_qk_norm:
+        if family.has_qk_norm(model):
             yield "unnormed_queries_keys", each * (heads + kv_heads) * model.head_dim
         yield "queries_keys_values", each * (heads + 2 * kv_heads) * model.head_dim
         yield "attended", each * heads * model.head_dim

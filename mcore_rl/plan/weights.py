@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import family_of
+from mcore_rl.families.family import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +68,14 @@ def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
 
 def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weights:
     """Of one transformer layer on one rank."""
-    hidden, moe = model.hidden_size, model.moe
-    attention = _latent_attention(model, mesh.tp) if model.is_latent else _attention(model, mesh.tp)
+    hidden, moe, family = model.hidden_size, model.moe, family_of(model)
+    attention = _latent_attention(model, mesh.tp) if family.is_latent else _attention(model, family, mesh.tp)
     dense = attention + 2 * hidden
     if not is_moe:
         return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp)
-    biases = model.family == "gpt_oss"
+    biases = family.has_linear_bias
     router = moe.num_experts * (hidden + (1 if biases or moe.expert_bias else 0))
-    shared_gate = hidden if model.family == "qwen2_moe" else 0
+    shared_gate = hidden if family.has_shared_expert_gate else 0
     shared = 3 * hidden * moe.shared_width // mesh.tp + shared_gate
     expert = 3 * hidden * moe.ffn_hidden_size // mesh.etp + (
         (2 * moe.ffn_hidden_size + hidden) if biases else 0
@@ -81,18 +83,20 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weig
     return Weights(dense + router + shared, moe.num_experts // mesh.ep * expert)
 
 
-def _attention(model: ModelConfig, tp: int) -> int:
+def _attention(model: ModelConfig, family: Family, tp: int) -> int:
     """Grouped-query attention; with fewer key/value heads than ranks each rank has one."""
     hidden, head = model.hidden_size, model.head_dim
     heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
     weights = hidden * head * (2 * heads + 2 * kv_heads)
-    if model.has_qkv_bias:
+    if family.has_qkv_bias(model):
         weights += head * (heads + 2 * kv_heads)
-    if model.has_qk_norm:
+    if family.has_qk_norm(model):
         # A norm over all heads is whole on every tensor-parallel rank.
-        weights += head * (model.num_heads + model.num_kv_heads) if model.has_full_qk_norm else 2 * head
-    if model.family == "gpt_oss":
-        weights += hidden + heads  # the output's bias, and a sink a head
+        weights += head * (model.num_heads + model.num_kv_heads) if family.has_full_qk_norm else 2 * head
+    if family.has_linear_bias:
+        weights += hidden  # the bias of the output
+    if family.has_attention_sinks:
+        weights += heads
     return weights
 
 

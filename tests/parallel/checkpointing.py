@@ -18,7 +18,6 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, PretrainConfig, TrainConfig
-from mcore_rl.families import FAMILIES
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.run_folder import RunFolder
@@ -28,9 +27,10 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
 from tests.parallel.parity import SEQUENCES, batch
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
-QWEN = FAMILIES["qwen3_moe"].tiny
-DEEPSEEK = FAMILIES["deepseek_v3"].tiny
+QWEN = TINY["qwen3_moe"]
+DEEPSEEK = TINY["deepseek_v3"]
 SMALL = QWEN.model_copy(update={"num_layers": 2})
 
 

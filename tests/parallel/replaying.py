@@ -17,7 +17,6 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.errors import RoutingError
-from mcore_rl.families import FAMILIES
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
@@ -30,6 +29,7 @@ from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import Tensors, config_of, owned
+from tests.tiny_models import TINY
 
 LENGTHS = (13, 8, 16, 5, 11, 16, 3, 10)
 """Tokens of the samples; the last position of each is not trained on."""
@@ -44,7 +44,7 @@ NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
 
 def tiny(family: str, num_layers: int = 4, mtp: int = 0, **moe: Any) -> ModelConfig:
     """A family's smallest model; the routers' losses, which see padding, are left out."""
-    model = FAMILIES[family].tiny
+    model = TINY[family]
     experts = model.moe.model_copy(update=NO_ROUTER_LOSS | moe)
     return model.model_copy(update={"moe": experts, "num_layers": num_layers, "mtp_layers": mtp})
 

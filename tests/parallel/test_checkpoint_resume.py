@@ -10,7 +10,6 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.families import FAMILIES
 from mcore_rl.model.build import unwrap
 from mcore_rl.train import setup
 from mcore_rl.train.objectives import NextTokenHead
@@ -29,6 +28,7 @@ from tests.parallel.checkpointing import (
 )
 from tests.parallel.parity import batch
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
 ONE = MeshConfig()
 TP2_EP2 = MeshConfig(tp=2, ep=2)
@@ -85,7 +85,7 @@ def test_a_pipeline_stage_without_experts_can_be_left_and_entered(tmp_path: Path
     [
         (SMALL.model_copy(update={"hidden_dropout": 0.1, "attention_dropout": 0.1}), TP2_EP2),
         (DEEPSEEK, MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True)),
-        (FAMILIES["llama"].tiny, ONE),
+        (TINY["llama"], ONE),
     ],
     ids=["dropout-tp2-ep2", "bf16-expert-bias-ep2-overlap", "dense"],
 )

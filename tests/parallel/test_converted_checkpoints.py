@@ -13,7 +13,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.forecast import bytes_by_stage
 from mcore_rl.convert.logits import largest_distance
-from mcore_rl.families import FAMILIES, weight_map
+from mcore_rl.families import weight_map
 from mcore_rl.model.hf_weights import to_global
 from tests.conversion import (
     assert_same,
@@ -31,6 +31,7 @@ from tests.hf_models import TOLERANCE, oracle, random_tokens
 from tests.parallel.checkpointing import config_of, trained
 from tests.parallel.converted import logits_of_checkpoints, weight_bytes
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
 MESHES = {
     "one rank": MeshConfig(),
@@ -133,7 +134,7 @@ def without_optimizer_and_padding(tensors: dict[str, Tensor], model: ModelConfig
 @pytest.mark.parametrize("mesh", ["tp2-ep2", "pp2-vpp2"])
 def test_the_forecast_of_bytes_is_what_ranks_hold(mesh: str) -> None:
     config = MESHES[mesh]
-    models = {name: FAMILIES[name].tiny for name in ("qwen3_moe", "deepseek_v3")}
+    models = {name: TINY[name] for name in ("qwen3_moe", "deepseek_v3")}
     models["deepseek_v3"] = models["deepseek_v3"].model_copy(update={"mtp_layers": 1})
     ranks = run_ranks(weight_bytes, config.smallest_world, config, models)
     for name, model in models.items():

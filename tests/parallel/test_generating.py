@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.families import family_of
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.sampling import Cut
 from tests.generating import completions_on, ragged_prompts
@@ -33,7 +34,7 @@ SMALL = {"slots": 5, "step_tokens": 16}
     ("case", "mesh"), [(case, mesh) for case, meshes in MESHES_OF.items() for mesh in meshes]
 )
 def test_completions_are_those_of_one_rank(case: str, mesh: str) -> None:
-    heads = {} if oracle(case).ours.is_latent else {"num_key_value_heads": 2}
+    heads = {} if family_of(oracle(case).ours).is_latent else {"num_key_value_heads": 2}
     theirs = oracle(case, num_hidden_layers=4, **heads)
     prompts = ragged_prompts(8, VOCAB)
     work = (theirs.ours, theirs.tensors, prompts, SAMPLINGS, SMALL)

@@ -12,7 +12,6 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES
 from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.linear import ReplicatedLinear
@@ -20,6 +19,7 @@ from mcore_rl.model.layers.packed import packed_params
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.parallel.sequence import unzigzag, zigzag
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import assert_close, small_config
 
@@ -203,7 +203,7 @@ def latent_without_sequence_parallelism() -> str:
     mesh = build_mesh(config)
     seed_ranks(1)
     try:
-        build_model(FAMILIES["deepseek_v3"].tiny, mesh, start(PlatformConfig()), PlatformConfig())
+        build_model(TINY["deepseek_v3"], mesh, start(PlatformConfig()), PlatformConfig())
     except ConfigError as error:
         return str(error)
     return "nothing"

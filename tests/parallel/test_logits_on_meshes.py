@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.families import family_of
 from tests.hf_models import TOLERANCE, VOCAB, oracle, random_tokens
 from tests.parallel.logits import logits_on
 from tests.ranks import run_ranks
@@ -33,7 +34,7 @@ MESHES_OF = {
     ("case", "mesh"), [(case, mesh) for case, meshes in MESHES_OF.items() for mesh in meshes]
 )
 def test_logits_equal_those_of_transformers(case: str, mesh: str) -> None:
-    heads = {} if oracle(case).ours.is_latent else {"num_key_value_heads": 2}
+    heads = {} if family_of(oracle(case).ours).is_latent else {"num_key_value_heads": 2}
     theirs, tokens_BS = oracle(case, num_hidden_layers=4, **heads), random_tokens()
     wanted_BSV, num_ranks = theirs.logits(tokens_BS), MESHES[mesh].smallest_world
     ranks = run_ranks(logits_on, num_ranks, MESHES[mesh], theirs.ours, theirs.tensors, tokens_BS)

@@ -17,7 +17,6 @@ from mcore_rl.data.batch import Microbatch
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.loader import BatchSource
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
-from mcore_rl.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.schedule import HeadOutput, run_pass
@@ -35,6 +34,7 @@ from tests.parallel.parity import (
     relative_errors,
 )
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
 LENGTHS = (30, 3, 23, 9, 5, 17, 25, 2, 6)
 """Tokens of the conversations; a row holds 32 positions."""
@@ -48,9 +48,7 @@ MESHES = {
 # The routers' losses see all tokens of a forward pass, padding included: here only the next token's loss counts.
 NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
 MODELS = {
-    name: FAMILIES[name].tiny.model_copy(
-        update={"moe": FAMILIES[name].tiny.moe.model_copy(update=NO_ROUTER_LOSS)}
-    )
+    name: TINY[name].model_copy(update={"moe": TINY[name].moe.model_copy(update=NO_ROUTER_LOSS)})
     for name in ("qwen3_moe", "deepseek_v3")
 }
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})

@@ -6,9 +6,9 @@ import pytest
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.families import FAMILIES
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import Outcome, Tensors, assert_equal_training, config_of, random_weights, run
+from tests.tiny_models import TINY
 
 MESHES = {
     "tp2": MeshConfig(tp=2),
@@ -28,7 +28,7 @@ MESHES = {
     "pp2-uneven": MeshConfig(pp=2, first_stage_layers=1, last_stage_layers=3),
     "ep2-overlapped": MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
 }
-MODELS = {name: family.tiny for name, family in FAMILIES.items()}
+MODELS = dict(TINY)
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 REPRESENTATIVE = ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2", "tp2-pp2-vpp2")
 CASES = [("qwen3_moe", mesh) for mesh in MESHES] + [

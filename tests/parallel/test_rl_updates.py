@@ -20,10 +20,10 @@ from mcore_rl.config.rl import (
 )
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import TrainConfig
-from mcore_rl.families import FAMILIES
 from tests.parallel.parity import Tensors, random_weights
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, token_advantages, updates
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
 MESHES = {
     "tp2": MeshConfig(tp=2),
@@ -55,7 +55,7 @@ def config_of(
     **update: Any,
 ) -> RlRunConfig:
     """Two updates a rollout; no balance loss, which is of a microbatch and not of tokens."""
-    tiny = FAMILIES[model].tiny
+    tiny = TINY[model]
     moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
     return RlRunConfig(
         model=tiny.model_copy(update={"moe": moe}),

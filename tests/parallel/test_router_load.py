@@ -7,7 +7,6 @@ import pytest
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
-from mcore_rl.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.router_load import Loads, RouterLoad
 from mcore_rl.parallel.schedule import run_pass
@@ -15,6 +14,7 @@ from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from tests.parallel.parity import LENGTH, SEQUENCES, Tensors, batch, config_of, random_weights
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
 MESHES = {
     "tp2": MeshConfig(tp=2),
@@ -36,7 +36,7 @@ def counted(config: PretrainConfig, initial: Tensors) -> Loads:
 @functools.cache
 def single_rank(family: str) -> tuple[Tensors, Loads]:
     """Initial weights of a family, and the counts on one rank."""
-    config = config_of(FAMILIES[family].tiny, MeshConfig())
+    config = config_of(TINY[family], MeshConfig())
     initial = random_weights(config)
     return initial, run_ranks(counted, 1, config, initial)[0]
 
@@ -46,7 +46,7 @@ def single_rank(family: str) -> tuple[Tensors, Loads]:
 )
 def test_gathered_counts_do_not_depend_on_the_mesh(family: str, mesh: str) -> None:
     initial, reference = single_rank(family)
-    config = config_of(FAMILIES[family].tiny, MESHES[mesh])
+    config = config_of(TINY[family], MESHES[mesh])
     for loads in run_ranks(counted, config.mesh.smallest_world, config, initial):
         assert loads.tokens_LE.tolist() == reference.tokens_LE.tolist()
     assert reference.tokens_LE[-1].sum() == SEQUENCES * LENGTH * config.model.moe.top_k

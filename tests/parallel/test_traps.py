@@ -8,21 +8,21 @@ import torch
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
-from mcore_rl.families import FAMILIES
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import evaluate, train_step
 from tests.parallel.parity import Tensors, assembled, batch, config_of, fresh_weights, random_weights
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
-TINY = FAMILIES["qwen3_moe"].tiny
+MODEL = TINY["qwen3_moe"]
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(ep=2, dp=2), MeshConfig(tp=2, etp=2)], ids=["ep2", "tp2-etp2"])
 def test_ranks_start_with_different_experts(mesh: MeshConfig) -> None:
     """The random state must switch between ranks: without CUDA torch's own way to seed it does nothing."""
-    ranks = run_ranks(fresh_weights, 2, config_of(TINY, mesh))
+    ranks = run_ranks(fresh_weights, 2, config_of(MODEL, mesh))
     fc1_LEFD = assembled(ranks)["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     halves = fc1_LEFD.chunk(2, dim=1 if mesh.ep > 1 else 2)
     shared = torch.isin(halves[0].flatten(), halves[1].flatten()).float().mean().item()
@@ -31,7 +31,7 @@ def test_ranks_start_with_different_experts(mesh: MeshConfig) -> None:
 
 def test_checkpoint_names_are_those_of_transformer_engine() -> None:
     """Megatron's layers without TransformerEngine would store an MoE layer's norm under the name of a dense one's."""
-    names = set(random_weights(config_of(TINY, MeshConfig())))
+    names = set(random_weights(config_of(MODEL, MeshConfig())))
     assert names == {
         "embedding.word_embeddings.weight",
         "output_layer.weight",
@@ -54,7 +54,7 @@ def test_checkpoint_names_are_those_of_transformer_engine() -> None:
 
 
 def test_latent_attention_has_the_names_of_transformer_engine() -> None:
-    names = set(random_weights(config_of(FAMILIES["deepseek_v3"].tiny, MeshConfig())))
+    names = set(random_weights(config_of(TINY["deepseek_v3"], MeshConfig())))
     assert {
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
         "decoder.layers.1.pre_mlp_layernorm.weight",
@@ -66,7 +66,7 @@ def test_latent_attention_has_the_names_of_transformer_engine() -> None:
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(tp=2, ep=2)], ids=["1", "tp2-ep2"])
 def test_a_step_with_an_infinite_gradient_changes_nothing(mesh: MeshConfig) -> None:
-    for before, after in run_ranks(poisoned_step, mesh.smallest_world, config_of(TINY, mesh)):
+    for before, after in run_ranks(poisoned_step, mesh.smallest_world, config_of(MODEL, mesh)):
         assert before == after
 
 
@@ -94,7 +94,7 @@ def facts(state) -> object:  # type: ignore[no-untyped-def]
 
 def test_evaluation_is_the_loss_before_the_step_and_leaves_no_trace() -> None:
     for mesh in (MeshConfig(), MeshConfig(pp=2, vpp=2)):
-        for evaluated, again, trained in run_ranks(evaluation, mesh.smallest_world, config_of(TINY, mesh)):
+        for evaluated, again, trained in run_ranks(evaluation, mesh.smallest_world, config_of(MODEL, mesh)):
             assert evaluated == again
             assert evaluated == pytest.approx(trained, rel=1e-7)
 
@@ -111,8 +111,8 @@ def evaluation(config: PretrainConfig) -> tuple[float, float, float]:
 
 def test_half_precision_trains_like_full_precision() -> None:
     """bf16 weights with fp32 main weights: the first losses agree to bf16's three digits."""
-    full = config_of(TINY, MeshConfig())
-    half = config_of(TINY, MeshConfig(tp=2, ep=2), PlatformConfig(precision="bf16"))
+    full = config_of(MODEL, MeshConfig())
+    half = config_of(MODEL, MeshConfig(tp=2, ep=2), PlatformConfig(precision="bf16"))
     initial = random_weights(full)
     full_losses = run_ranks(losses_of, 1, full, initial)[0]
     half_losses = run_ranks(losses_of, 2, half, initial)[0]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import FAMILIES
+from mcore_rl.families import family_of
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap
 
 Keys = Literal["te", "local"]
@@ -53,8 +53,8 @@ class Relaid:
                 f"{model.moe.first_dense_layers}), so that they cannot be stacked in one tensor. Use --layers each."
             )
         self.layout = layout
-        self._names = LATENT_NORMS if FAMILIES[model.family].mla else {MOE_NORM: DENSE_NORM}
-        self._dense_norm = MOE_NORM if FAMILIES[model.family].mla else DENSE_NORM
+        self._names = LATENT_NORMS if family_of(model).is_latent else {MOE_NORM: DENSE_NORM}
+        self._dense_norm = MOE_NORM if family_of(model).is_latent else DENSE_NORM
 
     def weights(self, canonical: WeightMap) -> WeightMap:
         """The same pairing under this layout's keys."""

@@ -16,7 +16,7 @@ from mcore_rl.convert.hf.model import FLOATS, Mtp
 from mcore_rl.convert.megatron.folder import DistFolder, open_dist
 from mcore_rl.convert.megatron.layouts import Layout, detect
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import weight_map
+from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.weight_map import Shape, WeightMap, listed
 
@@ -117,10 +117,11 @@ def disagreements(there: ModelConfig, here: ModelConfig) -> list[str]:
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
     """What the settings come to: without those that only training has, and those that the family does not use."""
+    family = family_of(model)
     said = model.model_dump(mode="json", exclude=set(TRAINING_ONLY["model"]))
     said["moe"] = {name: value for name, value in said["moe"].items() if name not in TRAINING_ONLY["moe"]}
-    said |= {"qkv_bias": model.has_qkv_bias, "qk_norm": model.has_qk_norm}
-    unused = ["head_dim", "num_kv_heads"] if model.is_latent else ["mla"]
+    said |= {"qkv_bias": family.has_qkv_bias(model), "qk_norm": family.has_qk_norm(model)}
+    unused = ["head_dim", "num_kv_heads"] if family.is_latent else ["mla"]
     unused += [] if model.is_moe else ["moe"]
     return {name: value for name, value in said.items() if name not in unused}
 

@@ -6,6 +6,7 @@ import pytest
 
 from mcore_rl.checkpoint.megatron_lm import model_args
 from mcore_rl.families import FAMILIES
+from tests.tiny_models import TINY
 
 DENSE = {"num_experts": None, "swiglu": True, "quick_geglu": False, "add_bias_linear": False}
 SOFTMAX = {"num_experts": 8, "swiglu": True, "add_bias_linear": False, "moe_router_dtype": "fp32"}
@@ -45,7 +46,7 @@ WANTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_arguments_say_what_the_model_is(family: str) -> None:
-    model = FAMILIES[family].tiny
+    model = TINY[family]
     args = vars(model_args(model))
     assert {name: args[name] for name in WANTED[family]} == WANTED[family]
     assert (args["num_layers"], args["hidden_size"]) == (model.num_layers, model.hidden_size)
@@ -56,13 +57,13 @@ def test_the_arguments_say_what_the_model_is(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_arguments_are_plain_values(family: str) -> None:
-    for name, value in vars(model_args(FAMILIES[family].tiny)).items():
+    for name, value in vars(model_args(TINY[family])).items():
         parts = value if isinstance(value, list | tuple) else [value]
         assert all(part is None or type(part) in (bool, int, float, str) for part in parts), name
 
 
 def test_experts_and_dense_layers_and_mtp_are_told() -> None:
-    model = FAMILIES["deepseek_v3"].tiny
+    model = TINY["deepseek_v3"]
     args = model_args(model.model_copy(update={"mtp_layers": 1}))
     assert args.moe_layer_freq == [0, *[1] * (model.num_layers - 1)] and args.mtp_num_layers == 1
     assert args.moe_shared_expert_intermediate_size == model.moe.shared_width

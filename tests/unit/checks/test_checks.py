@@ -187,7 +187,7 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "data.tokenizer.path=x", 1, 'not read with data.tokenizer.kind="none"'),
         ("llama", "model.moe.num_experts=4 model.moe.ffn_hidden_size=8", 1, '"llama" is dense'),
         ("mixtral", "model.moe.num_experts=0", 1, "is a Mixture of Experts"),
-        ("qwen3_moe", "model.mtp_layers=1", 1, "known of deepseek_v3, glm4_moe only"),
+        ("qwen3_moe", "model.mtp_layers=1", 1, "supported by deepseek_v3, glm4_moe only"),
         ("qwen3_moe", "model.moe.ffn_hidden_size=0", 1, "an expert has no width"),
         ("qwen3_moe", "model.moe.top_k=9", 1, "more than model.moe.num_experts=8"),
         ("qwen3_moe", "model.moe.first_dense_layers=4", 1, "leaves none of model.num_layers=4"),
@@ -197,15 +197,15 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             "qwen3_moe",
             "model.moe.shared_experts=1",
             1,
-            "shared_experts=1 is known of qwen2_moe, deepseek_v2, ",
+            "shared_experts=1 is supported by deepseek_v2, deepseek_v3, glm4_moe, qwen2_moe only",
         ),
         ("mixtral", "model.moe.expert_bias=true", 1, "Set it to false"),
         ("mixtral", "model.moe.routed_scaling=2", 1, "Set it to 1.0"),
         ("qwen2_moe", "model.moe.shared_experts=2", 1, "qwen2_moe has one shared expert"),
         ("gpt_oss", "mesh.tp=2 mesh.etp=2", 2, "Set mesh.etp=1"),
-        ("gpt_oss", "model.moe.first_dense_layers=1", 1, 'not of model.family="gpt_oss"'),
-        ("qwen3_moe", "model.sliding_window=16", 1, "known of gpt_oss only"),
-        ("gpt_oss", "model.rope.scaling=none", 1, "rope.truncate=false is known of YaRN"),
+        ("gpt_oss", "model.moe.first_dense_layers=1", 1, 'not by model.family="gpt_oss"'),
+        ("qwen3_moe", "model.sliding_window=16", 1, "supported by gpt_oss only"),
+        ("gpt_oss", "model.rope.scaling=none", 1, "rope.truncate=false is supported by YaRN"),
         ("olmoe", "model.num_kv_heads=2 mesh.tp=4", 4, "olmoe norms all keys at once"),
         ("deepseek_v2", "model.moe.normalize_top_k=true", 1, "are the softmax's probabilities"),
         (
@@ -214,11 +214,11 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             "by its best 2 experts, deepseek_v2 is defined by the best 1",
         ),
-        ("deepseek_v2", "model.moe.expert_bias=true", 1, "known of deepseek_v3, glm4_moe only"),
+        ("deepseek_v2", "model.moe.expert_bias=true", 1, "supported by deepseek_v3, glm4_moe only"),
         ("qwen2", "model.qkv_bias=off", 1, 'model.family="qwen2" always has them'),
         ("qwen3", "model.qkv_bias=on", 1, 'model.family="qwen3" never has them'),
         ("llama", "model.qk_norm=on", 1, 'model.qk_norm="on"'),
-        ("llama", "model.rope.fraction=0.5", 1, "rope.fraction=0.5 is known of glm4_moe only"),
+        ("llama", "model.rope.fraction=0.5", 1, "rope.fraction=0.5 is supported by glm4_moe only"),
         ("glm4_moe", "model.rope.fraction=0.1", 1, "x model.rope.fraction=0.1 is odd"),
         ("glm4_moe", "model.rope.scaling=yarn model.rope.factor=4", 1, "Megatron's YaRN turns whole heads"),
         ("glm4_moe", "model.moe.top_k=6", 1, "by its best 3 experts, glm4_moe is defined by the best 2"),
@@ -241,7 +241,7 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "model.rope.factor=2", 1, "has no effect"),
         ("llama", "model.rope.scaling=yarn model.rope.factor=0.5", 1, "would shrink"),
         ("llama", "model.rope.scaling=llama3 model.rope.factor=8", 1, "8192 built in"),
-        ("deepseek_v3", "model.rope.scaling=llama3 model.rope.factor=8", 1, "not known of deepseek_v3"),
+        ("deepseek_v3", "model.rope.scaling=llama3 model.rope.factor=8", 1, "not supported by deepseek_v3"),
         ("llama", "platform.device=cpu platform.layers=te", 1, 'platform.layers="te" needs CUDA'),
         ("llama", "platform.device=cpu platform.fp8=hybrid", 1, 'platform.fp8="hybrid" needs CUDA'),
         ("llama", "platform.layers=torch platform.fp8=hybrid", 1, "needs TransformerEngine"),
@@ -279,3 +279,8 @@ def test_all_disagreements_are_told_at_once():
     lines = violations("qwen3_moe", "mesh.tp=3 mesh.pp=3 train.micro_batch=5 optim.min_lr=1")
     wanted = ("num_heads", "num_layers", "global_batch", "min_lr", "padded vocabulary", "seq_length")
     assert len(lines) == len(wanted) and all(any(word in line for line in lines) for word in wanted)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r'model.family="gpt2" is not known. Use one of .*qwen3_moe'):
+        check(load_config(PretrainConfig, None, ["model.family=gpt2", "data.train=[text]"]), 1)

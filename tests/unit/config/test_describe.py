@@ -12,7 +12,7 @@ def test_fields_are_described_by_dotted_key_type_default_and_meaning():
     docs = {doc.key: doc for doc in describe(PretrainConfig)}
     top_k = docs["model.moe.top_k"]
     assert (top_k.type, top_k.default) == ("an integer > 0", "2")
-    assert top_k.meaning == "Experts a token is sent to."
+    assert top_k.meaning == "Number of experts that a token is sent to."
     assert docs["optim.schedule"].type == 'one of "cosine", "linear", "wsd", "constant"'
     assert docs["data.split"].default == "[98.0, 1.0, 1.0]"
 

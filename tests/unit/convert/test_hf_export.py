@@ -9,16 +9,17 @@ import torch
 
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.convert.megatron.model import disagreements
-from mcore_rl.families import FAMILIES
-from mcore_rl.families.hf_export import hf_config
+from mcore_rl.families import FAMILIES, hf_config
 from tests.conversion import exported
 from tests.hf_models import CASES, Tensors, oracle, random_tokens
+from tests.tiny_models import TINY
 from tests.unit.convert.conftest import Converted
 
 AWKWARD = {"vocab_size": 1003}
 OPEN = """
 import sys, torch
 from transformers import AutoModelForCausalLM
+from tests.tiny_models import TINY
 tokens_BS, logits = torch.load(sys.argv[1]), {}
 for folder in sys.argv[2:]:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -38,7 +39,7 @@ def opened(folders: list[Path], file: Path) -> Tensors:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_config_that_is_written_reads_back(family: str) -> None:
-    tiny = FAMILIES[family].tiny
+    tiny = TINY[family]
     again = checked_model_from_hf(hf_config(tiny))
     assert disagreements(again, tiny) == []
     assert (again.mtp_layers, again.max_position) == (tiny.mtp_layers, tiny.max_position)

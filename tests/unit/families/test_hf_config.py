@@ -202,7 +202,7 @@ def test_the_published_config_of_gpt_oss() -> None:
 
 YARN = PUBLISHED_DEEPSEEK_V3["rope_scaling"]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "gpt2"}, "model_type='gpt2'.*Known are qwen3_moe"),
+    ("llama", {"model_type": "gpt2"}, "model_type='gpt2'.*Known are deepseek_v2"),
     ("llama", {"attention_bias": True}, "attention_bias=True"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -9,9 +9,9 @@ import transformers
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.families import FAMILIES, weight_map
-from mcore_rl.families.hf_export import hf_config
+from mcore_rl.families import FAMILIES, hf_config, weight_map
 from tests.hf_models import CASES, oracle
+from tests.tiny_models import TINY
 
 MEGATRONS_OWN = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 
@@ -24,7 +24,7 @@ def architecture(model: ModelConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES])
 def test_what_is_written_is_read_as_the_same_model(case: str) -> None:
-    model = oracle(case).ours if case in CASES else FAMILIES[case].tiny
+    model = oracle(case).ours if case in CASES else TINY[case]
     again = checked_model_from_hf(hf_config(model))
     assert architecture(again) == architecture(model)
     assert again.rope == model.rope
@@ -34,7 +34,7 @@ def test_what_is_written_is_read_as_the_same_model(case: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_makes_a_model_of_it_with_our_names_and_shapes(family: str) -> None:
-    model = FAMILIES[family].tiny
+    model = TINY[family]
     written = hf_config(model)
     config = transformers.AutoConfig.for_model(**written)
     with torch.device("meta"):
@@ -46,4 +46,4 @@ def test_transformers_makes_a_model_of_it_with_our_names_and_shapes(family: str)
 
 def test_heads_that_transformers_olmoe_cannot_have_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.num_heads=4 x model.head_dim=24"):
-        hf_config(FAMILIES["olmoe"].tiny.model_copy(update={"head_dim": 24}))
+        hf_config(TINY["olmoe"].model_copy(update={"head_dim": 24}))

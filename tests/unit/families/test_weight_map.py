@@ -15,6 +15,7 @@ from mcore_rl.families.weight_map import AxisRange, Region, WeightMap, covered_o
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh
+from tests.tiny_models import TINY
 
 DEEPSEEK_V3 = ModelConfig(
     family="deepseek_v3",
@@ -124,13 +125,12 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
 def variants() -> dict[str, ModelConfig]:
     """Each family tiny, and with awkward sizes."""
     found = {}
-    for name, family in FAMILIES.items():
-        tiny = family.tiny
+    for name, tiny in TINY.items():
         found[name] = tiny
         dense = 0 if name == "gpt_oss" else 2
         experts = {"num_experts": 7, "first_dense_layers": dense, "num_groups": 0, "top_groups": 0}
         moe = tiny.moe.model_copy(update=experts) if tiny.is_moe else tiny.moe
-        heads = 9 if family.mla else 3
+        heads = 9 if FAMILIES[name].is_latent else 3
         odd = {"vocab_size": 1003, "num_heads": 9, "num_kv_heads": heads, "head_dim": 24, "moe": moe}
         found[f"{name}-awkward"] = tiny.model_copy(update=odd | {"tied_embeddings": not tiny.tied_embeddings})
     deepseek = found["deepseek_v3"]

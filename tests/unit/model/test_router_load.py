@@ -11,16 +11,16 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.families import FAMILIES
 from mcore_rl.model.build import build_model
 from mcore_rl.model.router_load import Loads, RouterLoad, load_entropy, load_max_over_mean
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from tests.ranks import run_ranks
+from tests.tiny_models import TINY
 
 ROWS, LENGTH = 2, 16
-MOE = FAMILIES["qwen3_moe"].tiny
-DEEPSEEK = FAMILIES["deepseek_v3"].tiny.model_copy(update={"mtp_layers": 1})
+MOE = TINY["qwen3_moe"]
+DEEPSEEK = TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 FULL = PlatformConfig(recompute="full")
 ROUTER = PlatformConfig(recompute="selective", recompute_modules=("moe",))
 

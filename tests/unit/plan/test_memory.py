@@ -15,6 +15,7 @@ from mcore_rl.plan.memory import (
     memory_of_fullest_rank,
 )
 from mcore_rl.plan.weights import layer_weights, layers_by_stage, weights_by_stage
+from tests.tiny_models import TINY
 
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
 QWEN3 = RECIPES / "qwen3_30b_a3b" / "pretrain.toml"
@@ -31,7 +32,7 @@ def config(*overrides, path=QWEN3):
     ids=["1", "tp2", "ep2-etp2", "pp2"],
 )
 def test_the_weights_of_a_rank_are_those_of_the_tensors_that_it_gets(family, mesh):
-    model = FAMILIES[family].tiny
+    model = TINY[family]
     if not model.is_moe:
         mesh = mesh.model_copy(update={"ep": 1, "etp": 1})
     elif family == "gpt_oss":
@@ -48,7 +49,7 @@ def test_the_weights_of_a_rank_are_those_of_the_tensors_that_it_gets(family, mes
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(pp=2)], ids=["1", "pp2"])
 def test_the_last_stage_has_the_layer_of_multi_token_prediction_and_an_embedding_for_it(family, mesh):
-    model = FAMILIES[family].tiny
+    model = TINY[family]
     model = model.model_copy(update={"mtp_layers": 1, "num_layers": 2 * (model.num_layers // 2)})
     shapes = {key: (shape, 1) for key, shape in weight_map(model).mcore_shapes.items()}
     assert [stage.total for stage in weights_by_stage(model, mesh)] == bytes_by_stage(model, shapes, mesh)
