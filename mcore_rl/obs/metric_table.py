@@ -150,15 +150,24 @@ METRICS: dict[str, MetricRow] = {
 }  # fmt: skip
 
 
-def row_of(name: str) -> MetricRow:
-    """The row of METRICS for `name`; a layer's number stands there as NN, a part of the reward as NAME."""
+def row_name(name: str) -> str:
+    """Return the key of METRICS for `name`, in which a layer's index is NN, a part of the reward NAME, and k is K.
+
+    Raises:
+        ValueError: METRICS has no such row; the message names the most similar one.
+    """
     key = re.sub(r"/layer_\d+/", "/layer_NN/", re.sub(r"^reward/part/.+", "reward/part/NAME", name))
     key = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", key)
     if key not in METRICS:
         near = difflib.get_close_matches(key, METRICS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"no metric is called {name!r}: add a row to METRICS in obs/metric_table.py.{hint}")
-    return METRICS[key]
+    return key
+
+
+def row_of(name: str) -> MetricRow:
+    """Return the row of METRICS for `name`."""
+    return METRICS[row_name(name)]
 
 
 RENAMED_METRICS = {

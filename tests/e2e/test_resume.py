@@ -11,16 +11,25 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Finished, command, losses
+from tests.emitted import assert_emitted
 
 
 def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
-    config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+    config_file: Path, corpus: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    """With dropout, on TP2 x EP2, with asynchronous checkpoints every four steps."""
-    straight = mcore_rl("pretrain", config_file, "train.steps=40")
+    """With dropout, MTP and router z-loss, on TP2 x EP2, with asynchronous checkpoints every four steps."""
+    fields = [
+        "train.steps=40",
+        "model.family=glm4_moe",
+        "model.mtp_layers=1",
+        "model.moe.z_loss_coeff=1e-3",
+        f"data.test=['{corpus}/valid']",
+    ]
+    straight = mcore_rl("pretrain", config_file, *fields)
     assert straight.returncode == 0, straight.stderr
+    assert_emitted("pretrain", tmp_path / "run")
     run_dir = tmp_path / "broken"
-    words = command("pretrain", config_file, "train.steps=40", f"run_dir={run_dir}")
+    words = command("pretrain", config_file, *fields, f"run_dir={run_dir}")
 
     killed = started(words)
     wait_for_step(run_dir, 10, killed)
@@ -37,7 +46,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
     assert reached < stopped_at < 40 and not (run_dir / "DONE").exists()
     assert (run_dir / f"checkpoints/iter_{stopped_at:07d}").exists()
 
-    last = mcore_rl("pretrain", config_file, "train.steps=40", f"run_dir={run_dir}")
+    last = mcore_rl("pretrain", config_file, *fields, f"run_dir={run_dir}")
     assert last.returncode == 0, last.stderr
     assert f"resumed from {run_dir}/checkpoints/iter_{stopped_at:07d}" in last.stdout
     assert (run_dir / "DONE").exists()

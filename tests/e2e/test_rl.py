@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.e2e.conftest import Finished, command
 from tests.e2e.test_resume import ranks_of, started, wait_for_step
+from tests.emitted import assert_emitted
 from tests.forked import run_main
 
 CONFIG = """
@@ -162,17 +163,51 @@ def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, t
     assert "Traceback" not in finished.stderr
 
 
-def test_a_reward_that_raises_or_is_not_a_number_is_counted_and_the_run_goes_on(
+OWN_REWARDS = """
+import os, time
+
+def broken(judged):
+    raise ValueError("no")
+
+def unnumbered(judged):
+    return float("nan")
+
+def out_of_text(judged):
+    return [(len(judged.completion) + 1, 1.0)]
+
+def hangs_and_crashes_once(judged):
+    with open("calls", "a") as calls:
+        calls.write(".")
+        call = calls.tell()
+    if call == 20:  # after the 8 answers of the evaluation before the first step, whose errors are not reported
+        time.sleep(60)
+    if call == 21:
+        os._exit(3)
+    return 0.0
+"""
+
+
+def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
     rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "own_rewards.py").write_text(
-        "def broken(judged):\n    raise ValueError('no')\n\n\ndef unnumbered(judged):\n    return float('nan')\n"
-    )
-    parts = "rl.reward.parts=['length','own_rewards:broken','own_rewards:unnumbered']"
-    words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "train.eval_interval=0", parts]
+    """The run also replays routes, corrects for the engine and evaluates, so that it emits every metric of RL."""
+    (tmp_path / "own_rewards.py").write_text(OWN_REWARDS)
+    names = ("broken", "unnumbered", "out_of_text", "hangs_and_crashes_once")
+    parts = f"rl.reward.parts={['length', *(f'own_rewards:{name}' for name in names)]}"
+    words = [
+        "mesh.tp=1",
+        "mesh.ep=1",
+        "train.steps=4",
+        "train.eval_interval=2",
+        parts,
+        "rl.reward.timeout_s=0.5",
+    ]
+    words += ["replay.kind=r2", "replay.observe_rollout=true", "rl.loss.mismatch=mask", "rl.eval.samples=2"]
+    words += ["rl.eval.temperature=1.0"]
     monkeypatch.chdir(tmp_path)
     finished = run_main("mcore_rl.run.rl", [rl_file, *words])
     assert finished.returncode == 0, finished.stderr
+    assert_emitted("rl", tmp_path / "rl")
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "reward/errors" in record][-1]
     assert last["reward/errors_raised"] == last["reward/errors_not_finite"] == 32
@@ -209,4 +244,5 @@ def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Pat
     finished = run_main("mcore_rl.run.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("nothing to train on in this update") == 4
+    assert_emitted("rl with dynamic sampling", tmp_path / "rl")
     assert (tmp_path / "rl/DONE").exists()

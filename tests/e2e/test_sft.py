@@ -12,6 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from tests.e2e.conftest import Finished, command, losses
 from tests.e2e.test_resume import started, wait_for_step
+from tests.emitted import assert_emitted
 
 WORDS = [f"w{index}" for index in range(100)]
 SPECIAL = ["<unk>", "<end>", "<turn>", "user", "assistant"]
@@ -72,6 +73,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     assert (tmp_path / "straight/DONE").exists() and len(wanted) == 30
     assert wanted[30] < 0.8 * wanted[1]
     assert "eval/loss_nats" in (tmp_path / "straight/metrics.jsonl").read_text()
+    assert_emitted("sft", tmp_path / "straight")
 
     stopped = started(command("sft", sft_file, f"run_dir={tmp_path}/stopped", *load))
     wait_for_step(tmp_path / "stopped", 5, stopped)

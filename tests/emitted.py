@@ -1,0 +1,73 @@
+"""Which test run emits which metrics of the table, so that a row which nothing emits fails a test.
+
+A run of tests/e2e that exists anyway calls `assert_emitted`; tests/unit/obs/test_emitted.py asserts that the runs and
+ONLY_ON_CUDA together cover the table.
+"""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from mcore_rl.obs.jsonl import read_records
+from mcore_rl.obs.metric_table import METRICS, row_name
+
+EMITTED_BY: dict[str, tuple[str, ...]] = {
+    "pretrain": (
+        "train/*",
+        "moe/*",
+        "mtp/*",
+        "eval/loss_nats",
+        "eval/perplexity",
+        "test/*",
+        "data/unigram_nats",
+        "checkpoint/save_s",
+        "checkpoint/blocking_s",
+        "checkpoint/bytes",
+        "time/data_s",
+        "time/forward_backward_s",
+        "time/optimizer_s",
+        "time/checkpoint_s",
+    ),
+    "sft": ("data/*examples", "data/filled_fraction", "checkpoint/load_s"),
+    "rl": (
+        "policy/*",
+        "rollout/*_tokens",
+        "rollout/truncated_fraction",
+        "rollout/tokens_per_s_per_replica",
+        "rollout/mismatch_*",
+        "rollout/importance_sampling_masked_fraction",
+        "routes/*",
+        "rollout_routes/*",
+        "reward/*",
+        "rl/*",
+        "eval/accuracy",
+        "eval/reward",
+        "eval/completion_tokens",
+        "eval/truncated_fraction",
+        "eval/pass_at_K",
+        "data/prompts",
+        "memory/*resident_bytes",
+        "time/rollout_s",
+        "time/reward_s",
+        "time/old_logprobs_s",
+        "time/routes_s",
+        "time/reference_s",
+        "time/eval_s",
+    ),
+    "rl with dynamic sampling": ("rollout/refills", "rollout/unused_groups"),
+}
+"""Test run -> patterns; the run emits every row of METRICS that matches one of them."""
+ONLY_ON_CUDA = ("memory/device_bytes", "memory/peak_device_bytes", "memory/device_reserved_bytes")
+"""Rows that no run on a CPU can emit: they are read from torch.cuda's allocator."""
+
+
+def rows_of(run: str) -> set[str]:
+    """Return the rows of METRICS that the test run emits."""
+    return {row for row in METRICS for pattern in EMITTED_BY[run] if fnmatchcase(row, pattern)}
+
+
+def assert_emitted(run: str, run_dir: Path) -> None:
+    """Assert that the metrics.jsonl of `run_dir` holds every row that EMITTED_BY promises of the test run."""
+    records = [record for record in read_records(run_dir / "metrics.jsonl") if "event" not in record]
+    emitted = {row_name(name) for record in records for name in record.keys() - {"step", "time"}}
+    missing = sorted(rows_of(run) - emitted)
+    assert not missing, f"the {run} run of tests/e2e no longer emits {', '.join(missing)}"
