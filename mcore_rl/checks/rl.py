@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from mcore_rl.config.extension import is_extension
 from mcore_rl.config.rl import (
     AdvantageConfig,
     LossConfig,
@@ -195,9 +196,7 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
     if len(set(reward.parts)) < len(reward.parts):
         yield f"rl.reward.parts={list(reward.parts)} names a part twice. Take one out and change its weight."
     for part in reward.parts:
-        module, colon, function = part.partition(":")
-        is_path = colon and function.isidentifier() and all(name.isidentifier() for name in module.split("."))
-        if part not in NAMED_PARTS and not is_path:
+        if part not in NAMED_PARTS and not is_extension(part):
             yield (
                 f'rl.reward.parts names "{part}". Name one of {", ".join(NAMED_PARTS)}, or a function of yours '
                 "as `package.module:function`."

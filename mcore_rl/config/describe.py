@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
 
+from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import Section, alternatives
 from mcore_rl.config.toml import toml_value
 
@@ -87,6 +88,7 @@ SIMPLE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     types.NoneType: '"none"',
+    Extension: "module:name of your own",
 }
 
 

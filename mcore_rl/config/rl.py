@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import Probability, Section
 
 LossKind = Literal["grpo", "gspo", "gspo_token", "kimi_k2", "cispo"]
@@ -13,8 +14,9 @@ Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_n
 class PromptConfig(Section):
     """Where prompts and their answers come from."""
 
-    task: Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown"] = "file"
-    """`file`: read `files`; the others make problems without end, each from the seed and its number alone."""
+    task: Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown"] | Extension = "file"
+    """`file`: read `files`; the others make problems without end, each from the seed and its index alone; `module:name`
+    does so with a function of your own (random generator, size -> rl.tasks.TaskProblem)."""
     files: tuple[str, ...] = ()
     """JSON lines with a prompt and an answer; all other fields of a line reach the reward functions."""
     prompt_field: str = "prompt"
@@ -59,6 +61,9 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """How completions are computed; it changes speed and memory, not what comes out."""
 
+    kind: Literal["native"] | Extension = "native"
+    """Which engine: `native` is the modules that train; `module:name`: a function of your own with the arguments of
+    rl.engines.make.native_engine."""
     slots: PositiveInt = 64
     """Completions in progress at a time on each replica of the model; each holds keys and values of the longest."""
     step_tokens: PositiveInt = 2048
@@ -68,7 +73,7 @@ class EngineConfig(Section):
 class RewardConfig(Section):
     """How a completion is judged: a weighted sum of named parts, each between its own bounds."""
 
-    parts: tuple[str, ...] = ("exact",)
+    parts: tuple[str | Extension, ...] = ("exact",)
     """Of `exact`, `positions`, `numeric`, `math`, `countdown`, `format`, `regex`, `length`, or your own function as
     `module:function`. The first one tells whether a completion is right (1 or more)."""
     weights: tuple[float, ...] = ()
@@ -98,11 +103,12 @@ class RewardConfig(Section):
 class AdvantageConfig(Section):
     """What a completion's reward means beside the others of its prompt. A group of equal rewards gets zeros."""
 
-    kind: Literal["zscore", "mean", "leave_one_out", "leave_one_out_zscore", "steps"] = "zscore"
+    kind: Literal["zscore", "mean", "leave_one_out", "leave_one_out_zscore", "steps"] | Extension = "zscore"
     """`zscore`: (r - mean) / (std + eps); `mean`: r - mean; `leave_one_out`: r - mean of the others (RLOO);
     `leave_one_out_zscore`: that, over the others' std where it is not 0; `steps`: a token gets the sum of the z-scores,
     among all steps of its prompt's completions, of the steps that end there or later (2402.03300, process supervision);
-    a reward that is a plain number is one step at the end."""
+    a reward that is a plain number is one step at the end; `module:name`: a function of your own (rewards `[prompts,
+    group]`, this section -> advantages of the same shape)."""
     ddof: Literal[0, 1] = 1
     """Of the standard deviation: 1 divides by group_size - 1, 0 by group_size."""
     eps: NonNegativeFloat = 1e-6
@@ -120,6 +126,7 @@ PAPER_CLIPS: dict[str, Clip] = {
     "grpo": Clip(0.2, 0.2),
     "gspo": Clip(3e-4, 4e-4),
     "gspo_token": Clip(3e-4, 4e-4),
+    "kimi_k2": Clip(0.0, 0.0),  # clips nothing
     "cispo": Clip(1.0, 0.28),  # no lower bound, as in the paper; for the upper it gives no number
 }
 PAPER_AGGREGATIONS: dict[str, Aggregation] = {"cispo": "token_mean"}
@@ -129,9 +136,10 @@ PAPER_TAU = 0.01
 class LossConfig(Section):
     """The objective of the policy, and what is added to it."""
 
-    kind: LossKind = "grpo"
+    kind: LossKind | Extension = "grpo"
     """grpo (arXiv 2402.03300), gspo and gspo_token (2507.18071), kimi_k2 (2501.12599, 2507.20534),
-    cispo (2506.13585)."""
+    cispo (2506.13585); `module:name`: a function of your own (rl.objectives.policy_tokens.PolicyTokens, this section,
+    context-parallel axis -> TokenLoss)."""
     clip_low: NonNegativeFloat = 0.0
     """Ratios are clipped from below at 1 - this; 0: the paper's (grpo 0.2, gspo 3e-4, cispo 1)."""
     clip_high: NonNegativeFloat = 0.0
@@ -172,8 +180,8 @@ class LossConfig(Section):
 
     @property
     def clip(self) -> Clip:
-        """The bounds in use; kimi_k2 has none."""
-        paper = PAPER_CLIPS.get(self.kind, Clip(0.0, 0.0))
+        """Bounds in use; a loss of the user's own has those of grpo."""
+        paper = PAPER_CLIPS.get(self.kind, PAPER_CLIPS["grpo"])
         return Clip(self.clip_low or paper.low, self.clip_high or paper.high)
 
     @property

@@ -8,6 +8,7 @@ import os
 import platform as host
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -26,8 +27,10 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "num
 MESH_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
-def this_run_attempt(platform: Platform, mesh: MeshConfig, step: int) -> RunAttempt:
-    """Describe this process, on rank 0, as a start of a run at `step`."""
+def this_run_attempt(
+    platform: Platform, mesh: MeshConfig, step: int, extensions: Mapping[str, str] | None = None
+) -> RunAttempt:
+    """Describe this process, on rank 0, as a start of a run at `step`; `extensions` as `load_extensions` returns."""
     installed = {"python": host.python_version(), "mcore_rl": mcore_rl.__version__}
     for package in PACKAGES:
         try:
@@ -47,6 +50,7 @@ def this_run_attempt(platform: Platform, mesh: MeshConfig, step: int) -> RunAtte
             "memory_bytes": psutil.virtual_memory().total,
         },
         mesh={**{name: getattr(mesh, name) for name in MESH_SIZES}, "world": platform.world_size},
+        extensions=dict(extensions or {}),
     )
 
 

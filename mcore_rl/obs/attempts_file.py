@@ -7,7 +7,7 @@ read them anywhere.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -34,6 +34,8 @@ class RunAttempt:
     """device (its name), ranks, and cores and memory_bytes of the host of rank 0."""
     mesh: dict[str, int]
     """Size of each parallel dimension, and `world`, the number of ranks."""
+    extensions: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the source file of everything of the user's own that the config names as `module:name`."""
 
     @property
     def started_s(self) -> float:

@@ -3,11 +3,12 @@
 import json
 import random
 import string
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.extension import choose
 from mcore_rl.config.rl import PromptConfig
 from mcore_rl.errors import DataError
 from mcore_rl.rl.types import Problem
@@ -31,17 +32,20 @@ class ProblemFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Made:
+class TaskProblem:
+    """Problem of a task, before it has an identity."""
+
     prompt: str
     answer: str
-    fields: dict[str, Any]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What else reward functions need to know."""
 
 
 def make_problem(config: PromptConfig, seed: int, number: int) -> Problem:
     """The `number`-th problem of a built-in task: always the same for the same task, sizes, seed and number."""
     generator = random.Random(f"{config.task}/{config.smallest}-{config.largest}/{seed}/{number}")
     size = generator.randint(config.smallest, config.largest)
-    made = MAKERS[config.task](generator, size)
+    made = choose("rl.prompts.task", config.task, TASKS)(generator, size)
     return Problem(
         problem_id=f"{config.task}/{seed}/{number}",
         prompt=made.prompt,
@@ -106,33 +110,33 @@ def _read_line(line: bytes, name: str, number: int, config: PromptConfig) -> Pro
     return Problem(problem_id=problem_id, prompt=prompt, answer=str(answer), messages=messages, fields=entry)
 
 
-def _arithmetic(generator: random.Random, size: int) -> _Made:
+def _arithmetic(generator: random.Random, size: int) -> TaskProblem:
     """Two numbers of `size` digits, added, subtracted or multiplied."""
     left, right = (generator.randrange(10 ** (size - 1), 10**size) for _ in range(2))
     sign = generator.choice("+-*")
     value = {"+": left + right, "-": left - right, "*": left * right}[sign]
-    return _Made(prompt=f"{left} {sign} {right} =", answer=str(value), fields={})
+    return TaskProblem(prompt=f"{left} {sign} {right} =", answer=str(value))
 
 
-def _sorting(generator: random.Random, size: int) -> _Made:
+def _sorting(generator: random.Random, size: int) -> TaskProblem:
     """`size` digits in ascending order."""
     digits = [generator.randrange(10) for _ in range(size)]
-    return _Made(prompt=f"sort {_spaced(digits)}:", answer=_spaced(sorted(digits)), fields={})
+    return TaskProblem(prompt=f"sort {_spaced(digits)}:", answer=_spaced(sorted(digits)))
 
 
-def _copying(generator: random.Random, size: int) -> _Made:
+def _copying(generator: random.Random, size: int) -> TaskProblem:
     """`size` letters as they are."""
     letters = "".join(generator.choices(string.ascii_lowercase, k=size))
-    return _Made(prompt=f"copy {letters}:", answer=letters, fields={})
+    return TaskProblem(prompt=f"copy {letters}:", answer=letters)
 
 
-def _reversing(generator: random.Random, size: int) -> _Made:
+def _reversing(generator: random.Random, size: int) -> TaskProblem:
     """`size` digits from the last to the first."""
     digits = "".join(generator.choices(string.digits, k=size))
-    return _Made(prompt=f"{digits}=", answer=digits[::-1], fields={})
+    return TaskProblem(prompt=f"{digits}=", answer=digits[::-1])
 
 
-def _countdown(generator: random.Random, size: int) -> _Made:
+def _countdown(generator: random.Random, size: int) -> TaskProblem:
     """`size` numbers that make a target with + - * /; the answer is one of the ways."""
     numbers = [generator.randint(1, 25) for _ in range(size)]
     expression, value = str(numbers[0]), numbers[0]
@@ -146,7 +150,7 @@ def _countdown(generator: random.Random, size: int) -> _Made:
         }[sign]
         expression = f"({expression} {sign} {number})"
     shown = generator.sample(numbers, size)
-    return _Made(
+    return TaskProblem(
         prompt=f"make {value} from {_spaced(shown)}:",
         answer=expression[1:-1],
         fields={"numbers": shown, "target": value},
@@ -157,7 +161,7 @@ def _spaced(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-MAKERS: dict[str, Callable[[random.Random, int], _Made]] = {
+TASKS: dict[str, Callable[[random.Random, int], TaskProblem]] = {
     "arithmetic": _arithmetic,
     "sorting": _sorting,
     "copying": _copying,

@@ -12,7 +12,7 @@ from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import sampling_of
-from mcore_rl.rl.engines.native.engine import MegatronEngine
+from mcore_rl.rl.engines.make import make_engine
 from mcore_rl.rl.prompts import (
     PromptEncoder,
     PromptSource,
@@ -69,8 +69,7 @@ def rollouts_of(
     if judges(mesh):
         reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.rollout.max_new_tokens))
     return Rollouts(
-        # Each stage trains its own layers under their routes.
-        engine=MegatronEngine(chunks, mesh, config.model, tokenizer.decode, rl.engine, gathers_routes=False),
+        engine=make_engine(config, chunks, mesh, tokenizer.decode),
         reward=reward,
         prompts=prompts.train,
         sampling=sampling_of(

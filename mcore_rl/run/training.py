@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.backend.watchdog import Watchdog
+from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.data.loader import BatchSource, SampleDataset
@@ -48,13 +49,16 @@ def train(config: RunConfig, data: Data, platform: Platform) -> None:
 
 
 def _train(config: RunConfig, data: Data, platform: Platform, folder: RunFolder, watchdog: Watchdog) -> None:
+    extensions = load_extensions(config)
     fence = folder.claim()
     on_rank_zero(lambda: (folder.path / "config.toml").write_text(dump_config(config), encoding="utf-8"))
     state = set_up(config, platform)
     checkpoints = Checkpoints(state, folder.checkpoints, fence)
     checkpoints.resume()
     on_rank_zero(
-        lambda: add_attempt(folder.path, this_run_attempt(platform, config.mesh, state.progress.step))
+        lambda: add_attempt(
+            folder.path, this_run_attempt(platform, config.mesh, state.progress.step, extensions)
+        )
     )
     log = _opened_log(state, folder, data)
     for line in [platform.describe(), *checkpoints.poll(), *data.lines]:

@@ -1,12 +1,14 @@
 """From rewards to advantages: what a completion is worth beside the others of its prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mcore_rl.config.extension import choose
 from mcore_rl.config.rl import AdvantageConfig
+from mcore_rl.errors import ConfigError
 
 
 class Advantages(NamedTuple):
@@ -20,14 +22,20 @@ def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Advantages:
     """Of finite rewards, the advantages that `config` names."""
     assert rewards_PG.isfinite().all(), "a reward is not finite; scoring counts such as errors"
     constant_P = constant_groups(rewards_PG)
-    advantages_PG = {
-        "zscore": lambda: group_zscore(rewards_PG, ddof=config.ddof, eps=config.eps),
-        "mean": lambda: group_centered(rewards_PG),
-        "leave_one_out": lambda: leave_one_out(rewards_PG),
-        "leave_one_out_zscore": lambda: leave_one_out_zscore(rewards_PG, ddof=config.ddof, eps=config.eps),
-    }[config.kind]()
+    advantages_PG = choose("rl.advantage.kind", config.kind, ADVANTAGES)(rewards_PG, config)
+    if advantages_PG.shape != rewards_PG.shape:
+        raise ConfigError(
+            f'rl.advantage.kind="{config.kind}" returned shape {tuple(advantages_PG.shape)} for rewards of shape '
+            f"{tuple(rewards_PG.shape)}. Make the function return one advantage for each reward."
+        )
     # Exact zeros: a mean of equal numbers may differ from them in the last bit, which eps would magnify.
-    return Advantages(advantages_PG.masked_fill(constant_P[:, None], 0.0), constant_P)
+    advantages_PG = advantages_PG.masked_fill(constant_P[:, None], 0.0)
+    if not advantages_PG.isfinite().all():
+        raise ConfigError(
+            f'rl.advantage.kind="{config.kind}" returned numbers that are not finite for the rewards '
+            f"{rewards_PG.tolist()}. Correct the function."
+        )
+    return Advantages(advantages_PG, constant_P)
 
 
 def constant_groups(rewards_PG: Tensor) -> Tensor:
@@ -66,6 +74,17 @@ def leave_one_out_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor
     spread_PG = others_PGO.std(dim=2, correction=ddof) + eps
     equal_PG = (others_PGO == others_PGO[..., :1]).all(dim=2)
     return leave_one_out(rewards_PG) / spread_PG.masked_fill(equal_PG, 1.0)
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, AdvantageConfig], Tensor]] = {
+    "zscore": lambda rewards_PG, config: group_zscore(rewards_PG, ddof=config.ddof, eps=config.eps),
+    "mean": lambda rewards_PG, config: group_centered(rewards_PG),
+    "leave_one_out": lambda rewards_PG, config: leave_one_out(rewards_PG),
+    "leave_one_out_zscore": lambda rewards_PG, config: leave_one_out_zscore(
+        rewards_PG, ddof=config.ddof, eps=config.eps
+    ),
+}
+"""Advantages `[P, G]` of rewards `[P, G]`, for each `rl.advantage.kind` that compares whole completions."""
 
 
 class StepReward(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import sequence_sums
-from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, Terms
+from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
 
 
 class LossFacts(NamedTuple):
@@ -28,7 +28,7 @@ def kl_estimate(logprobs_T: Tensor, other_T: Tensor, estimator: str) -> Tensor:
 
 
 @torch.no_grad()
-def loss_facts(tokens: PolicyTokens, terms: Terms, mismatch_T: Tensor | None, cp: Axis) -> LossFacts:
+def loss_facts(tokens: PolicyTokens, token_loss: TokenLoss, mismatch_T: Tensor | None, cp: Axis) -> LossFacts:
     """Collective over `cp`: sums over trained tokens; a sequence counts 1 / length a token, so that it may lie on
     several ranks.
     """
@@ -42,7 +42,7 @@ def loss_facts(tokens: PolicyTokens, terms: Terms, mismatch_T: Tensor | None, cp
         "drift": tokens.total(drift_T),
         "drift_squared": tokens.total(drift_T.square()),
     }
-    for name, clipped_T in (("low", terms.low_T), ("high", terms.high_T)):
+    for name, clipped_T in (("low", token_loss.clipped_low_T), ("high", token_loss.clipped_high_T)):
         counts_N = sequence_sums(clipped_T & tokens.mask_T, tokens.sequence_T, len(tokens.lengths_N), cp)
         sums[f"{name}_tokens"] = tokens.total(clipped_T.double())
         sums[f"{name}_sequences"] = tokens.total(share_T * (counts_N > 0)[tokens.sequence_T])

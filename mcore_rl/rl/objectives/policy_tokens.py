@@ -42,9 +42,12 @@ class PolicyTokens:
         return values_T.where(self.mask_T, 0.0).sum()
 
 
-class Terms(NamedTuple):
-    """An objective at each token, and where a clip took its gradient (for cispo: changed its weight)."""
+class TokenLoss(NamedTuple):
+    """Loss of each token `[T]`, and the tokens whose gradient a clip took away (for cispo: whose weight it changed)."""
 
     loss_T: Tensor
-    low_T: Tensor
-    high_T: Tensor
+    """To be minimised, with gradient; values of untrained positions are not used, but have to be finite."""
+    clipped_low_T: Tensor
+    """bool: tokens whose ratio lies below the lower bound."""
+    clipped_high_T: Tensor
+    """bool: tokens whose ratio lies above the upper bound."""

@@ -1,19 +1,16 @@
 """Groups of completions to rewards: the parts that the config names, weighed and added."""
 
-import importlib
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from mcore_rl.config.extension import choose
 from mcore_rl.config.rl import RewardConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
@@ -142,8 +139,6 @@ class Reward:
 
 def part_function(name: str, config: RewardConfig) -> RewardFunction:
     """The function of a part, with the config's settings for it; a user's is imported."""
-    if ":" in name:
-        return _own_function(name)
     pattern = config.answer_pattern
     if name == "math":
         from mcore_rl.rl.rewards.mathematics import math_equal  # its parser takes half a second
@@ -160,25 +155,7 @@ def part_function(name: str, config: RewardConfig) -> RewardFunction:
             rules.length_within, min_tokens=config.length_min_tokens, max_tokens=config.length_max_tokens
         ),
     }
-    return functions[name]
-
-
-def _own_function(path: str) -> RewardFunction:
-    module_name, _, name = path.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # a console script does not look in the folder it is started from
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f'rl.reward.parts names "{path}": {error}. Start in the folder with {module_name}, or install it.'
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(
-            f'rl.reward.parts names "{path}", but {module.__file__} has no function {name}. Correct the name.'
-        )
-    return function  # type: ignore[no-any-return]
+    return choose("rl.reward.parts", name, functions)
 
 
 def _total(outcome: float | tuple[TextStep, ...]) -> float:

@@ -8,7 +8,7 @@ from mcore_rl.config.rl import PromptConfig, RewardConfig
 from mcore_rl.errors import DataError
 from mcore_rl.rl.rewards.judged import Judged
 from mcore_rl.rl.rewards.score import part_function
-from mcore_rl.rl.tasks import MAKERS, make_problem, read_problems
+from mcore_rl.rl.tasks import TASKS, make_problem, read_problems
 
 GOLDEN = ("make 2112 from 24 11 8:", "(11 * 8) * 24")
 """Of countdown with 3 to 4 numbers, seed 5, number 77; a later version that changed it would break resumed runs."""
@@ -32,7 +32,7 @@ def as_judged(problem, completion):
     )
 
 
-@pytest.mark.parametrize("task", MAKERS)
+@pytest.mark.parametrize("task", TASKS)
 def test_the_answer_of_every_problem_earns_the_reward_and_another_does_not(task):
     config = PromptConfig(task=task, smallest=2, largest=5)
     reward = part_function(PARTS[task], RewardConfig())
@@ -113,3 +113,19 @@ def test_a_file_without_a_prompt_is_refused(tmp_path, lines, message):
 def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(DataError, match=r"no_such\.jsonl cannot be read"):
         read_problems(PromptConfig(files=("no_such.jsonl",)))
+
+
+def test_a_task_of_the_users_own_makes_the_same_problem_for_the_same_index(tmp_path, monkeypatch):
+    (tmp_path / "own_task.py").write_text(
+        "from mcore_rl.rl.tasks import TaskProblem\n"
+        "def doubling(generator, size):\n"
+        "    number = generator.randrange(10**size)\n"
+        "    return TaskProblem(prompt=f'{number} doubled', answer=str(2 * number), fields={'size': size})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = PromptConfig(task="own_task:doubling")
+    problem = make_problem(config, 1, 7)
+    assert problem == make_problem(config, 1, 7) != make_problem(config, 1, 8)
+    assert problem.problem_id == "own_task:doubling/1/7"
+    assert int(problem.answer) == 2 * int(problem.prompt.split()[0])
+    assert config.smallest <= problem.fields["size"] <= config.largest

@@ -7,6 +7,7 @@ import torch
 from torch import tensor
 
 from mcore_rl.config.rl import AdvantageConfig
+from mcore_rl.errors import ConfigError
 from mcore_rl.rl.objectives.advantages import (
     StepReward,
     constant_groups,
@@ -116,3 +117,19 @@ def test_groups_with_signal_are_those_whose_rewards_differ():
     assert constant_groups(rewards).tolist() == [True, False, True, False, False]
     assert groups_to_train_on(rewards, wanted=2) == [1, 3]
     assert groups_to_train_on(rewards, wanted=9) == [1, 3, 4]
+
+
+def test_advantages_of_the_users_own_are_masked_like_ours_and_checked(tmp_path, monkeypatch):
+    (tmp_path / "own_advantages.py").write_text(
+        "def centered(rewards_PG, config):\n    return rewards_PG - rewards_PG.mean(1, keepdim=True) + config.eps\n"
+        "def flat(rewards_PG, config):\n    return rewards_PG.flatten()\n"
+        "def infinite(rewards_PG, config):\n    return rewards_PG / 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards_PG = tensor([[1.0, 0.0], [0.5, 0.5]])
+    config = AdvantageConfig(kind="own_advantages:centered", eps=0.25)
+    assert group_advantages(rewards_PG, config).advantages_PG.tolist() == [[0.75, -0.25], [0, 0]]
+    with pytest.raises(ConfigError, match=r"own_advantages:flat.*shape \(4,\) for rewards of shape \(2, 2\)"):
+        group_advantages(rewards_PG, AdvantageConfig(kind="own_advantages:flat"))
+    with pytest.raises(ConfigError, match="not finite"):
+        group_advantages(rewards_PG, AdvantageConfig(kind="own_advantages:infinite"))

@@ -333,3 +333,33 @@ def test_a_microbatch_without_a_trained_token_is_zero_and_finite():
         )
         assert value == 0
         assert gradients[0].abs().max() == 0
+
+
+OWN_LOSS = """
+import torch
+from mcore_rl.rl.objectives.policy_tokens import TokenLoss
+
+def clipped(tokens, config, cp):
+    ratio_T = tokens.log_ratio_T.exp()
+    bounded_T = ratio_T.clamp(1 - config.clip.low, 1 + config.clip.high)
+    loss_T = -torch.minimum(ratio_T * tokens.advantages_T, bounded_T * tokens.advantages_T)
+    low_T = (ratio_T < 1 - config.clip.low) & (tokens.advantages_T < 0)
+    return TokenLoss(loss_T, low_T, (ratio_T > 1 + config.clip.high) & (tokens.advantages_T > 0))
+"""
+
+
+@pytest.mark.parametrize("aggregation", ["auto", "token_mean"])
+def test_a_loss_of_the_users_own_is_treated_like_the_one_it_copies(tmp_path, monkeypatch, aggregation):
+    (tmp_path / "own_loss.py").write_text(OWN_LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {
+        "aggregation": aggregation,
+        "kl_coeff": 0.1,
+        "entropy_coeff": 0.01,
+        "importance_sampling": "truncate",
+    }
+    rows = batch()
+    named, own = (LossConfig(kind=kind, **options) for kind in ("grpo", "own_loss:clipped"))
+    same(rows, lambda rows: loss_of(rows, own), lambda rows: loss_of(rows, named), tolerance=0)
+    of_named, of_own = (policy_loss(tokens_of(rows), config, ALONE).sums for config in (named, own))
+    assert of_named == of_own

@@ -1,0 +1,88 @@
+"""Functions of the user's own, which a config names as `module:name`: how they are found and recorded."""
+
+import hashlib
+import importlib
+import inspect
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator
+
+from mcore_rl.config.section import Section
+from mcore_rl.errors import ConfigError
+
+Choice = TypeVar("Choice")
+
+
+def is_extension(name: str) -> bool:
+    """Whether `name` has the form `package.module:name`."""
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and attribute.isidentifier() and all(map(str.isidentifier, module.split(".")))
+
+
+def _checked(name: str) -> str:
+    if not is_extension(name):
+        raise ValueError("not of the form module:name")
+    return name
+
+
+Extension = Annotated[str, AfterValidator(_checked)]
+"""Type of a field's value that names something of the user's own as `module:name`."""
+
+
+def load_extension(field: str, name: str) -> Any:
+    """Import the object that `name` stands for; modules are looked for in the working directory too.
+
+    Raises:
+        ConfigError: naming `field` and the remedy, when the module cannot be imported or lacks the name.
+    """
+    module_name, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # a console script does not look in the folder in which it is started
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(
+            f'{field} names "{name}": {error}. Start in the folder with {module_name}, or install it.'
+        ) from error
+    if not callable(found := getattr(module, attribute, None)):
+        raise ConfigError(
+            f'{field} names "{name}", but {module.__file__} has no function {attribute}. Correct the name.'
+        )
+    return found
+
+
+def choose(field: str, name: str, choices: Mapping[str, Choice]) -> Choice:
+    """Return the entry of `choices`, or the user's own object of the same kind when `name` is `module:name`."""
+    return choices[name] if name in choices else load_extension(field, name)
+
+
+def load_extensions(config: Section) -> dict[str, str]:
+    """Import everything of the user's own that `config` names, so that errors come before ranks cost time.
+
+    Returns:
+        SHA-256 (hexadecimal) of the source file of each `module:name`, for the record of the run; "" without a file.
+    """
+    hashes = {}
+    for field, name in sorted(_named(config, "")):
+        source = inspect.getsourcefile(inspect.unwrap(load_extension(field, name)))
+        hashes[name] = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+    return hashes
+
+
+def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted field, name) for each extension in `section` and in the sections inside."""
+    for field, info in type(section).model_fields.items():
+        value = getattr(section, field)
+        if isinstance(value, Section):
+            yield from _named(value, f"{prefix}{field}.")
+        elif _accepts_extensions(info.annotation):
+            names = (value,) if isinstance(value, str) else value
+            yield from ((prefix + field, name) for name in names if is_extension(name))
+
+
+def _accepts_extensions(annotation: Any) -> bool:
+    return annotation == Extension or any(map(_accepts_extensions, typing.get_args(annotation)))
