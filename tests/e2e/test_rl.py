@@ -237,6 +237,20 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
             assert sample["reward"] == sum(c.isdigit() for c in sample["completion"])
 
 
+def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    alone = ["mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.eval_interval=2", "checkpoint.interval=2"]
+    finished = run_main(
+        "mcore_rl.run.rl", [rl_file, *alone, "replay.kind=r2", "model.moe.capacity_factor=1.0"]
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "warning: model.moe.capacity_factor=1.0" in finished.stdout
+    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    (last,) = [record for record in records if "moe/dropped_tokens" in record]
+    assert last["moe/dropped_tokens"] > 0 and 0 < last["moe/dropped_fraction"] < 0.5
+
+
 def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Path, tmp_path: Path) -> None:
     """Every completion is worth the same to a pattern that none has: dynamic sampling is left without a group."""
     parts = ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "rl.reward.length_max_tokens=0"]
