@@ -1,22 +1,28 @@
 """Routes of one rank, imposed on every mesh: the same losses and gradients; broken replay is told apart."""
 
+import functools
 import re
 from typing import Any
 
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
+from tests.parallel import capacity_oracle
 from tests.parallel import replay_mistakes as mistakes
 from tests.parallel.parity import largest, relative_errors
 from tests.parallel.replay_outcomes import (
     LAYOUTS,
+    MODELS,
+    Outcome,
     assert_equal,
     assert_same_training,
     assert_unchanged,
     one_rank,
     outcomes,
+    together,
 )
 from tests.parallel.replaying import Case
+from tests.ranks import run_ranks
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 MESHES = {
@@ -32,6 +38,8 @@ MESHES = {
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
     "pp4-vpp2": MeshConfig(pp=4, vpp=2),
 }
+CAPACITY = "qwen3_moe-full"
+"""A model whose experts have a capacity factor of 1."""
 RECOMPUTE = ("none", "full", "moe")
 
 
@@ -99,18 +107,33 @@ def test_in_bf16_the_same_weights_give_the_same_bits() -> None:
             assert outcome.errors == ["", ""]
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2", "cp2"])
+@functools.cache
+def oracle_of_capacity() -> dict[str, Outcome]:
+    """Training under the routes and drops of one rank, imposed without the tape."""
+    weights = one_rank(CAPACITY).weights
+    (found,) = run_ranks(capacity_oracle.dropped_as_before, 1, MODELS[CAPACITY], weights, LAYOUTS)
+    assert all(layout["dropped"] > 0 for layout in found)
+    blank = {"metrics": {}, "error": "", "accounts": []}
+    return {layout: together([x | blank]) for layout, x in zip(LAYOUTS, found, strict=True)}
+
+
+def test_drops_of_one_rank_are_recorded_and_imposed_as_an_oracle_does() -> None:
+    """R2 with a capacity factor against the formula, on the rank that recorded."""
+    for layout, oracle in oracle_of_capacity().items():
+        assert_same_training(one_rank(CAPACITY).outcomes[layout], oracle)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2", "tp2-ep2", "cp2"])
 def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
-    model = "qwen3_moe-full"
-    cases = [Case(model=model, mesh=MESHES[mesh], recompute=recompute) for recompute in ("none", "full")]
-    references = one_rank(model).outcomes
-    recorded = references["packed"].recorded.values()
+    """Left alone, each of these meshes would drop other tokens: capacity counts the tokens of a rank."""
+    cases = [Case(model=CAPACITY, mesh=MESHES[mesh], recompute=recompute) for recompute in ("none", "full")]
+    recorded = one_rank(CAPACITY).outcomes["packed"].recorded.values()
     codes = [code for routes in recorded for codes in routes.values() for code in codes]
     assert 0 < sum(code >= 8 for code in codes) < len(codes) / 2
     for found in outcomes(cases):
         for layout, outcome in found.items():
             assert outcome.errors == [""] * len(outcome.errors)
-            assert_same_training(outcome, references[layout])
+            assert_same_training(outcome, oracle_of_capacity()[layout])
 
 
 @pytest.mark.parametrize(

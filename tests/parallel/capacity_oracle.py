@@ -1,0 +1,101 @@
+"""Routes with dropped tokens, read and imposed on one rank without any part of mcore_rl.replay, to check it against."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.parallel.routers import replayed_routers
+from tests.parallel.parity import Tensors
+from tests.parallel.replaying import Case, Run, opened, perturbed
+
+Choice = dict[int, tuple[list[int], list[bool]]]
+"""Token's name -> its top-k experts, and which of them had room."""
+
+
+def dropped_as_before(model: ModelConfig, weights: Tensors, layouts: tuple[str, ...]) -> list[dict[str, Any]]:
+    """On one rank, for each layout: losses and gradients of other weights under the choices, and the drops, that the
+    routers made with `weights`.
+    """
+    runs = opened(Case(model="", mesh=MeshConfig(), layouts=layouts), model)
+    found = []
+    for run in runs:
+        copy_in(run.state.chunks, weights)
+        choices = natural_choices(run)
+        copy_in(run.state.chunks, perturbed(weights))
+        losses, gradients = imposed_by_hand(run, choices)
+        dropped = sum(
+            not has_room for choice in choices for _, rooms in choice.values() for has_room in rooms
+        )
+        found.append({"losses": losses, "gradients": gradients, "dropped": dropped, "choices": choices})
+    destroy_mesh()
+    return found
+
+
+def routers_of(run: Run) -> list[Any]:
+    """All routers of the one chunk, in order of their layers."""
+    return [router for chunk in run.state.chunks for _, router in replayed_routers(chunk)]
+
+
+def names_in_router_order(run: Run) -> list[list[int]]:
+    """Name of each token as a router sees it: on one rank `[B, S]` is transposed to `[S, B]`; -1 for padding."""
+    return [names_BS.t().flatten().tolist() for names_BS in run.names]
+
+
+def natural_choices(run: Run) -> list[Choice]:
+    """The routers' own choices in a free pass, one for each call: microbatch by microbatch, and in each by layer."""
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def read(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        logits_TE = inputs[0].flatten(0, 1).float() @ router.weight.float().t()
+        experts_TK = logits_TE.topk(router.topk).indices
+        calls.append((experts_TK, output[1].gather(1, experts_TK)))
+
+    hooks = [router.register_forward_hook(read) for router in routers_of(run)]
+    run.evaluate()
+    for hook in hooks:
+        hook.remove()
+    num_layers, choices = len(hooks), []
+    for index, (experts_TK, has_room_TK) in enumerate(calls):
+        names = names_in_router_order(run)[index // num_layers]
+        tokens = zip(names, experts_TK.tolist(), has_room_TK.tolist(), strict=True)
+        choices.append({name: (experts, rooms) for name, experts, rooms in tokens if name >= 0})
+    return choices
+
+
+def imposed_by_hand(run: Run, choices: list[Choice]) -> tuple[dict[int, float], list[Any]]:
+    """Losses and gradients of a pass in which every router's forward is replaced by the formula.
+
+    Gates are the softmax of the live logits over the chosen experts (Qwen3: `normalize_top_k`); a gate without room is
+    zero, and the others keep their size.
+    """
+    routers, names = routers_of(run), names_in_router_order(run)
+    calls = iter(range(len(choices)))
+
+    def imposing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        def forward(hidden_SBD: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
+            call = next(calls)
+            choice = choices[call]
+            # Padding goes anywhere: its output reaches no token and no loss.
+            padding = ([*range(router.topk)], [True] * router.topk)
+            rows = [choice.get(name, padding) for name in names[call // len(routers)]]
+            experts_TK, has_room_TK = (torch.tensor(column) for column in zip(*rows, strict=True))
+            logits_TE = hidden_SBD.flatten(0, 1).float() @ router.weight.float().t()
+            gates_TK = logits_TE.gather(1, experts_TK).softmax(-1) * has_room_TK
+            gates_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, gates_TK)
+            return gates_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, experts_TK, has_room_TK)
+
+        return forward
+
+    for router in routers:
+        router.forward = imposing(router)
+    result = run.gradients()
+    for router in routers:
+        del router.forward
+    assert next(calls, None) is None, "a router was not called"
+    return result
