@@ -159,7 +159,7 @@ def transformers_step(
         inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
         output = model(input_ids=inputs, labels=inputs, shift_labels=labels)
         output.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad or float("inf"))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(output.loss.detach() - AUX * output.aux_loss.detach())

@@ -44,7 +44,7 @@ tokenizer = {{ kind = "huggingface", path = "tokenizer" }}
 [train]
 steps = {WARM_STEPS}
 global_batch = 4
-eval_batches = 0
+eval_batches = "none"
 [optim]
 lr = 1e-3
 schedule = "constant"
@@ -61,7 +61,7 @@ tokenizer = {{ kind = "huggingface", path = "tokenizer" }}
 [train]
 steps = 1000000
 global_batch = 64
-eval_interval = 0
+eval_interval = "none"
 [optim]
 lr = 5e-5
 schedule = "constant"

@@ -19,13 +19,13 @@ TICKS = 50
 
 class Watchdog:
     """While entered: when `beat` has not been called for `limit_s`, the stacks of all threads are written to stderr
-    and the process ends with HUNG_STATUS. A limit of 0: never.
+    and the process ends with HUNG_STATUS. With a limit of None never.
 
     Only time in which this process was allowed to run counts: a suspended job has no hurry.
     """
 
-    def __init__(self, limit_s: float, rank: int) -> None:
-        self._limit_s = limit_s
+    def __init__(self, limit_s: float | None, rank: int) -> None:
+        self._limit_s = limit_s or 0.0
         self._rank = rank
         self._idle_s = 0.0
         self._left = threading.Event()

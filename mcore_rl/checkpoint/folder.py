@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import move_into_place, write_atomically
@@ -106,11 +106,11 @@ def publish(written: Path, final: Path) -> None:
     write_atomically(final.parent / LATEST, f"{step_of(final)}\n")
 
 
-def superseded(folder: Path, keep: int) -> list[Path]:
-    """Renames complete checkpoints but the newest `keep` (0: all are kept); the renamed folders, to be deleted."""
-    complete = [path for path in checkpoints_in(folder) if (path / MARKER).exists()] if keep else []
+def superseded(folder: Path, keep: int | Literal["all"]) -> list[Path]:
+    """Rename all complete checkpoints but the newest `keep`, and return the renamed folders, which may be deleted."""
+    complete = [path for path in checkpoints_in(folder) if (path / MARKER).exists()]
     renamed = []
-    for path in complete[:-keep] if keep else []:
+    for path in [] if keep == "all" else complete[:-keep]:
         aside = set_aside(path)
         move_into_place(path, aside)
         renamed.append(aside)

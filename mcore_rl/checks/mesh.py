@@ -6,6 +6,7 @@ from math import lcm
 from mcore_rl.checks.model import divisors
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.toml import toml_value
 from mcore_rl.families import family_of
 
 
@@ -94,11 +95,12 @@ def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     """Megatron's rule: first and last stage as given, the others alike, each cut into vpp equal chunks."""
-    first, last, stages = mesh.first_stage_layers, mesh.last_stage_layers, mesh.pp
+    # A stage without layers of its own counts among the others, so that 0 is right below.
+    first, last, stages = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0, mesh.pp
     if mesh.pp == 1 and (first or last):
         yield (
-            f"mesh.first_stage_layers={first} and mesh.last_stage_layers={last} with mesh.pp=1: there is one "
-            "stage. Set both to 0."
+            f"mesh.first_stage_layers={toml_value(mesh.first_stage_layers)} and mesh.last_stage_layers="
+            f'{toml_value(mesh.last_stage_layers)} with mesh.pp=1: there is one stage. Set both to "none".'
         )
         return
     for name, layers in (("first", first), ("last", last)):
@@ -114,7 +116,7 @@ def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     if stages == 0 and middle:
         yield (
             f"mesh.first_stage_layers={first} + mesh.last_stage_layers={last} is not "
-            f"model.num_layers={model.num_layers}, with mesh.pp=2. Set one of them to 0 to give it the rest."
+            f'model.num_layers={model.num_layers}, with mesh.pp=2. Set one of them to "none" to give it the rest.'
         )
     elif stages and (middle <= 0 or middle % unit):
         yield (

@@ -61,21 +61,21 @@ def _batches(config: RlRunConfig) -> Iterator[str]:
             "rl.update.max_tokens_per_microbatch. Set it to 1, and that to what fits in memory."
         )
     if train.ramp_start or train.ramp_increment or train.ramp_samples:
-        yield "train.ramp_*: the batch of reinforcement learning does not grow. Set all three to 0."
+        yield 'train.ramp_*: the batch of reinforcement learning does not grow. Set all three to "none".'
 
 
 def _intervals(config: RlRunConfig) -> Iterator[str]:
     """A rollout batch is the smallest thing that is saved, evaluated, or ended after."""
     updates, train = config.updates_per_rollout, config.train
     if not updates:
-        return  # told above
+        return  # _batches reports it
     fields = {
         "train.steps": train.steps,
         "train.eval_interval": train.eval_interval,
         "checkpoint.interval": config.checkpoint.interval,
     }
     for name, steps in fields.items():
-        if steps % updates:
+        if steps is not None and steps % updates:
             yield (
                 f"{name}={steps} is not a multiple of the {updates} optimizer steps of a rollout batch (its "
                 f"{config.rollout_size} completions x rl.update.epochs={config.rl.update.epochs} / train.global_batch="

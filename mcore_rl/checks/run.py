@@ -14,6 +14,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 
@@ -73,17 +74,17 @@ def _world(mesh: MeshConfig, model: ModelConfig, world_size: int) -> Iterator[st
     dense = f"mesh.tp={mesh.tp} x pp={mesh.pp} x cp={mesh.cp}"
     expert = mesh.etp * mesh.ep * mesh.pp if model.is_moe else 1
     unit = lcm(mesh.model_parallel, expert)
-    fixed = mesh.model_parallel * mesh.dp
-    if mesh.dp and fixed % expert:
+    fixed = None if mesh.dp == "auto" else mesh.model_parallel * mesh.dp
+    if fixed is not None and fixed % expert:
         yield (
             f"{dense} x dp={mesh.dp} takes {fixed} ranks, but the experts' mesh.etp={mesh.etp} x "
             f"ep={mesh.ep} x pp={mesh.pp} needs a multiple of {expert}. Set mesh.dp to a multiple of "
-            f"{unit // mesh.model_parallel}, or to 0 for what the world size leaves."
+            f'{unit // mesh.model_parallel}, or to "auto" for what the world size leaves.'
         )
-    elif mesh.dp and world_size != fixed:
+    elif fixed is not None and world_size != fixed:
         yield (
             f"The world has {world_size} ranks, but {dense} x dp={mesh.dp} takes {fixed}. Start so "
-            f"many, or set mesh.dp=0 for what the world size leaves (any multiple of {unit} fits)."
+            f'many, or set mesh.dp="auto" for what the world size leaves (any multiple of {unit} fits).'
         )
     elif world_size % unit:
         experts = f" and the experts' etp={mesh.etp} x ep={mesh.ep} x pp={mesh.pp}" if model.is_moe else ""
@@ -97,15 +98,15 @@ def batch_violations(train: TrainConfig, mesh: MeshConfig, world_size: int) -> I
     """What is wrong with a batch of rows, of which every data-parallel rank has as many."""
     yield from _ramp(train)
     dp, rest = divmod(world_size, mesh.model_parallel)
-    if rest or mesh.dp not in (0, dp):
-        return  # the world does not fit, which _world tells
+    if rest or mesh.dp not in ("auto", dp):
+        return  # the world does not fit, which _world reports
     unit = train.micro_batch * dp
     reason = f"train.micro_batch={train.micro_batch} x {dp} data-parallel ranks"
     if mesh.vpp > 1:
         unit *= mesh.pp
         reason += f" x mesh.pp={mesh.pp} (with mesh.vpp > 1 microbatches go round in groups of pp)"
     sizes = {"train.global_batch": train.global_batch}
-    if train.ramp_start:
+    if train.ramp_start and train.ramp_increment:
         sizes |= {"train.ramp_start": train.ramp_start, "train.ramp_increment": train.ramp_increment}
     for name, size in sizes.items():
         if size % unit:
@@ -114,18 +115,21 @@ def batch_violations(train: TrainConfig, mesh: MeshConfig, world_size: int) -> I
 
 
 def _ramp(train: TrainConfig) -> Iterator[str]:
-    fields = (train.ramp_start, train.ramp_increment, train.ramp_samples)
-    if not any(fields):
+    start, increment, samples = train.ramp_start, train.ramp_increment, train.ramp_samples
+    if start is increment is samples is None:
         return
-    told = "train.ramp_start={}, train.ramp_increment={}, train.ramp_samples={}".format(*fields)
-    if not all(fields):
-        yield f"{told}: a growing batch needs all three, a constant one none. Set the missing, or all to 0."
-    elif (
-        train.ramp_start >= train.global_batch
-        or (train.global_batch - train.ramp_start) % train.ramp_increment
-    ):
+    settings = ", ".join(
+        f"train.ramp_{name}={toml_value(value)}"
+        for name, value in (("start", start), ("increment", increment), ("samples", samples))
+    )
+    if start is None or increment is None or samples is None:
         yield (
-            f"{told}: no number of increments leads from the start to "
+            f"{settings}: a growing batch needs all three, a constant one none. Set the missing, or all to "
+            '"none".'
+        )
+    elif start >= train.global_batch or (train.global_batch - start) % increment:
+        yield (
+            f"{settings}: no number of increments leads from the start to "
             f"train.global_batch={train.global_batch}. Choose ramp_start below it, and an increment that "
             "divides the difference."
         )
@@ -134,15 +138,15 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
 def _schedule(optim: OptimConfig, steps: int) -> Iterator[str]:
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}, from which it decays. Lower it."
-    end = optim.decay_steps or steps
-    name = "optim.decay_steps" if optim.decay_steps else "train.steps"
+    end = steps if optim.decay_steps == "auto" else optim.decay_steps
+    name = "train.steps" if optim.decay_steps == "auto" else "optim.decay_steps"
     if optim.warmup_steps >= end:
         yield (
             f"optim.warmup_steps={optim.warmup_steps} does not end before {name}={end}: nothing is left for "
             "the schedule. Warm up for fewer steps."
         )
     elif optim.schedule == "wsd":
-        decay = optim.wsd_decay_steps or max(1, steps // 10)
+        decay = max(1, steps // 10) if optim.wsd_decay_steps == "auto" else optim.wsd_decay_steps
         if optim.warmup_steps + decay > end:
             yield (
                 f"optim.warmup_steps={optim.warmup_steps} and a decay over {decay} steps "
@@ -170,7 +174,7 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
         yield (
             f"train.eval_batches={train.eval_batches}, but there is nothing to evaluate on: data.valid is "
             f"empty and data.split={list(data.split)} leaves it none. Name files, change the split, or set "
-            "train.eval_batches=0."
+            'train.eval_batches="none".'
         )
     yield from tokenizer_violations(data.tokenizer)
 

@@ -1,6 +1,8 @@
 """How a model is laid out over ranks."""
 
-from pydantic import NonNegativeInt, PositiveInt
+from typing import Literal
+
+from pydantic import PositiveInt
 
 from mcore_rl.config.section import Section
 
@@ -13,43 +15,43 @@ class MeshConfig(Section):
     pp: PositiveInt = 1
     """Pipeline stages."""
     vpp: PositiveInt = 1
-    """Model chunks of a stage (interleaved schedule); 1: one."""
+    """Model chunks per pipeline stage; more than 1 is the interleaved schedule."""
     ep: PositiveInt = 1
     """Expert-parallel ranks: each holds num_experts / ep experts."""
     etp: PositiveInt = 1
     """Tensor-parallel ranks inside one expert."""
     cp: PositiveInt = 1
     """Context-parallel ranks: each holds 1 / cp of every sequence, cut zig-zag."""
-    dp: NonNegativeInt = 1
-    """Data-parallel ranks; 0: what the world size leaves."""
+    dp: PositiveInt | Literal["auto"] = 1
+    """Data-parallel ranks; `auto`: as many as the world size leaves."""
     sequence_parallel: bool = True
-    """With tp > 1, norms and dropout work on 1 / tp of the sequence; an MoE needs it."""
-    first_stage_layers: NonNegativeInt = 0
-    """Layers of the first pipeline stage when it is uneven; 0: even."""
-    last_stage_layers: NonNegativeInt = 0
-    """Layers of the last pipeline stage when it is uneven; 0: even."""
+    """With tp > 1, norms and dropout work on 1 / tp of the sequence; a model with experts needs it."""
+    first_stage_layers: PositiveInt | None = None
+    """Layers of the first pipeline stage; `none`: as many as each of the others."""
+    last_stage_layers: PositiveInt | None = None
+    """Layers of the last pipeline stage; `none`: as many as each of the others."""
     overlap_p2p: bool = True
     """With vpp > 1, pipeline messages travel beside the computation; vpp > 1 with pp = 2 needs it."""
     overlap_grad_reduce: bool = False
-    """Gradients are reduced while the backward pass goes on."""
+    """Gradients are reduced while the backward pass runs."""
     overlap_param_gather: bool = False
-    """Updated parameters are gathered while the next forward pass goes on; needs overlap_grad_reduce."""
+    """Updated parameters are gathered while the next forward pass runs; needs overlap_grad_reduce."""
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that one copy of the dense part takes."""
+        """Number of ranks that one copy of the dense part takes."""
         return self.tp * self.pp * self.cp
 
     @property
     def zigzag(self) -> int:
-        """Pieces that context parallelism cuts a sequence into."""
+        """Number of pieces that context parallelism cuts a sequence into."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def smallest_world(self) -> int:
-        """Fewest ranks this mesh runs on, with dp as given (0 counts as the least that fits)."""
+        """Fewest ranks that this mesh runs on, with dp as given (`auto`: the smallest that fits)."""
         expert = self.etp * self.ep * self.pp
-        if self.dp:
+        if self.dp != "auto":
             return self.model_parallel * self.dp
         dp = 1
         while (self.model_parallel * dp) % expert:

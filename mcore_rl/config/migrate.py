@@ -26,11 +26,29 @@ RENAMED_FIELDS: dict[str, str] = {
 """Old dotted name of a field -> its name today, in the same section."""
 
 CHANGED_VALUES: dict[str, tuple[Any, Any]] = {
+    "checkpoint.interval": (0, "none"),
+    "checkpoint.keep": (0, "all"),
+    "checkpoint.load": ("", "none"),
+    "log.matrix_interval": (0, "none"),
+    "log.peak_tflops": (0, "auto"),
+    "log.wandb_project": ("", "none"),
+    "mesh.dp": (0, "auto"),
+    "mesh.first_stage_layers": (0, "none"),
+    "mesh.last_stage_layers": (0, "none"),
+    "optim.clip_grad": (0, "none"),
+    "optim.decay_steps": (0, "auto"),
+    "optim.wsd_decay_steps": (0, "auto"),
+    "train.eval_batches": (0, "none"),
+    "train.eval_interval": (0, "none"),
+    "train.hang_s": (0, "none"),
+    "train.ramp_increment": (0, "none"),
+    "train.ramp_samples": (0, "none"),
+    "train.ramp_start": (0, "none"),
     "rl.loss.aggregation": ("paper", "auto"),
     "rl.loss.kl_gradient": ("own", "estimator"),
     "rl.update.old_logprobs": ("engine", "rollout"),
 }
-"""Dotted name of a field, as it is today -> a value of earlier versions that is none any more, and what it is today."""
+"""Dotted name of a field, as it is today -> a value that it had in earlier versions, and that value today."""
 
 BACKUP = ".bak"
 HEADER = re.compile(r"\s*\[([\w.-]+)\]\s*(?:#.*)?$")

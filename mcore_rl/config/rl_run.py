@@ -25,7 +25,7 @@ class RlRunConfig(RunConfig):
     """
 
     run_dir: str = "runs/rl"
-    """Where everything of this run is written; one run, one folder, one writer."""
+    """Folder of everything that the run writes; one run, one folder, one writer."""
     data: RlDataConfig = RlDataConfig()
     rl: RlConfig = RlConfig()
     replay: ReplayConfig = ReplayConfig()

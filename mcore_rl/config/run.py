@@ -1,39 +1,41 @@
-"""What one run does: the whole of a config file."""
+"""The config of a pretraining run, and the sections that all trainings share."""
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Text
 
 
 class PlatformConfig(Section):
-    """What the run computes on, and with which layers."""
+    """The device that a run computes on, its number formats, and whose layers it uses."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: CUDA where there is one."""
+    """Device of the tensors; `auto`: CUDA where there is a GPU, else the CPU."""
     precision: Literal["bf16", "fp32"] = "fp32"
-    """Of weights and activations; gradients and optimizer state are fp32 in both."""
+    """Number format of weights and activations; gradients and optimizer state are fp32 with both."""
     layers: Literal["auto", "torch", "te"] = "auto"
-    """`te`: TransformerEngine's; `torch`: ours; `auto`: `te` where it is importable and there is CUDA."""
+    """Whose layers: `te`: TransformerEngine's; `torch`: this package's; `auto`: `te` where it is installed and there is
+    a GPU."""
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
-    """8-bit matrix products; needs layers = "te"."""
+    """Format of 8-bit matrix products; needs layers = "te"."""
     deterministic: bool = False
     """Refuse or replace algorithms whose result depends on timing."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping."""
+    """Activations that the backward pass computes again instead of keeping them: none, those of `recompute_modules`, or
+    all between every `recompute_layers` layers."""
     recompute_modules: tuple[
         Literal["core_attn", "moe", "moe_act", "layernorm", "mla_up_proj", "mlp", "shared_experts"], ...
     ] = ("core_attn",)
-    """For `selective`."""
+    """Parts of a layer that `selective` recomputes."""
     recompute_layers: PositiveInt = 1
-    """For `full`: layers between two kept activations."""
+    """Layers between two activations that `full` keeps."""
     timeout_s: PositiveFloat = 600.0
-    """A collective that waits longer ends the run."""
+    """Seconds that a collective may wait; one that waits longer ends the run."""
 
 
 class TrainConfig(Section):
@@ -42,65 +44,66 @@ class TrainConfig(Section):
     steps: PositiveInt = 100
     """Optimizer steps of the whole run."""
     global_batch: PositiveInt = 8
-    """Sequences of one step, over all ranks."""
+    """Sequences per optimizer step, over all ranks."""
     micro_batch: PositiveInt = 1
-    """Sequences of one forward pass on one rank."""
-    ramp_start: NonNegativeInt = 0
-    """Sequences of the first steps when the batch grows; 0: no ramp."""
-    ramp_increment: NonNegativeInt = 0
-    """By how many sequences it grows at a time."""
-    ramp_samples: NonNegativeInt = 0
-    """Sequences after which it has reached `global_batch`."""
+    """Sequences per forward pass on one rank."""
+    ramp_start: PositiveInt | None = None
+    """Sequences per step at the start of a growing batch; `none`, as the next two: the batch does not grow."""
+    ramp_increment: PositiveInt | None = None
+    """Sequences by which the batch grows at a time."""
+    ramp_samples: PositiveInt | None = None
+    """Sequences trained on until the batch has reached `global_batch`."""
     seed: NonNegativeInt = 1234
-    """Of the initial weights, the order of the data, and dropout."""
-    eval_interval: NonNegativeInt = 0
-    """Steps between evaluations; 0: only at the end."""
-    eval_batches: NonNegativeInt = 4
-    """Batches of `global_batch` sequences an evaluation reads; 0: no evaluation."""
+    """Seed of the initial weights, the order of the data, and dropout."""
+    eval_interval: PositiveInt | None = None
+    """Steps between evaluations; `none`: only at the end."""
+    eval_batches: PositiveInt | None = 4
+    """Batches of `global_batch` sequences per evaluation; `none`: no evaluation."""
     max_skipped: NonNegativeInt = 10
-    """Steps in a row with a loss or gradient that is not finite before the run gives up; each is skipped."""
-    hang_s: NonNegativeFloat = 1800.0
-    """A run that is so long between two steps (in RL: rollouts; also a start, an evaluation or a save) hangs: it is
-    ended, to go on from its last checkpoint; 0: it may hang."""
+    """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
+    hang_s: PositiveFloat | None = 1800.0
+    """Seconds that may pass between two steps (in RL: rollouts), and that a start, an evaluation or a save may take. A
+    run that takes longer hangs: it is ended, to resume from its last checkpoint; `none`: it is never ended."""
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    interval: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only at the end and on a stop request."""
-    keep: NonNegativeInt = 2
-    """Complete checkpoints to keep; older ones are deleted; 0: all."""
+    interval: PositiveInt | None = None
+    """Steps between checkpoints; `none`: only at the end and on a stop request."""
+    keep: PositiveInt | Literal["all"] = 2
+    """Newest complete checkpoints to keep; older ones are deleted; `all`: none is deleted."""
     asynchronous: bool = True
-    """A background process writes while training goes on."""
-    load: str = ""
-    """A checkpoint (or a folder of them) to start from when the run has none of its own."""
+    """A background process writes while training continues."""
+    load: Text | None = None
+    """A checkpoint, or a folder of them, to start from when the run has none of its own; `none`: random weights."""
     load_optimizer: bool = True
-    """Whether `load` brings optimizer, schedule and data position too, or only the weights."""
+    """Take optimizer, schedule and data position from `load` too; false: only the weights."""
     verify_checksums: bool = True
-    """What is loaded is first compared with its checksums, by all ranks together; false: trusted to be whole."""
+    """Compare a checkpoint with its checksums before it is loaded, on all ranks together; false: trust it."""
 
 
 class LogConfig(Section):
-    """What is told while the run goes on; metrics.jsonl is always written."""
+    """Metrics that a run writes beside metrics.jsonl, which is always written."""
 
     interval: PositiveInt = 1
-    """Steps between two lines; each tells of all steps since the last."""
-    matrix_interval: NonNegativeInt = 20
-    """Steps between two layer x expert tables of the load in metrics.jsonl; 0: none."""
+    """Steps between two log lines; each covers all steps since the one before."""
+    matrix_interval: PositiveInt | None = 20
+    """Steps between two layer x expert tables of the load in metrics.jsonl; `none`: no tables."""
     tensorboard: bool = False
     """Also write TensorBoard events to `<run_dir>/tensorboard`."""
-    wandb_project: str = ""
-    """Also log to this Weights & Biases project; empty: not."""
-    peak_tflops: NonNegativeFloat = 0.0
-    """Dense peak of one rank's device, for MFU; 0: known GPUs by name, otherwise measured at start."""
+    wandb_project: Text | None = None
+    """Weights & Biases project to log to as well; `none`: no logging to Weights & Biases."""
+    peak_tflops: PositiveFloat | Literal["auto"] = "auto"
+    """Dense peak of one rank's device in TFLOP/s, for MFU; `auto`: that of a known GPU by its name, otherwise measured
+    at the start."""
 
 
 class RunConfig(Section):
-    """What every training program reads."""
+    """The sections that all training programs have."""
 
     run_dir: str = "runs/run"
-    """Where everything of this run is written; one run, one folder, one writer."""
+    """Folder of everything that the run writes; one run, one folder, one writer."""
     platform: PlatformConfig = PlatformConfig()
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
@@ -114,5 +117,5 @@ class PretrainConfig(RunConfig):
     """`mcore-rl pretrain`."""
 
     run_dir: str = "runs/pretrain"
-    """Where everything of this run is written; one run, one folder, one writer."""
+    """Folder of everything that the run writes; one run, one folder, one writer."""
     data: DataConfig = DataConfig()

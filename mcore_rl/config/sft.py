@@ -38,7 +38,7 @@ class SFTConfig(RunConfig):
     """`mcore-rl sft`."""
 
     run_dir: str = "runs/sft"
-    """Where everything of this run is written; one run, one folder, one writer."""
+    """Folder of everything that the run writes; one run, one folder, one writer."""
     data: SFTDataConfig = SFTDataConfig()
 
     @property

@@ -183,7 +183,7 @@ def _blends(
         ]
     if not found[0] or (samples.valid and not found[1]):
         missing = (
-            "evaluate on. Name data.valid, or set train.eval_batches=0."
+            'evaluate on. Name data.valid, or set train.eval_batches="none".'
             if found[0]
             else "train on. Raise its first share."
         )

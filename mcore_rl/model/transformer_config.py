@@ -86,8 +86,8 @@ def _parallel(mesh: Mesh) -> dict[str, Any]:
         "expert_tensor_parallel_size": config.etp,
         "context_parallel_size": config.cp,
         "sequence_parallel": mesh.sequence_parallel,
-        "num_layers_in_first_pipeline_stage": config.first_stage_layers or None,
-        "num_layers_in_last_pipeline_stage": config.last_stage_layers or None,
+        "num_layers_in_first_pipeline_stage": config.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": config.last_stage_layers,
         "overlap_p2p_comm": overlap,
         # Two batched messages between the same pair of ranks (pp = 2, interleaved) would be taken for each other.
         "batch_p2p_comm": not overlap,

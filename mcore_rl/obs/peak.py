@@ -42,9 +42,11 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 A name stands for the SXM module where there is one."""
 
 
-def peak_flops(device: torch.device, precision: Precision, configured_tflops: float) -> float:
+def peak_flops(
+    device: torch.device, precision: Precision, configured_tflops: float | Literal["auto"]
+) -> float:
     """FLOP/s that the device could do at best: as configured, else by its name, else measured (~0.2 s)."""
-    if configured_tflops:
+    if configured_tflops != "auto":
         return configured_tflops * 1e12
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     known = known_peak_tflops(name, precision)

@@ -56,7 +56,7 @@ class Log:
         told: list[Metric] = []
         if step % self._config.interval == 0:
             told, self._pending = self._pending, []
-        if self._config.matrix_interval == 0:
+        if self._config.matrix_interval is None:
             self._pending_matrices = []
         elif step % self._config.matrix_interval == 0:
             told, self._pending_matrices = told + self._pending_matrices, []

@@ -50,7 +50,7 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
 
 def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
     """The layers of each pipeline stage: dealt out in rounds of chunks, the first and last stage as `mesh` says."""
-    first, last = mesh.first_stage_layers, mesh.last_stage_layers
+    first, last = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0
     inner = mesh.pp - bool(first) - bool(last)
     each = (model.num_layers - first - last) // inner if inner else 0
     counts = [each] * mesh.pp

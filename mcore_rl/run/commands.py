@@ -363,7 +363,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "config": Command(
         summary="Print the config of a file and overrides after all checks; with --migrate rewrite an older file.",
-        example="mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=0 --ranks 64",
+        example="mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=auto --ranks 64",
         add_arguments=show_arguments,
         module="mcore_rl.run.show_config",
         config=PretrainConfig,

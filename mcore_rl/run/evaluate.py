@@ -56,7 +56,7 @@ def checkpoint_of(config: RlRunConfig) -> Path:
         return own
     if not config.checkpoint.load:
         raise ConfigError(
-            f'run_dir="{config.run_dir}" has no checkpoint, and checkpoint.load is empty: nothing to evaluate. '
+            f'run_dir="{config.run_dir}" has no checkpoint, and checkpoint.load is not set: nothing to evaluate. '
             "Set one of them."
         )
     return Path(config.checkpoint.load)

@@ -45,7 +45,7 @@ def data_of(config: PretrainConfig) -> Data:
 
 def sample_counts(config: PretrainConfig) -> SampleCounts:
     """Sequences that the run reads of each split."""
-    evaluated = config.train.eval_batches * config.train.global_batch
+    evaluated = (config.train.eval_batches or 0) * config.train.global_batch
     has_test = bool(config.data.test) or not config.data.valid
     return SampleCounts(train=total_samples(config.train), valid=evaluated, test=evaluated if has_test else 0)
 

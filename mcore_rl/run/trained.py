@@ -55,10 +55,10 @@ def read_run(folder: Path) -> Trained:
     )
 
 
-def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str) -> None:
-    """DataError when the run that wrote `checkpoint` (empty: none) used another tokenizer, whose ids mean other text.
+def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str | None) -> None:
+    """Raise DataError when the run that wrote `checkpoint` used another tokenizer, whose ids mean other text.
 
-    Of a checkpoint that was converted, or whose run's tokenizer is gone, nothing is known.
+    Nothing is known, and nothing refused, without a checkpoint, or when it was converted or its tokenizer is gone.
     """
     folder = run_above(Path(checkpoint)) if checkpoint else None
     if folder is None or not (folder / "checkpoints").is_dir():

@@ -6,11 +6,14 @@ from mcore_rl.config.run import TrainConfig
 
 
 def global_batch_at(train: TrainConfig, consumed_samples: int) -> int:
-    """Sequences of the step that begins after `consumed_samples`: from ramp_start in equal stages to global_batch.
+    """Return the sequences of the step that begins after `consumed_samples` sequences.
 
-    As Megatron-LM's --rampup-batch-size: each increment lasts for ramp_samples / number of increments.
+    The batch grows from ramp_start in equal stages to global_batch, as with Megatron-LM's --rampup-batch-size: each
+    increment lasts for ramp_samples / number of increments.
     """
-    if not train.ramp_start or consumed_samples >= train.ramp_samples:
+    if train.ramp_start is None or train.ramp_increment is None or train.ramp_samples is None:
+        return train.global_batch  # the checks refuse a ramp with one of them missing
+    if consumed_samples >= train.ramp_samples:
         return train.global_batch
     increments = (train.global_batch - train.ramp_start) // train.ramp_increment
     stage = consumed_samples * increments // train.ramp_samples

@@ -29,7 +29,7 @@ def build_optimizer(
         adam_beta1=config.beta1,
         adam_beta2=config.beta2,
         adam_eps=config.eps,
-        clip_grad=config.clip_grad,
+        clip_grad=config.clip_grad or 0.0,  # Megatron clips nothing at 0
         bf16=platform.dtype == torch.bfloat16,
         params_dtype=platform.dtype,
         use_distributed_optimizer=True,
@@ -55,20 +55,20 @@ def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
 
 def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:
     """The learning rate of every step: linear warm-up from zero, then the schedule, in optimizer steps."""
-    decay_steps = config.decay_steps or steps
+    wsd_decay_steps = max(1, steps // 10) if config.wsd_decay_steps == "auto" else config.wsd_decay_steps
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=decay_steps,
+        lr_decay_steps=steps if config.decay_steps == "auto" else config.decay_steps,
         lr_decay_style=STYLES[config.schedule],
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
-        wsd_decay_steps=config.wsd_decay_steps or max(1, steps // 10),
+        wsd_decay_steps=wsd_decay_steps,
         lr_wsd_decay_style=config.wsd_shape,
         # A resumed run keeps the position in the schedule, but the shape is what the config says now.
         use_checkpoint_opt_param_scheduler=False,

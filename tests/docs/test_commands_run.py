@@ -30,9 +30,9 @@ EIGHT = "rl.rollout.prompts_per_step=2 rl.rollout.group_size=4"
 SMALLER = {
     "mcore-rl pretrain": SHORT,
     "mcore-rl sft": f"{SHORT} {ALONE}",
-    "mcore-rl rl": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=0",
+    "mcore-rl rl": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=none",
     "mcore-rl eval": f"rl.eval.num_prompts=8 {ALONE}",
-    "mcore-rl study": "overrides=[train.global_batch=2,train.steps=4,optim.warmup_steps=0,train.eval_interval=0,"
+    "mcore-rl study": "overrides=[train.global_batch=2,train.steps=4,optim.warmup_steps=0,train.eval_interval=none,"
     "mesh.tp=1,mesh.ep=1,rl.rollout.prompts_per_step=2,rl.rollout.group_size=4]",
 }
 """Words that are added. The quickstart runs all but the last of these on two ranks."""

@@ -202,7 +202,7 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
         parts,
         "rl.reward.timeout_s=0.5",
     ]
-    words += ["replay.kind=r2", "replay.observe_rollout=true", "rl.loss.mismatch=mask", "rl.eval.samples=2"]
+    words += ["replay.kind=r2", "replay.observe_rollout=true", "rl.loss.importance_sampling=mask", "rl.eval.samples=2"]
     words += ["rl.eval.temperature=1.0"]
     monkeypatch.chdir(tmp_path)
     finished = run_main("mcore_rl.run.rl", [rl_file, *words])
@@ -223,7 +223,7 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
     )
     monkeypatch.chdir(tmp_path)
     parts = "rl.reward.parts=['own_steps:digits','own_steps:late']"
-    words = ["mesh.tp=1", "mesh.dp=2", "train.steps=4", "train.eval_interval=0", "rl.advantage.kind=steps"]
+    words = ["mesh.tp=1", "mesh.dp=2", "train.steps=4", "train.eval_interval=none", "rl.advantage.kind=steps"]
     finished = mcore_rl(
         "rl", rl_file, *words, parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=0"
     )

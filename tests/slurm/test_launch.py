@@ -35,7 +35,8 @@ fields = ["run_dir=launched", "train.steps=6", "checkpoint.interval=3", "mesh.tp
 nodes = 4
 [sft]
 config = "data/sft.toml"
-fields = ["run_dir=tuned", "train.steps=3", "checkpoint.load=launched", "checkpoint.load_optimizer=false", "mesh.dp=0"]
+fields = ["run_dir=tuned", "train.steps=3", "checkpoint.load=launched", "checkpoint.load_optimizer=false",
+  "mesh.dp=auto"]
 nodes = 2
 """
 

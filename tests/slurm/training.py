@@ -34,7 +34,7 @@ ffn_hidden_size = 32
 lr = 1e-3
 [train]
 global_batch = 8
-eval_batches = 0
+eval_batches = "none"
 """
 PRETRAIN = """
 [data]

@@ -24,7 +24,7 @@ def work_on(beats):
         time.sleep(0.1)
         watchdog.beat()
 
-with Watchdog(float(sys.argv[1]), 3) as watchdog:
+with Watchdog(float(sys.argv[1]) or None, 3) as watchdog:
     print("started", flush=True)
     work_on(int(sys.argv[2]))
     if sys.argv[3] == "hang":

@@ -74,7 +74,7 @@ def test_a_step_saved_once_more_takes_the_place_of_the_old(tmp_path: Path) -> No
     (old / "old").touch()
     publish(made(tmp_path / "writing_a", 5), old)
     assert not (old / "old").exists() and check(old).step == 5
-    delete(superseded(tmp_path, keep=0))
+    delete(superseded(tmp_path, keep="all"))
     assert names(tmp_path) == ["iter_0000005", "latest_checkpointed_iteration.txt"]
 
 

@@ -49,7 +49,7 @@ def test_every_family_passes(family):
     ("family", "overrides", "world_size"),
     [
         ("qwen3_moe", "mesh.tp=2 mesh.ep=2", 2),
-        ("qwen3_moe", "mesh.tp=2 mesh.ep=4 mesh.dp=0", 4),
+        ("qwen3_moe", "mesh.tp=2 mesh.ep=4 mesh.dp=auto", 4),
         ("qwen3_moe", "mesh.tp=2 mesh.etp=2 mesh.ep=2 mesh.dp=2", 4),
         ("qwen3_moe", "mesh.pp=2 mesh.vpp=2", 2),
         ("qwen3_moe", "mesh.cp=2 mesh.tp=2 data.seq_length=8", 4),
@@ -70,7 +70,7 @@ def test_every_family_passes(family):
         ("llama", "model.rope.scaling=llama3 model.rope.factor=8 model.rope.original_length=8192", 1),
         ("qwen2_moe", "model.moe.shared_ffn_hidden_size=96 mesh.tp=2 mesh.etp=2", 2),
         ("glm4_moe", "model.qkv_bias=off model.qk_norm=on mesh.pp=2 model.mtp_layers=1", 2),
-        ("llama", "data.split=[1,0,0] train.eval_batches=0", 1),
+        ("llama", "data.split=[1,0,0] train.eval_batches=none", 1),
         ("llama", "platform.recompute=full platform.recompute_modules=[moe]", 1),
         ("llama", "mesh.overlap_param_gather=true mesh.overlap_grad_reduce=true", 1),
     ],
@@ -83,8 +83,8 @@ def test_settings_that_agree_pass(family, overrides, world_size):
     ("family", "overrides", "world_size", "told"),
     [
         ("qwen3_moe", "", 4, "has 4 ranks, but mesh.tp=1 x pp=1 x cp=1 x dp=1 takes 1. Start so many"),
-        ("qwen3_moe", "mesh.tp=2 mesh.dp=0", 3, "Start 2, 4, 6 or another multiple of 2"),
-        ("qwen3_moe", "mesh.tp=2 mesh.ep=4 mesh.dp=0 train.global_batch=12", 6, "Start 4, 8, 12"),
+        ("qwen3_moe", "mesh.tp=2 mesh.dp=auto", 3, "Start 2, 4, 6 or another multiple of 2"),
+        ("qwen3_moe", "mesh.tp=2 mesh.ep=4 mesh.dp=auto train.global_batch=12", 6, "Start 4, 8, 12"),
         (
             "qwen3_moe",
             "mesh.tp=2 mesh.ep=4 mesh.dp=3 train.global_batch=12 train.global_batch=12",

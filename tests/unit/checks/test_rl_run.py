@@ -40,7 +40,7 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         (["model.moe.capacity_factor=1.5"], 'or replay.kind="r2", which imposes what that pass dropped'),
         (["model.moe.capacity_factor=1.5", "replay.kind=r3"], "what is dropped depends on the tokens"),
         (
-            ["model.moe.capacity_factor=1.5", "replay.kind=r2", "rl.update.old_logprobs=engine"],
+            ["model.moe.capacity_factor=1.5", "replay.kind=r2", "rl.update.old_logprobs=rollout"],
             'Set old_logprobs="trainer"',
         ),
         (["rl.eval.samples=4"], "are all the same"),

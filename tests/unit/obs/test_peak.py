@@ -45,4 +45,4 @@ def test_the_measured_peak_is_that_of_the_fastest_product(monkeypatch):
 
 def test_a_peak_that_cannot_be_measured_is_asked_for():
     with pytest.raises(ConfigError, match=r"fp8 peak of CPU is not known: set log\.peak_tflops"):
-        peak_flops(torch.device("cpu"), "fp8", configured_tflops=0.0)
+        peak_flops(torch.device("cpu"), "fp8", configured_tflops="auto")

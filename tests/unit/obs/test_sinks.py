@@ -47,7 +47,8 @@ def test_an_evaluation_does_not_wait_for_the_interval(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("matrix_interval", "told"), [(2, {2: [[2, 4]], 4: [[2, 4]]}), (0, {}), (3, {3: [[3, 6]], 4: [[1, 2]]})]
+    ("matrix_interval", "told"),
+    [(2, {2: [[2, 4]], 4: [[2, 4]]}), (None, {}), (3, {3: [[3, 6]], 4: [[1, 2]]})],
 )
 def test_matrices_have_their_own_interval_and_lose_nothing(tmp_path, matrix_interval, told):
     log = jsonl_log(tmp_path / "m", matrix_interval=matrix_interval)

@@ -96,7 +96,7 @@ def test_config_prints_what_loads_back_equal(tmp_path, capsys):
         (["pretrain", "gone.toml"], "gone.toml cannot be read"),
         (["pretrain", TINY, "mesh.tpp=2"], "Did you mean mesh.tp?"),
         (["pretrain", TINY, "mesh.tp=two"], 'mesh.tp = "two"'),
-        (["pretrain", TINY, "mesh.ep=3", "mesh.dp=0"], "is not a multiple of mesh.ep=3"),
+        (["pretrain", TINY, "mesh.ep=3", "mesh.dp=auto"], "is not a multiple of mesh.ep=3"),
         (["pretrain", TINY, "--ranks", "3"], "The world has 3 ranks"),
         (["pretrain", TINY, "run_dir=/dev/null/x"], "cannot be written"),
     ],

@@ -38,7 +38,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_and_one_that_says_nothing_
             DataError, match=r"is of a run with the tokenizer .*one, data.tokenizer.path names another"
         ):
             refuse_other_tokenizer(other, str(load))
-    refuse_other_tokenizer(other, "")
+    refuse_other_tokenizer(other, None)
     refuse_other_tokenizer(other, str(tmp_path / "imported/iter_0000000"))
     (tmp_path / "one").rename(tmp_path / "gone")
     refuse_other_tokenizer(other, str(run))
