@@ -202,7 +202,12 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
         parts,
         "rl.reward.timeout_s=0.5",
     ]
-    words += ["replay.kind=r2", "replay.observe_rollout=true", "rl.loss.importance_sampling=mask", "rl.eval.samples=2"]
+    words += [
+        "replay.kind=r2",
+        "replay.observe_rollout=true",
+        "rl.loss.importance_sampling=mask",
+        "rl.eval.samples=2",
+    ]
     words += ["rl.eval.temperature=1.0"]
     monkeypatch.chdir(tmp_path)
     finished = run_main("mcore_rl.run.rl", [rl_file, *words])
