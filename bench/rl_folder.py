@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.run.policy import prompts_of
+from mcore_rl.run.rollouts import load_prompts
 
 VOCAB = 512
 WARM_STEPS, WARM_EXAMPLES = 300, 10_000
@@ -133,7 +133,7 @@ def write_peer(folder: Path, kind: str, experts: str, steps: int) -> Path:
     config = load_config(RlRunConfig, folder / "rl.toml", words)
     rollout, clip = config.rl.rollout, config.rl.loss.clip
     problems = [
-        prompt.problem for prompt in prompts_of(config).train.take(0, steps * rollout.prompts_per_step)
+        prompt.problem for prompt in load_prompts(config).train.take(0, steps * rollout.prompts_per_step)
     ]
     lines = [json.dumps({"prompt": problem.prompt, "answer": problem.answer}) for problem in problems]
     prompts = folder / "prompts.jsonl"

@@ -6,8 +6,8 @@ python -m bench.rl_ours rl.toml [a.b=c ...]       in the folder that bench.rl_fo
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on a shared machine
@@ -20,13 +20,13 @@ from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.rl.learner import Advantages, Minibatch
+from mcore_rl.rl.learner import Advantages, Learner, Minibatch
+from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.trainer import RlTrainer
-from mcore_rl.run.policy import prompts_of
-from mcore_rl.run.rl import data_of
-from mcore_rl.run.training import Data, train
-from mcore_rl.train.loop import Loop, Run
+from mcore_rl.run.open_run import open_run
+from mcore_rl.run.rl import load_reference
+from mcore_rl.run.rollouts import load_prompts, open_rollouts
 
 
 def cpu_s() -> float:
@@ -35,43 +35,34 @@ def cpu_s() -> float:
     return time.process_time() + float(sum(times.user + times.system for times in judges))
 
 
-class InTurns(Loop):
+class InTurns(RlTrainer):
     """The trainer, whose steps wait for their turn; ends without a checkpoint."""
 
-    def __init__(self, run: Run, trainer: RlTrainer, turns: Turns) -> None:
-        super().__init__(run)
-        self._trainer, self._turns = trainer, turns
-        engine, learner = trainer.rollouts.engine, trainer.learner
-        self._minibatches, self._advantages = learner.minibatches, learner.advantages
-        engine.generate = turns.timed("rollout_s", engine.generate)  # type: ignore[method-assign]
-        learner.minibatches = self._counted  # type: ignore[method-assign]
-        learner.advantages = self._scored  # type: ignore[method-assign]
+    turns: Turns
 
-    def run(self) -> bool:
-        """See Loop."""
-        while self._turns.next_step():
+    def run(self) -> None:
+        """Train while there are turns."""
+        self._minibatches, self._advantages = self.learner.minibatches, self.learner.advantages
+        engine = self.rollouts.engine
+        engine.generate = self.turns.timed("rollout_s", engine.generate)  # type: ignore[method-assign]
+        self.learner.minibatches = self._counted  # type: ignore[method-assign]
+        self.learner.advantages = self._scored  # type: ignore[method-assign]
+        while self.turns.next_step():
+            self._start_s = cpu_s()
             self._step()
-        return False
-
-    def _step(self) -> None:
-        self._start_s = cpu_s()
-        self._trainer._step()
-
-    def _evaluate(self, *, is_last: bool) -> None:
-        raise AssertionError("rl.toml asks for no evaluation")
 
     def _counted(self, rollout: Rollout) -> list[Minibatch]:
         shapes = rollout.shapes.values()
-        self._turns.add("completions", len(shapes))
-        self._turns.add("completion_tokens", sum(shape.num_completion for shape in shapes))
-        self._turns.add("tokens", sum(shape.num_prompt + shape.num_completion for shape in shapes))
-        self._turns.add("solved", int((rollout.rewards_PG >= 1).sum()))
+        self.turns.add("completions", len(shapes))
+        self.turns.add("completion_tokens", sum(shape.num_completion for shape in shapes))
+        self.turns.add("tokens", sum(shape.num_prompt + shape.num_completion for shape in shapes))
+        self.turns.add("solved", int((rollout.rewards_PG >= 1).sum()))
         return self._minibatches(rollout)
 
     def _scored(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
         """The last thing before the updates."""
         advantages = self._advantages(rollout, minibatches)
-        self._turns.add("rollout_and_scoring_s", cpu_s() - self._start_s)
+        self.turns.add("rollout_and_scoring_s", cpu_s() - self._start_s)
         return advantages
 
 
@@ -81,17 +72,18 @@ def main() -> None:
     turns = Turns(cpu_s)
     config = load_config(RlRunConfig, Path(sys.argv[1]), sys.argv[2:])
     check_rl(config, 1)
-    prompts = prompts_of(config)
-    data = data_of(config, prompts)
-
-    @contextmanager
-    def begin(run: Run) -> Iterator[Loop]:
-        with data.begin(run) as trainer:
-            assert isinstance(trainer, RlTrainer)
-            yield InTurns(run, trainer, turns)
-
+    prompts = load_prompts(config)
     platform = platforms.start(config.platform.model_copy(update={"layers": "torch"}))
-    train(config, Data(begin=begin, facts=data.facts, lines=data.lines), platform)
+    with (
+        open_run(config, platform) as run,
+        open_rollouts(config, prompts, run.state.chunks, run.state.mesh) as rollouts,
+        closing(PolicyRoutes(run.state, config, run.folder.path / "routes")) as routes,
+    ):
+        rollouts.engine.update_weights(0)
+        learner = Learner(run.state, config, load_reference(config, run), routes)
+        trainer = InTurns(run, config, rollouts, learner, prompts.held_out)
+        trainer.turns = turns
+        trainer.run()
     platforms.stop()
 
 

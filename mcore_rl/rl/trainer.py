@@ -18,11 +18,11 @@ from mcore_rl.rl.rollout import Rollout, Rollouts
 from mcore_rl.rl.samples import gather_samples, shown, write_samples
 from mcore_rl.rl.types import Prompt
 from mcore_rl.train.auxiliary import take_auxiliary_losses
-from mcore_rl.train.loop import Loop, Run
+from mcore_rl.train.loop import Run, Trainer
 from mcore_rl.train.step import StepReport
 
 
-class RlTrainer(Loop):
+class RlTrainer(Trainer):
     """A unit of work is a rollout batch: it is made, learned from, and forgotten. A run that resumes makes the next
     one from the same prompts with the same seeds and weights.
     """
@@ -40,17 +40,16 @@ class RlTrainer(Loop):
         self.rollouts = rollouts
         self.learner = learner
         self.held_out = held_out
-        self._folder = run.folder.path
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
         self._peak_flops = peak_flops(
             run.state.platform.device, config.platform.precision, config.log.peak_tflops
         )
 
-    def run(self) -> bool:
-        """See Loop; the policy is evaluated before its first update too."""
+    def run(self) -> None:
+        """Train as `Trainer.run` does; the policy is evaluated before its first update too."""
         if self.state.progress.step == 0 and self.config.train.eval_interval:
             self._evaluate(is_last=False)
-        return super().run()
+        super().run()
 
     def _step(self) -> None:
         """One rollout batch: as many optimizer steps as it has minibatches, times the epochs."""
@@ -78,7 +77,7 @@ class RlTrainer(Loop):
                     "nothing to train on in this update: weights are as before", step=progress.step
                 )
             else:
-                self._give_up_when_hopeless(report)
+                self._check_skipped(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
         if not self.held_out:
@@ -94,7 +93,7 @@ class RlTrainer(Loop):
             return
         of_all = gather_samples(rollout, self.state.mesh)
         if self.state.platform.rank == 0 and of_all:
-            write_samples(self._folder / "samples", step, of_all)
+            write_samples(self.folder.path / "samples", step, of_all)
             for line in shown(of_all, samples.shown):
                 self.log.message(line)
 

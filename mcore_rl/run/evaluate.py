@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
@@ -18,39 +17,38 @@ from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
-from mcore_rl.run.policy import prompts_of, rollouts_of
+from mcore_rl.run.rollouts import load_prompts, open_rollouts
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one JSON line; `argv` is a config file and overrides."""
+    """Evaluate on this rank and print one JSON line on rank 0; `argv` is a config file and overrides. Returns 0."""
     with rank_guard():
-        config = load_config(RlRunConfig, Path(argv[0]), argv[1:])
-        check_rl(config, world_size_of_launcher())
-        prompts = prompts_of(config)
-        if not prompts.held_out:
-            raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
-        settings = config.platform.model_copy(update={"layers": "torch", "recompute": "none"})
-        platform = platforms.start(settings)
-        mesh = build_mesh(config.mesh)
-        seed_ranks(config.train.seed)
-        chunks = build_model(config.model, mesh, platform, settings)
-        stored = load_weights(chunks, mesh, config.model, checkpoint_of(config))
-        with ExitStack() as stack:
-            rollouts = rollouts_of(config, prompts, chunks, mesh, stack)
-            _, facts = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
-        if platform.rank == 0:
-            told = {
-                "checkpoint": str(stored.path),
-                "prompts": len(prompts.held_out),
-                **reduced(evaluation_metrics(facts)),
-            }
-            sys.stdout.write(json.dumps(told) + "\n")
-        platforms.stop()
+        evaluate(load_config(RlRunConfig, Path(argv[0]), argv[1:]))
     return 0
 
 
-def checkpoint_of(config: RlRunConfig) -> Path:
-    """The run's own checkpoints where it has some, else checkpoint.load."""
+def evaluate(config: RlRunConfig) -> None:
+    """Collective over the ranks that a launcher started: answer the held-out prompts; rank 0 prints one JSON line."""
+    check_rl(config, world_size_of_launcher())
+    prompts = load_prompts(config)
+    if not prompts.held_out:
+        raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
+    settings = config.platform.model_copy(update={"layers": "torch", "recompute": "none"})
+    platform = platforms.start(settings)
+    mesh = build_mesh(config.mesh)
+    seed_ranks(config.train.seed)
+    chunks = build_model(config.model, mesh, platform, settings)
+    stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
+    with open_rollouts(config, prompts, chunks, mesh) as rollouts:
+        _, facts = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
+    if platform.rank == 0:
+        result = {"checkpoint": str(stored.path), "prompts": len(prompts.held_out)}
+        sys.stdout.write(json.dumps(result | reduced(evaluation_metrics(facts))) + "\n")
+    platforms.stop()
+
+
+def checkpoint_to_evaluate(config: RlRunConfig) -> Path:
+    """Return the folder of the run's own checkpoints where it has some, else checkpoint.load."""
     own = Path(config.run_dir) / "checkpoints"
     if own.is_dir() and any(own.iterdir()):
         return own

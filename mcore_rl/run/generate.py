@@ -1,8 +1,9 @@
-"""`mcore-rl generate`: what a run has learned to write, on one process, whatever mesh it was trained on."""
+"""`mcore-rl generate`: texts of a trained model, on one process, whatever mesh it was trained on."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
 from mcore_rl.backend.processes import rank_guard
@@ -17,24 +18,24 @@ from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Problem, Prompt
-from mcore_rl.run.trained import Trained, read_run, run_of
+from mcore_rl.run.trained_model import TrainedModel, read_trained_model, run_of_checkpoint
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuations; `args` as `mcore-rl generate` declares them."""
+    """Print the prompt and its continuations."""
     with rank_guard():
         _check(args)
-        trained = read_run(args.run or run_of(args.checkpoint))
+        trained = read_trained_model(args.run or _run_of(args.checkpoint))
         tokenizer = load_tokenizer(trained.tokenizer)
         stream = Stream(tokenizer, args.prompt) if args.stream else None
-        made = continuations(args, trained, tokenizer, stream)
+        completions = continuations(args, trained, tokenizer, stream)
         if stream is not None:
-            stream.end(made[0].text)
-            made = ()
-        for number, completion in enumerate(made, start=1):
-            if args.n > 1:
-                sys.stdout.write(f"--- {number} of {args.n}\n")
-            sys.stdout.write(f"{args.prompt}{completion.text}\n")
+            stream.end(completions[0].text)
+        else:
+            for index, completion in enumerate(completions, start=1):
+                if args.n > 1:
+                    sys.stdout.write(f"--- {index} of {args.n}\n")
+                sys.stdout.write(f"{args.prompt}{completion.text}\n")
         platforms.stop()
     return 0
 
@@ -47,17 +48,18 @@ class Stream:
         self._shown = ""
         self._write(prompt)
 
-    def __call__(self, prompt: int, place: int, tokens_T: Sequence[int]) -> None:
-        """See Listener."""
+    def __call__(self, prompt: int, index: int, tokens_T: Sequence[int]) -> None:
+        """Print what `tokens_T`, all tokens of the completion so far, adds to the text (the engine calls this)."""
         if tokens_T[-1] != self._tokenizer.eod_id:
             self._show(self._tokenizer.decode(tokens_T))
 
     def end(self, text: str) -> None:
-        """The rest of the whole completion."""
+        """Print the rest of `text`, the whole completion."""
         self._write(text[len(self._shown) :] + "\n" if text.startswith(self._shown) else f"\n{text}\n")
 
     def _show(self, text: str) -> None:
-        # A character of several tokens has no text before the last one, and then may change what was before.
+        # A character of several tokens decodes to a replacement character until its last token is there; that token
+        # may also change the text before it, so only a text that continues what is shown is shown.
         if text.startswith(self._shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self._write(text[len(self._shown) :])
             self._shown = text
@@ -68,10 +70,10 @@ class Stream:
 
 
 def continuations(
-    args: argparse.Namespace, trained: Trained, tokenizer: Tokenizer, listener: Listener | None
+    args: argparse.Namespace, trained: TrainedModel, tokenizer: Tokenizer, listener: Listener | None
 ) -> tuple[Completion, ...]:
-    """`args.n` of them, each to the end of the document or `args.tokens` tokens."""
-    # TransformerEngine's attention has no cache of ours; the weights are the same.
+    """Return `args.n` continuations, each to the end of the document or `args.tokens` tokens."""
+    # The engine caches keys and values in our own attention, not in TransformerEngine's; the weights are the same.
     settings = trained.platform.model_copy(update={"recompute": "none", "layers": "torch", "fp8": "none"})
     mesh_config = MeshConfig()
     platform = platforms.start(settings)
@@ -90,6 +92,15 @@ def continuations(
     )
     seeds_1G = [range(args.seed, args.seed + args.n)]
     return engine.generate([prompt], sampling, seeds_1G)[0].completions
+
+
+def _run_of(checkpoint: Path) -> Path:
+    if (folder := run_of_checkpoint(checkpoint)) is not None:
+        return folder
+    raise ConfigError(
+        f"--checkpoint {checkpoint}: there is no config.toml there or above, which names the model and its tokenizer. "
+        "Name the folder of a run with the same: --run."
+    )
 
 
 def _check(args: argparse.Namespace) -> None:

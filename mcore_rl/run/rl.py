@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
@@ -16,66 +16,63 @@ from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.trainer import RlTrainer
-from mcore_rl.run.policy import Prompts, prompts_of, rollouts_of
-from mcore_rl.run.training import Data, train
-from mcore_rl.train.loop import Loop, Run
+from mcore_rl.run.open_run import is_done, open_run
+from mcore_rl.run.rollouts import load_prompts, open_rollouts
+from mcore_rl.train.loop import Run
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the config file and overrides in `argv` say: 0 when all is done or the run was asked to stop."""
+    """Train a policy on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
     with rank_guard():
-        config = load_config(RlRunConfig, Path(argv[0]), argv[1:])
-        check_rl(config, world_size_of_launcher())
-        prompts = prompts_of(config)
-        platform = platforms.start(config.platform.model_copy(update={"layers": "torch"}))
-        train(config, data_of(config, prompts), platform)
-        platforms.stop()
+        train(load_config(RlRunConfig, Path(argv[0]), argv[1:]))
     return 0
 
 
-def data_of(config: RlRunConfig, prompts: Prompts) -> Data:
-    """Prompts, and what makes a policy learn from them."""
-
-    @contextmanager
-    def begin(run: Run) -> Iterator[Loop]:
-        with ExitStack() as stack:
-            rollouts = rollouts_of(config, prompts, run.state.chunks, run.state.mesh, stack)
+def train(config: RlRunConfig) -> None:
+    """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
+    # Everything that a user can get wrong comes first, before a model costs time.
+    check_rl(config, world_size_of_launcher())
+    prompts = load_prompts(config)
+    # The engine's cache of keys and values needs our own attention, not TransformerEngine's.
+    platform = platforms.start(config.platform.model_copy(update={"layers": "torch"}))
+    if not is_done(config, platform):
+        with (
+            open_run(config, platform) as run,
+            open_rollouts(config, prompts, run.state.chunks, run.state.mesh) as rollouts,
+        ):
+            for line in [prompts.describe(), *warnings_of(config)]:
+                run.log.message(line)
+            run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])
             rollouts.engine.update_weights(run.state.progress.step)
-            routes = PolicyRoutes(
-                run.state, config, run.folder.path / "routes" / str(run.state.platform.rank)
-            )
-            stack.callback(routes.close)
-            learner = Learner(run.state, config, reference_of(config, run), routes)
-            yield RlTrainer(run, config, rollouts, learner, prompts.held_out)
-
-    def facts() -> list[Metric]:
-        return [Metric("data/prompts", prompts.train.num_prompts)]
-
-    return Data(begin=begin, facts=facts, lines=(prompts.told(), *warnings_of(config)))
+            # Ranks of one machine share its disk: each has a folder of its own.
+            folder = run.folder.path / "routes" / str(platform.rank)
+            with closing(PolicyRoutes(run.state, config, folder)) as routes:
+                learner = Learner(run.state, config, load_reference(config, run), routes)
+                RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
+    platforms.stop()
 
 
-def warnings_of(config: RlRunConfig) -> list[str]:
-    """What a user should know before a run that may disappoint."""
+def warnings_of(config: RlRunConfig) -> Iterator[str]:
+    """Yield a sentence on each setting that is valid and likely to disappoint."""
     capacity_factor = config.model.moe.capacity_factor
     if config.model.is_moe and capacity_factor:
-        return [
+        yield (
             f"warning: model.moe.capacity_factor={capacity_factor}: the trainer drops what an expert has no room for, "
             "the rollout engine drops nothing, so that the sampled logprobs differ from the trainer's also where the "
             "weights are equal (see moe/dropped_fraction and rollout/mismatch_kl_nats). Set it to 0 to train on what "
             "was sampled."
-        ]
+        )
     has_token_ratio = config.rl.loss.kind in ("grpo", "cispo")
     if config.model.is_moe and has_token_ratio and config.replay.kind == "none":
-        return [
+        yield (
             f'warning: rl.loss.kind="{config.rl.loss.kind}" on a mixture of experts without routing replay: after an '
             "update tokens go to other experts, and their ratios measure that too (see routes/changed_fraction); "
             'large models have not converged so (arXiv 2507.18071). Set replay.kind="r2" or "r3", or kind="gspo".'
-        ]
-    return []
+        )
 
 
-def reference_of(config: RlRunConfig, run: Run) -> Reference | None:
-    """Collective over the world: the reference that the run had, or the policy from which it starts; None: no KL."""
+def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
+    """Collective over the world: return the reference policy of the run, at step 0 the policy; None without KL."""
     if not config.rl.loss.kl_coeff:
         return None
     reference = Reference(run.state.chunks, run.state.mesh, config.model, run.folder.path / "reference")

@@ -11,92 +11,70 @@ from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.load import load_config
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.examples import Examples, read_examples
+from mcore_rl.data.examples import read_examples
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
-from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
-from mcore_rl.errors import DataError
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.run.trained import refuse_other_tokenizer
-from mcore_rl.run.training import Data, batches, fitting, train
+from mcore_rl.run.open_run import is_done, open_run
+from mcore_rl.run.trained_model import load_matching_tokenizer
 from mcore_rl.train.batch_size import total_samples
-from mcore_rl.train.loop import Sources
-from mcore_rl.train.state import TrainState
+from mcore_rl.train.loop import SupervisedTrainer
+from mcore_rl.train.objectives import NextTokenHead
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the config file and overrides in `argv` say: 0 when all is done or the run was asked to stop."""
+    """Fine-tune on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
     with rank_guard():
-        config = load_config(SFTConfig, Path(argv[0]), argv[1:])
-        check_sft(config, world_size_of_launcher())
-        data = data_of(config)
-        platform = platforms.start(config.platform)
-        train(config, data, platform)
-        platforms.stop()
+        train(load_config(SFTConfig, Path(argv[0]), argv[1:]))
     return 0
 
 
-def data_of(config: SFTConfig) -> Data:
-    """The conversations that `config` names, encoded and packed."""
-    data, train_settings = config.data, config.train
-    tokenizer = load_tokenizer(data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise DataError(
-            f"the tokenizer {data.tokenizer.path} has {tokenizer.vocab_size} tokens, model.vocab_size is "
-            f"{config.model.vocab_size}. Name the tokenizer that the model was trained with."
-        )
-    refuse_other_tokenizer(tokenizer, config.checkpoint.load)
-    chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
-    packing = packing_of(config, tokenizer)
-    examples = read_examples(data.train, data, chat)
-    train_rows = PackedSequences(examples, packing, total_samples(train_settings))
-    valid_rows = None
-    if data.valid and train_settings.eval_batches:
-        held_out = read_examples(data.valid, data, chat)
-        valid_rows = PackedSequences(
-            held_out, packing, train_settings.eval_batches * train_settings.global_batch
-        )
-
-    def sources(state: TrainState, _: object) -> Sources:
-        return Sources(
-            train=batches(state, train_rows),
-            seq_length=train_rows.mean_length,
-            valid=None if valid_rows is None else batches(state, valid_rows),
-        )
-
-    return Data(
-        begin=fitting(sources), facts=lambda: facts_of(train_rows), lines=(told(examples, train_rows),)
-    )
-
-
-def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:
-    """How rows are made for this mesh."""
-    return PackingOptions(
+def train(config: SFTConfig) -> None:
+    """Collective over the ranks that a launcher started: fine-tune to the last step, or until a stop is asked for."""
+    # Everything that a user can get wrong comes first, before a model costs time.
+    check_sft(config, world_size_of_launcher())
+    tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
+    chat = load_chat(config.data.chat_template, tokenizer, config.data.tokenizer.path)
+    packing = PackingOptions(
         row_length=config.data.seq_length,
         length_multiple=config.span_multiple,
         buffer=config.data.pack_buffer,
         seed=config.train.seed,
         pad_id=tokenizer.eod_id,
     )
+    examples = read_examples(config.data.train, config.data, chat)
+    packed = PackedSequences(examples, packing, total_samples(config.train))
+    packed_valid = None
+    if config.data.valid and config.train.eval_batches:
+        num_evaluated = config.train.eval_batches * config.train.global_batch
+        packed_valid = PackedSequences(
+            read_examples(config.data.valid, config.data, chat), packing, num_evaluated
+        )
+    platform = platforms.start(config.platform)
+    if not is_done(config, platform):
+        with open_run(config, platform) as run:
+            run.log.message(describe_data(packed))
+            run.log.write_now(
+                run.state.progress.step,
+                [
+                    Metric("data/examples", len(examples)),
+                    Metric("data/skipped_examples", examples.num_skipped),
+                    Metric("data/filled_fraction", packed.filled_fraction),
+                ],
+            )
+            SupervisedTrainer(
+                run, NextTokenHead(), train=packed, valid=packed_valid, seq_length=packed.mean_length
+            ).run()
+    platforms.stop()
 
 
-def facts_of(rows: PackedSequences) -> list[Metric]:
-    """What the log says of the training data."""
-    examples = rows.examples
-    return [
-        Metric("data/examples", len(examples)),
-        Metric("data/skipped_examples", examples.num_skipped),
-        Metric("data/filled_fraction", rows.filled_fraction),
-    ]
-
-
-def told(examples: Examples, rows: PackedSequences) -> str:
-    """The same in a sentence."""
-    skipped = (
-        f"; {examples.num_skipped} were longer than a row and are left out" if examples.num_skipped else ""
-    )
+def describe_data(packed: PackedSequences) -> str:
+    """Return one line for the log: conversations, packed sequences, trained tokens, what was left out."""
+    examples = packed.examples
+    skipped = f"; {examples.num_skipped} were too long and are left out" if examples.num_skipped else ""
     return (
-        f"{len(examples)} conversations in {rows.sequences_per_epoch} rows of {rows.packing.row_length}, "
-        f"{rows.filled_fraction:.1%} filled, {examples.assistant_fraction:.1%} of the tokens trained on{skipped}"
+        f"{len(examples)} conversations in {packed.sequences_per_epoch} packed sequences of "
+        f"{packed.packing.row_length}, {packed.filled_fraction:.1%} filled, "
+        f"{examples.assistant_fraction:.1%} of the tokens trained on{skipped}"
     )
 
 

@@ -1,12 +1,13 @@
-"""The loop that all trainings share: batches in, steps, evaluations, checkpoints, a clean stop."""
+"""The loop that all trainings share: steps, evaluations, checkpoints, a clean stop; and training on given sequences."""
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl.backend.watchdog import Watchdog
 from mcore_rl.data.batch import Microbatch
-from mcore_rl.data.loader import BatchSource
+from mcore_rl.data.loader import BatchSource, SampleDataset
 from mcore_rl.errors import TrainingError
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.router_load import RouterLoad
@@ -19,83 +20,80 @@ from mcore_rl.parallel.schedule import Head
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.batch_size import global_batch_at
-from mcore_rl.train.run_folder import RunFolder
+from mcore_rl.train.run_folder import Fence, RunFolder
 from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, evaluate, train_step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sources:
-    """Where sequences come from; a split without data or without evaluations is None."""
-
-    train: BatchSource
-    seq_length: float
-    """Positions of a sequence, on which attention's FLOPs depend; of packed ones the mean that a token sees."""
-    valid: BatchSource | None = None
-    test: BatchSource | None = None
+from mcore_rl.train.stop import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run that is set up, and at the step from which it goes on."""
+    """A run that is set up on this rank at the step from which it trains; made by mcore_rl.run.open_run."""
 
     state: TrainState
     folder: RunFolder
     checkpoints: Checkpoints
     log: Log
-    stop: Callable[[], str | None]
-    """Collective over the world: why to end after this step; None: go on."""
+    """Silent on all ranks but 0."""
+    fence: Fence
+    watchdog: Watchdog
+    request: StopRequest
+
+    def stop_reason(self) -> str | None:
+        """Collective over the world, between steps: why the run ends here, the same on all ranks; None: it does not.
+
+        Raises:
+            CheckpointError: where another attempt has become the writer of the folder.
+        """
+        self.watchdog.beat()
+        if self.state.platform.rank == 0:
+            self.fence.check_here()
+        return self.request.agreed()
 
 
-class Loop(ABC):
+class Trainer(ABC):
     """Training on this rank: units of work, evaluations, checkpoints. Every method is collective over the world."""
 
     def __init__(self, run: Run) -> None:
         self.state = run.state
+        self.folder = run.folder
         self.checkpoints = run.checkpoints
         self.log = run.log
-        self.stop = run.stop
+        self.stop_reason = run.stop_reason
         self._skipped_in_a_row = 0
 
     @abstractmethod
     def _step(self) -> None:
-        """One unit of work: one optimizer step or more."""
+        """Do one unit of work, which is one optimizer step or more, and log it."""
 
     @abstractmethod
     def _evaluate(self, *, is_last: bool) -> None:
-        """What is measured now and then, and after all steps."""
+        """Log what is measured every `train.eval_interval` steps and, with `is_last`, after all steps."""
 
-    def run(self) -> bool:
-        """Train until all steps are done (True) or a stop is asked for (False); a checkpoint is saved in both cases."""
+    def run(self) -> None:
+        """Train until all steps are done, which the folder then records, or a stop is asked for; save in both cases."""
         progress, train = self.state.progress, self.state.config.train
         while progress.step < train.steps:
-            if reason := self.stop():
+            if reason := self.stop_reason():
                 self.log.message(f"stopping after step {progress.step}: {reason}")
                 self._save_last()
-                return False
+                return
             self._step()
-            self._when_due()
+            self._evaluate_and_save_when_due()
         self._evaluate(is_last=True)
         self._save_last()
-        return True
+        self.folder.mark_done(progress.step)
 
-    def _when_due(self) -> None:
-        """Evaluation, checkpoint, and what a background save has to say."""
+    def _evaluate_and_save_when_due(self) -> None:
         config, step = self.state.config, self.state.progress.step
-        if (
-            config.train.eval_interval
-            and step % config.train.eval_interval == 0
-            and step < config.train.steps
-        ):
-            self._evaluate(is_last=False)
-        if (
-            config.checkpoint.interval
-            and step % config.checkpoint.interval == 0
-            and step < config.train.steps
-        ):
-            self._save()
-        self._say(self.checkpoints.poll())
+        # The last step's evaluation and checkpoint follow the loop.
+        if step < config.train.steps:
+            if config.train.eval_interval and step % config.train.eval_interval == 0:
+                self._evaluate(is_last=False)
+            if config.checkpoint.interval and step % config.checkpoint.interval == 0:
+                self._save()
+        self._log_saving(self.checkpoints.poll())
 
     def _save(self) -> None:
         with self.state.timers.phase("checkpoint"):
@@ -103,14 +101,16 @@ class Loop(ABC):
 
     def _save_last(self) -> None:
         self._save()
-        self._say(self.checkpoints.finish())
+        self._log_saving(self.checkpoints.finish())
 
-    def _say(self, lines: Sequence[str]) -> None:
+    def _log_saving(self, lines: Sequence[str]) -> None:
+        """Log `lines`, which came from `checkpoints`, and the metrics of saves that are complete."""
         for line in lines:
             self.log.message(line)
         self.log.write_now(self.state.progress.step, self.checkpoints.take_metrics())
 
-    def _give_up_when_hopeless(self, report: StepReport) -> None:
+    def _check_skipped(self, report: StepReport) -> None:
+        """Log a skipped step; TrainingError when more than `train.max_skipped` were skipped in a row."""
         progress, allowed = self.state.progress, self.state.config.train.max_skipped
         if not report.skipped:
             self._skipped_in_a_row = 0
@@ -129,53 +129,79 @@ class Loop(ABC):
             )
 
 
-class Fit(Loop):
-    """Training on sequences that are there beforehand: a unit of work is an optimizer step."""
+class SupervisedTrainer(Trainer):
+    """Training on given sequences: pretraining, fine-tuning. A unit of work is one optimizer step."""
 
-    def __init__(self, run: Run, head: Head[LocalMicrobatch], sources: Sources) -> None:
+    def __init__(
+        self,
+        run: Run,
+        head: Head[LocalMicrobatch],
+        *,
+        train: SampleDataset,
+        seq_length: float,
+        valid: SampleDataset | None = None,
+        test: SampleDataset | None = None,
+    ) -> None:
+        """Prepare this rank to train.
+
+        Args:
+            run: The run, open on all ranks.
+            head: The training objective.
+            train: Samples of all steps, by index; every rank reads its data-parallel share.
+            seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed ones the mean that a
+                token attends to.
+            valid: Samples of every evaluation; None: there is none.
+            test: Samples of the evaluation after the last step; None: there is none.
+        """
         super().__init__(run)
-        self.head = head
-        self.sources = sources
+        self._head = head
         state, config = run.state, run.state.config
+        self._train = self._source(train)
+        self._valid = None if valid is None else self._source(valid)
+        self._test = None if test is None else self._source(test)
         self._load = RouterLoad(state.chunks) if config.model.is_moe else None
-        self._flops_per_token = train_flops_per_token(config.model, sources.seq_length)
+        self._flops_per_token = train_flops_per_token(config.model, seq_length)
         self._peak_flops = peak_flops(
             state.platform.device, config.platform.precision, config.log.peak_tflops
         )
-        self._microbatches_since_told = 0
+        self._microbatches_since_logged = 0
+
+    def _source(self, dataset: SampleDataset) -> BatchSource:
+        dp = self.state.mesh.dp
+        micro_batch = self.state.config.train.micro_batch
+        return BatchSource(dataset, micro_batch=micro_batch, dp_rank=dp.rank, dp_size=dp.size)
 
     def _step(self) -> None:
         state, train = self.state, self.state.config.train
         progress = state.progress
-        size = global_batch_at(train, progress.consumed_samples)
+        global_batch = global_batch_at(train, progress.consumed_samples)
         start_s = time.perf_counter()
         with state.timers.phase("data"):
-            batch = self.sources.train.microbatches(progress.consumed_samples, size)
-            microbatches = self._localized(batch)
-            after = progress.consumed_samples + size
+            microbatches = self._localized(self._train.microbatches(progress.consumed_samples, global_batch))
+            after = progress.consumed_samples + global_batch
             if progress.step + 1 < train.steps:
-                self.sources.train.prefetch(after, global_batch_at(train, after))
-        report = train_step(state, microbatches, self.head)
+                self._train.prefetch(after, global_batch_at(train, after))
+        report = train_step(state, microbatches, self._head)
         progress.consumed_samples = after
         progress.consumed_tokens += report.count
-        self._microbatches_since_told += len(microbatches)
-        self._tell(report, size, time.perf_counter() - start_s)
-        self._give_up_when_hopeless(report)
+        self._microbatches_since_logged += len(microbatches)
+        self._log_step(report, global_batch, time.perf_counter() - start_s)
+        self._check_skipped(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
-        self._tell_evaluation("eval", self.sources.valid)
+        self._evaluate_on("eval", self._valid)
         if is_last:
-            self._tell_evaluation("test", self.sources.test)
+            self._evaluate_on("test", self._test)
 
-    def _tell_evaluation(self, name: str, source: BatchSource | None) -> None:
-        """The mean loss over the first `eval_batches` batches of `source`, the same ones each time."""
+    def _evaluate_on(self, name: str, source: BatchSource | None) -> None:
+        """Log the mean loss over the first `eval_batches` batches of `source`, the same ones each time."""
         train = self.state.config.train
         if source is None or not train.eval_batches:
             return
         loss = count = 0.0
         with self.state.timers.phase("eval"):
             for batch in source.from_the_start(train.eval_batches, train.global_batch):
-                sums = evaluate(self.state, self._localized(batch), self.head)
+                sums = evaluate(self.state, self._localized(batch), self._head)
                 loss, count = loss + sums["loss"], count + sums["count"]
         self.log.write_now(
             self.state.progress.step,
@@ -185,7 +211,7 @@ class Fit(Loop):
     def _localized(self, batch: Sequence[Microbatch]) -> list[LocalMicrobatch]:
         return [localize(microbatch, self.state.mesh.cp, self.state.platform.device) for microbatch in batch]
 
-    def _tell(self, report: StepReport, global_batch: int, step_s: float) -> None:
+    def _log_step(self, report: StepReport, global_batch: int, step_s: float) -> None:
         state, progress = self.state, self.state.progress
         metrics = [
             Metric("train/lr", report.learning_rate),
@@ -206,8 +232,8 @@ class Fit(Loop):
                 Metric("train/grad_norm", report.grad_norm),
             ]
         if progress.step % state.config.log.interval == 0:
-            metrics += take_auxiliary_losses(state, self._microbatches_since_told)
-            self._microbatches_since_told = 0
+            metrics += take_auxiliary_losses(state, self._microbatches_since_logged)
+            self._microbatches_since_logged = 0
             metrics += memory_metrics(state.platform.device)
             if self._load is not None:
                 metrics += self._load.gather(state.mesh).metrics()

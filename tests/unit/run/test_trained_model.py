@@ -1,4 +1,4 @@
-"""What a run's folder says about its checkpoints."""
+"""The tokenizer that the checkpoints of a run belong to."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.run.trained import refuse_other_tokenizer
+from mcore_rl.run.trained_model import refuse_other_tokenizer
 
 
 def tokenizer_in(folder: Path, *words: str) -> HuggingFaceTokenizer:
@@ -23,7 +23,7 @@ def tokenizer_in(folder: Path, *words: str) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(folder)
 
 
-def test_a_checkpoint_of_another_tokenizer_is_refused_and_one_that_says_nothing_is_not(
+def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(
     tmp_path: Path,
 ) -> None:
     one, other = tokenizer_in(tmp_path / "one", "a", "b"), tokenizer_in(tmp_path / "other", "b", "a")

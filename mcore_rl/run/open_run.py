@@ -1,0 +1,80 @@
+"""A run of any training program: its folder has one writer, its state is that of the last checkpoint."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mcore_rl.backend.platform import Platform
+from mcore_rl.backend.watchdog import Watchdog
+from mcore_rl.config.extension import load_extensions
+from mcore_rl.config.load import dump_config
+from mcore_rl.config.run import RunConfig
+from mcore_rl.obs.attempts import add_attempt, this_run_attempt
+from mcore_rl.obs.sinks import open_log, silent_log
+from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.train.loop import Run
+from mcore_rl.train.run_folder import RunFolder
+from mcore_rl.train.saving import Checkpoints
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.stop import StopRequest
+
+
+def is_done(config: RunConfig, platform: Platform) -> bool:
+    """Collective over the world: whether an earlier start did all steps of this run; rank 0 then prints so."""
+    message = RunFolder(Path(config.run_dir)).done()
+    if message and platform.rank == 0:
+        sys.stdout.write(f"nothing to do: {message}\n")
+    return message is not None
+
+
+@contextmanager
+def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
+    """Collective over the world: become the one writer of `config.run_dir`, and resume the run that is there.
+
+    Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the step at hand, and a rank that
+    finishes no step in `train.hang_s` ends itself. On leaving, the log is closed and the folder has no writer.
+
+    Args:
+        config: The config, checked for this world.
+        platform: The platform of this rank, whose process group is up.
+
+    Yields:
+        The run at the step of its last checkpoint, of `checkpoint.load`, or at step 0.
+
+    Raises:
+        CheckpointError: where another process writes to the folder, or a checkpoint cannot be read.
+    """
+    extensions = load_extensions(config)
+    folder = RunFolder(Path(config.run_dir))
+    with Watchdog(config.train.hang_s, platform.rank) as watchdog:
+        fence = folder.claim()
+        on_rank_zero(lambda: (folder.path / "config.toml").write_text(dump_config(config), encoding="utf-8"))
+        state = set_up(config, platform)
+        checkpoints = Checkpoints(state, folder.checkpoints, fence)
+        checkpoints.resume()
+        step = state.progress.step
+        on_rank_zero(
+            lambda: add_attempt(folder.path, this_run_attempt(platform, config.mesh, step, extensions))
+        )
+        log = silent_log()
+        if platform.rank == 0:
+            settings = config.model_dump(mode="json")
+            log = open_log(folder.path, config.log, step, config.train.steps, settings)
+        for line in [platform.describe(), *checkpoints.poll()]:
+            log.message(line)
+        log.write_now(step, checkpoints.take_metrics())
+        with StopRequest(folder.stop_file) as request:
+            yield Run(
+                state=state,
+                folder=folder,
+                checkpoints=checkpoints,
+                log=log,
+                fence=fence,
+                watchdog=watchdog,
+                request=request,
+            )
+        # After an error nothing below happens: releasing the fence is a collective, which other ranks may never
+        # reach. The next start takes the folder over from a process that is gone.
+        log.close()
+        fence.release()

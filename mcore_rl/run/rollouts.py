@@ -1,0 +1,70 @@
+"""Prompts and rollouts as an RL config asks for them: shared by training and evaluation."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.chat import load_chat
+from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.engines.base import sampling_of
+from mcore_rl.rl.engines.make import make_engine
+from mcore_rl.rl.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
+from mcore_rl.rl.rewards.score import Reward
+from mcore_rl.rl.rollout import Rollouts, judges
+from mcore_rl.rl.types import Prompt
+from mcore_rl.run.trained_model import load_matching_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts:
+    """Encoded prompts, and the tokenizer that encoded them."""
+
+    tokenizer: Tokenizer
+    train: PromptSource
+    held_out: tuple[Prompt, ...]
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        number = f"{self.train.num_prompts} prompts" if self.train.num_prompts else "prompts without end"
+        skipped = f"; left out: {self.train.skipped}" if self.train.skipped else ""
+        return f"{number} to learn from, {len(self.held_out)} held out{skipped}"
+
+
+def load_prompts(config: RlRunConfig) -> Prompts:
+    """Encode the prompts that `config` names; DataError when there are none or the tokenizer does not match."""
+    tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
+    chat = load_chat(config.data.chat_template, tokenizer, config.data.tokenizer.path)
+    encode = PromptEncoder(chat, config.rl.prompts.max_tokens)
+    seed = config.train.seed
+    held_out = held_out_prompts(config.rl.eval, config.rl.prompts, encode, seed)
+    return Prompts(
+        tokenizer=tokenizer,
+        train=train_prompts(config.rl.prompts, held_out, encode, seed),
+        held_out=held_out,
+    )
+
+
+@contextmanager
+def open_rollouts(
+    config: RlRunConfig, prompts: Prompts, chunks: Sequence[nn.Module], mesh: Mesh
+) -> Iterator[Rollouts]:
+    """Collective over the world: make the engine on `chunks` and the reward workers, which end on leaving."""
+    rl, tokenizer = config.rl, prompts.tokenizer
+    with ExitStack() as stack:
+        reward = None
+        if judges(mesh):
+            reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.rollout.max_new_tokens))
+        yield Rollouts(
+            engine=make_engine(config, chunks, mesh, tokenizer.decode),
+            reward=reward,
+            prompts=prompts.train,
+            sampling=sampling_of(
+                rl.rollout, tokenizer.eod_id, with_routes=config.model.is_moe and config.wants_engine_routes
+            ),
+            mesh=mesh,
+            config=config,
+        )

@@ -1,0 +1,85 @@
+"""The model and tokenizer of a run of any kind, as the config.toml in its folder names them."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.load import section_of_run
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
+from mcore_rl.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedModel:
+    """The parts of a run's config.toml that runs of all kinds have."""
+
+    model: ModelConfig
+    platform: PlatformConfig
+    tokenizer: TokenizerConfig
+
+
+def run_of_checkpoint(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that wrote `checkpoint`: the nearest one above with a config.toml, if any."""
+    above = (checkpoint.absolute(), *checkpoint.absolute().parents)
+    return next((folder for folder in above if (folder / "config.toml").is_file()), None)
+
+
+def read_trained_model(folder: Path) -> TrainedModel:
+    """Read the config.toml of a run; ConfigError when `folder` has none."""
+    path = folder / "config.toml"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Give --run the run_dir of a training."
+        ) from None
+    return TrainedModel(
+        model=section_of_run(ModelConfig, tables.get("model", {}), "model"),
+        platform=section_of_run(PlatformConfig, tables.get("platform", {}), "platform"),
+        tokenizer=section_of_run(
+            TokenizerConfig, tables.get("data", {}).get("tokenizer", {}), "data.tokenizer"
+        ),
+    )
+
+
+def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpoint: str | None) -> Tokenizer:
+    """Load the tokenizer of a training that starts from a model.
+
+    Args:
+        config: The tokenizer, `data.tokenizer`.
+        model: The model, whose vocabulary must hold all tokens.
+        checkpoint: The checkpoint from which the training starts; None: there is none.
+
+    Raises:
+        DataError: when the vocabulary is too small, or the checkpoint was trained with another tokenizer.
+    """
+    tokenizer = load_tokenizer(config)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer {config.path} has {tokenizer.vocab_size} tokens, model.vocab_size is "
+            f"{model.vocab_size}. Name the tokenizer that the model was trained with."
+        )
+    refuse_other_tokenizer(tokenizer, checkpoint)
+    return tokenizer
+
+
+def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str | None) -> None:
+    """Raise a DataError when the run that wrote `checkpoint` used another tokenizer, whose ids mean other text.
+
+    Nothing is known, and nothing refused, without a checkpoint, or when it was converted or its tokenizer is gone.
+    """
+    folder = run_of_checkpoint(Path(checkpoint)) if checkpoint else None
+    if folder is None or not (folder / "checkpoints").is_dir():
+        return
+    trained_with = read_trained_model(folder).tokenizer
+    if trained_with.kind == "none" or not Path(trained_with.path).exists():
+        return
+    if load_tokenizer(trained_with).digest != tokenizer.digest:
+        raise DataError(
+            f"checkpoint.load={checkpoint} is of a run with the tokenizer {trained_with.path}, data.tokenizer.path "
+            "names another: the model would read other tokens than it has learned. Name that one, or another "
+            "checkpoint."
+        )
