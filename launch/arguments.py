@@ -11,7 +11,10 @@ PIPELINE = "pipeline"
 def launch_arguments(parser: argparse.ArgumentParser) -> None:
     """A config, a cluster, and what else Slurm should know."""
     parser.add_argument(
-        "config", type=Path, metavar="CONFIG.toml", help="the training's config file, or a pipeline's"
+        "config",
+        type=Path,
+        metavar="CONFIG",
+        help="config of the training, or of a pipeline: a .toml file, or the name of a recipe (`mcore-rl recipes`)",
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
     parser.add_argument(

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, section_of
 from mcore_rl.config.migrate import BACKUP, FieldChange, field_changes, translated
+from mcore_rl.config.recipes import config_file
 from mcore_rl.config.section import Section, alternatives
 from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
@@ -36,7 +37,7 @@ class Setting:
 
 
 def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) -> S:
-    """Read the config of `path` with `overrides` (`mesh.tp=2`) on top.
+    """Read the config of `path`, a file or the name of a recipe, with `overrides` (`mesh.tp=2`) on top.
 
     A file may start from others: `extends = "base.toml"`, or a list of which later ones win; their paths are
     relative to the file. Any other path is kept as it is written.
@@ -46,9 +47,10 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
             another type. Whether the values go together is for `mcore_rl.checks`.
     """
     fields = {doc.key: doc for doc in describe(cls)}
+    tables = [] if path is None else list(_tables(config_file(path), ()))
     written = [
         Setting(key, value, source)
-        for source, table in [*_tables(path, ()), *_override_tables(fields, overrides)]
+        for source, table in [*tables, *_override_tables(fields, overrides)]
         for key, value in _leaves(cls, table)
     ]
     outdated = [
@@ -85,10 +87,8 @@ def dump_config(config: Section) -> str:
     return "\n".join(_dump_lines(config, "")).strip() + "\n"
 
 
-def _tables(path: Path | None, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the tables that make up the file, with their files, the weakest first."""
-    if path is None:
-        return
     resolved = path.resolve()
     if resolved in chain:
         circle = " extends ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))

@@ -109,7 +109,7 @@ def fields_help(config: type[Section]) -> str:
     """Return the help on every field of the config by section: key, default, type, meaning."""
     width = min(max(shutil.get_terminal_size().columns, 60), 110)
     wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
-    paragraphs = ["The fields of CONFIG.toml, with their defaults:"]
+    paragraphs = ["The fields of CONFIG, with their defaults:"]
     for section in describe_sections(config):
         title = f"[{section.key}]  {section.meaning}" if section.key else section.meaning
         lines = wrap(title)

@@ -16,6 +16,7 @@ from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.study import StudyConfig
 
 BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+CONFIG_HELP = "the config: a .toml file, or the name of a recipe (`mcore-rl recipes`)"
 MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers")
 
 
@@ -36,14 +37,14 @@ class Command:
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a config file, fields that override it, and the number of local ranks."""
-    parser.add_argument("config", metavar="CONFIG.toml", help="the config file")
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     _overrides(parser)
     _ranks(parser)
 
 
 def show_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of a training and which training's config it is, or the files to migrate."""
-    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="the config file")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIG_HELP)
     _overrides(parser)
     _ranks(parser)
     parser.add_argument(
@@ -59,15 +60,23 @@ def show_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare nothing beside --help."""
+
+
 def study_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a study and fields that override it."""
-    parser.add_argument("config", metavar="STUDY.toml", help="the study file")
+    parser.add_argument("config", metavar="STUDY", help="the study, a file or the name of a recipe")
     _overrides(parser)
 
 
 def problems_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare an RL config, a count, and an output file."""
-    parser.add_argument("config", metavar="CONFIG.toml", help="an RL config, whose rl.prompts.task is used")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="an RL config, a file or the name of a recipe, whose rl.prompts.task is used",
+    )
     _overrides(parser)
     parser.add_argument("--count", type=int, default=10000, help="number of problems (default 10000)")
     parser.add_argument("--output", type=Path, required=True, help="the file to write, JSON lines")
@@ -301,7 +310,7 @@ def _corpus(parser: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, Command] = {
     "pretrain": Command(
         summary="Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
-        example="mcore-rl pretrain launch/recipes/tiny_moe/pretrain.toml mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
+        example="mcore-rl pretrain tiny_moe/pretrain mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
         add_arguments=config_arguments,
         module=PROGRAMS["pretrain"].module,
         program="pretrain",
@@ -309,7 +318,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "sft": Command(
         summary="Fine-tune a model on conversations, from the weights of checkpoint.load.",
-        example="mcore-rl sft launch/recipes/tiny_moe/sft.toml checkpoint.load=runs/quickstart/pretrain",
+        example="mcore-rl sft tiny_moe/sft checkpoint.load=runs/quickstart/pretrain",
         add_arguments=config_arguments,
         module=PROGRAMS["sft"].module,
         program="sft",
@@ -317,7 +326,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "rl": Command(
         summary="Train a model on rewards: GRPO, GSPO, Kimi K2 and others, from the weights of checkpoint.load.",
-        example="mcore-rl rl launch/recipes/tiny_moe/grpo.toml rl.loss.kind=gspo mesh.tp=2 mesh.ep=2",
+        example="mcore-rl rl tiny_moe/grpo rl.loss.kind=gspo mesh.tp=2 mesh.ep=2",
         add_arguments=config_arguments,
         module=PROGRAMS["rl"].module,
         program="rl",
@@ -325,7 +334,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command(
         summary="Answer the held-out prompts of an RL config (rl.eval) and print accuracy, mean reward and pass@k.",
-        example="mcore-rl eval launch/recipes/tiny_moe/grpo.toml checkpoint.load=runs/tiny_moe_grpo "
+        example="mcore-rl eval tiny_moe/grpo checkpoint.load=runs/tiny_moe_grpo "
         "rl.eval.samples=4 rl.eval.temperature=0.7",
         add_arguments=config_arguments,
         module="mcore_rl.run.evaluate",
@@ -334,7 +343,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "study": Command(
         summary="Run arms of an RL config from one start, for some seeds, and compare them in one table.",
-        example="mcore-rl study launch/recipes/tiny_moe/replay_study.toml seeds=[1,2,3]",
+        example="mcore-rl study tiny_moe/replay_study seeds=[1,2,3]",
         add_arguments=study_arguments,
         module="mcore_rl.run.study",
         config=StudyConfig,
@@ -354,16 +363,21 @@ COMMANDS: dict[str, Command] = {
         add_arguments=preprocess_arguments,
         module="mcore_rl.run.data",
     ),
+    "recipes": Command(
+        summary="List the recipes that are shipped, by the names under which every command takes them for CONFIG.",
+        example="mcore-rl recipes",
+        add_arguments=no_arguments,
+        module="mcore_rl.run.recipes",
+    ),
     "problems": Command(
         summary="Write problems of an RL config's built-in task with their answers, to fine-tune on; none is held out.",
-        example="mcore-rl problems launch/recipes/tiny_moe/grpo.toml --count 20000 "
-        "--output runs/quickstart/chat.jsonl",
+        example="mcore-rl problems tiny_moe/grpo --count 20000 --output runs/quickstart/chat.jsonl",
         add_arguments=problems_arguments,
         module="mcore_rl.run.problems",
     ),
     "config": Command(
         summary="Print the config of a file and overrides after all checks; with --migrate rewrite an older file.",
-        example="mcore-rl config launch/recipes/qwen3_30b_a3b/pretrain.toml mesh.dp=auto --ranks 64",
+        example="mcore-rl config qwen3_30b_a3b/pretrain mesh.dp=auto --ranks 64",
         add_arguments=show_arguments,
         module="mcore_rl.run.show_config",
         config=PretrainConfig,
@@ -388,8 +402,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "launch": Command(
         summary="Check a training, write its Slurm job, and submit it; with --dry-run show it.",
-        example="mcore-rl launch launch/recipes/tiny_moe/pretrain.toml --cluster launch/clusters/example_cpu.toml "
-        "--nodes 4",
+        example="mcore-rl launch tiny_moe/pretrain --cluster launch/clusters/example_cpu.toml --nodes 4",
         add_arguments=launch_arguments,
         module="launch.submit",
     ),

@@ -2,56 +2,78 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checks.run import check
 from mcore_rl.config.load import load_config
-from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.run import PretrainConfig
-
-RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
-PRETRAIN = sorted(RECIPES.glob("*/pretrain.toml"))
-
-
-def recipe(name):
-    return load_config(PretrainConfig, RECIPES / name / "pretrain.toml")
+from mcore_rl.config.recipes import RECIPES, config_file, recipe_files, recipes
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.run import cli
 
 
-@pytest.mark.parametrize("path", PRETRAIN, ids=lambda path: path.parent.name)
-def test_every_recipe_passes_the_checks_on_its_smallest_world_and_on_twice_that(path):
-    config = load_config(PretrainConfig, path)
-    check(config, config.mesh.smallest_world)
-    check(config, 2 * config.mesh.smallest_world)
+@pytest.fixture
+def folder(tmp_path):
+    comment = "# GRPO, with clipping\n# per token. A second sentence.\n"
+    files = {
+        "small/model.toml": "# A base.\n[model]\n",
+        "small/grpo.toml": f'{comment}extends = "model.toml"\nrun_dir = "runs/a"\n',
+        "large/grpo.toml": 'run_dir = "runs/b"\n',
+    }
+    for name, text in files.items():
+        path = tmp_path / "recipes" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "recipes"
 
 
-def parameters(model: ModelConfig) -> int:
-    """Weights of a model, counted from the shapes in the papers."""
-    h, moe, mla = model.hidden_size, model.moe, model.mla
-    if model.family == "deepseek_v3":
-        qk = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        rank = mla.q_lora_rank
-        attention = (h + model.num_heads * qk) * rank if rank else h * model.num_heads * qk
-        attention += h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        attention += mla.kv_lora_rank * model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        attention += model.num_heads * mla.v_head_dim * h
-    else:
-        attention = 2 * h * model.head_dim * (model.num_heads + model.num_kv_heads)
-    expert = 3 * h * moe.ffn_hidden_size
-    total = 2 * model.vocab_size * h
-    for is_moe in model.moe_layers:
-        experts = (moe.num_experts + moe.shared_experts) * expert + moe.num_experts * h
-        total += attention + (experts if is_moe else 3 * h * model.ffn_hidden_size)
-    return total
+def test_a_recipe_is_found_by_its_folder_and_name(folder):
+    assert config_file(Path("small/grpo"), folder) == folder / "small/grpo.toml"
+    assert config_file(Path("small/model"), folder) == folder / "small/model.toml"
+
+
+def test_a_file_that_exists_or_ends_in_toml_is_no_recipe(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/grpo").write_text("")
+    assert config_file(Path("small/grpo"), folder) == Path("small/grpo")
+    assert config_file(Path("small/absent.toml"), folder) == Path("small/absent.toml")
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("qwen3_30b_a3b", 30.5),
-        ("qwen3_235b_a22b", 235.1),
-        ("mixtral_8x7b", 46.7),
-        ("deepseek_v3", 671.0),
-        ("deepseek_v3_small", 16.0),
-        ("llama3_8b", 8.03),
-    ],
+    ("wrong", "nearest"),
+    [("grpo", "large/grpo or small/grpo"), ("smal/grpo", "small/grpo or large/grpo or small/model"), ("xyz", "")],
 )
-def test_the_sizes_of_known_models_add_up_to_their_published_number_of_parameters(name, billions):
-    assert parameters(recipe(name).model) / 1e9 == pytest.approx(billions, rel=5e-3)
+def test_a_wrong_name_lists_the_nearest_ones(wrong, nearest, folder):
+    with pytest.raises(ConfigError) as raised:
+        config_file(Path(wrong), folder)
+    hint = f"Did you mean {nearest}? " if nearest else ""
+    assert (
+        str(raised.value)
+        == f"There is no file {wrong}, and no recipe of that name. {hint}`mcore-rl recipes` lists them."
+    )
+
+
+def test_those_that_can_be_run_are_listed_with_the_first_sentence_of_their_comment(folder):
+    assert [(recipe.name, recipe.summary) for recipe in recipes(folder)] == [
+        ("large/grpo", ""),
+        ("small/grpo", "GRPO, with clipping per token."),
+    ]
+
+
+def test_a_config_is_loaded_by_the_name_of_a_recipe():
+    by_name = load_config(RlRunConfig, Path("tiny_moe/grpo"), ["train.seed=3"])
+    assert by_name == load_config(RlRunConfig, RECIPES / "tiny_moe/grpo.toml", ["train.seed=3"])
+
+
+def test_every_command_that_takes_a_config_takes_the_name_of_a_recipe(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "tiny_moe/pretrain"]) == 0
+    assert 'run_dir = "runs/tiny_moe"' in capsys.readouterr().out
+    for command in ("pretrain", "sft", "rl", "eval", "study"):
+        assert cli.main([command, "tiny_moe/grp"]) == 2
+        assert "Did you mean tiny_moe/grpo" in capsys.readouterr().err
+
+
+def test_the_command_lists_every_recipe_that_can_be_run(capsys):
+    assert cli.main(["recipes"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")}
+    bases = {name for name in recipe_files() if name.endswith("/model")} | {"tiny_moe/rl"}
+    assert listed == set(recipe_files()) - bases

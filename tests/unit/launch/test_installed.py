@@ -10,7 +10,7 @@ def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_
     """Not editable, and away from the repository: what a user of `pip install` has."""
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
-    for name in ("setup.py", "pyproject.toml"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("mcore_rl", "launch"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -26,17 +26,14 @@ def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_
     ]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([*pip, "--target", str(site), str(source)], check=True, env=clean, cwd=tmp_path)
-    recipe, cluster = (
-        site / "launch/recipes/tiny_moe/pretrain.toml",
-        site / "launch/clusters/example_cpu.toml",
-    )
+    recipe, cluster = "tiny_moe/pretrain", site / "launch/clusters/example_cpu.toml"
     command = [
         sys.executable,
         "-P",
         "-m",
         "mcore_rl.run.cli",
         "launch",
-        str(recipe),
+        recipe,
         "--cluster",
         str(cluster),
     ]

@@ -1,0 +1,69 @@
+"""The recipes of launch/recipes, found by name: `tiny_moe/grpo` is launch/recipes/tiny_moe/grpo.toml."""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.errors import ConfigError
+
+# The package `launch` lies beside `mcore_rl`: in the repository, in a job's copy of the code, and when installed.
+RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A recipe that can be run as it is."""
+
+    name: str
+    """What a command takes for CONFIG, as tiny_moe/grpo."""
+    summary: str
+    """First sentence of the comment that begins the file."""
+
+
+def config_file(path: Path, folder: Path = RECIPES) -> Path:
+    """Return the file that CONFIG on the command line means: a file, or the recipe of that name in `folder`.
+
+    Raises:
+        ConfigError: There is no such file and no such recipe; the message names the most similar recipes.
+    """
+    if path.suffix == ".toml" or path.exists():
+        return path
+    files = recipe_files(folder)
+    if str(path) in files:
+        return files[str(path)]
+    near = _nearest(str(path), list(files))
+    remedy = f"Did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(
+        f"There is no file {path}, and no recipe of that name. {remedy}`mcore-rl recipes` lists them."
+    )
+
+
+def recipe_files(folder: Path = RECIPES) -> dict[str, Path]:
+    """Return name -> file of every recipe in `folder`, those that others extend included."""
+    files = sorted(folder.rglob("*.toml"))
+    return {str(file.relative_to(folder).with_suffix("")): file for file in files}
+
+
+def recipes(folder: Path = RECIPES) -> list[Recipe]:
+    """Return the recipes in `folder` that can be run as they are: those with a run_dir. Others only extend them."""
+    texts = {name: file.read_text(encoding="utf-8") for name, file in recipe_files(folder).items()}
+    return [Recipe(name, _summary(text)) for name, text in texts.items() if "run_dir" in tomllib.loads(text)]
+
+
+def _summary(text: str) -> str:
+    """Return the first sentence of the comment lines that begin a file, "" where there are none."""
+    comment: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.removeprefix("#").strip())
+    sentence, stop, _ = " ".join(comment).partition(". ")
+    return sentence + stop.strip()
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Return up to three known names like `name`, and all that end in it: `grpo` is short for `tiny_moe/grpo`."""
+    same_end = [other for other in known if other.rpartition("/")[2] == name.rpartition("/")[2]]
+    return list(dict.fromkeys([*difflib.get_close_matches(name, known, n=3), *same_end[:3]]))[:3]
