@@ -39,7 +39,11 @@ def test_a_file_that_exists_or_ends_in_toml_is_no_recipe(folder, tmp_path, monke
 
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
-    [("grpo", "large/grpo or small/grpo"), ("smal/grpo", "small/grpo or large/grpo or small/model"), ("xyz", "")],
+    [
+        ("grpo", "large/grpo or small/grpo"),
+        ("smal/grpo", "small/grpo or large/grpo or small/model"),
+        ("xyz", ""),
+    ],
 )
 def test_a_wrong_name_lists_the_nearest_ones(wrong, nearest, folder):
     with pytest.raises(ConfigError) as raised:
