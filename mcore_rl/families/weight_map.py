@@ -1,7 +1,7 @@
-"""Which rectangle of which Hugging Face tensor is which rectangle of which Megatron tensor.
+"""The pairing of two formats: a region of a Hugging Face tensor is a region of a Megatron tensor.
 
 Megatron's distributed checkpoints hold whole tensors, whatever mesh they were trained on, and so do Hugging Face's
-files: a conversion is a set of rectangle copies, the same in both directions. Nothing here needs a model or a byte.
+files: a conversion is a set of copies of regions, the same in both directions. Nothing here needs a model or a byte.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from mcore_rl.errors import CheckpointError
 Shape = tuple[int, ...]
 
 NO_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Hugging Face tensors that old checkpoints carry although they follow from the config."""
+"""Names of Hugging Face tensors that old checkpoints carry although the config determines them."""
 
 
 class AxisRange(NamedTuple):
-    """The positions start <= i < stop of one axis, every `step`-th of them."""
+    """Indices start <= i < stop of one axis, every `step`-th of them."""
 
     start: int
     stop: int
@@ -28,30 +28,34 @@ class AxisRange(NamedTuple):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """How many positions these are."""
+        """Number of indices."""
+        # The quotient of negative numbers, rounded down, is the positive one rounded up.
         return -((self.start - self.stop) // self.step)
 
 
 Region = tuple[AxisRange, ...]
-"""A rectangle: a span an axis; with steps its rows or columns lie apart."""
+"""Region of a tensor: a range for each axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class HfRows:
-    """Rows start <= i < stop of a Hugging Face tensor; a row is what one index of its first axis selects.
-
-    `at` picks from axes before that one: an expert of a tensor that holds all. Transposed, the last axis counts.
-    """
+    """Rows start <= i < stop of a Hugging Face tensor; a row is what one index of its first axis selects."""
 
     name: str
+    """Complete name of the tensor."""
     start: int
+    """Index of the first row."""
     stop: int
+    """Index behind the last row."""
     step: int = 1
+    """Distance of one row to the next."""
     at: tuple[int, ...] = ()
+    """Indices on axes before that of the rows, as of one expert in a tensor that holds all."""
     transposed: bool = False
+    """True when the rows are counted on the last axis: Hugging Face's matrix is Megatron's transposed."""
 
     def where(self, row: Shape) -> Region:
-        """The rectangle, of rows of this shape."""
+        """Return the region that rows of shape `row` cover."""
         rows, across = (
             (AxisRange(self.start, self.stop, self.step),),
             tuple(AxisRange(0, size) for size in row),
@@ -62,28 +66,29 @@ class HfRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRule:
-    """Megatron's tensor `key`, or the slice of it at `index`, is these rows in this order, then rows of zeros."""
+    """Megatron's tensor `key`, or the slice of it at `index`, consists of these rows in order, then rows of zeros."""
 
     key: str
+    """Complete key of the tensor in a distributed checkpoint."""
     rows: tuple[HfRows, ...]
+    """Rows of Hugging Face's tensors, from the first row of Megatron's on."""
     row: Shape
     """Shape of one row; () when the tensors are vectors."""
     index: tuple[int, ...] = ()
-    """The layer, the expert that the slice belongs to, where the tensor holds several."""
+    """Layer and expert of the slice, where the tensor holds several."""
     lead: Shape = ()
-    """Sizes of the axes that `index` picks from."""
+    """Sizes of the axes that `index` selects from."""
     padding: int = 0
-    """How many rows of zeros."""
+    """Number of rows of zeros at the end."""
     fp32: bool = False
-    """Megatron keeps it in fp32, whatever the model's type."""
+    """True when Megatron holds the tensor in fp32, whatever the model's type."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
-    """The rectangle `hf_where` of `hf_name` is the rectangle `mcore_where` of `mcore_key`, element by element.
+    """The region `hf_where` of tensor `hf_name` is the region `mcore_where` of `mcore_key`, element by element.
 
-    One side may have further axes in front, on which it is one position wide. Transposed, the last two
-    axes of one side are those of the other exchanged.
+    One side may have further axes in front, of which the region has one index each.
     """
 
     hf_name: str
@@ -91,33 +96,37 @@ class WeightBlock:
     mcore_key: str
     mcore_where: Region
     transposed: bool = False
+    """True when the last two axes of one side are those of the other, exchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateTensor:
-    """A Hugging Face tensor that repeats another: it may be absent, and must be equal where it is not."""
+    """A Hugging Face tensor that repeats another: it may be absent, and is equal to the original if present."""
 
     name: str
     original: str
     written: bool
-    """Whether the family's published checkpoints have it, so that an export writes it too."""
+    """True when the family's published checkpoints have the tensor, so that an export writes it too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightMap:
-    """All of a model: the tensors of both sides by name and shape, and the blocks that pair them."""
+    """The tensors of a model on both sides, by name and shape, and the blocks that pair them."""
 
     blocks: tuple[WeightBlock, ...]
     hf_shapes: Mapping[str, Shape]
-    """Without the copies."""
+    """Shapes of Hugging Face's tensors, without the duplicates."""
     mcore_shapes: Mapping[str, Shape]
+    """Shapes of Megatron's tensors."""
     padding: tuple[tuple[str, Region], ...]
-    """Rectangles of Megatron tensors that are zero on import and dropped on export."""
+    """Regions of Megatron tensors, by key, that are zero on import and left out on export."""
     fp32_keys: frozenset[str]
+    """Keys of Megatron tensors that are fp32 in every checkpoint."""
     copies: tuple[DuplicateTensor, ...]
+    """Hugging Face tensors that repeat others."""
 
     def prove(self) -> None:
-        """CheckpointError unless the blocks use every Hugging Face element, and write every Megatron element, once."""
+        """Raise CheckpointError unless each Hugging Face element is used, and each Megatron element written, once."""
         used: dict[str, list[Region]] = {name: [] for name in self.hf_shapes}
         written: dict[str, list[Region]] = {key: [] for key in self.mcore_shapes}
         faults = []
@@ -138,8 +147,8 @@ class WeightMap:
             (used, "used", self.hf_shapes),
             (written, "written", self.mcore_shapes),
         ):
-            for name, places in tensors.items():
-                for where, times in covered_otherwise_than_once(shapes[name], places):
+            for name, regions in tensors.items():
+                for where, times in covered_otherwise_than_once(shapes[name], regions):
                     faults.append(f"{name} {_shown(where)} is {verb} {times} times")
         if faults:
             raise CheckpointError(
@@ -148,7 +157,7 @@ class WeightMap:
             )
 
     def check_hf(self, shapes: Mapping[str, Shape]) -> None:
-        """CheckpointError when these are not the tensors of a Hugging Face checkpoint of this model."""
+        """Raise CheckpointError when `shapes` are not the tensors of a Hugging Face checkpoint of this model."""
         copies = {copy.name: self.hf_shapes[copy.original] for copy in self.copies}
         known = {
             name: shape
@@ -163,12 +172,12 @@ class WeightMap:
         _check("The Hugging Face tensors", [*_differences(known, self.hf_shapes), *faults])
 
     def check_mcore(self, shapes: Mapping[str, Shape]) -> None:
-        """CheckpointError when these are not the global tensors of this model."""
+        """Raise CheckpointError when `shapes` are not the global tensors of this model in Megatron."""
         _check("The Megatron tensors", list(_differences(shapes, self.mcore_shapes)))
 
 
 def build_map(rules: Iterable[WeightRule], copies: Iterable[DuplicateTensor]) -> WeightMap:
-    """The map that `rules` describe."""
+    """Return the map that `rules` describe: each rule's rows take the next rows of the Megatron tensor."""
     blocks: list[WeightBlock] = []
     padding: list[tuple[str, Region]] = []
     hf_shapes: dict[str, Shape] = {}
@@ -202,41 +211,45 @@ def build_map(rules: Iterable[WeightRule], copies: Iterable[DuplicateTensor]) ->
     )
 
 
-def covered_otherwise_than_once(shape: Shape, places: list[Region]) -> Iterator[tuple[Region, int]]:
-    """The parts of a tensor of `shape` that not exactly one of the rectangles covers, and how many do.
+def covered_otherwise_than_once(shape: Shape, regions: list[Region]) -> Iterator[tuple[Region, int]]:
+    """Yield the parts of a tensor of `shape` that no region, or more than one, covers, and the number that do.
 
-    Exact for any rectangles: each axis is cut at every start and stop, and by what is left over the steps.
+    The number is -1 for a region that does not fit the shape. The result is exact for any regions: each axis is cut
+    at every start and stop, and between two cuts by the remainder modulo the steps.
     """
-    for place in places:
-        fits = len(place) == len(shape)
+    for region in regions:
+        fits = len(region) == len(shape)
         if not fits or any(
-            not 0 <= s.start < s.stop <= n or s.step < 1 for s, n in zip(place, shape, strict=True)
+            not 0 <= s.start < s.stop <= n or s.step < 1 for s, n in zip(region, shape, strict=True)
         ):
-            yield place, -1
+            yield region, -1
             return
-    yield from _miscovered(shape, places, ())
+    yield from _miscovered(shape, regions, ())
 
 
 def listed(lines: Iterable[str], most: int = 20) -> str:
-    """The first lines, and how many more there are."""
+    """Return the first `most` lines, indented, and the number of further ones."""
     lines = list(lines)
     more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
     return "\n".join(f"  {line}" for line in [*lines[:most], *more])
 
 
-def _miscovered(shape: Shape, places: list[Region], front: Region) -> Iterator[tuple[Region, int]]:
+def _miscovered(shape: Shape, regions: list[Region], front: Region) -> Iterator[tuple[Region, int]]:
     whole = tuple(AxisRange(0, size) for size in shape)
-    if not places or places == [whole] or not shape:
-        if len(places) != 1:
-            yield (*front, *whole), len(places)
+    if not regions or regions == [whole] or not shape:
+        if len(regions) != 1:
+            yield (*front, *whole), len(regions)
         return
-    for span, slab in _slabs(shape[0], places):
+    for span, slab in _slabs(shape[0], regions):
         yield from _miscovered(shape[1:], slab, (*front, span))
 
 
-def _slabs(size: int, places: list[Region]) -> list[tuple[AxisRange, list[Region]]]:
-    """The first axis in parts of which a place covers all or nothing, and what lies on each, without that axis."""
-    axis = [place[0] for place in places]
+def _slabs(size: int, regions: list[Region]) -> list[tuple[AxisRange, list[Region]]]:
+    """Return the parts of the first axis that each region covers whole or not at all.
+
+    With each part come the regions that cover it, without that axis.
+    """
+    axis = [region[0] for region in regions]
     cuts = sorted({0, size, *(span.start for span in axis), *(span.stop for span in axis)})
     period = math.lcm(*(span.step for span in axis))
     parts: list[list[tuple[AxisRange, list[Region]]]] = [
@@ -244,11 +257,11 @@ def _slabs(size: int, places: list[Region]) -> list[tuple[AxisRange, list[Region
         for start, stop in itertools.pairwise(cuts)
     ]
     part_at = {cut: i for i, cut in enumerate(cuts)}
-    for place, span in zip(places, axis, strict=True):
+    for region, span in zip(regions, axis, strict=True):
         for between in parts[part_at[span.start] : part_at[span.stop]]:
             for part, slab in between:
                 if (part.start - span.start) % span.step == 0:
-                    slab.append(place[1:])
+                    slab.append(region[1:])
     return [part for between in parts for part in between]
 
 
@@ -270,13 +283,9 @@ def _check(what: str, faults: list[str]) -> None:
         )
 
 
-def _sizes(where: Region) -> Shape:
-    return tuple(span.count for span in where)
-
-
 def _squeezed(where: Region, num_axes: int) -> Shape:
-    """The sizes on the last `num_axes` axes, if the others are one position wide."""
-    sizes = _sizes(where)
+    """Return the sizes on the last `num_axes` axes if the region has one index on each of the others, else all."""
+    sizes = tuple(span.count for span in where)
     extra = len(sizes) - num_axes
     return sizes[extra:] if extra >= 0 and math.prod(sizes[:extra]) == 1 else sizes
 

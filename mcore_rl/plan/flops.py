@@ -1,10 +1,9 @@
-"""FLOPs that a model needs for a token, and the speeds that follow.
+"""FLOPs that a model needs for a token.
 
-Counted are matrix products, 2 FLOPs a multiply-add, as in appendix B of PaLM (arXiv 2204.02311): projections,
-attention scores, MLPs, router, output layer. Not counted: the embedding look-up, norms, softmax, rotary
-positions, the optimizer, what is computed a second time (recomputation): these are *model* FLOPs, what the
-mathematics needs. The backward pass is twice the forward pass: a product has one for its input and one for
-its weight.
+Only matrix products count, 2 FLOPs for a multiply-add, as in appendix B of PaLM (arXiv 2204.02311): projections,
+attention scores, MLPs, router, output layer. The embedding look-up, norms, softmax, rotary positions, the optimizer
+and recomputation do not: these are *model* FLOPs, which the mathematics needs. The backward pass is twice the forward
+pass, since each product has one gradient for its input and one for its weight.
 
 Conventions where the field differs:
 - causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);
@@ -21,21 +20,21 @@ FORWARD_AND_BACKWARD = 3
 
 
 def train_flops_per_token(config: ModelConfig, seq_length: float) -> float:
-    """Model FLOPs of forward and backward for one token of a sequence of `seq_length`.
+    """Return the model FLOPs of forward and backward pass for one token of a sequence of `seq_length` tokens.
 
-    For packed rows `seq_length` is the mean that a token sees: sum of squared lengths / sum of lengths.
+    For packed sequences `seq_length` is the mean over tokens: sum of squared lengths / sum of lengths.
     """
     return FORWARD_AND_BACKWARD * sum(forward_flops_per_token(config, seq_length).values())
 
 
 def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str, float]:
-    """Part of the model -> FLOPs of the forward pass for one token; all parts together are the model."""
+    """Return the FLOPs of the forward pass for one token by part of the model; their sum is the whole model's."""
     hidden = config.hidden_size
     moe_layers = list(config.moe_layers) + [config.moe_layers[-1]] * config.mtp_layers
     num_moe, num_layers = sum(moe_layers), len(moe_layers)
     family = family_of(config)
     projections, scores = (_latent_attention if family.is_latent else _attention)(config)
-    gate = hidden if family.has_shared_expert_gate else 0
+    shared_gate = hidden if family.has_shared_expert_gate else 0
     seen = sum(_seen_positions(config, layer, seq_length) for layer in range(num_layers))
     macs = {
         "attention_projections": num_layers * projections,
@@ -43,7 +42,7 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
         "dense_mlp": (num_layers - num_moe) * 3 * hidden * config.ffn_hidden_size,
         "router": num_moe * hidden * config.moe.num_experts,
         "experts": num_moe * config.moe.top_k * 3 * hidden * config.moe.ffn_hidden_size,
-        "shared_experts": num_moe * (3 * hidden * config.moe.shared_width + gate),
+        "shared_experts": num_moe * (3 * hidden * config.moe.shared_width + shared_gate),
         "mtp_projections": config.mtp_layers * 2 * hidden * hidden,
         "output": (1 + config.mtp_layers) * hidden * config.vocab_size,
     }
@@ -51,22 +50,23 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
 
 
 def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float:
-    """How many positions a token of this layer attends to, on average."""
+    """Return the mean number of positions that a token of this layer attends to."""
     window = config.sliding_window
     if not window or layer % 2 or window >= seq_length:
         return seq_length / 2
+    # The first `window` tokens see window / 2 positions on average, the others the whole window.
     return window - window * window / (2 * seq_length)
 
 
 def _attention(config: ModelConfig) -> tuple[int, int]:
-    """Multiply-adds of a layer for a token: its projections, and its scores with each position it sees."""
+    """Return a layer's multiply-adds for one token: of the projections, and of the scores with one visible position."""
     query = config.num_heads * config.head_dim
     key_value = 2 * config.num_kv_heads * config.head_dim
     return config.hidden_size * (2 * query + key_value), 2 * query
 
 
 def _latent_attention(config: ModelConfig) -> tuple[int, int]:
-    """As `_attention`, for multi-head latent attention in its training form (keys and values expanded)."""
+    """Return the same for multi-head latent attention in its training form, which expands keys and values."""
     mla, hidden = config.mla, config.hidden_size
     query = config.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     value = config.num_heads * mla.v_head_dim

@@ -1,9 +1,10 @@
 """An estimate, in closed form, of the device memory that training takes on a rank.
 
-Counted: weights, fp32 gradients, the rank's share of the optimizer state, what forward passes keep for the backward
-pass (as in arXiv 2205.05198, with attention that keeps no scores), one layer's recomputation, the logits; of RL also
-the keys and values of its rollouts, for which nothing of a forward pass is kept. Experts are taken as evenly loaded.
-Not counted: CUDA's context, NCCL's buffers, fragmentation: a cluster reserves room for them.
+The estimate contains weights, fp32 gradients, the rank's share of the optimizer state, the activations that forward
+passes keep for the backward pass (as in arXiv 2205.05198, with attention that keeps no scores), the recomputation of
+one layer, and the logits; for RL also the keys and values of rollouts, during which no activations are kept. It takes
+experts as evenly loaded. CUDA's context, NCCL's buffers and fragmentation are not in it: a cluster reserves room for
+them.
 """
 
 from collections.abc import Iterator
@@ -18,39 +19,43 @@ from mcore_rl.plan.weights import Weights, layers_by_stage, weights_by_stage
 
 GIB = 2**30
 GRADIENT_BYTES = 4
+"""Bytes of a weight's gradient, which Megatron accumulates in fp32."""
 STATE_BYTES = {"bf16": 12, "fp32": 8}
-"""Of the optimizer for a weight: two moments, and with bf16 a master copy, in fp32."""
+"""Bytes of optimizer state for a weight, by precision: two fp32 moments, and with bf16 an fp32 master copy."""
 FP8_COPIES_BYTES = 2
-"""TransformerEngine keeps an 8-bit copy of a weight and one of its transpose."""
+"""Bytes of the 8-bit copies of a weight and of its transpose that TransformerEngine keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes on a rank of pipeline stage `stage`."""
+    """Bytes on one rank of a pipeline stage."""
 
     stage: int
+    """Index of the pipeline stage; all other fields are bytes."""
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    """Activations that wait for their backward pass, over all microbatches in flight."""
     recomputed: int
-    """Of the layers whose forward pass is being repeated for the backward pass."""
+    """Activations of the layers whose forward pass is being repeated for the backward pass."""
     logits: int
+    """Logits, their fp32 copy for the loss, and their gradient."""
     rollout_cache: int = 0
-    """Keys and values of completions in progress, at another time than activations."""
+    """Keys and values of completions in progress, which exist at other times than activations."""
 
     @property
-    def lasting(self) -> int:
-        """What is there all the time."""
+    def permanent(self) -> int:
+        """Bytes that are in use all the time."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """The most at one time."""
-        return self.lasting + max(self.activations + self.recomputed + self.logits, self.rollout_cache)
+        """Largest number of bytes in use at one time."""
+        return self.permanent + max(self.activations + self.recomputed + self.logits, self.rollout_cache)
 
     def describe(self) -> str:
-        """The parts in GiB, for messages."""
+        """Return the total and its parts in GiB, for messages."""
         parts = {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -58,19 +63,19 @@ class Memory:
             "activations": self.activations + self.recomputed,
             "logits": self.logits,
         }
-        told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        text = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
         if self.rollout_cache:
-            told += f", or instead of the last two a rollout's cache {self.rollout_cache / GIB:.1f}"
-        return f"{self.total / GIB:.1f} GiB on a rank of pipeline stage {self.stage} ({told})"
+            text += f", or instead of the last two a rollout's cache {self.rollout_cache / GIB:.1f}"
+        return f"{self.total / GIB:.1f} GiB on a rank of pipeline stage {self.stage} ({text})"
 
 
 def memory_of_fullest_rank(config: RunConfig, world_size: int, seq_length: int) -> Memory:
-    """Of the stage that needs most; config and world size have passed the checks."""
+    """Return the memory of a rank of the stage that needs most; config and world size must have passed the checks."""
     return max(memory_by_stage(config, world_size, seq_length), key=lambda memory: memory.total)
 
 
 def memory_by_stage(config: RunConfig, world_size: int, seq_length: int) -> list[Memory]:
-    """Of one rank of each pipeline stage; sequences have `seq_length` tokens."""
+    """Return the memory of one rank of each pipeline stage, for sequences of `seq_length` tokens."""
     return [
         _memory(config, world_size, seq_length, stage, weights)
         for stage, weights in enumerate(weights_by_stage(config.model, config.mesh))
@@ -88,7 +93,7 @@ def _memory(config: RunConfig, world_size: int, seq_length: int, stage: int, wei
     state = STATE_BYTES[precision]
     fp8 = FP8_COPIES_BYTES if config.platform.fp8 != "none" else 0
     heads = (1 + config.model.mtp_layers) if stage == mesh.pp - 1 else 0
-    # As the layer computed them, in fp32 for the loss, and their gradient.
+    # The output layer's result, its fp32 copy for the loss, and the gradient in fp32.
     logits = tokens * config.model.padded_vocab_size // mesh.tp * (element + 4 + 4)
     return Memory(
         stage=stage,
@@ -103,10 +108,11 @@ def _memory(config: RunConfig, world_size: int, seq_length: int, stage: int, wei
 
 
 def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
-    """Every slot has room for the longest sample; one more takes what nobody reads."""
+    """Return the bytes of the native engine's cache, whose every slot has room for the longest sample."""
     model, mesh = config.model, config.mesh
     element = 2 if config.platform.precision == "bf16" else 4
     replicas = world_size // mesh.model_parallel
+    # One slot more takes the keys and values of padding, which no token reads.
     slots = min(config.rl.engine.slots, -(-config.rollout_size // replicas)) + 1
     if family_of(model).is_latent:
         mla = model.mla
@@ -120,7 +126,7 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
 def _activations(
     config: RunConfig, stage: int, layer: "LayerActivations", world_size: int
 ) -> tuple[int, int]:
-    """Bytes kept over all microbatches in flight, and of what is computed again at one moment."""
+    """Return the bytes kept over all microbatches in flight, and those that are computed again at one time."""
     mesh, model = config.mesh, config.model
     num_microbatches = (
         config.train.global_batch * mesh.model_parallel // (config.train.micro_batch * world_size)
@@ -140,44 +146,46 @@ def _activations(
 
 
 def chunks_in_flight(mesh: MeshConfig, stage: int, num_microbatches: int) -> int:
-    """Forward passes of model chunks of `stage` that wait for their backward pass, at the most (1F1B)."""
+    """Return the largest number of a stage's model chunks whose forward pass waits for its backward pass (1F1B)."""
     if mesh.vpp == 1:
         return min(mesh.pp - stage, num_microbatches)
+    # Megatron's warm-up of the interleaved schedule (arXiv 2104.04473), and the microbatch in its forward pass.
     warmup = 2 * (mesh.pp - stage - 1) + (mesh.vpp - 1) * mesh.pp
     return min(warmup + 1, num_microbatches * mesh.vpp)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Bytes that one transformer layer keeps for its backward pass, for one microbatch on one rank."""
+    """Bytes of the activations that one transformer layer keeps of one microbatch on one rank."""
 
     model: ModelConfig
     mesh: MeshConfig
     platform: PlatformConfig
     tokens: int
-    """Of the microbatch on a rank, before sequence parallelism cuts them."""
+    """Number of the microbatch's tokens on a rank, before sequence parallelism cuts them."""
 
     @property
     def element(self) -> int:
-        """Bytes of a number."""
+        """Bytes of one number of an activation."""
         return 2 if self.platform.precision == "bf16" else 4
 
     @property
     def residual(self) -> int:
-        """The residual stream at one place."""
+        """Bytes of the residual stream at one point of the layer."""
         slices = self.mesh.tp if self.mesh.sequence_parallel else 1
         return self.tokens * self.model.hidden_size * self.element // slices
 
     def all_parts(self, is_moe: bool) -> dict[str, int]:
-        """By part of the layer, without recomputation."""
+        """Return the bytes by part of the layer, without recomputation."""
         return dict(self._attention()) | dict(self._experts() if is_moe else self._mlp())
 
     def kept(self, is_moe: bool) -> int:
-        """What is left of the parts with `platform.recompute` none or selective."""
+        """Return the bytes kept with `platform.recompute` none or selective."""
         parts = self.all_parts(is_moe)
         modules = self.platform.recompute_modules if self.platform.recompute == "selective" else ()
         dropped = {
-            "core_attn": (),  # attention that keeps no scores has nothing to drop but its inputs, which are kept
+            # Attention that keeps no scores has nothing to drop but its inputs, which stay.
+            "core_attn": (),
             "layernorm": ("normed",),
             "mla_up_proj": ("queries_keys_values",) if family_of(self.model).is_latent else (),
             "moe": ("routed_in", "routed_up", "routed_act", "shared_up", "shared_act", "router"),
@@ -185,8 +193,8 @@ class LayerActivations:
             "mlp": ("up", "act"),
             "shared_experts": ("shared_up", "shared_act"),
         }
-        gone = {part for module in modules for part in dropped[module]}
-        return sum(size for part, size in parts.items() if part not in gone)
+        parts_dropped = {part for module in modules for part in dropped[module]}
+        return sum(size for part, size in parts.items() if part not in parts_dropped)
 
     def _attention(self) -> Iterator[tuple[str, int]]:
         model, each = self.model, self.tokens * self.element
@@ -197,7 +205,7 @@ class LayerActivations:
         if family.is_latent:
             mla = model.mla
             width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            # A latent before and after its norm, cut as the residual stream is.
+            # Each latent is kept before and after its norm, cut as the residual stream is.
             latents = 2 * mla.q_lora_rank + 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
             yield "latents", self.residual * latents // model.hidden_size
             yield "queries_keys_values", each * heads * (2 * width + mla.v_head_dim)
@@ -215,7 +223,7 @@ class LayerActivations:
 
     def _experts(self) -> Iterator[tuple[str, int]]:
         moe, tp = self.model.moe, self.mesh.tp
-        # Tokens are dealt over tp * cp * dp ranks; an expert that is cut needs those of all its ranks.
+        # Tokens are spread over tp * cp * dp ranks; an expert cut over etp ranks works on the tokens of all of them.
         routed = self.tokens * moe.top_k * self.mesh.etp // tp
         width = routed * moe.ffn_hidden_size * self.element // self.mesh.etp
         yield "router", self.tokens // tp * moe.num_experts * 4

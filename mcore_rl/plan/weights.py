@@ -1,4 +1,4 @@
-"""How many weights a rank holds, in closed form from the shape of the model and the mesh."""
+"""The number of weights on each rank, in closed form from the shape of the model and the mesh."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ from mcore_rl.families.family import Family
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Numbers of weights by who has copies of them: the data-parallel ranks, or the experts' own."""
+    """Numbers of weights on a rank, by the group of ranks that hold copies of them."""
 
     dense: int = 0
-    """Attention, norms, dense MLPs, shared experts, routers, embeddings: copied over dp * cp ranks."""
+    """Number of weights of attention, norms, dense MLPs, shared experts, routers and embeddings: on dp * cp ranks."""
     expert: int = 0
-    """Routed experts: copied over expert_dp ranks."""
+    """Number of weights of routed experts: on expert_dp ranks."""
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(self.dense + other.dense, self.expert + other.expert)
 
     @property
     def total(self) -> int:
-        """Of both kinds."""
+        """Number of weights of both kinds."""
         return self.dense + self.expert
 
 
 def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
-    """Weights of one rank, for each pipeline stage; `mesh` holds the model."""
+    """Return the weights of one rank of each pipeline stage; the mesh must have passed the checks."""
     stages = [Weights()] * mesh.pp
     for stage, layers in enumerate(layers_by_stage(model, mesh)):
         for layer in layers:
@@ -40,16 +40,19 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     if not model.tied_embeddings:
         stages[-1] += embedding
     hidden = model.hidden_size
-    stages[-1] += Weights(dense=hidden)
+    stages[-1] += Weights(dense=hidden)  # the last norm
     for _ in range(model.mtp_layers):
         projection = 2 * hidden * hidden // mesh.tp
-        stages[-1] += Weights(dense=projection + 3 * hidden)
+        stages[-1] += Weights(dense=projection + 3 * hidden)  # norms of embedding, hidden state and output
         stages[-1] += layer_weights(model, mesh, is_moe=model.moe_layers[-1])
     return stages
 
 
 def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
-    """The layers of each pipeline stage: dealt out in rounds of chunks, the first and last stage as `mesh` says."""
+    """Return the indices of each pipeline stage's layers.
+
+    Layers are dealt out in rounds, one chunk of each stage at a time; first and last stage may have their own number.
+    """
     first, last = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0
     inner = mesh.pp - bool(first) - bool(last)
     each = (model.num_layers - first - last) // inner if inner else 0
@@ -67,13 +70,14 @@ def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
 
 
 def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weights:
-    """Of one transformer layer on one rank."""
+    """Return the weights of one transformer layer on one rank."""
     hidden, moe, family = model.hidden_size, model.moe, family_of(model)
     attention = _latent_attention(model, mesh.tp) if family.is_latent else _attention(model, family, mesh.tp)
-    dense = attention + 2 * hidden
+    dense = attention + 2 * hidden  # the two norms
     if not is_moe:
         return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp)
     biases = family.has_linear_bias
+    # A bias on the choice of experts is as long as a bias of the router.
     router = moe.num_experts * (hidden + (1 if biases or moe.expert_bias else 0))
     shared_gate = hidden if family.has_shared_expert_gate else 0
     shared = 3 * hidden * moe.shared_width // mesh.tp + shared_gate
@@ -84,7 +88,7 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weig
 
 
 def _attention(model: ModelConfig, family: Family, tp: int) -> int:
-    """Grouped-query attention; with fewer key/value heads than ranks each rank has one."""
+    """Return the weights of grouped-query attention; with fewer key/value heads than ranks each rank has one."""
     hidden, head = model.hidden_size, model.head_dim
     heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
     weights = hidden * head * (2 * heads + 2 * kv_heads)
@@ -101,10 +105,11 @@ def _attention(model: ModelConfig, family: Family, tp: int) -> int:
 
 
 def _latent_attention(model: ModelConfig, tp: int) -> int:
-    """Multi-head latent attention: the down-projections are whole on every tensor-parallel rank."""
+    """Return the weights of latent attention, whose down-projections are whole on every tensor-parallel rank."""
     hidden, mla, heads = model.hidden_size, model.mla, model.num_heads // tp
     query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     if mla.q_lora_rank:
+        # The 1 is the norm of the latent.
         weights = (hidden + 1) * mla.q_lora_rank + mla.q_lora_rank * query
     else:
         weights = hidden * query
