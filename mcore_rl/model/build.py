@@ -1,4 +1,4 @@
-"""A rank's chunks of a model."""
+"""Building the chunks of a model that this rank holds."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from mcore_rl.parallel.mesh import Mesh, is_first_chunk, is_last_chunk
 def build_model(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> list[nn.Module]:
-    """This rank's chunks, in pipeline order, on the device; random weights from the states of `seed_ranks`."""
+    """Return this rank's chunks in pipeline order, on the device, with random weights from the states of `seed_ranks`."""
     config = transformer_config(model, mesh, platform, settings)
     stages = range(mesh.config.vpp) if mesh.config.vpp > 1 else [None]
     return [_build_chunk(config, model, platform, stage) for stage in stages]
@@ -28,14 +28,14 @@ def build_model(
 def build_uninitialized(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> nn.Module:
-    """The whole model as one chunk, its weights whatever the memory held, so that none of it is in use yet."""
+    """Return the whole model as one chunk with uninitialized weights, whose memory is not touched yet."""
     config = transformer_config(model, mesh, platform, settings)
     config.perform_initialization = False
     return _build_chunk(config, model, platform, None)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
-    """The Megatron model inside its wrappers for data parallelism and 16-bit numbers."""
+    """Return the Megatron model inside its wrappers for data parallelism and 16-bit numbers."""
     inner: Any = chunk
     while not isinstance(inner, GPTModel):
         inner = inner.module
@@ -65,8 +65,9 @@ def _build_chunk(
     )
     chunk.model_type = ModelType.encoder_or_decoder
     for name, param in chunk.named_parameters():
-        # Megatron 0.16 marks experts for the dense data-parallel reduction when ep = 1, which is wrong for etp != tp;
-        # marked always, every mesh also has the same two optimizers and so the same optimizer checkpoint.
+        # Megatron 0.16 reduces experts' gradients over the dense data-parallel group when ep = 1, which is wrong for
+        # etp != tp. Marked here on every mesh, experts also have an optimizer of their own on every mesh, so that all
+        # meshes read the same optimizer checkpoint.
         if ".experts." in name:
             param.allreduce = False
     if platform.is_cuda:

@@ -1,4 +1,4 @@
-"""A model's weights by their global names and positions, whatever the mesh: the view that checkpoints have."""
+"""A model's weights by the names and indices that they have in checkpoints, whatever the mesh."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,23 +13,25 @@ from mcore_rl.model.build import unwrap
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalShard:
-    """A rectangle of the global tensor `key` and this rank's storage of it."""
+    """A region of a global tensor, and this rank's memory of it."""
 
     key: str
+    """Name of the global tensor in checkpoints."""
     where: tuple[int | slice, ...]
-    """The rectangle: one int or slice an axis of the global tensor."""
+    """Region as one int or slice for each axis of the global tensor."""
     global_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     data: Tensor
-    """A view of the parameter or buffer: writing to it changes the model."""
+    """View of the parameter or buffer: writing to it changes the model."""
     is_main: bool
-    """One rank holds each element as the main replica."""
+    """True on one of the ranks that hold copies of the region."""
 
 
 def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:
-    """Every weight and persistent buffer of this rank's chunks."""
+    """Yield every weight and persistent buffer of this rank's chunks."""
     for chunk in chunks:
         model = unwrap(chunk)
-        # Megatron asks for the group only where an MTP stage holds a copy of the embedding.
+        # Megatron needs the group only where an MTP stage holds a copy of the embedding.
         state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
         apply_factories(state)
         for tensor in _leaves(state):
@@ -46,7 +48,10 @@ def local_shards(chunks: Sequence[nn.Module]) -> Iterator[LocalShard]:
 def copy_in(chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
     """Fill this rank's weights from global tensors, converted to the weights' dtype.
 
-    CheckpointError when a name is missing or a shape differs; tensors that other ranks hold are passed over.
+    Tensors that only other ranks hold are ignored.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
     """
     for shard in local_shards(chunks):
         source = tensors.get(shard.key)

@@ -1,4 +1,4 @@
-"""A whole model's weights from Hugging Face's tensors to Megatron's global ones, and back."""
+"""Conversion of a whole model's weights in memory: Hugging Face's tensors to Megatron's global ones, and back."""
 
 from collections.abc import Mapping
 
@@ -13,48 +13,56 @@ from mcore_rl.families.weight_map import Region, Shape, WeightBlock, WeightMap, 
 
 @torch.no_grad()
 def to_global(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Megatron's tensors of `model`, whole, from those of a Hugging Face checkpoint, in the same dtype.
+    """Return Megatron's global tensors of `model` from those of a Hugging Face checkpoint, in the same dtype.
 
-    Experts may be a tensor each or fused. CheckpointError, with names, for what is missing, left over, of another
-    shape, or for copies that differ. `copy_in` fills the model of any mesh from the result.
+    Experts may be a tensor each or fused. `copy_in` fills the model of any mesh from the result.
+
+    Raises:
+        CheckpointError: tensors, which the message names, are missing, left over, of another shape, or duplicates
+            that differ.
     """
     fused = any(name.endswith(".experts.gate_up_proj") for name in tensors)
     weights = weight_map(model, "fused" if fused else "each")
     weights.check_hf(_shapes(tensors))
     _check_copies(tensors, weights)
-    made: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for block in weights.blocks:
         source = tensors[block.hf_name]
         dtype = torch.float32 if block.mcore_key in weights.fp32_keys else source.dtype
-        target = made.get(block.mcore_key)
+        target = converted.get(block.mcore_key)
         if target is None:
             target = source.new_zeros(weights.mcore_shapes[block.mcore_key], dtype=dtype)
-            made[block.mcore_key] = target
+            converted[block.mcore_key] = target
         if target.dtype != dtype:
             raise CheckpointError(
                 f"{block.hf_name} is {dtype}, other parts of {block.mcore_key} {target.dtype}."
             )
         _at(target, block.mcore_where).copy_(_hf_side(source, block))
-    return made
+    return converted
 
 
 @torch.no_grad()
 def to_hf(global_tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face checkpoint, an expert each, from Megatron's: `to_global` undone, bit for bit.
+    """Return the tensors of a Hugging Face checkpoint, one for each expert: `to_global` undone, bit for bit.
 
-    The padding of the vocabulary is dropped. CheckpointError, with names, for what is missing or left over.
+    The padding of the vocabulary is left out.
+
+    Raises:
+        CheckpointError: tensors, which the message names, are missing or left over.
     """
     weights = weight_map(model)
     weights.check_mcore(_shapes(global_tensors))
-    made: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for block in weights.blocks:
         source = global_tensors[block.mcore_key]
-        target = made.get(block.hf_name)
+        target = converted.get(block.hf_name)
         if target is None:
-            target = made[block.hf_name] = source.new_empty(weights.hf_shapes[block.hf_name])
+            target = converted[block.hf_name] = source.new_empty(weights.hf_shapes[block.hf_name])
         part = _hf_side(target, block)
         part.copy_(_at(source, block.mcore_where).reshape(part.shape))
-    return made | {copy.name: made[copy.original].clone() for copy in weights.copies if copy.written}
+    return converted | {
+        copy.name: converted[copy.original].clone() for copy in weights.copies if copy.written
+    }
 
 
 def _check_copies(tensors: Mapping[str, Tensor], weights: WeightMap) -> None:
@@ -74,11 +82,11 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 
 def _at(tensor: Tensor, where: Region) -> Tensor:
-    """The rectangle, a view."""
+    """Return a view of the region."""
     return tensor[tuple(slice(*span) for span in where)]
 
 
 def _hf_side(tensor: Tensor, block: WeightBlock) -> Tensor:
-    """The block's rectangle of its Hugging Face tensor, a view with Megatron's order of axes."""
+    """Return a view of the block's region of its Hugging Face tensor, with Megatron's order of axes."""
     part = _at(tensor, block.hf_where)
     return part.mT if block.transposed else part

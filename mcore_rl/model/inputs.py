@@ -1,4 +1,4 @@
-"""A microbatch as this rank's model reads it: on its device, cut for context parallelism."""
+"""Inputs of this rank's model: a microbatch on its device, cut for context parallelism."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.layers.packed import PackedParams, packed_params
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.sequence import zigzag, zigzag_spans
@@ -14,23 +14,29 @@ from mcore_rl.parallel.sequence import zigzag, zigzag_spans
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalMicrobatch:
-    """This rank's positions `s` of a microbatch `[B, s]`; `shape` is that of the whole, `[B, S]`."""
+    """This rank's positions of a microbatch, `[B, s]`."""
 
     shape: tuple[int, int]
+    """Shape `[B, S]` of the whole microbatch; packed sequences are laid end to end, so that B is 1."""
     tokens_Bs: Tensor
+    """Token ids, int64."""
     labels_Bs: Tensor
+    """Ids of the tokens to predict, int64."""
     loss_mask_Bs: Tensor
+    """Loss weights, float32."""
     position_ids_Bs: Tensor
+    """Positions for the rotary embedding, int64."""
     packed: PackedParams | None = None
-    """Of packed rows, which are laid end to end: B is 1."""
+    """Boundaries of packed sequences; None when each row is one sequence."""
     is_padding_Bs: Tensor | None = None
-    """See Microbatch."""
+    """True at padding, bool; None when there is none."""
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
-        """Keyword arguments of GPTModel.forward; with labels it returns losses `[B, s]`, else logits `[B, s, v]`."""
+        """Return the arguments of GPTModel.forward: with labels it returns losses `[B, s]`, else logits `[B, s, v]`."""
         inputs: dict[str, Any] = {
             "input_ids": self.tokens_Bs,
             "position_ids": self.position_ids_Bs,
+            # All attention is causal, by the mask type of the layers' specs.
             "attention_mask": None,
         }
         if self.packed is not None:
@@ -43,42 +49,29 @@ class LocalMicrobatch:
 
 
 def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMicrobatch:
-    """The part of `microbatch` that this rank holds."""
-    if microbatch.packed is not None:
-        return _localize_packed(microbatch, microbatch.packed, cp, device)
-
-    def mine(full_BS: Tensor) -> Tensor:
-        return zigzag(full_BS, cp).to(device, non_blocking=True)
-
+    """Return the part of `microbatch` that this rank's model reads; each packed sequence is cut by itself."""
     rows, length = microbatch.tokens_BS.shape
-    return LocalMicrobatch(
-        shape=(rows, length),
-        tokens_Bs=mine(microbatch.tokens_BS),
-        labels_Bs=mine(microbatch.labels_BS),
-        loss_mask_Bs=mine(microbatch.loss_mask_BS),
-        position_ids_Bs=mine(microbatch.position_ids_BS),
-    )
+    packed: PackedParams | None = None
+    lengths: tuple[int, ...] = ()
+    if microbatch.packed is not None:
+        # Megatron takes packed sequences in one row.
+        rows, length = 1, rows * length
+        lengths = tuple(microbatch.packed.cu_seqlens.diff().tolist())
+        assert sum(lengths) == length, f"sequences of {sum(lengths)} positions in rows of {length}"
+        assert cp.size == 1 or not any(size % (2 * cp.size) for size in lengths), (lengths, cp.size)
+        packed = packed_params(lengths, device)
 
-
-def _localize_packed(
-    microbatch: Microbatch, spans: PackedSpans, cp: Axis, device: torch.device
-) -> LocalMicrobatch:
-    """Megatron takes one row of packed spans; each span is cut for context parallelism by itself."""
-    lengths = tuple(spans.cu_seqlens.diff().tolist())
-    total = microbatch.tokens_BS.numel()
-    assert sum(lengths) == total, f"spans of {sum(lengths)} positions in rows of {total}"
-    assert cp.size == 1 or not any(length % (2 * cp.size) for length in lengths), (lengths, cp.size)
-
-    def mine(full_BS: Tensor) -> Tensor:
-        return zigzag_spans(full_BS.reshape(1, -1), lengths, cp).to(device, non_blocking=True)
+    def local(full_BS: Tensor) -> Tensor:
+        cut_Bs = zigzag_spans(full_BS.reshape(1, -1), lengths, cp) if lengths else zigzag(full_BS, cp)
+        return cut_Bs.to(device, non_blocking=True)
 
     is_padding_BS = microbatch.is_padding_BS
     return LocalMicrobatch(
-        shape=(1, total),
-        tokens_Bs=mine(microbatch.tokens_BS),
-        labels_Bs=mine(microbatch.labels_BS),
-        loss_mask_Bs=mine(microbatch.loss_mask_BS),
-        position_ids_Bs=mine(microbatch.position_ids_BS),
-        packed=packed_params(lengths, device),
-        is_padding_Bs=None if is_padding_BS is None else mine(is_padding_BS),
+        shape=(rows, length),
+        tokens_Bs=local(microbatch.tokens_BS),
+        labels_Bs=local(microbatch.labels_BS),
+        loss_mask_Bs=local(microbatch.loss_mask_BS),
+        position_ids_Bs=local(microbatch.position_ids_BS),
+        packed=packed,
+        is_padding_Bs=None if is_padding_BS is None else local(is_padding_BS),
     )

@@ -1,4 +1,4 @@
-"""How many tokens each expert of each layer was sent."""
+"""The load of the experts: the number of tokens that each expert of each layer works on."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,20 +17,21 @@ from mcore_rl.parallel.routers import routers
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
-    """What the routers decided since it was last asked.
+class ExpertLoads:
+    """Counts of the routers' decisions since the counts were last taken.
 
-    tokens_LE[l, e]: tokens that expert e of layer l worked on. dropped_L[l]: choices that found their expert
-    full. Rows are the model's layers from 0, then its MTP layers; the row of a dense layer is zero.
+    Rows are the model's layers from 0, then its MTP layers; the row of a dense layer is zero.
     """
 
     tokens_LE: Tensor
+    """Number of tokens that expert e of layer l worked on, int64."""
     dropped_L: Tensor
+    """Number of a layer's choices that were dropped because the expert was full, int64."""
     num_layers: int
-    """Without the MTP layers."""
+    """Number of layers without the MTP layers."""
 
     def metrics(self) -> list[Metric]:
-        """`moe/...` of the model's layers and `mtp/...` of the MTP layers, as METRICS describes them."""
+        """Return the metrics `moe/...` of the model's layers and `mtp/...` of the MTP layers; METRICS describes them."""
         end = self.num_layers
         return [
             *_metrics("moe", self.tokens_LE[:end], self.dropped_L[:end]),
@@ -39,10 +40,10 @@ class Loads:
 
 
 class RouterLoad:
-    """Counts what the routers of this rank's chunks decide, without waiting for the device.
+    """Hooks on the routers of this rank's chunks that count their decisions, without waiting for the device.
 
-    A forward pass counts when it records gradients: a training token counts once, also under recomputation,
-    whose first pass records none; evaluation does not count, nor does padding.
+    A forward pass counts when it records gradients. A training token therefore counts once, also under recomputation,
+    whose first pass records none; evaluation and padding do not count.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -50,7 +51,7 @@ class RouterLoad:
         assert not config.moe_pad_expert_input_to_capacity, "padding would be counted as tokens"
         self._num_layers: int = config.num_layers
         num_rows, num_experts = config.num_layers + (config.mtp_num_layers or 0), config.num_moe_experts or 0
-        # The last column is of dropped choices: one tensor, one collective.
+        # The last column counts dropped choices: one tensor needs one collective.
         device = next(chunks[0].parameters()).device
         self._counts_LE = torch.zeros(num_rows, num_experts + 1, dtype=torch.int64, device=device)
         self._hooks = [
@@ -59,17 +60,17 @@ class RouterLoad:
             for layer, router in routers(chunk)
         ]
 
-    def take(self) -> Loads:
-        """The counts of this rank's layers and tokens, which then start from zero."""
+    def take(self) -> ExpertLoads:
+        """Return the counts of this rank's layers and tokens, and start again from zero."""
         counts_LE = self._counts_LE.clone()
         self._counts_LE.zero_()
-        return Loads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
+        return ExpertLoads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
 
-    def gather(self, mesh: Mesh) -> Loads:
-        """Collective over the world: the counts of all layers and tokens, in main memory; zero afterwards.
+    def gather(self, mesh: Mesh) -> ExpertLoads:
+        """Collective over the world: return the counts of all layers and tokens, on the CPU, and start again from zero.
 
-        Each rank counted its tokens (its share of the batch, with CP of the sequence, with SP of that) in its
-        layers (PP), so the sum over the world is the whole.
+        Each rank has counted its own tokens (DP cuts the batch, CP the sequence, SP a rank's part of it) in its own
+        layers (PP), so that the sum over the world counts everything once.
         """
         # Without SP the tensor-parallel ranks would count the same tokens; Megatron refuses to train so.
         assert mesh.sequence_parallel or mesh.tp.size == 1
@@ -77,10 +78,10 @@ class RouterLoad:
         self._counts_LE.zero_()
         dist.all_reduce(counts_LE, group=mesh.world.group)
         counts_LE = counts_LE.cpu()
-        return Loads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
+        return ExpertLoads(counts_LE[:, :-1], counts_LE[:, -1], self._num_layers)
 
     def close(self) -> None:
-        """Stop counting."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -92,7 +93,7 @@ class RouterLoad:
             if not torch.is_grad_enabled():
                 return
             _, routed_TE = output
-            # Megatron's inference router gives expert numbers instead of a map; it records no gradients.
+            # Megatron's inference router returns indices of experts instead of a map; it records no gradients.
             assert routed_TE.dtype == torch.bool
             is_padding = inputs[1] if len(inputs) > 1 else None
             num_tokens: int | Tensor = len(routed_TE)
@@ -100,6 +101,7 @@ class RouterLoad:
                 is_token_T = ~is_padding.reshape(-1)
                 routed_TE, num_tokens = routed_TE & is_token_T[:, None], is_token_T.sum()
             tokens_E = routed_TE.sum(0)
+            # In place and on the device: reading a number here would wait for all kernels before it.
             counts_E.add_(tokens_E)
             if may_drop:
                 dropped.add_(num_tokens * top_k - tokens_E.sum())
@@ -108,12 +110,12 @@ class RouterLoad:
 
 
 def load_max_over_mean(tokens_E: Tensor) -> float:
-    """Tokens of the busiest expert over the mean: 1 is even, E is all on one."""
+    """Return the tokens of the busiest expert over the mean: 1 when even, E when one expert has all."""
     return float(tokens_E.max() * len(tokens_E) / tokens_E.sum())
 
 
 def load_entropy(tokens_E: Tensor) -> float:
-    """Entropy of the experts' shares over log E: 1 is even, 0 is all on one."""
+    """Return the entropy of the experts' shares over log E: 1 when even, 0 when one expert has all."""
     shares_E = tokens_E.double() / tokens_E.sum()
     return float(torch.special.entr(shares_E).sum()) / math.log(len(tokens_E))
 

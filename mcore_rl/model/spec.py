@@ -1,4 +1,4 @@
-"""Which modules a layer is made of: ours, or TransformerEngine's."""
+"""Megatron's specs of the layers, with our modules or with TransformerEngine's."""
 
 from typing import Any
 
@@ -33,30 +33,30 @@ from mcore_rl.model.layers.norm import RMSNorm
 
 
 class TorchSpecProvider(LocalSpecProvider):
-    """Megatron's own linear layers with our norm, attention and experts: for CPUs and plain CUDA."""
+    """Provider of Megatron's linear layers with our norm, attention and experts, for CPUs and CUDA without TE."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """The norm, which marks its weight under sequence parallelism."""
+        """Return our norm, which marks its weight under sequence parallelism."""
         return RMSNorm
 
     def core_attention(self) -> type:
-        """Attention by torch's scaled_dot_product_attention."""
+        """Return attention by torch's scaled_dot_product_attention."""
         return SDPAttention
 
     def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
-        """Experts as grouped matrix products."""
+        """Return experts that compute grouped matrix products."""
         return as_experts_entry(GroupedExperts)
 
 
 class LatentNorm(RMSNorm):
-    """The norm of a latent, which has an epsilon of its own; Megatron hands every norm the same one."""
+    """Norm of a latent with an epsilon of its own; Megatron passes one epsilon to all norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config=config, hidden_size=hidden_size, eps=config.latent_norm_eps)
 
 
 def block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers that this rank's chunk `vp_stage` holds."""
+    """Return the specs of the layers in this rank's chunk `vp_stage`."""
     if te:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     moe_layers = _moe_layers(config)
@@ -69,7 +69,7 @@ def block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> 
 
 
 def mtp_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> Any:
-    """The multi-token-prediction layers of this rank's chunk `vp_stage`; None where it has none."""
+    """Return the spec of the multi-token-prediction layers in this rank's chunk `vp_stage`; None without any."""
     if not config.mtp_num_layers:
         return None
     if te:
@@ -91,26 +91,23 @@ def _layer_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
     attention, renamed = (_latent if config.multi_latent_attention else _grouped_query)(config)
     if not is_moe:
         renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    mlp: Any = get_mlp_module_spec_for_backend(
+        backend=TorchSpecProvider(),
+        num_experts=config.num_moe_experts if is_moe else None,
+        moe_grouped_gemm=True,
+    )
     submodules = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm,
-        mlp=_mlp(config, is_moe=is_moe),
+        mlp=with_moe_layer(mlp, MoELayer) if is_moe else mlp,
         mlp_bda=get_bias_dropout_add,
-        # TransformerEngine fuses these norms into the linear layer that follows: the same names in checkpoints.
+        # TransformerEngine fuses these norms into the linear layer that follows; with its names in our checkpoints
+        # either implementation reads what the other saved.
         sharded_state_dict_keys_map=renamed,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
-
-
-def _mlp(config: TransformerConfig, *, is_moe: bool) -> Any:
-    spec = get_mlp_module_spec_for_backend(
-        backend=TorchSpecProvider(),
-        num_experts=config.num_moe_experts if is_moe else None,
-        moe_grouped_gemm=True,
-    )
-    return with_moe_layer(spec, MoELayer) if is_moe else spec
 
 
 def _grouped_query(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:

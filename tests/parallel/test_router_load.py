@@ -8,7 +8,7 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.model.router_load import Loads, RouterLoad
+from mcore_rl.model.router_load import ExpertLoads, RouterLoad
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
@@ -24,7 +24,7 @@ MESHES = {
 }
 
 
-def counted(config: PretrainConfig, initial: Tensors) -> Loads:
+def counted(config: PretrainConfig, initial: Tensors) -> ExpertLoads:
     """On a rank: the gathered counts of one training batch."""
     state = set_up(config, start(config.platform))
     copy_in(state.chunks, initial)
@@ -34,7 +34,7 @@ def counted(config: PretrainConfig, initial: Tensors) -> Loads:
 
 
 @functools.cache
-def single_rank(family: str) -> tuple[Tensors, Loads]:
+def single_rank(family: str) -> tuple[Tensors, ExpertLoads]:
     """Initial weights of a family, and the counts on one rank."""
     config = config_of(TINY[family], MeshConfig())
     initial = random_weights(config)

@@ -12,7 +12,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
-from mcore_rl.model.router_load import Loads, RouterLoad, load_entropy, load_max_over_mean
+from mcore_rl.model.router_load import ExpertLoads, RouterLoad, load_entropy, load_max_over_mean
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from tests.ranks import run_ranks
@@ -130,7 +130,7 @@ def test_an_even_load_is_one_and_a_load_on_one_expert_is_the_number_of_experts()
 
 
 def test_metrics_are_means_over_the_layers_that_route():
-    loads = Loads(torch.tensor([[0, 0], [30, 10], [20, 20]]), torch.tensor([0, 5, 15]), num_layers=3)
+    loads = ExpertLoads(torch.tensor([[0, 0], [30, 10], [20, 20]]), torch.tensor([0, 5, 15]), num_layers=3)
     told = reduced(loads.metrics())
     assert told["moe/layer_01/load_max_over_mean"] == 1.5
     assert told["moe/load_max_over_mean"] == (1.5 + 1.0) / 2
