@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import Probability, Section
 
 Switch = Literal["auto", "on", "off"]
@@ -98,8 +99,8 @@ class RopeConfig(Section):
 class ModelConfig(Section):
     """A decoder-only transformer of a known family."""
 
-    family: str = "qwen3_moe"
-    """Architecture by Hugging Face's `model_type`: a name of `mcore_rl.families.FAMILIES`."""
+    family: str | Extension = "qwen3_moe"
+    """Architecture: a name of `mcore_rl.families.FAMILIES` (Hugging Face's `model_type`), or a `Family` of your own."""
     num_layers: PositiveInt = 4
     """Number of transformer layers, without MTP layers."""
     hidden_size: PositiveInt = 256

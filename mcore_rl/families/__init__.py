@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mcore_rl.config.extension import is_extension, load_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import (
@@ -48,26 +49,31 @@ def family_of(model: ModelConfig) -> Family:
     """Return the family that `model.family` names.
 
     Raises:
-        ConfigError: no such family is known.
+        ConfigError: no such family is known, or the user's own cannot be imported.
     """
-    if model.family not in FAMILIES:
-        raise ConfigError(f'model.family="{model.family}" is not known. Use one of {", ".join(FAMILIES)}.')
-    return FAMILIES[model.family]
+    return _family_named(model.family)
 
 
-def model_from_hf(config: HfConfig) -> ModelConfig:
+def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
     """Return the model that a config.json describes.
+
+    Args:
+        config: The content of config.json.
+        family: A family of the user's own, as `module:name`; None: the one that `model_type` names.
 
     Raises:
         ConfigError: the family is not known, or the model has something that Megatron's does not.
     """
     model_type = str(config.get("model_type"))
-    names = {alias: name for name, family in FAMILIES.items() for alias in (name, *family.other_model_types)}
-    if model_type not in names:
-        raise ConfigError(f"config.json has model_type={model_type!r}. Known are {', '.join(names)}.")
-    name = names[model_type]
+    if family is None:
+        names = {
+            alias: name for name, known in FAMILIES.items() for alias in (name, *known.other_model_types)
+        }
+        if model_type not in names:
+            raise ConfigError(f"config.json has model_type={model_type!r}. Known are {', '.join(names)}.")
+        family = names[model_type]
     try:
-        return ModelConfig(family=name, **FAMILIES[name].from_hf(config))
+        return ModelConfig(family=family, **_family_named(family).from_hf(config))
     except ValidationError as error:
         raise ConfigError(
             f"config.json of model_type {model_type!r} has values of the wrong type:\n{error}"
@@ -88,3 +94,18 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
 def weight_map(model: ModelConfig, experts: ExpertLayout = "each") -> WeightMap:
     """Return which part of which Hugging Face tensor is which part of which tensor of a Megatron checkpoint."""
     return build_map(family_of(model).rules(model, experts), duplicates(model))
+
+
+def _family_named(name: str) -> Family:
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if not is_extension(name):
+        raise ConfigError(
+            f'model.family="{name}" is not known. Use one of {", ".join(FAMILIES)}, or module:name of your own.'
+        )
+    family = load_extension("model.family", name)
+    if not (isinstance(family, type) and issubclass(family, Family)):
+        raise ConfigError(
+            f'model.family="{name}" is not a subclass of mcore_rl.families.family.Family. Name the class.'
+        )
+    return family()

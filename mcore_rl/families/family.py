@@ -49,7 +49,7 @@ class Family(ABC):
 
     The attributes are facts that configs, checks, estimates and layers depend on; the methods make Megatron's
     arguments, pair the weights, and translate config.json. The defaults are those of Llama. A family of one's own
-    is a subclass, of this class or of a family, whose instance `model.family` names as `module:name`.
+    is a subclass, of this class or of a known family's, that `model.family` names as `module:name`.
     """
 
     model_type: str

@@ -19,7 +19,7 @@ from mcore_rl.parallel.mesh import Mesh, is_first_chunk, is_last_chunk
 def build_model(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> list[nn.Module]:
-    """Return this rank's chunks in pipeline order, on the device, with random weights from the states of `seed_ranks`."""
+    """Return this rank's chunks in pipeline order, on the device, with random weights by the states of `seed_ranks`."""
     config = transformer_config(model, mesh, platform, settings)
     stages = range(mesh.config.vpp) if mesh.config.vpp > 1 else [None]
     return [_build_chunk(config, model, platform, stage) for stage in stages]

@@ -31,7 +31,7 @@ class ExpertLoads:
     """Number of layers without the MTP layers."""
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics `moe/...` of the model's layers and `mtp/...` of the MTP layers; METRICS describes them."""
+        """Return the metrics `moe/...` of the layers and `mtp/...` of the MTP layers, which METRICS describes."""
         end = self.num_layers
         return [
             *_metrics("moe", self.tokens_LE[:end], self.dropped_L[:end]),
