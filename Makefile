@@ -1,13 +1,19 @@
-# make quickstart | test | test-unit | test-docs | test-slurm | test-report | lint | bench | venv    Each makes .venv first where it is missing.
+# make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-report | lint | bench | venv
+# Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
+# it comes megatron-core 0.19 instead of 0.16.
+# test       every promise, on representative meshes
+# test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
+# test-core  what depends on the version of Megatron (tests/core.txt)
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
 # make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
-VENV := .venv
+VENV := .venv$(patsubst python%,-%,$(filter python3.%,$(notdir $(PYTHON))))
 PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
+MATRIX := all
 
-.PHONY: quickstart test test-unit test-docs test-slurm test-report lint bench venv
+.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-report lint bench venv
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -15,6 +21,12 @@ quickstart: $(READY)
 
 test: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n 2
+
+test-all: $(READY)
+	$(PYTHON_IN_VENV) -m pytest -n 2 --matrix=$(MATRIX)
+
+test-core: $(READY)
+	$(PYTHON_IN_VENV) -m pytest -n 2 @tests/core.txt
 
 test-unit: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n 2 tests/style tests/unit

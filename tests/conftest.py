@@ -1,10 +1,47 @@
-"""How the tests are dealt to the processes of pytest-xdist, when there are several."""
+"""Which cells of the matrices run, and how tests are dealt to the processes of pytest-xdist, when there are several."""
 
+import zlib
 from typing import Any
 
 import pytest
 
 WITH_RANKS = ("tests/parallel/", "tests/e2e/")
+SHARDS = 3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix",
+        choices=["representative", "all", *map(str, range(SHARDS))],
+        default="representative",
+        help="cells of tests marked as a matrix: those that the mark names, all, or these and a third of the others",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "matrix(*ids): of its parametrisation these always run, the others with --matrix"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cells of matrices that are not asked for. Cells that are named as arguments always run."""
+    which = config.getoption("matrix")
+    named = [argument for argument in config.args if "::" in argument]
+    left_out = [item for item in items if not (_is_wanted(item, which) or item.nodeid in named)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _is_wanted(item: pytest.Item, which: str) -> bool:
+    mark = item.get_closest_marker("matrix")
+    if mark is None or which == "all":
+        return True
+    assert isinstance(item, pytest.Function)
+    cell = item.callspec.id
+    shard = None if which == "representative" else int(which)
+    return cell in mark.args or zlib.crc32(item.nodeid.encode()) % SHARDS == shard
 
 
 @pytest.hookimpl(optionalhook=True)

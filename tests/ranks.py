@@ -15,15 +15,17 @@ TIMEOUT_S = 300.0
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
-    """What `function(*args)` returned on each rank; the first failure's traceback as an AssertionError.
+    """Return what `function(*args)` returned on each rank; raise the first failure's traceback as an AssertionError.
 
     `function` must be importable (top level of a module); the world's process group is up when it is called.
     """
     context, port = forkserver(), free_port()
+    # As bytes: torch would hand over every tensor of the arguments as a file descriptor, of which a fork takes few.
+    work = pickle.dumps((function, args))
     pipes, ranks = [], []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run_rank, args=(sender, rank, num_ranks, port, function, args))
+        process = context.Process(target=_run_rank, args=(sender, rank, num_ranks, port, work))
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -39,8 +41,8 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
 
 
 def forkserver() -> ForkServerContext:
-    """Whose processes start in milliseconds, with torch and Megatron in memory, and with _dynamo, which torch imports,
-    for a second, when the first optimizer is made.
+    """The server whose processes start in milliseconds, with torch and Megatron in memory. So is _dynamo, which torch
+    otherwise imports, for a second, when the first optimizer is made.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mcore_rl.run.rl", "torch._dynamo", "pytest"])
@@ -67,16 +69,14 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             try:
                 failure, payload = pipe.recv()
             except EOFError:
-                raise AssertionError(f"rank {rank} died without a word") from None
+                raise AssertionError(f"rank {rank} died without an answer") from None
             if failure:
                 raise AssertionError(f"rank {rank}:\n{failure}")
             results[rank] = pickle.loads(payload)
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _run_rank(
-    sender: Connection, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any
-) -> None:
+def _run_rank(sender: Connection, rank: int, num_ranks: int, port: int, work: bytes) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -91,6 +91,7 @@ def _run_rank(
     from mcore_rl.config.run import PlatformConfig
 
     try:
+        function, args = pickle.loads(work)
         start(PlatformConfig(timeout_s=120.0))
         payload = pickle.dumps(function(*args))
         sender.send((None, payload))

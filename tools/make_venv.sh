@@ -12,7 +12,8 @@ has_cuda_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is No
 
 candidates=()
 for name in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
-    for path in $(type -aP "$name"); do
+    # A shim of pyenv answers only for the version that is switched on: the others are asked by their path.
+    for path in $(type -aP "$name") "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/"$name"; do
         usable "$path" && candidates+=("$path")
     done
 done

@@ -121,7 +121,7 @@ def run(config: PretrainConfig, until: int, save_at: Collection[int] = ()) -> Ru
 
 def assert_killed(function: Callable[..., Any], num_ranks: int, *args: Any) -> None:
     """`function` on ranks of which one kills itself with SIGKILL."""
-    with pytest.raises(AssertionError, match="died without a word"):
+    with pytest.raises(AssertionError, match="died without an answer"):
         run_ranks(function, num_ranks, *args)
 
 

@@ -43,11 +43,17 @@ def gather_positions(local: Tensor, cp: Axis) -> Tensor:
 
 
 def logits_on(
-    mesh_config: MeshConfig, model: ModelConfig, tensors: Tensors, tokens_BS: Tensor
-) -> list[Tensor]:
-    """On a rank: the logits of each row, where the rank has the last stage."""
+    mesh_config: MeshConfig, models: dict[str, tuple[ModelConfig, Tensors]], tokens_BS: Tensor
+) -> dict[str, list[Tensor]]:
+    """On a rank: for each model the logits of each row, where the rank has the last stage."""
+    start(PlatformConfig())
+    mesh = build_mesh(mesh_config)
+    return {name: _logits(mesh, model, tensors, tokens_BS) for name, (model, tensors) in models.items()}
+
+
+def _logits(mesh: Mesh, model: ModelConfig, tensors: Tensors, tokens_BS: Tensor) -> list[Tensor]:
     settings = PlatformConfig()
-    platform, mesh = start(settings), build_mesh(mesh_config)
+    platform = start(settings)
     seed_ranks(1)
     chunks = build_model(model, mesh, platform, settings)
     copy_in(chunks, to_global(tensors, model))

@@ -25,7 +25,7 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
 from tests.ranks import run_ranks
 
-STEPS, SEQUENCES, LENGTH = 5, 8, 32
+STEPS, SEQUENCES, LENGTH = 5, 4, 32
 Tensors = dict[str, Tensor]
 Sabotage = Callable[[TrainState], None]
 

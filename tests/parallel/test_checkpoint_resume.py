@@ -35,6 +35,7 @@ TP2_EP2 = MeshConfig(tp=2, ep=2)
 LATE_GATHER = MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
 
 
+@pytest.mark.matrix("qwen-pp2-vpp2", "qwen-cp2", "deepseek-dp2-overlap")
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [

@@ -51,6 +51,20 @@ def single_rank(model: str) -> tuple[Tensors, Outcome]:
     return initial, run(config, 1, initial)
 
 
+@pytest.mark.matrix(
+    *(
+        f"qwen3_moe-{mesh}"
+        for mesh in ("tp2-ep2", "pp2-vpp2", "cp2-ep2", "dp2-overlapped", "tp2-etp2-ep2", "pp2-uneven")
+    ),
+    "deepseek_v3-tp2-pp2-vpp2",
+    "deepseek_v3-cp2",
+    "deepseek_v3-mtp-cp2",
+    "deepseek_v3-mtp-pp2-vpp2",
+    "mixtral-tp2-ep2",
+    "gpt_oss-pp2-vpp2",
+    "glm4_moe-tp2-etp2",
+    "qwen2-tp2",
+)
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_five_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     initial, reference = single_rank(model)
@@ -59,6 +73,7 @@ def test_five_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     assert_equal_training(outcome, reference)
 
 
+@pytest.mark.matrix("qwen3_moe-tp2", "deepseek_v3-cp2")
 @pytest.mark.parametrize("mesh", ["tp2", "cp2", "pp2-vpp2"])
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
 def test_sequences_that_go_to_our_own_attention_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
@@ -69,6 +84,7 @@ def test_sequences_that_go_to_our_own_attention_do_not_depend_on_the_mesh(model:
     assert_equal_training(run(config, config.mesh.smallest_world, initial, length=128), reference)
 
 
+@pytest.mark.matrix("full-pp2-vpp2", "core_attn-tp2-ep2", "moe-pp2-vpp2", "moe_act-layernorm-1")
 @pytest.mark.parametrize("mesh", ["1", "pp2-vpp2", "tp2-ep2"])
 @pytest.mark.parametrize("recompute", ["full", "core_attn", "moe", "moe_act-layernorm"])
 def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> None:

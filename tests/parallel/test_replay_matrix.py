@@ -47,6 +47,14 @@ def model_of(family: str, mesh: str) -> str:
     return f"{family}-8" if mesh == "pp4-vpp2" else family
 
 
+@pytest.mark.matrix(
+    "tp2-ep2-qwen3_moe",
+    "pp2-vpp2-qwen3_moe",
+    "pp4-vpp2-qwen3_moe",
+    "ep2-deepseek_v3",
+    "cp2-pp2-deepseek_v3",
+    "tp2-pp2-vpp2-deepseek_v3",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_routes_of_one_rank_give_its_gradients_on_every_mesh(mesh: str, family: str) -> None:
@@ -73,6 +81,7 @@ def test_replay_changes_most_routes_of_the_other_weights() -> None:
     assert 0.2 < changed / count < 0.8
 
 
+@pytest.mark.matrix("pp2-vpp2")
 @pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2"])
 def test_multi_token_prediction_routes_for_itself(mesh: str) -> None:
     cases = [
@@ -123,6 +132,7 @@ def test_drops_of_one_rank_are_recorded_and_imposed_as_an_oracle_does() -> None:
         assert_same_training(one_rank(CAPACITY).outcomes[layout], oracle)
 
 
+@pytest.mark.matrix("pp2-vpp2", "cp2", "tp2-ep2")
 @pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2", "tp2-ep2", "cp2"])
 def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
     """Left alone, each of these meshes would drop other tokens: capacity counts the tokens of a rank."""

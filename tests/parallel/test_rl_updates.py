@@ -106,11 +106,15 @@ def assert_same(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, 
                 assert one[name] == pytest.approx(value, rel=1e-6, abs=1e-6), (change, step, name)
 
 
+@pytest.mark.matrix(
+    "qwen3_moe-tp2-pp2", "qwen3_moe-ep2", "qwen3_moe-cp2-dp2-overlapped", "deepseek_v3-pp2-vpp2"
+)
 @pytest.mark.parametrize(("model", "mesh"), [*[("qwen3_moe", mesh) for mesh in MESHES], *REPRESENTATIVE])
 def test_updates_do_not_depend_on_the_mesh(model: str, mesh: str, folder: Path, tmp_path: Path) -> None:
     assert_same(told_by(config_of(model, MESHES[mesh]), model, tmp_path), alone(model, folder))
 
 
+@pytest.mark.matrix("r2-ep2", "r3-pp2-vpp2", "r3-cp2")
 @pytest.mark.parametrize(
     ("replay", "mesh"), [("r2", "tp2-pp2"), ("r2", "ep2"), ("r3", "tp2"), ("r3", "pp2-vpp2"), ("r3", "cp2")]
 )

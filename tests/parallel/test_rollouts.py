@@ -1,6 +1,8 @@
 """A step's groups do not depend on how many replicas make them; dynamic sampling takes what has a signal."""
 
+import functools
 import statistics
+from typing import Any
 
 import pytest
 
@@ -8,16 +10,26 @@ from mcore_rl.config.mesh import MeshConfig
 from tests.parallel.rollouts import PROMPTS, SIZE, taken
 from tests.ranks import run_ranks
 
+STEPS = [0, 3, 8]
 
+
+@functools.cache
+def alone(dynamic: bool) -> list[dict[str, Any]]:
+    """One replica's groups of each step."""
+    (rank,) = run_ranks(taken, 1, MeshConfig(), STEPS, {"dynamic_sampling": dynamic})
+    return rank
+
+
+@pytest.mark.matrix("dynamic-dp2", "static-tp2", "dynamic-pp2-dp2")
 @pytest.mark.parametrize(
-    "mesh", [MeshConfig(dp=2), MeshConfig(tp=2), MeshConfig(cp=2), MeshConfig(pp=2, dp=2)]
+    "mesh",
+    [MeshConfig(dp=2), MeshConfig(tp=2), MeshConfig(cp=2), MeshConfig(pp=2, dp=2)],
+    ids=["dp2", "tp2", "cp2", "pp2-dp2"],
 )
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_groups_are_those_of_one_replica(mesh: MeshConfig, dynamic: bool) -> None:
-    work = ([0, 3, 8], {"dynamic_sampling": dynamic})
-    (alone,) = run_ranks(taken, 1, MeshConfig(), *work)
-    ranks = run_ranks(taken, mesh.smallest_world, mesh, *work)
-    for step, wanted in enumerate(alone):
+    ranks = run_ranks(taken, mesh.smallest_world, mesh, STEPS, {"dynamic_sampling": dynamic})
+    for step, wanted in enumerate(alone(dynamic)):
         for told in (rank[step] for rank in ranks):
             for known_to_all in ("rewards", "shapes", "taken"):
                 assert told[known_to_all] == wanted[known_to_all], known_to_all
