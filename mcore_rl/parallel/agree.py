@@ -1,4 +1,4 @@
-"""What one rank finds out, all ranks know: results, decisions and errors."""
+"""Agreement of all ranks on results, decisions and errors that one rank has found."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -10,12 +10,12 @@ from mcore_rl.errors import McoreRlError
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-MOST_PROBLEMS = 5
-"""Of a rank, in one message."""
+MAX_PROBLEMS = 5
+"""Problems of a rank that one message lists."""
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Collective over the world: what `action()` returned on rank 0; an error of ours there is raised on all ranks."""
+    """Collective over the world: return what `action()` returned on rank 0; a McoreRlError there is raised on all."""
     box: list[Any] = [_outcome(action) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0, device=CPU)
     value, error = box[0]
@@ -26,7 +26,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def on_every_rank(action: Callable[[], T]) -> T:
-    """Collective over the world: this rank's `action()`; the first rank's error of ours is raised on all ranks."""
+    """Collective over the world: return this rank's `action()`; all ranks raise the first rank's McoreRlError."""
     value, error = _outcome(action)
     errors: list[McoreRlError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
@@ -38,18 +38,20 @@ def on_every_rank(action: Callable[[], T]) -> T:
 
 
 def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
-    """Collective over the world: where any rank has problems, all ranks raise `kind` with the first such rank's."""
-    everyone: list[Sequence[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, list(problems)[:MOST_PROBLEMS])
-    for rank, found in enumerate(everyone):
+    """Collective over the world: where any rank has problems, raise `kind` with those of the first such rank on all."""
+    problems_of_ranks: list[Sequence[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(problems_of_ranks, list(problems)[:MAX_PROBLEMS])
+    for rank, found in enumerate(problems_of_ranks):
         if found:
             raise kind(
-                "; ".join(f"rank {rank}: {problem}" if len(everyone) > 1 else problem for problem in found)
+                "; ".join(
+                    f"rank {rank}: {problem}" if len(problems_of_ranks) > 1 else problem for problem in found
+                )
             )
 
 
 def world_max(value: int) -> int:
-    """Collective over the world: the largest of the ranks' values."""
+    """Collective over the world: return the largest of the ranks' values."""
     box = torch.tensor(value)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box)

@@ -1,4 +1,4 @@
-"""The mesh of ranks; the one file that speaks to Megatron's `parallel_state`."""
+"""The mesh of ranks; the one file that uses Megatron's `parallel_state`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from mcore_rl.config.mesh import MeshConfig
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One way in which ranks are grouped: the group this rank is in, its place there, and the group's size."""
+    """One way to group ranks: the group that this rank belongs to, its rank there, and the group's size."""
 
     group: dist.ProcessGroup
     rank: int
@@ -20,7 +20,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """Where this rank stands. `dp` excludes context parallelism, `dp_cp` includes it."""
+    """Groups of this rank on every axis. `dp` excludes context parallelism, `dp_cp` includes it."""
 
     config: MeshConfig
     groups: ProcessGroupCollection
@@ -51,7 +51,7 @@ class Mesh:
 
 
 def build_mesh(config: MeshConfig) -> Mesh:
-    """Collective over the world: all groups of the mesh; the process group must be up and the sizes checked."""
+    """Collective over the world: make all groups of a mesh, whose sizes are checked; the process group must be up."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
@@ -72,27 +72,34 @@ def build_mesh(config: MeshConfig) -> Mesh:
 def destroy_mesh() -> None:
     """End the groups, so that another mesh can be built in this process."""
     if dist.is_initialized():
-        for group in parallel_state._global_process_group_list or ():  # which Megatron only forgets
+        # Megatron forgets its groups without ending them: their threads and sockets would stay.
+        for group in parallel_state._global_process_group_list or ():
             if group is not None:  # None stands for the world
                 dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
 def seed_ranks(seed: int) -> None:
-    """Seed the random states that weights and dropout draw from, so that TP, EP and PP ranks differ as they must."""
+    """Seed the random states of weights and dropout, so that ranks that hold other weights draw other numbers."""
+    # Megatron adds offsets for tensor and expert parallelism by itself, for the pipeline it leaves them to the caller.
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     )
 
 
 def is_first_chunk(chunk: int | None) -> bool:
-    """Whether model chunk `chunk` (None without interleaving) of this rank embeds tokens."""
+    """Return whether model chunk `chunk` (None without interleaving) of this rank embeds tokens."""
     return bool(parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk))
 
 
 def is_last_chunk(chunk: int | None) -> bool:
-    """Whether model chunk `chunk` (None without interleaving) of this rank ends in the output layer."""
+    """Return whether model chunk `chunk` (None without interleaving) of this rank ends in the output layer."""
     return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk))
+
+
+def layer_groups(*names: str) -> ProcessGroupCollection:
+    """Return the groups `names` (such as "tp", "cp") of the present mesh, for a layer that Megatron builds without."""
+    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=list(names))
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:

@@ -1,4 +1,7 @@
-"""The one door to Megatron's pipeline schedules: every forward and backward pass of the project goes through it."""
+"""The one door to Megatron's pipeline schedules: every pass of training, logprobs and scoring goes through it.
+
+The rollout engine, which generates token by token over a cache, has its own loop (rl/engines/native).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 Routing = Callable[[nn.Module, int], AbstractContextManager[None]]
-"""Entered around one chunk's forward of one microbatch: it decides who picks the experts."""
+"""Context for the forward of one chunk on one microbatch, by index: inside, it decides which experts tokens go to."""
 
 
 class PassInput(Protocol):
@@ -18,43 +21,45 @@ class PassInput(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and full (not context-parallel) length, which the pipeline's messages have."""
+        """Sequences and their full (not context-parallel) length, from which Megatron derives its messages' shape."""
         ...
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
-        """Keyword arguments of the chunk's forward."""
+        """Return the keyword arguments of the chunk's forward."""
         ...
 
 
 MAX = "max/"
-"""Begins the names of kept numbers of which the world's largest is wanted; of all others it is the sum."""
-
+"""Prefix of the names of outputs that are reduced over the world by their maximum; all others are summed."""
 
 Input = TypeVar("Input", bound=PassInput, contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOutput:
-    """A loss as a sum and a count (divided once, by the world's count), and what to keep of the microbatch."""
+    """Result of a head on one microbatch of this rank."""
 
     loss: Tensor
+    """Sum of the loss over the counted tokens, a scalar; divided once, by the world's count."""
     count: Tensor
-    kept: dict[str, Tensor]
+    """Number of counted tokens, an integer scalar."""
+    outputs: dict[str, Tensor]
+    """Tensors without gradient that `run_pass` returns."""
 
 
 class Head(Protocol[Input]):
-    """What is made of the last stage's output: a training objective, logprobs, scores."""
+    """Function of the last stage's output: a training objective, logprobs, scores."""
 
     wants_losses: bool
-    """The model is given labels and returns a loss per token `[B, S]`; otherwise logits `[B, S, v]`."""
+    """Whether the model is given labels and returns losses `[B, s]`; otherwise it returns logits `[B, s, v]`."""
 
     def __call__(self, microbatch: Input, output: Tensor) -> HeadOutput:
-        """The head's value on one microbatch of this rank."""
+        """Return the loss and the outputs of one microbatch of this rank."""
         ...
 
 
 def free_routing(chunk: nn.Module, index: int) -> AbstractContextManager[None]:
-    """Every router chooses for itself."""
+    """Let every router choose its experts."""
     return nullcontext()
 
 
@@ -66,35 +71,45 @@ def run_pass(
     backward: bool,
     routing: Routing = free_routing,
 ) -> list[dict[str, Tensor]]:
-    """Collective over the mesh: what `head` kept of each microbatch, in order, on the last stage; [] on others.
+    """Collective over the mesh: run all microbatches through the pipeline, and backward if asked.
 
-    With `backward`, gradients are summed over the microbatches, reduced over the mesh and divided by the
-    world's count (Megatron's finalize_model_grads, set in the chunks' config).
+    Args:
+        chunks: This rank's part of the model, in pipeline order.
+        microbatches: This data-parallel rank's microbatches, of one shape and the same number on every rank.
+        head: Loss and outputs, computed on the last pipeline stage.
+        backward: Whether to compute gradients. They are summed over the microbatches, reduced over the mesh and
+            divided by the world's count (Megatron's finalize_model_grads, set in the chunks' config).
+        routing: Context of each chunk's forward of each microbatch, which may impose or record routes.
+
+    Returns:
+        The head's outputs of each microbatch, in order, on the last stage; [] on other stages.
     """
 
     def forward_step(queue: Iterator[tuple[int, Input]], chunk: nn.Module) -> tuple[Tensor, Any]:
         index, microbatch = next(queue)
         with routing(chunk, index):
             output = chunk(**microbatch.model_inputs(with_labels=head.wants_losses))
-        return output, partial(_as_megatron, head, microbatch)
+        return output, partial(_apply_head, head, microbatch)
 
-    rows, length = microbatches[0].shape
-    queues = [iter(enumerate(microbatches)) for _ in chunks]  # every chunk reads every microbatch
+    num_sequences, length = microbatches[0].shape
+    # With interleaving every chunk reads every microbatch, and Megatron advances each chunk's iterator by itself.
+    queues = [iter(enumerate(microbatches)) for _ in chunks]
     single = len(chunks) == 1
-    kept: list[dict[str, Tensor]] = get_forward_backward_func()(
+    outputs: list[dict[str, Tensor]] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=queues[0] if single else queues,
         model=chunks[0] if single else list(chunks),
         num_microbatches=len(microbatches),
         seq_length=length,
-        micro_batch_size=rows,
+        micro_batch_size=num_sequences,
         forward_only=not backward,
     )
-    return kept
+    return outputs
 
 
-def _as_megatron(
+def _apply_head(
     head: Head[Input], microbatch: Input, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    # Three values tell Megatron that the loss is a sum: it divides by the count of all ranks, not by microbatches.
     result = head(microbatch, output)
-    return result.loss, result.count, result.kept
+    return result.loss, result.count, result.outputs

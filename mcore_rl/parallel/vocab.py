@@ -1,4 +1,4 @@
-"""The output's vocabulary, of which each tensor-parallel rank has an equal slice."""
+"""Logits whose vocabulary is divided into equal slices over the tensor-parallel ranks."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from mcore_rl.parallel.mesh import Axis
 
 @torch.no_grad()
 def gather_logits(logits_BSv: Tensor, tp: Axis) -> Tensor:
-    """Collective over `tp`: logits `[B, S, V]` from the slices of all its ranks, without gradient."""
+    """Collective over `tp`: return logits `[B, S, V]` from the slices of all ranks, without gradient."""
     if tp.size == 1:
         return logits_BSv.detach()
     slices = [torch.empty_like(logits_BSv) for _ in range(tp.size)]
@@ -20,12 +20,12 @@ def gather_logits(logits_BSv: Tensor, tp: Axis) -> Tensor:
     return torch.cat(slices, dim=-1)
 
 
-NOT_ASKED = -1
-"""A target of `logprobs_and_entropy` at positions whose results nobody reads."""
+IGNORED_TARGET = -1
+"""Target for `logprobs_and_entropy` at positions that need no result."""
 
 
-class TokenFacts(NamedTuple):
-    """Of the next token at each position: the target's logprob, and the whole distribution's entropy, in nats."""
+class TokenStatistics(NamedTuple):
+    """Logprob of the target and entropy of the whole distribution at each position, `[T]` each, in nats."""
 
     logprobs_T: Tensor
     entropy_T: Tensor
@@ -33,21 +33,30 @@ class TokenFacts(NamedTuple):
 
 def logprobs_and_entropy(
     logits_Tv: Tensor, targets_T: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
-) -> TokenFacts:
-    """Collective over `tp` (forward only), equal on all its ranks: facts under softmax(logits / temperature) of the
-    ids below `vocab_size`; the rows that pad the vocabulary have no probability.
+) -> TokenStatistics:
+    """Collective over `tp` (forward only): logprobs and entropies under softmax(logits / temperature).
 
-    At least fp32 whatever the logits are in. Beyond inputs, results and the gradient of the logits no more than
-    3 x `chunk_tokens` x v numbers are in memory. Where the target is NOT_ASKED: zeros, and no work.
+    Beyond inputs, results and the gradient of the logits, no more than 3 x `chunk_tokens` x v numbers are in memory.
+
+    Args:
+        logits_Tv: This rank's slice of the logits, in any floating type; computed in float32 or more.
+        targets_T: Token ids of the whole vocabulary; IGNORED_TARGET where no result is needed.
+        tp: The tensor-parallel ranks, each with an equal slice.
+        vocab_size: Number of token ids; the columns after them pad the vocabulary and have no probability.
+        temperature: Divides the logits.
+        chunk_tokens: Positions that are computed at once.
+
+    Returns:
+        The statistics, equal on all ranks of `tp`; zeros where the target is ignored.
     """
     num_valid = min(max(vocab_size - tp.rank * logits_Tv.shape[-1], 0), logits_Tv.shape[-1])
     shard = _Shard(tp, tp.rank * logits_Tv.shape[-1], num_valid, 1.0 / temperature, chunk_tokens)
     logprobs_T, entropy_T = _LogprobsAndEntropy.apply(logits_Tv, targets_T, shard)  # type: ignore[no-untyped-call]
-    return TokenFacts(logprobs_T, entropy_T)
+    return TokenStatistics(logprobs_T, entropy_T)
 
 
 class _Shard(NamedTuple):
-    """This rank's slice of the vocabulary: `num_valid` ids from `first` on; and how to read it."""
+    """Slice of the vocabulary on this rank, `num_valid` ids from `first` on, and how its logits are read."""
 
     tp: Axis
     first: int
@@ -56,25 +65,26 @@ class _Shard(NamedTuple):
     chunk_tokens: int
 
     def scaled(self, logits_Tv: Tensor, rows_C: Tensor) -> Tensor:
-        """A new tensor: these rows' valid logits over the temperature, in fp32 or more."""
+        """Return a new tensor: the valid logits of these rows divided by the temperature, in float32 or more."""
         picked_Cv = logits_Tv[:, : self.num_valid].index_select(0, rows_C)
         return picked_Cv.to(_exact(logits_Tv.dtype)).mul_(self.inverse_temperature)
 
     def column_of(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Where a target is in the slice (0 where it is not), and whether it is."""
+        """Return the column of each target in the slice (0 where it is elsewhere), and whether it is in the slice."""
         column_C = targets_C - self.first
         here_C = (column_C >= 0) & (column_C < self.num_valid)
         return column_C.where(here_C, 0), here_C
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """Saves the logits as they came and three numbers a token; the softmax is made anew in the backward."""
+    """Function that saves the logits and three numbers a token; its backward computes the softmax again."""
 
     @staticmethod
     def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-        rows_N = (targets_T != NOT_ASKED).nonzero().flatten()
+        rows_N = (targets_T != IGNORED_TARGET).nonzero().flatten()
         highest_N, sums_3N = _local_sums(logits_Tv, targets_T, rows_N, shard)
         if shard.tp.size > 1:
+            # Maxima first: only sums over the same origin can be added, and e^(x - max) does not overflow.
             local_N = highest_N.clone()
             dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=shard.tp.group)
             if shard.num_valid:
@@ -127,7 +137,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
 
 def _local_sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Of this slice, for each row: the highest x; and sum e^y, sum y e^y with y = x - highest, the target's x."""
+    """Return of this slice, for each row, the highest logit x, and three sums: e^y, y e^y with y = x - highest, and
+    the target's x (0 where another rank has it).
+    """
     exact = logits_Tv.new_empty(0, dtype=_exact(logits_Tv.dtype))
     highest_N = exact.new_full((len(rows_N),), -torch.inf)
     sums_3N = exact.new_zeros((3, len(rows_N)))
@@ -147,7 +159,7 @@ def _local_sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Sh
 
 
 def _move_origin(sums_3N: Tensor, shift_N: Tensor) -> None:
-    """The sums over e^y and y e^y, in place, for y that are `shift` (at most 0) larger."""
+    """Change sums of e^y and y e^y, in place, into those for y + shift; `shift` is at most 0."""
     factor_N = shift_N.exp()
     sums_3N[1] = factor_N * (sums_3N[1] + shift_N * sums_3N[0])
     sums_3N[0] *= factor_N

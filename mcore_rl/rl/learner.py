@@ -216,7 +216,7 @@ class Learner:
         chunks, microbatches = self.state.chunks, minibatch.microbatches
         with evaluating(chunks), routed(microbatches) as routing:
             kept = run_pass(chunks, microbatches, self._logprob_head, backward=False, routing=routing)
-        return [facts["logprobs"] for facts in kept]
+        return [outputs["logprobs"] for outputs in kept]
 
     def _token_advantages(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> dict[int, Tensor]:
         config, size = self.config.rl.advantage, rollout.rewards_PG.shape[1]

@@ -13,9 +13,10 @@ class NextTokenHead:
     wants_losses = True
 
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
-        """The sum in nats and the number of tokens; `output` is the loss of each token, `[B, s]`."""
+        """Return the loss in nats and the number of tokens; `output` is the loss of each token, `[B, s]`."""
         mask_Bs = microbatch.loss_mask_Bs.float()
         loss = (output.float() * mask_Bs).sum()
         count = mask_Bs.sum()
-        kept = {"loss": loss.detach(), "count": count}
-        return HeadOutput(loss=loss, count=count.to(torch.int), kept=kept)
+        return HeadOutput(
+            loss=loss, count=count.to(torch.int), outputs={"loss": loss.detach(), "count": count}
+        )

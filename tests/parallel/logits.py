@@ -32,7 +32,7 @@ class LogitsHead:
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
         logits_BSV = gather_positions(gather_logits(output, self._mesh.tp), self._mesh.cp)
         nothing = output.new_zeros(())
-        return HeadOutput(loss=nothing, count=nothing.int(), kept={"logits": logits_BSV})
+        return HeadOutput(loss=nothing, count=nothing.int(), outputs={"logits": logits_BSV})
 
 
 def gather_positions(local: Tensor, cp: Axis) -> Tensor:

@@ -92,7 +92,7 @@ class LossHead:
         mask_Bs = microbatch.loss_mask_Bs
         loss = (output.float() * mask_Bs * (1 + microbatch.position_ids_Bs % 3)).sum()
         kept = {"losses": output.detach().float(), "mask": mask_Bs}
-        return HeadOutput(loss=loss, count=mask_Bs.sum().int(), kept=kept)
+        return HeadOutput(loss=loss, count=mask_Bs.sum().int(), outputs=kept)
 
 
 def sample_tokens(sample: int, vocab_size: int) -> Tensor:

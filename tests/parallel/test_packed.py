@@ -64,7 +64,7 @@ class Logits:
 
     def __call__(self, microbatch: LocalMicrobatch, output: torch.Tensor) -> HeadOutput:
         """Of each position."""
-        return HeadOutput(loss=output.sum(), count=torch.tensor(1), kept={"logits": output.detach()})
+        return HeadOutput(loss=output.sum(), count=torch.tensor(1), outputs={"logits": output.detach()})
 
 
 def conversations(vocab_size: int) -> Examples:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.parallel.vocab import NOT_ASKED, logprobs_and_entropy
+from mcore_rl.parallel.vocab import IGNORED_TARGET, logprobs_and_entropy
 from tests.ranks import run_ranks
 
 TOKENS, PADDED = 9, 16
@@ -14,7 +14,7 @@ def inputs():
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(TOKENS, PADDED, generator=generator, dtype=torch.float64) * 5
     targets = torch.randint(0, 7, (TOKENS,), generator=generator)
-    targets[3] = NOT_ASKED
+    targets[3] = IGNORED_TARGET
     return logits, targets, torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
 
 
@@ -24,7 +24,7 @@ def on_a_rank(vocab_size):
     shard = logits.chunk(2, dim=1)[axis.rank].clone().requires_grad_()
     facts = logprobs_and_entropy(shard, targets, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
     (facts[0] * pull[0] + facts[1] * pull[1]).sum().backward()
-    nothing = torch.full_like(targets, NOT_ASKED)
+    nothing = torch.full_like(targets, IGNORED_TARGET)
     logprobs_and_entropy(shard, nothing, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
     return [x.detach() for x in facts], shard.grad
 
@@ -39,7 +39,7 @@ def test_two_slices_equal_the_whole_in_value_and_gradient():
     for index, vocab_size in enumerate(sizes):
         logits, targets, pull = inputs()
         logits.requires_grad_()
-        asked = targets != NOT_ASKED
+        asked = targets != IGNORED_TARGET
         logprobs_TV = torch.log_softmax(logits[:, :vocab_size] / 0.8, dim=-1)
         logprobs = logprobs_TV.gather(1, targets.where(asked, 0)[:, None]).squeeze(1).where(asked, 0.0)
         entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(asked, 0.0)

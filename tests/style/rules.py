@@ -107,6 +107,14 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
         asks = name.startswith(("megatron.core.parallel_state", "megatron.core.mpu"))
         if asks and str(source.path) != "mcore_rl/parallel/mesh.py":
             yield f"{source.path}:{line}: imports {name}"
+    # A patch stands in Megatron's place and has nobody to hand it a group.
+    if str(source.path) == "mcore_rl/parallel/mesh.py" or source.path.is_relative_to(
+        "mcore_rl/backend/patches"
+    ):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr == "use_mpu_process_groups":
+            yield f"{source.path}:{node.lineno}: asks Megatron for its groups"
 
 
 def megatron_stays_in_its_packages(source: Source) -> Iterator[str]:

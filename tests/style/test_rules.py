@@ -16,6 +16,12 @@ from tests.style.rules import parse
         (rules.packages_are_floors, "helpers/a.py", "", 1),
         (
             rules.only_the_mesh_asks_parallel_state,
+            "model/a.py",
+            "tp = ProcessGroupCollection.use_mpu_process_groups(['tp']).tp",
+            1,
+        ),
+        (
+            rules.only_the_mesh_asks_parallel_state,
             "train/a.py",
             "from megatron.core import parallel_state",
             1,

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -27,6 +26,7 @@ from mcore_rl.model.layers.cache import LayerCache
 from mcore_rl.model.layers.cpu import attention as cpu_attention
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
+from mcore_rl.parallel.mesh import layer_groups
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -52,7 +52,7 @@ class SDPAttention(MegatronModule):
         _refuse_unsupported(config, attention_type, options.get("cp_comm_type"))
         groups = options.get("pg_collection")
         if groups is None:
-            groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+            groups = layer_groups("tp", "cp")
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.softmax_offset = self._sinks() if config.softmax_type == "learnable" else None
         self.attn_mask_type = attn_mask_type

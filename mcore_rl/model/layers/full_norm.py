@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from mcore_rl.parallel.mesh import layer_groups
 
 
 class FullQueryNorm(nn.Module):
@@ -20,7 +21,7 @@ class FullQueryNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
-        self.tp_group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
+        self.tp_group = layer_groups("tp").tp
         self.width, self.eps = self.num_heads(config) * hidden_size, eps
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(self.width, dtype=config.params_dtype, device=device))

@@ -6,7 +6,7 @@ from torch import Tensor
 from mcore_rl.config.rl import LossConfig
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import MAX, HeadOutput
-from mcore_rl.parallel.vocab import NOT_ASKED, TokenFacts, logprobs_and_entropy
+from mcore_rl.parallel.vocab import IGNORED_TARGET, TokenStatistics, logprobs_and_entropy
 from mcore_rl.rl.batch import PolicyMicrobatch
 from mcore_rl.rl.objectives.losses import policy_loss
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
@@ -23,9 +23,9 @@ class LogprobHead:
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def facts(self, microbatch: PolicyMicrobatch, output: Tensor) -> TokenFacts:
+    def statistics(self, microbatch: PolicyMicrobatch, output: Tensor) -> TokenStatistics:
         """Collective over the tensor-parallel ranks: logprobs and entropy `[T]` from logits `[1, T, v]`."""
-        targets_T = microbatch.inputs.labels_Bs[0].where(microbatch.mask_T, NOT_ASKED)
+        targets_T = microbatch.inputs.labels_Bs[0].where(microbatch.mask_T, IGNORED_TARGET)
         return logprobs_and_entropy(
             output[0],
             targets_T,
@@ -38,8 +38,8 @@ class LogprobHead:
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
         """See Head; there is no loss."""
         zero = output.new_zeros((), dtype=torch.float32)
-        logprobs_T = self.facts(microbatch, output).logprobs_T.detach()
-        return HeadOutput(loss=zero, count=zero.int(), kept={"logprobs": logprobs_T})
+        logprobs_T = self.statistics(microbatch, output).logprobs_T.detach()
+        return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
 
 
 class PolicyHead:
@@ -57,15 +57,15 @@ class PolicyHead:
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
         """See Head; the sums and maxima of `loss_metrics` are kept."""
-        facts = self._logprobs.facts(microbatch, output)
+        statistics = self._logprobs.statistics(microbatch, output)
         if not self._config.entropy_coeff:
-            facts = TokenFacts(facts.logprobs_T, facts.entropy_T.detach())
-        loss = policy_loss(policy_tokens(microbatch, facts), self._config, self._mesh.cp)
+            statistics = TokenStatistics(statistics.logprobs_T, statistics.entropy_T.detach())
+        loss = policy_loss(policy_tokens(microbatch, statistics), self._config, self._mesh.cp)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}
-        return HeadOutput(loss=loss.loss, count=loss.count, kept=loss.sums | maxima)
+        return HeadOutput(loss=loss.loss, count=loss.count, outputs=loss.sums | maxima)
 
 
-def policy_tokens(microbatch: PolicyMicrobatch, facts: TokenFacts) -> PolicyTokens:
+def policy_tokens(microbatch: PolicyMicrobatch, statistics: TokenStatistics) -> PolicyTokens:
     """What the objective is computed from."""
     old_T, advantages_T, weights_T = (
         microbatch.old_logprobs_T,
@@ -74,9 +74,9 @@ def policy_tokens(microbatch: PolicyMicrobatch, facts: TokenFacts) -> PolicyToke
     )
     assert advantages_T is not None and weights_T is not None, "the microbatch has no advantages yet"
     return PolicyTokens(
-        logprobs_T=facts.logprobs_T,
-        entropy_T=facts.entropy_T,
-        old_logprobs_T=facts.logprobs_T.detach() if old_T is None else old_T,
+        logprobs_T=statistics.logprobs_T,
+        entropy_T=statistics.entropy_T,
+        old_logprobs_T=statistics.logprobs_T.detach() if old_T is None else old_T,
         reference_logprobs_T=microbatch.reference_logprobs_T,
         engine_logprobs_T=microbatch.engine_logprobs_T,
         advantages_T=advantages_T,

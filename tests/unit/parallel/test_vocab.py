@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.parallel.vocab import NOT_ASKED, logprobs_and_entropy
+from mcore_rl.parallel.vocab import IGNORED_TARGET, logprobs_and_entropy
 
 ALONE = Axis(None, 0, 1)
 
@@ -65,7 +65,7 @@ def test_positions_that_are_not_asked_for_are_zeros():
     logits, targets, pull = example()
     asked = torch.arange(13) % 3 == 0
     got = logprobs_and_entropy(
-        logits, targets.where(asked, NOT_ASKED), ALONE, vocab_size=19, temperature=1.0, chunk_tokens=2
+        logits, targets.where(asked, IGNORED_TARGET), ALONE, vocab_size=19, temperature=1.0, chunk_tokens=2
     )
     (got[0] * pull[0] + got[1]).sum().backward()
     wanted = by_log_softmax(logits, targets, 19, 1.0)
@@ -77,7 +77,7 @@ def test_positions_that_are_not_asked_for_are_zeros():
 def test_nothing_asked_is_nothing_and_far_logits_do_not_overflow():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], requires_grad=True)
     none = logprobs_and_entropy(
-        logits, torch.tensor([NOT_ASKED] * 2), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2
+        logits, torch.tensor([IGNORED_TARGET] * 2), ALONE, vocab_size=3, temperature=1.0, chunk_tokens=2
     )
     assert [x.tolist() for x in none] == [[0.0, 0.0], [0.0, 0.0]]
     far = logprobs_and_entropy(
