@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, either the numbers of a step or an event of it.
+"""metrics.jsonl: one JSON object per line, either the metrics of a step or an event.
 
     {"step": 12, "time": 1760000000.1, "train/loss_nats": 5.81, "moe/expert_load": [[91, 37], [60, 68]]}
     {"step": 12, "time": 1760000000.4, "event": "checkpoint saved", "path": "..."}
@@ -20,7 +20,7 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JsonlSink:
-    """Appends to metrics.jsonl, a flushed line at a time."""
+    """Sink that appends to metrics.jsonl and flushes every line; steps after `resume_step` are dropped first."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         num_torn = keep_until(path, resume_step) if path.exists() else 0
@@ -29,15 +29,15 @@ class JsonlSink:
             self.message(resume_step, "torn lines removed from metrics.jsonl", {"lines": num_torn})
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """The numbers of a step, as one line."""
+        """Write the metrics of a step as one line."""
         self._line(step, values)
 
-    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
-        """An event of a step, as one line."""
-        self._line(step, {"event": text, **facts})
+    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
+        """Write an event of a step as one line, with `fields` beside the text."""
+        self._line(step, {"event": text, **fields})
 
     def close(self) -> None:
-        """Nothing can be written afterwards."""
+        """Close the file."""
         self._file.close()
 
     def _line(self, step: int, fields: Mapping[str, object]) -> None:
@@ -48,18 +48,19 @@ class JsonlSink:
 
 
 def keep_until(path: Path, step: int) -> int:
-    """Drop from the file what belongs to a later step, which will run again, and lines that are torn.
+    """Drop the records of later steps, which will run again, and torn lines, and replace the file atomically.
 
-    The file is replaced in one move. Returns how many lines were torn.
+    Returns:
+        The number of torn lines.
     """
     num_torn = 0
-    with path.open("rb") as old, written_atomically(path) as new, new.open("wb") as kept:
+    with path.open("rb") as old, written_atomically(path) as new, new.open("wb") as remaining:
         for line in old:
             record = _parsed(line)
             if record is None:
                 num_torn += 1
             elif int(str(record["step"])) <= step:
-                kept.write(line.rstrip(b"\n") + b"\n")
+                remaining.write(line.rstrip(b"\n") + b"\n")
     return num_torn
 
 
@@ -75,7 +76,7 @@ def read_records(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _parsed(line: bytes) -> dict[str, object] | None:
-    """The record of a line, None when the line is torn: not JSON, or without a step."""
+    """Return the record of a line, or None when the line is torn: not JSON, or without a step."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -86,6 +87,7 @@ def _parsed(line: bytes) -> dict[str, object] | None:
 
 
 def _json_value(value: object) -> object:
+    """Return the value, with numbers that JSON does not have as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How much memory this process holds."""
+"""Memory of this process as metrics."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from mcore_rl.obs.metrics import Metric
 
 
 def memory_metrics(device: torch.device) -> list[Metric]:
-    """Main memory, now and at its peak (on Linux); on CUDA also the device's: now, peak, reserved."""
+    """Return main memory now and at its peak (on Linux), and on CUDA device memory now, at its peak and reserved."""
     metrics: list[Metric] = []
     status = Path("/proc/self/status")
     if status.exists():

@@ -11,7 +11,7 @@ Reported: TypeAlias = "float | list[Reported]"
 
 
 class Reduce(Enum):
-    """How several values of one metric, each with its count, become the one that is told."""
+    """Reduction of several values of one metric, each with its count, to the one that is written."""
 
     SUM = "sum of the values"
     MEAN = "sum of the values / sum of the counts"
@@ -25,7 +25,10 @@ SUM, MEAN, EXP_MEAN, MAX, MIN, LAST = Reduce
 
 
 class MetricRow(NamedTuple):
-    """A row of METRICS; the unit 1 is a pure number."""
+    """Unit, reduction and meaning of a metric.
+
+    The unit 1 is a pure number, `fraction` one from 0 to 1: the fraction of all such things that the text names.
+    """
 
     unit: str
     reduce: Reduce
@@ -33,121 +36,227 @@ class MetricRow(NamedTuple):
 
 
 METRICS: dict[str, MetricRow] = {
-    "train/loss_nats": MetricRow("nats/token", MEAN, "Next-token cross entropy; no balance or MTP loss in it."),
-    "train/perplexity": MetricRow("1", EXP_MEAN, "e to train/loss_nats; give it the same value and count."),
+    "train/loss_nats": MetricRow(
+        "nats/token", MEAN, "Cross entropy of the next token, without balance and MTP losses."
+    ),
+    "train/perplexity": MetricRow("1", EXP_MEAN, "e to train/loss_nats; it takes the same value and count."),
     "train/grad_norm": MetricRow("1", MEAN, "Global L2 norm of the gradient, before clipping."),
     "train/lr": MetricRow("1", LAST, "Learning rate."),
     "train/tokens_per_s_per_rank": MetricRow("tokens/s", MEAN, "Trained tokens / (seconds * ranks)."),
-    "train/model_tflops_per_rank": MetricRow("TFLOP/s", MEAN, "Model FLOPs (plan/flops.py) / (seconds * ranks)."),
-    "train/mfu": MetricRow("1", MEAN, "Model FLOP/s of a rank over the peak of its device."),
+    "train/model_tflops_per_rank": MetricRow(
+        "TFLOP/s", MEAN, "Model FLOPs (plan/flops.py) / (seconds * ranks)."
+    ),
+    "train/mfu": MetricRow("fraction", MEAN, "Model FLOP/s of a rank / peak FLOP/s of its device."),
     "train/step_s": MetricRow("s", MEAN, "Wall time of a step."),
-    "train/skipped_steps": MetricRow("steps", LAST, "Steps so far whose update was left out: not finite."),
+    "train/skipped_steps": MetricRow(
+        "steps", LAST, "Steps so far whose update was skipped because the gradient was not finite."
+    ),
     "train/consumed_samples": MetricRow("sequences", LAST, "Sequences read so far."),
     "train/consumed_tokens": MetricRow("tokens", LAST, "Tokens trained on so far."),
-    "train/global_batch": MetricRow("sequences", LAST, "Sequences of a step."),
-    "moe/aux_loss": MetricRow("1", MEAN, "Balance loss before its coefficient, mean over layers; 1 is even."),
+    "train/global_batch": MetricRow("sequences", LAST, "Sequences in a step."),
+    "moe/aux_loss": MetricRow(
+        "1", MEAN, "Balance loss before its coefficient, mean over layers; 1 for an even load."
+    ),
     "moe/z_loss": MetricRow("1", MEAN, "Router z-loss before its coefficient, mean over layers."),
-    "moe/load_max_over_mean": MetricRow("1", MEAN, "Tokens of the busiest expert / mean; mean over layers."),
-    "moe/load_entropy": MetricRow("1", MEAN, "Entropy of the shares / log(experts), mean over layers; 1 is even."),
-    "moe/dropped_tokens": MetricRow("choices", SUM, "Choices beyond an expert's capacity, all layers."),
-    "moe/dropped_fraction": MetricRow("1", MEAN, "moe/dropped_tokens over all choices."),
-    "moe/expert_load": MetricRow("tokens", SUM, "Matrix: row = layer from 0 (zeros: dense), column = expert."),
-    "moe/layer_NN/load_max_over_mean": MetricRow("1", MEAN, "Of layer NN, from 0 as in parameter names."),
-    "moe/layer_NN/load_entropy": MetricRow("1", MEAN, "Of layer NN, from 0 as in parameter names."),
+    "moe/load_max_over_mean": MetricRow(
+        "1", MEAN, "Tokens of the busiest expert / tokens of the mean expert, mean over layers."
+    ),
+    "moe/load_entropy": MetricRow(
+        "1", MEAN, "Entropy of the experts' shares / log(experts), mean over layers; 1 for an even load."
+    ),
+    "moe/dropped_tokens": MetricRow("choices", SUM, "Choices beyond an expert's capacity, in all layers."),
+    "moe/dropped_fraction": MetricRow("fraction", MEAN, "moe/dropped_tokens / all choices."),
+    "moe/expert_load": MetricRow(
+        "tokens", SUM, "Matrix of tokens: row = layer from 0 (zeros for a dense layer), column = expert."
+    ),
+    "moe/layer_NN/load_max_over_mean": MetricRow(
+        "1", MEAN, "moe/load_max_over_mean in layer NN, counted from 0 as in parameter names."
+    ),
+    "moe/layer_NN/load_entropy": MetricRow(
+        "1", MEAN, "moe/load_entropy in layer NN, counted from 0 as in parameter names."
+    ),
     "mtp/loss_nats": MetricRow("nats/token", MEAN, "Cross entropy of the multi-token-prediction heads."),
-    "mtp/load_max_over_mean": MetricRow("1", MEAN, "As moe/load_max_over_mean, over the MTP layers."),
-    "mtp/load_entropy": MetricRow("1", MEAN, "As moe/load_entropy, over the MTP layers."),
-    "mtp/dropped_tokens": MetricRow("choices", SUM, "As moe/dropped_tokens, over the MTP layers."),
-    "mtp/dropped_fraction": MetricRow("1", MEAN, "As moe/dropped_fraction, over the MTP layers."),
-    "mtp/expert_load": MetricRow("tokens", SUM, "Matrix: row = MTP layer from 0, column = expert."),
-    "mtp/layer_NN/load_max_over_mean": MetricRow("1", MEAN, "Of MTP layer NN, counted from 0."),
-    "mtp/layer_NN/load_entropy": MetricRow("1", MEAN, "Of MTP layer NN, counted from 0."),
-    "policy/loss": MetricRow("1", MEAN, "What is minimised, aggregated as rl.loss says, with KL and entropy."),
-    "policy/objective": MetricRow("1", MEAN, "The same without KL and entropy."),
-    "policy/entropy_nats": MetricRow("nats/token", MEAN, "Of the next token over the whole vocabulary."),
-    "policy/kl_old_nats": MetricRow("nats/token", MEAN, "KL(old policy || policy), k3."),
-    "policy/kl_reference_nats": MetricRow("nats/token", MEAN, "KL(policy || reference), k3."),
-    "policy/clip_ratio_low": MetricRow("1", MEAN, "Tokens whose ratio was clipped from below."),
-    "policy/clip_ratio_high": MetricRow("1", MEAN, "Tokens whose ratio was clipped from above."),
-    "policy/clip_ratio_low_sequences": MetricRow("1", MEAN, "Sequences with such a token."),
-    "policy/clip_ratio_high_sequences": MetricRow("1", MEAN, "Sequences with such a token."),
-    "policy/ratio_mean": MetricRow("1", MEAN, "Policy / old policy, mean over tokens."),
-    "policy/ratio_variance": MetricRow("1", MEAN, "Of the ratio, over tokens."),
-    "policy/log_ratio_max": MetricRow("nats", MAX, "Log of the largest ratio."),
-    "policy/log_ratio_min": MetricRow("nats", MIN, "Log of the smallest ratio."),
-    "rollout/mismatch_kl_nats": MetricRow("nats/token", MEAN, "KL(engine || old policy), k3."),
-    "rollout/mismatch_max": MetricRow("nats", MAX, "Largest difference of engine's and trainer's logprobs."),
-    "rollout/importance_sampling_masked_fraction": MetricRow("1", MEAN, "Tokens that importance sampling masks."),
-    "routes/changed_fraction": MetricRow("1", MEAN, "Routes (token, layer, slot) not of the old policy (R3: engine)."),
-    "routes/changed_tokens_fraction": MetricRow("1", MEAN, "Tokens with such a route in any layer."),
-    "routes/gate_mass_moved": MetricRow("1", MEAN, "Share of the gates on such; mean over layers."),
-    "routes/layer_NN/changed_fraction": MetricRow("1", MEAN, "Of layer NN, from 0."),
-    "routes/layer_NN/gate_mass_moved": MetricRow("1", MEAN, "Of layer NN, from 0."),
-    "routes/compared_tokens": MetricRow("tokens", SUM, "Whose routes are known and were compared."),
-    "routes/unknown_tokens": MetricRow("tokens", SUM, "Routed live because no routes came (replay.missing)."),
-    "rollout_routes/changed_fraction": MetricRow("1", MEAN, "Routes (token, layer, slot) not of the engine."),
-    "rollout_routes/changed_tokens_fraction": MetricRow("1", MEAN, "Tokens with such a route in any layer."),
-    "rollout_routes/gate_mass_moved": MetricRow("1", MEAN, "Share of the gates on such; mean over layers."),
-    "rollout_routes/layer_NN/changed_fraction": MetricRow("1", MEAN, "Of layer NN, from 0."),
-    "rollout_routes/layer_NN/gate_mass_moved": MetricRow("1", MEAN, "Of layer NN, from 0."),
-    "rollout_routes/compared_tokens": MetricRow("tokens", SUM, "Whose routes are known and were compared."),
-    "rollout_routes/unknown_tokens": MetricRow("tokens", SUM, "Routed live because no routes came (replay.missing)."),
-    "routes/cached_bytes": MetricRow("bytes", LAST, "Routes held for replay, all ranks."),
-    "reward/mean": MetricRow("1", MEAN, "Weighted sum of the parts, mean over completions."),
-    "reward/part/NAME": MetricRow("1", MEAN, "Part NAME of rl.reward.parts before its weight; overlong: length."),
-    "reward/accuracy": MetricRow("1", MEAN, "Completions to which the first part gives 1 or more."),
-    "reward/group_std": MetricRow("1", MEAN, "Standard deviation (ddof 0) of a group's rewards, mean over groups."),
-    "reward/groups_without_signal_fraction": MetricRow("1", MEAN, "Groups whose rewards are all the same."),
-    "reward/errors": MetricRow("scores", SUM, "Parts that gave no number; worth rl.reward.error_value."),
-    "reward/errors_raised": MetricRow("scores", SUM, "Of them: the function raised."),
-    "reward/errors_not_finite": MetricRow("scores", SUM, "Of them: NaN or infinite."),
-    "reward/errors_bad_steps": MetricRow("scores", SUM, "Of them: no rising (end, value) within the text."),
-    "reward/errors_timeout": MetricRow("scores", SUM, "Of them: longer than rl.reward.timeout_s."),
-    "reward/errors_died": MetricRow("scores", SUM, "Of them: its process crashed."),
+    "mtp/load_max_over_mean": MetricRow("1", MEAN, "moe/load_max_over_mean over the MTP layers."),
+    "mtp/load_entropy": MetricRow("1", MEAN, "moe/load_entropy over the MTP layers."),
+    "mtp/dropped_tokens": MetricRow("choices", SUM, "moe/dropped_tokens in the MTP layers."),
+    "mtp/dropped_fraction": MetricRow("fraction", MEAN, "moe/dropped_fraction in the MTP layers."),
+    "mtp/expert_load": MetricRow("tokens", SUM, "Matrix of tokens: row = MTP layer from 0, column = expert."),
+    "mtp/layer_NN/load_max_over_mean": MetricRow(
+        "1", MEAN, "moe/load_max_over_mean in MTP layer NN, counted from 0."
+    ),
+    "mtp/layer_NN/load_entropy": MetricRow("1", MEAN, "moe/load_entropy in MTP layer NN, counted from 0."),
+    "policy/loss": MetricRow(
+        "1",
+        MEAN,
+        "Loss that is minimised, aggregated as rl.loss.aggregation defines, with KL and entropy terms.",
+    ),
+    "policy/objective": MetricRow("1", MEAN, "policy/loss without the KL and entropy terms."),
+    "policy/entropy_nats": MetricRow(
+        "nats/token", MEAN, "Entropy of the next token over the whole vocabulary."
+    ),
+    "policy/kl_old_nats": MetricRow("nats/token", MEAN, "KL(old policy || policy), estimator k3."),
+    "policy/kl_reference_nats": MetricRow("nats/token", MEAN, "KL(policy || reference), estimator k3."),
+    "policy/clip_ratio_low": MetricRow(
+        "fraction", MEAN, "Tokens whose probability ratio was clipped from below."
+    ),
+    "policy/clip_ratio_high": MetricRow(
+        "fraction", MEAN, "Tokens whose probability ratio was clipped from above."
+    ),
+    "policy/clip_ratio_low_sequences": MetricRow(
+        "fraction", MEAN, "Sequences with a token that was clipped from below."
+    ),
+    "policy/clip_ratio_high_sequences": MetricRow(
+        "fraction", MEAN, "Sequences with a token that was clipped from above."
+    ),
+    "policy/ratio_mean": MetricRow("1", MEAN, "Probability ratio policy / old policy, mean over tokens."),
+    "policy/ratio_variance": MetricRow("1", MEAN, "Variance of the probability ratio over tokens."),
+    "policy/log_ratio_max": MetricRow("nats", MAX, "Log of the largest probability ratio."),
+    "policy/log_ratio_min": MetricRow("nats", MIN, "Log of the smallest probability ratio."),
+    "rollout/mismatch_kl_nats": MetricRow(
+        "nats/token", MEAN, "KL(rollout policy || old policy), estimator k3: the rollout-training mismatch."
+    ),
+    "rollout/mismatch_max": MetricRow(
+        "nats", MAX, "Largest difference between the engine's and the trainer's logprob of a token."
+    ),
+    "rollout/importance_sampling_masked_fraction": MetricRow(
+        "fraction", MEAN, "Tokens that rl.loss.importance_sampling masks."
+    ),
+    "routes/changed_fraction": MetricRow(
+        "fraction", MEAN, "Routes (token, layer, slot) that differ from the replayed ones."
+    ),
+    "routes/changed_tokens_fraction": MetricRow("fraction", MEAN, "Tokens with such a route in any layer."),
+    "routes/gate_mass_moved": MetricRow("fraction", MEAN, "Gate mass on such routes, mean over layers."),
+    "routes/layer_NN/changed_fraction": MetricRow(
+        "fraction", MEAN, "routes/changed_fraction in layer NN, counted from 0."
+    ),
+    "routes/layer_NN/gate_mass_moved": MetricRow(
+        "fraction", MEAN, "routes/gate_mass_moved in layer NN, counted from 0."
+    ),
+    "routes/compared_tokens": MetricRow("tokens", SUM, "Tokens whose routes are known and were compared."),
+    "routes/unknown_tokens": MetricRow(
+        "tokens", SUM, "Tokens routed live because the engine returned no routes (replay.missing)."
+    ),
+    "rollout_routes/changed_fraction": MetricRow(
+        "fraction", MEAN, "Routes (token, layer, slot) that differ from the engine's."
+    ),
+    "rollout_routes/changed_tokens_fraction": MetricRow(
+        "fraction", MEAN, "Tokens with such a route in any layer."
+    ),
+    "rollout_routes/gate_mass_moved": MetricRow(
+        "fraction", MEAN, "Gate mass on such routes, mean over layers."
+    ),
+    "rollout_routes/layer_NN/changed_fraction": MetricRow(
+        "fraction", MEAN, "rollout_routes/changed_fraction in layer NN, counted from 0."
+    ),
+    "rollout_routes/layer_NN/gate_mass_moved": MetricRow(
+        "fraction", MEAN, "rollout_routes/gate_mass_moved in layer NN, counted from 0."
+    ),
+    "rollout_routes/compared_tokens": MetricRow(
+        "tokens", SUM, "Tokens whose routes are known and were compared."
+    ),
+    "rollout_routes/unknown_tokens": MetricRow(
+        "tokens", SUM, "Tokens routed live because the engine returned no routes (replay.missing)."
+    ),
+    "routes/cached_bytes": MetricRow(
+        "bytes", LAST, "Size of the routes stored for replay, summed over ranks."
+    ),
+    "reward/mean": MetricRow("1", MEAN, "Weighted sum of the parts of the reward, mean over completions."),
+    "reward/part/NAME": MetricRow(
+        "1", MEAN, "Part NAME of rl.reward.parts before its weight; `overlong` is the length penalty."
+    ),
+    "reward/accuracy": MetricRow(
+        "fraction", MEAN, "Completions to which the first part of the reward gives 1 or more."
+    ),
+    "reward/group_std": MetricRow(
+        "1", MEAN, "Standard deviation (ddof 0) of a group's rewards, mean over groups."
+    ),
+    "reward/groups_without_signal_fraction": MetricRow(
+        "fraction", MEAN, "Groups whose rewards are all the same."
+    ),
+    "reward/errors": MetricRow("scores", SUM, "Scores that failed and became rl.reward.error_value."),
+    "reward/errors_raised": MetricRow("scores", SUM, "Failed scores whose function raised an exception."),
+    "reward/errors_not_finite": MetricRow("scores", SUM, "Failed scores that were NaN or infinite."),
+    "reward/errors_bad_steps": MetricRow(
+        "scores", SUM, "Failed scores whose (end, value) steps do not rise within the text."
+    ),
+    "reward/errors_timeout": MetricRow(
+        "scores", SUM, "Failed scores that took longer than rl.reward.timeout_s."
+    ),
+    "reward/errors_died": MetricRow("scores", SUM, "Failed scores whose process crashed."),
     "rl/step_s": MetricRow("s", MEAN, "Wall time of a rollout batch with its updates."),
-    "rl/rollouts": MetricRow("rollouts", LAST, "Rollout batches learned from so far."),
-    "rl/consumed_prompts": MetricRow("prompts", LAST, "Prompts taken so far, unused ones too."),
+    "rl/rollouts": MetricRow("rollouts", LAST, "Rollout batches trained on so far."),
+    "rl/consumed_prompts": MetricRow("prompts", LAST, "Prompts taken so far, including unused ones."),
     "rollout/completion_tokens": MetricRow("tokens", MEAN, "Length of a completion."),
-    "rollout/longest_completion_tokens": MetricRow("tokens", MAX, "Length of the longest."),
+    "rollout/longest_completion_tokens": MetricRow("tokens", MAX, "Length of the longest completion."),
     "rollout/prompt_tokens": MetricRow("tokens", MEAN, "Length of a prompt."),
-    "rollout/truncated_fraction": MetricRow("1", MEAN, "Completions that reached rl.rollout.max_new_tokens."),
-    "rollout/tokens_per_s_per_replica": MetricRow("tokens/s", MEAN, "Completion tokens / (seconds * replicas)."),
-    "rollout/refills": MetricRow("rollouts", MEAN, "Further rollouts that dynamic sampling took, a step."),
-    "rollout/unused_groups": MetricRow("groups", MEAN, "Groups without signal, or too many, a step."),
-    "eval/accuracy": MetricRow("1", MEAN, "Held-out prompts' answers to which the first part gives 1."),
-    "eval/reward": MetricRow("1", MEAN, "Reward of the answers to held-out prompts."),
-    "eval/completion_tokens": MetricRow("tokens", MEAN, "Length of these answers."),
-    "eval/truncated_fraction": MetricRow("1", MEAN, "Of them, those that reached the longest length."),
-    "eval/pass_at_K": MetricRow("1", MEAN, "Chance that one of K answers to a held-out prompt is right."),
-    "eval/loss_nats": MetricRow("nats/token", MEAN, "train/loss_nats on the validation text."),
+    "rollout/truncated_fraction": MetricRow(
+        "fraction", MEAN, "Completions that reached rl.rollout.max_new_tokens."
+    ),
+    "rollout/tokens_per_s_per_replica": MetricRow(
+        "tokens/s", MEAN, "Completion tokens / (seconds * replicas)."
+    ),
+    "rollout/refills": MetricRow(
+        "rollouts", MEAN, "Further rollouts of dynamic sampling, per rollout batch."
+    ),
+    "rollout/unused_groups": MetricRow(
+        "groups",
+        MEAN,
+        "Groups that dynamic sampling left out, without signal or beyond the batch, per rollout batch.",
+    ),
+    "eval/accuracy": MetricRow(
+        "fraction", MEAN, "Answers to held-out prompts to which the first part of the reward gives 1."
+    ),
+    "eval/reward": MetricRow("1", MEAN, "Reward of answers to held-out prompts."),
+    "eval/completion_tokens": MetricRow("tokens", MEAN, "Length of answers to held-out prompts."),
+    "eval/truncated_fraction": MetricRow(
+        "fraction", MEAN, "Answers to held-out prompts that reached the longest length."
+    ),
+    "eval/pass_at_K": MetricRow(
+        "fraction", MEAN, "Chance that at least one of K answers to a held-out prompt is correct."
+    ),
+    "eval/loss_nats": MetricRow("nats/token", MEAN, "train/loss_nats on the validation data."),
     "eval/perplexity": MetricRow("1", EXP_MEAN, "e to eval/loss_nats."),
-    "test/loss_nats": MetricRow("nats/token", MEAN, "train/loss_nats on the test text, at the end."),
+    "test/loss_nats": MetricRow("nats/token", MEAN, "train/loss_nats on the test data, after the last step."),
     "test/perplexity": MetricRow("1", EXP_MEAN, "e to test/loss_nats."),
-    "data/unigram_nats": MetricRow("nats/token", LAST, "Entropy of the token frequencies: loss without context."),
-    "data/examples": MetricRow("conversations", LAST, "To train on."),
-    "data/skipped_examples": MetricRow("conversations", LAST, "Left out: longer than a row."),
-    "data/prompts": MetricRow("prompts", LAST, "To learn from; 0: a task that makes them without end."),
-    "data/filled_fraction": MetricRow("1", LAST, "Positions of packed rows that hold a token of an example."),
-    "memory/resident_bytes": MetricRow("bytes", LAST, "Main memory that the process holds."),
-    "memory/peak_resident_bytes": MetricRow("bytes", MAX, "The most it ever held."),
+    "data/unigram_nats": MetricRow(
+        "nats/token", LAST, "Entropy of the token frequencies: the loss of a model without context."
+    ),
+    "data/examples": MetricRow("conversations", LAST, "Conversations to train on."),
+    "data/skipped_examples": MetricRow(
+        "conversations", LAST, "Conversations left out because they are longer than data.seq_length."
+    ),
+    "data/prompts": MetricRow(
+        "prompts", LAST, "Prompts to train on; 0 for a task that generates them without end."
+    ),
+    "data/filled_fraction": MetricRow("fraction", LAST, "Positions of packed sequences that hold a token."),
+    "memory/resident_bytes": MetricRow("bytes", LAST, "Main memory of the process."),
+    "memory/peak_resident_bytes": MetricRow("bytes", MAX, "Largest main memory of the process so far."),
     "memory/device_bytes": MetricRow("bytes", LAST, "Device memory in tensors."),
-    "memory/peak_device_bytes": MetricRow("bytes", MAX, "The most that was ever in tensors."),
-    "memory/device_reserved_bytes": MetricRow("bytes", LAST, "Device memory that the allocator holds."),
-    "checkpoint/blocking_s": MetricRow("s", LAST, "How long training stood still for a save."),
-    "checkpoint/save_s": MetricRow("s", LAST, "From the start of a save until the checkpoint was complete."),
-    "checkpoint/load_s": MetricRow("s", LAST, "Reading a checkpoint."),
+    "memory/peak_device_bytes": MetricRow("bytes", MAX, "Largest device memory in tensors so far."),
+    "memory/device_reserved_bytes": MetricRow(
+        "bytes", LAST, "Device memory reserved by PyTorch's allocator."
+    ),
+    "checkpoint/blocking_s": MetricRow("s", LAST, "Time for which a save stopped training."),
+    "checkpoint/save_s": MetricRow(
+        "s", LAST, "Time from the start of a save until the checkpoint was complete."
+    ),
+    "checkpoint/load_s": MetricRow("s", LAST, "Time to load a checkpoint."),
     "checkpoint/bytes": MetricRow("bytes", LAST, "Size of a checkpoint on disk."),
-    "time/data_s": MetricRow("s", MEAN, "Waiting for the batch, a step."),
-    "time/forward_backward_s": MetricRow("s", MEAN, "Forward and backward passes, a step."),
-    "time/optimizer_s": MetricRow("s", MEAN, "Gradient norm, update and gathering of parameters, a step."),
-    "time/rollout_s": MetricRow("s", MEAN, "Generation, a rollout batch."),
-    "time/reward_s": MetricRow("s", MEAN, "Judging, with waiting for other replicas, a rollout batch."),
-    "time/old_logprobs_s": MetricRow("s", MEAN, "The old policy's passes, a rollout batch."),
-    "time/routes_s": MetricRow("s", MEAN, "Replay around the passes: exchange, tapes, accounts, a rollout batch."),
-    "time/reference_s": MetricRow("s", MEAN, "The reference's passes, a rollout batch."),
+    "time/data_s": MetricRow("s", MEAN, "Waiting for the batch, per step."),
+    "time/forward_backward_s": MetricRow("s", MEAN, "Forward and backward passes, per step."),
+    "time/optimizer_s": MetricRow("s", MEAN, "Gradient norm, update and gathering of parameters, per step."),
+    "time/rollout_s": MetricRow("s", MEAN, "Generation, per rollout batch."),
+    "time/reward_s": MetricRow(
+        "s", MEAN, "Scoring, including the wait for other replicas, per rollout batch."
+    ),
+    "time/old_logprobs_s": MetricRow("s", MEAN, "Passes of the old policy, per rollout batch."),
+    "time/routes_s": MetricRow(
+        "s", MEAN, "Replay around the passes: exchange, tapes, accounts; per rollout batch."
+    ),
+    "time/reference_s": MetricRow("s", MEAN, "Passes of the reference policy, per rollout batch."),
     "time/eval_s": MetricRow("s", LAST, "One evaluation."),
-    "time/checkpoint_s": MetricRow("s", LAST, "What a save took of the training loop."),
-}  # fmt: skip
+    "time/checkpoint_s": MetricRow("s", LAST, "Part of a save that the training loop waited for."),
+}
 
 
 def row_name(name: str) -> str:

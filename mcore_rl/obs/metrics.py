@@ -12,9 +12,10 @@ from mcore_rl.obs.metric_table import EXP_MEAN, MAX, MEAN, MIN, SUM, Reduce, Rep
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One value of a metric and what it counts: for a mean, `value` is the sum over `count` things.
+    """One value of a metric with its count: for a mean, `value` is the sum over `count` things.
 
-    A tensor stays on its device, without its graph, until it is told: making a Metric waits for nothing.
+    A tensor stays on its device, without its graph, until it is written: creating a Metric does not wait for the
+    device.
     """
 
     name: str
@@ -29,17 +30,17 @@ class Metric:
 
     @property
     def unit(self) -> str:
-        """Unit, from METRICS."""
+        """Unit of the metric in METRICS."""
         return row_of(self.name).unit
 
     @property
     def reduce(self) -> Reduce:
-        """Reduction, from METRICS."""
+        """Reduction of the metric in METRICS."""
         return row_of(self.name).reduce
 
 
 def reduced(metrics: Iterable[Metric]) -> dict[str, Reported]:
-    """Name -> the one number (lists for a matrix) that all values of that name come to, sorted by name."""
+    """Reduce all values of each name to one number, nested lists for a matrix; return name -> value, sorted by name."""
     by_name: dict[str, list[Metric]] = {}
     for metric in metrics:
         by_name.setdefault(metric.name, []).append(metric)
@@ -60,8 +61,9 @@ def _reduce(metrics: list[Metric]) -> Tensor:
 
 
 def _as_reported(value: Tensor) -> Reported:
-    """Whole numbers lose their `.0`: a matrix of token counts is half as long on disk."""
+    """Return a number or nested lists, whole numbers as int."""
     if value.dim():
         return [_as_reported(row) for row in value]
     number = float(value)
+    # Without ".0" a matrix of token counts is half as long on disk.
     return int(number) if math.isfinite(number) and number == int(number) and abs(number) < 2**53 else number

@@ -1,4 +1,4 @@
-"""The peak of a device, which `train/mfu` is a fraction of."""
+"""Peak FLOP/s of a device, of which `train/mfu` is a fraction."""
 
 import re
 import time
@@ -38,14 +38,14 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "B300": {"bf16": 2250.0, "fp8": 4500.0, "fp32": 75.0},
     "GB300": {"bf16": 2500.0, "fp8": 5000.0, "fp32": 80.0},
 }
-"""Dense matrix products by NVIDIA's data sheets (half of what is given "with sparsity"; fp32 without TF32).
-A name stands for the SXM module where there is one."""
+"""TFLOP/s of dense matrix products in NVIDIA's data sheets (half of the numbers "with sparsity"; fp32 without TF32).
+A name is that of the SXM module where there is one."""
 
 
 def peak_flops(
     device: torch.device, precision: Precision, configured_tflops: float | Literal["auto"]
 ) -> float:
-    """FLOP/s that the device could do at best: as configured, else by its name, else measured (~0.2 s)."""
+    """Return the peak FLOP/s of the device: as configured, else by its name, else measured (~0.2 s)."""
     if configured_tflops != "auto":
         return configured_tflops * 1e12
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -58,7 +58,7 @@ def peak_flops(
 
 
 def known_peak_tflops(device_name: str, precision: Precision) -> float | None:
-    """Of the longest entry whose words are all in the name; None: there is none, or it is a MIG slice."""
+    """Return the peak of the longest entry whose words are all in the name; None without one, and for a MIG slice."""
     words = set(re.split(r"[\s-]+", device_name))
     fits = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
     if not fits or "MIG" in words:
@@ -67,10 +67,10 @@ def known_peak_tflops(device_name: str, precision: Precision) -> float | None:
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, budget_s: float = 0.2) -> float:
-    """FLOP/s of the fastest square matrix product made within `budget_s`, with this process's threads."""
+    """Return the FLOP/s of the fastest square matrix product within `budget_s`, with the threads of this process."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    _product_s(left, right)  # The first one also chooses and loads its kernel.
+    _product_s(left, right)  # The first product also chooses and loads its kernel.
     best_s = _product_s(left, right)
     end_s = time.perf_counter() + budget_s
     while time.perf_counter() < end_s:
@@ -80,7 +80,7 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, budget_s: floa
 
 def _product_s(left: torch.Tensor, right: torch.Tensor) -> float:
     start_s = time.perf_counter()
-    product(left, right)  # as our layers make it: on some CPUs twice as fast as torch's
+    product(left, right)  # the product of our layers: on some CPUs twice as fast as torch's
     if left.is_cuda:
         torch.cuda.synchronize(left.device)
     return time.perf_counter() - start_s

@@ -1,4 +1,4 @@
-"""Where metrics and events go: the console, metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Sinks of metrics and events: the console, metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import importlib
 import time
@@ -20,20 +20,20 @@ from mcore_rl.obs.metrics import Metric, reduced
 
 
 class Sink(Protocol):
-    """One place that is told the numbers and the events of a run."""
+    """Destination of the metrics and events of a run."""
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """The numbers of a step."""
+        """Write the metrics of a step."""
 
-    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
-        """An event of a step, with facts about it."""
+    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
+        """Write an event of a step: a text, and fields with more about it."""
 
     def close(self) -> None:
-        """Everything told so far is safe afterwards."""
+        """Return when everything written so far is safe."""
 
 
 class Log:
-    """Tells every sink; without sinks (on all ranks but the writing one) it is silent."""
+    """Log of a run, which passes metrics and events on to its sinks; on all ranks but one it has none."""
 
     def __init__(self, sinks: Iterable[Sink], config: LogConfig, step: int = 0) -> None:
         self._sinks = tuple(sinks)
@@ -43,9 +43,9 @@ class Log:
         self._pending_matrices: list[Metric] = []
 
     def write(self, step: int, metrics: Iterable[Metric]) -> None:
-        """What a step measured; told every `log.interval` steps, reduced over the steps since the last time.
+        """Take the metrics of a step and write them every `log.interval` steps, reduced over the steps since then.
 
-        Matrices are told every `log.matrix_interval` steps.
+        Matrices are written every `log.matrix_interval` steps.
         """
         self._step = step
         if not self._sinks:
@@ -53,32 +53,32 @@ class Log:
         for metric in metrics:
             is_matrix = isinstance(metric.value, Tensor) and metric.value.dim() > 0
             (self._pending_matrices if is_matrix else self._pending).append(metric)
-        told: list[Metric] = []
+        due: list[Metric] = []
         if step % self._config.interval == 0:
-            told, self._pending = self._pending, []
+            due, self._pending = self._pending, []
         if self._config.matrix_interval is None:
             self._pending_matrices = []
         elif step % self._config.matrix_interval == 0:
-            told, self._pending_matrices = told + self._pending_matrices, []
-        self._tell(step, told)
+            due, self._pending_matrices = due + self._pending_matrices, []
+        self._write(step, due)
 
     def write_now(self, step: int, metrics: Iterable[Metric]) -> None:
-        """What does not happen every step (an evaluation, a checkpoint); told at once."""
-        self._tell(step, metrics)
+        """Write metrics that do not occur in every step, as of an evaluation or a checkpoint, at once."""
+        self._write(step, metrics)
 
-    def message(self, text: str, **facts: object) -> None:
-        """An event of the current step: a line on the console, and a record with `event` and the facts."""
+    def message(self, text: str, **fields: object) -> None:
+        """Write an event of the current step: a line on the console, and a record with `event` and the fields."""
         for sink in self._sinks:
-            sink.message(self._step, text, facts)
+            sink.message(self._step, text, fields)
 
     def close(self) -> None:
-        """Tell what is pending, and end every sink."""
-        self._tell(self._step, self._pending + self._pending_matrices)
+        """Write the metrics that are pending and close every sink."""
+        self._write(self._step, self._pending + self._pending_matrices)
         self._pending, self._pending_matrices = [], []
         for sink in self._sinks:
             sink.close()
 
-    def _tell(self, step: int, metrics: Iterable[Metric]) -> None:
+    def _write(self, step: int, metrics: Iterable[Metric]) -> None:
         if self._sinks and (values := reduced(metrics)):
             for sink in self._sinks:
                 sink.write(step, values)
@@ -91,9 +91,10 @@ def open_log(
     total_steps: int,
     settings: Mapping[str, object] | None = None,
 ) -> Log:
-    """The log of the one writing rank; records after `resume_step` are dropped, since those steps run again.
+    """Open the log of rank 0, the only rank that writes.
 
-    `settings` (the resolved config) is shown by Weights & Biases beside the curves.
+    Records after `resume_step` are dropped, because those steps run again. Weights & Biases shows `settings` (the
+    resolved config) beside the curves.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     optional: list[Sink] = []
@@ -106,12 +107,12 @@ def open_log(
 
 
 def silent_log() -> Log:
-    """The log of every other rank."""
+    """Return the log of every rank but rank 0; it writes nothing."""
     return Log((), LogConfig())
 
 
 class ConsoleSink:
-    """A line a step that a person can follow; colours only on a terminal."""
+    """Sink that prints one line per step; colours only on a terminal."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
@@ -119,7 +120,7 @@ class ConsoleSink:
         self._first: tuple[int, float] | None = None
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """One line of those COLUMNS that there is a value for."""
+        """Print one line with the COLUMNS that have a value."""
         cells = [
             f"[dim]{label}[/] {show(value)}"
             for name, (label, show) in COLUMNS.items()
@@ -131,16 +132,16 @@ class ConsoleSink:
             width = len(str(self._total_steps))
             self._print(f"[bold]step {step:>{width}}[/]/{self._total_steps} | " + " | ".join(cells))
 
-    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
-        """One line: the text, then the facts."""
-        told = "".join(f" | {name} {value}" for name, value in facts.items())
-        self._print(f"[yellow]{escape(text)}[/]{escape(told)}")
+    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
+        """Print one line: the text, then the fields."""
+        more = "".join(f" | {name} {value}" for name, value in fields.items())
+        self._print(f"[yellow]{escape(text)}[/]{escape(more)}")
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: the console stays open."""
 
     def _time_left(self, step: int) -> timedelta | None:
-        """By the mean pace since the first line, evaluations and checkpoints included; None on that line."""
+        """Return the time left at the mean pace since the first line, on which it is None."""
         now_s = time.monotonic()
         if self._first is None:
             self._first = step, now_s
@@ -154,7 +155,7 @@ class ConsoleSink:
 
 
 def _short(number: float) -> str:
-    """1234567 -> 1.23M."""
+    """Return three significant digits and a unit prefix: 1234567 -> 1.23M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{letter}"
@@ -181,37 +182,37 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "test/loss_nats": ("test loss", "{:.4f}".format),
     "test/perplexity": ("perplexity", "{:.2f}".format),
 }
-"""What the console shows of a record, in this order: metric -> label, format."""
+"""Metrics that the console shows, in this order: metric -> label, format."""
 
 
 class TensorBoardSink:
-    """Scalars and events as TensorBoard files; matrices are left to metrics.jsonl."""
+    """Sink of scalars and events as TensorBoard files; matrices go to metrics.jsonl only."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         module = optional_package("torch.utils.tensorboard", "log.tensorboard = true", "tensorboard")
-        # purge_step hides what an earlier process wrote of steps that run again.
+        # purge_step hides records that an earlier process wrote for steps which run again.
         self._writer = module.SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Every scalar of a step."""
+        """Write every scalar of a step."""
         for name, value in values.items():
             if isinstance(value, float | int):
                 self._writer.add_scalar(name, value, step)
 
-    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
-        """The text and the facts, on the text page."""
-        self._writer.add_text("event", f"{text} {dict(facts) or ''}", step)
+    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
+        """Write the text and the fields on the text page."""
+        self._writer.add_text("event", f"{text} {dict(fields) or ''}", step)
 
     def close(self) -> None:
-        """Everything is on disk afterwards."""
+        """Return when everything is on disk."""
         self._writer.close()
 
 
 class WandbSink:
-    """Scalars and events on Weights & Biases; matrices are left to metrics.jsonl.
+    """Sink of scalars and events on Weights & Biases; matrices go to metrics.jsonl only.
 
-    A resumed run goes on in the same W&B run (its id is kept in `<run_dir>/wandb_id`). W&B cannot take back
-    what it was told, so steps that run again appear twice there; the x axis is our step, not W&B's counter.
+    A resumed run resumes the W&B run whose id is in `<run_dir>/wandb_id`. W&B cannot delete records, so steps that
+    run again appear twice there; the x axis is our step, not W&B's counter.
     """
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, object]) -> None:
@@ -231,21 +232,21 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Reported]) -> None:
-        """Every scalar of a step."""
+        """Write every scalar of a step."""
         scalars = {name: value for name, value in values.items() if isinstance(value, float | int)}
         self._run.log({"step": step, **scalars})
 
-    def message(self, step: int, text: str, facts: Mapping[str, object]) -> None:
-        """The text and the facts, as a string of the step."""
-        self._run.log({"step": step, "event": f"{text} {dict(facts) or ''}"})
+    def message(self, step: int, text: str, fields: Mapping[str, object]) -> None:
+        """Send the text and the fields as a string of the step."""
+        self._run.log({"step": step, "event": f"{text} {dict(fields) or ''}"})
 
     def close(self) -> None:
-        """Everything is sent afterwards."""
+        """Return when everything is sent."""
         self._run.finish()
 
 
 def optional_package(module: str, setting: str, package: str) -> Any:
-    """The module, imported because `setting` asks for it."""
+    """Import and return the module that `setting` asks for; ConfigError where its package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

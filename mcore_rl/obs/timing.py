@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Time of each phase of a step."""
 
 import time
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from mcore_rl.obs.metrics import Metric
 
 
 class Timers:
-    """Wall time of the phases of a step (`time/<phase>_s` in METRICS).
+    """Stopwatches of the phases of a step (`time/<phase>_s` in METRICS).
 
-    `synchronise` waits for the device at both ends of a phase: its time is then the device's, but host and
-    device no longer overlap. Without it a phase on CUDA is the time that the host took to queue the work.
+    With `synchronise` a phase begins and ends with a wait for the device, so that its time is the device's; host and
+    device then no longer overlap. Without it the time of a phase on CUDA is what the host took to queue the work.
     """
 
     def __init__(self, device: torch.device, *, synchronise: bool = False) -> None:
@@ -24,7 +24,7 @@ class Timers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside the `with` to `time/<name>_s`, also when it ends with an error."""
+        """Add the time inside the `with` to `time/<name>_s`, also when an exception ends it."""
         key = f"time/{name}_s"
         row_of(key)
         start_s = self._now_s()
@@ -34,7 +34,7 @@ class Timers:
             self._total_s[key] = self._total_s.get(key, 0.0) + self._now_s() - start_s
 
     def take(self) -> list[Metric]:
-        """The totals since the last `take`, which then start from zero: called once a step."""
+        """Return the totals since the last call, once per step, and start again from zero."""
         metrics = [Metric(name, total_s) for name, total_s in self._total_s.items()]
         self._total_s.clear()
         return metrics

@@ -39,10 +39,8 @@ def line_charts(
             "kind": "lines",
             "title": figure.title,
             "note": (figure.note or row.text) + (SPREAD if "low" in series[0] and series[0]["y"] else ""),
-            "unit": row.unit,
-            "percent": first.endswith(("fraction", "accuracy", "mfu", "gate_mass_moved"))
-            or "pass_at" in first
-            or "clip_ratio" in first,
+            "unit": "1" if row.unit == "fraction" else row.unit,
+            "percent": row.unit == "fraction",
             "zero": isinstance(figure, Figure) and figure.zero,
             "smooth": isinstance(figure, Figure) and figure.smooth,
             "series": series,
