@@ -21,7 +21,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.convert.copying.conversion import Settings, convert
+from mcore_rl.convert.copying.conversion import CopySettings
+from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.copying.manifest import MANIFEST
 from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
@@ -123,7 +124,7 @@ def copied(source: Path, target: Path, workers: int) -> float:
     return time.monotonic() - start
 
 
-def measured(name: str, plan, source: Path, settings: Settings, folder: Path) -> dict[str, float]:
+def measured(name: str, plan, source: Path, settings: CopySettings, folder: Path) -> dict[str, float]:
     """Seconds of a conversion, planning included, and the peak memory of its workers."""
     forget(source)
     log = folder / f"{name}.jsonl"
@@ -141,7 +142,7 @@ def measured(name: str, plan, source: Path, settings: Settings, folder: Path) ->
 
 def run(folder: Path, size: int, workers: int) -> dict[str, object]:
     """All measurements, with the load of the machine, which both sides of a ratio may not have had alike."""
-    settings = Settings(workers=workers)
+    settings = CopySettings(workers=workers)
     source, checkpoint, back = folder / "hf", folder / "ckpt", folder / "back"
     # In a process of its own: workers are forked, and what this one had held would count as theirs.
     with ProcessPoolExecutor(1) as pool:

@@ -12,14 +12,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from mcore_rl.convert.copying.conversion import Settings, convert
+from mcore_rl.convert.copying.conversion import CopySettings
+from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.convert.verify import Difference, compare
 from tests.hf_models import Tensors, oracle
 
-ONE_FILE = Settings(workers=1)
+ONE_FILE = CopySettings(workers=1)
 
 
 def quiet() -> ByteProgress:
@@ -90,14 +91,14 @@ def read_dist(path: Path) -> Tensors:
     return state
 
 
-def imported(source: Path, folder: Path, settings: Settings = ONE_FILE, **options: Any) -> Path:
+def imported(source: Path, folder: Path, settings: CopySettings = ONE_FILE, **options: Any) -> Path:
     """The checkpoint."""
     options.setdefault("vocab_multiple", 16)
     with quiet() as progress:
         return convert(plan_import(source, folder, ImportOptions(**options), settings), settings, progress)
 
 
-def exported(source: Path, folder: Path, settings: Settings = ONE_FILE, **options: Any) -> Path:
+def exported(source: Path, folder: Path, settings: CopySettings = ONE_FILE, **options: Any) -> Path:
     """The Hugging Face folder."""
     with quiet() as progress:
         return convert(plan_export(source, folder, ExportOptions(**options), settings), settings, progress)

@@ -1,6 +1,6 @@
-"""What `torch.save` writes, as an archive: where its records are, and whether they are what was written.
+"""The archives that `torch.save` writes: where their records are, and whether their bytes are those that were written.
 
-Each record has a CRC-32, at which torch itself does not look when it loads.
+Each record has a CRC-32, which torch itself does not compare when it loads.
 """
 
 import io
@@ -9,16 +9,24 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 HEADER_BYTES = 30
-"""Of a record, before its name."""
+"""Length of the header of a record, without its name."""
 BLOCK_BYTES = 256 << 10
-"""That are read at a time for a checksum: they stay in the processor's cache."""
+"""Bytes that are read at a time for a checksum: they stay in the processor's cache."""
 
 
-class Sliced(Protocol):
-    """A run of bytes that is read by slices."""
+class FileRange(NamedTuple):
+    """The bytes start <= i < start + length of a file, as torch.save wrote them."""
+
+    file: str
+    start: int
+    length: int
+
+
+class SliceableBytes(Protocol):
+    """Bytes that are read by slices."""
 
     def __len__(self) -> int: ...
 
@@ -26,7 +34,7 @@ class Sliced(Protocol):
 
 
 class FilePart:
-    """So many bytes of an open file from `start` on, read when they are sliced."""
+    """`length` bytes of an open file from `start` on, read when they are sliced."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self._descriptor, self._start, self._length = descriptor, start, length
@@ -39,7 +47,7 @@ class FilePart:
         return os.pread(self._descriptor, max(0, stop - start), self._start + start)
 
     def crc32(self, start: int, size: int) -> int:
-        """Of so many bytes, or of fewer where the file has ended."""
+        """Return the CRC-32 of `size` bytes from `start` on, or of fewer where the file ends."""
         block = memoryview(bytearray(min(size, BLOCK_BYTES)))
         crc = done = 0
         while done < size:
@@ -53,23 +61,23 @@ class FilePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArchiveRecord:
     """A file in an archive."""
 
     name: str
     start: int
     size: int
     crc: int
-    """0: torch was told to leave it out."""
+    """CRC-32 of its bytes; 0 where torch was asked to leave it out."""
     is_plain: bool
-    """Not compressed."""
+    """Whether it is not compressed."""
 
 
-def records(data: Sliced) -> list[Record]:
-    """What is in an archive; MALFORMED when it is none."""
-    with zipfile.ZipFile(_Window(data)) as archive:
+def archive_records(data: SliceableBytes) -> list[ArchiveRecord]:
+    """Return the records of an archive; one of pickles.MALFORMED is raised when the bytes are none."""
+    with zipfile.ZipFile(_ReadableFile(data)) as archive:
         return [
-            Record(
+            ArchiveRecord(
                 name=info.filename,
                 start=_begin(data, info.header_offset),
                 size=info.file_size,
@@ -80,68 +88,69 @@ def records(data: Sliced) -> list[Record]:
         ]
 
 
-def content(data: Sliced, found: Sequence[Record], name: str) -> bytes:
-    """The bytes of the record whose name ends so; MALFORMED when there is none, or they are not what was written."""
-    record = find(found, name)
+def record_bytes(data: SliceableBytes, found: Sequence[ArchiveRecord], name: str) -> bytes:
+    """Return the bytes of the record `*/name`; BadZipFile when there is none, or they are not what was written."""
+    record = record_named(found, name)
     read = data[record.start : record.start + record.size]
     if not record.is_plain or len(read) != record.size or not _is_sound(record, zlib.crc32(read)):
         raise zipfile.BadZipFile(f"{record.name} is not what was written")
     return read
 
 
-def find(found: Sequence[Record], name: str) -> Record:
-    """The record whose name ends so; MALFORMED when there is none."""
+def record_named(found: Sequence[ArchiveRecord], name: str) -> ArchiveRecord:
+    """Return the record `*/name`; BadZipFile when there is none. The folder in front is the archive's own name."""
     for record in found:
         if record.name.endswith(f"/{name}"):
             return record
     raise zipfile.BadZipFile(f"there is no {name}")
 
 
-def damaged(data: FilePart) -> str | None:
-    """The first record whose bytes are not those that were written; None: all are."""
-    for record in records(data):
+def damaged_record(data: FilePart) -> str | None:
+    """Return the name of the first record whose bytes are not those that were written; None when all are."""
+    for record in archive_records(data):
         if record.is_plain and not _is_sound(record, data.crc32(record.start, record.size)):
             return record.name
     return None
 
 
-def _is_sound(record: Record, crc: int) -> bool:
+def _is_sound(record: ArchiveRecord, crc: int) -> bool:
     return record.crc in (0, crc)
 
 
-def _begin(data: Sliced, header: int) -> int:
-    """Where a record's bytes begin: its own header can have another length than the list at the end says."""
+def _begin(data: SliceableBytes, header: int) -> int:
+    """Return where a record's bytes begin; its header can have another length than the directory says."""
+    # Bytes 26 to 29 of the header: the lengths of the name and of a further field, two bytes each.
     lengths = data[header + 26 : header + HEADER_BYTES]
     name, extra = (int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
     return header + HEADER_BYTES + name + extra
 
 
-class _Window(io.RawIOBase):
-    """A run of bytes as a file."""
+class _ReadableFile(io.RawIOBase):
+    """Sliceable bytes as a file, for zipfile."""
 
-    def __init__(self, data: Sliced) -> None:
+    def __init__(self, data: SliceableBytes) -> None:
         self._data, self._position = data, 0
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
+        """Move the position, as in any file."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def tell(self) -> int:
-        """As of any file."""
+        """Return the position."""
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        """As of any file."""
+        """Return the next `size` bytes, or all that are left."""
         left = max(0, len(self._data) - self._position)
         count = left if size is None or size < 0 else min(size, left)
         begin = self._position

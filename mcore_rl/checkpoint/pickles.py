@@ -1,4 +1,4 @@
-"""Unpickling what others wrote: only the classes named here are ever called, whatever a pickle asks for."""
+"""Unpickling files of unknown origin: only the classes named here are ever called, whatever a pickle asks for."""
 
 import io
 import pickle
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from mcore_rl.checkpoint.archives import Sliced, content, records
+from mcore_rl.checkpoint.archives import SliceableBytes, archive_records, record_bytes
 from mcore_rl.errors import CheckpointError
 
 Allowed = dict[tuple[str, str], Any]
@@ -25,14 +25,14 @@ PLAIN: Allowed = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"):
 
 
 class Opaque:
-    """Stands for an object of a class that is not known here: takes whatever a pickle does to it, does nothing."""
+    """Stands for an object of an unknown class: it accepts whatever a pickle does to it, and does nothing."""
 
     def __new__(cls, *_: Any, **__: Any) -> "Opaque":
-        """The arguments are dropped."""
+        """Drop the arguments."""
         return super().__new__(cls)
 
     def __setstate__(self, _: Any) -> None:
-        """The state is dropped."""
+        """Drop the state."""
 
 
 METADATA: Allowed = PLAIN | {
@@ -48,11 +48,11 @@ METADATA: Allowed = PLAIN | {
     for name in names
 } | {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # Of older versions of Megatron; nothing of them is needed here.
+    # Classes of older versions of Megatron; nothing in them is needed here.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Opaque,
     ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
 }  # fmt: skip
-"""What `.metadata` of a distributed checkpoint is made of."""
+"""Classes in `.metadata` of a distributed checkpoint."""
 SAVED: Allowed = PLAIN | {
     (module, name): Opaque
     for module, names in {
@@ -81,16 +81,16 @@ SAVED: Allowed = PLAIN | {
     }.items()
     for name in names.split()
 }  # fmt: skip
-"""What Megatron's states are made of beside tensors: it loads these and no others from its `common.pt` itself."""
+"""Classes in Megatron's states beside tensors: Megatron itself loads these and no others from `common.pt`."""
 MALFORMED = (
     *(zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError),
     *(AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError),
 )
-"""What a pickle or an archive that is none raises."""
+"""Exceptions that reading a pickle or an archive raises when the bytes are none."""
 
 
-class Unpickler(pickle.Unpickler):
-    """Knows `allowed` only; others are refused by name, or made `Opaque`."""
+class AllowListUnpickler(pickle.Unpickler):
+    """Calls the classes of `allowed` only; others are refused by name, or become `Opaque`."""
 
     def __init__(
         self, file: io.BufferedIOBase | io.BytesIO, allowed: Allowed, *, opaque: bool = False
@@ -100,7 +100,7 @@ class Unpickler(pickle.Unpickler):
         self._opaque = opaque
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class or function of the allow-list; nothing is imported."""
+        """Return the class or function of the allow-list; nothing is imported."""
         known = self._allowed.get((module, name))
         if known is not None:
             return known
@@ -112,15 +112,15 @@ class Unpickler(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """A tensor's storage is not read here."""
+        """Return the reference to a tensor's storage as it is: no elements are read."""
         return pid
 
 
 def load_metadata(path: Path) -> metadata.Metadata:
-    """The `.metadata` of a distributed checkpoint. CheckpointError when it is none, or asks for foreign classes."""
+    """Return the `.metadata` of a distributed checkpoint; CheckpointError when it is none, or asks for more."""
     file = path / ".metadata"
     try:
-        loaded = Unpickler(io.BytesIO(file.read_bytes()), METADATA).load()
+        loaded = AllowListUnpickler(io.BytesIO(file.read_bytes()), METADATA).load()
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?"
@@ -136,22 +136,22 @@ def load_metadata(path: Path) -> metadata.Metadata:
     return loaded
 
 
-def load_common(data: Sliced, what: str) -> dict[str, Any]:
-    """The dict of a `common.pt`; whatever is no plain value is Opaque, and tensors are left out."""
+def load_common(data: SliceableBytes, what: str) -> dict[str, Any]:
+    """Return the dict of a `common.pt`; objects that are no plain values are Opaque, and tensors are left out."""
     allowed = PLAIN | {("argparse", "Namespace"): Namespace}
     loaded = _unpickled(data, what, allowed, opaque=True)
     return loaded if isinstance(loaded, dict) else {}
 
 
-def refuse_programs(data: Sliced, what: str) -> None:
-    """CheckpointError, naming `what`, unless loading what `torch.save` wrote would call only what Megatron saves."""
+def refuse_programs(data: SliceableBytes, what: str) -> None:
+    """Raise a CheckpointError, naming `what`, when loading the archive would call more than the classes of SAVED."""
     _unpickled(data, what, SAVED, opaque=False)
 
 
-def _unpickled(data: Sliced, what: str, allowed: Allowed, *, opaque: bool) -> Any:
+def _unpickled(data: SliceableBytes, what: str, allowed: Allowed, *, opaque: bool) -> Any:
     try:
-        pickled = content(data, records(data), "data.pkl")
-        return Unpickler(io.BytesIO(pickled), allowed, opaque=opaque).load()
+        pickled = record_bytes(data, archive_records(data), "data.pkl")
+        return AllowListUnpickler(io.BytesIO(pickled), allowed, opaque=opaque).load()
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}.") from None
     except MALFORMED as error:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mcore_rl.backend.patches.table import megatron_version
 from mcore_rl.checkpoint import pickles
-from mcore_rl.checkpoint.archives import FilePart, damaged
+from mcore_rl.checkpoint.archives import FilePart, FileRange, damaged_record
 from mcore_rl.checkpoint.folder import (
     COMMON,
     LATEST,
@@ -48,16 +48,8 @@ MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingExcep
 """What torch and Megatron raise on files that are not what they should be."""
 
 
-class Part(NamedTuple):
-    """Bytes start <= i < start + length of a file, as torch.save wrote them."""
-
-    file: str
-    start: int
-    length: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
+class StoredCheckpoint:
     """What a checkpoint holds, as far as its files exist in full length."""
 
     path: Path
@@ -67,7 +59,7 @@ class Stored:
     """Global shape of each tensor."""
     objects: frozenset[str]
     """Keys of what is no tensor."""
-    parts: Mapping[str, Sequence[Part]]
+    parts: Mapping[str, Sequence[FileRange]]
     """Where each of both is."""
     verify_checksums: bool
     """Whether tensors are to be compared with their checksums before they are read."""
@@ -78,7 +70,7 @@ class Stored:
         return self.marker is not None and any(name.startswith(OPTIMIZER) for name in self.shapes)
 
 
-def inspect(path: Path, *, verify_checksums: bool = True) -> Stored:
+def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
     """Collective over the world: the checkpoint `path`, or the newest in the folder `path`; rank 0 looks.
 
     With `verify_checksums`, `read` will compare tensors with their checksums before it reads them.
@@ -87,7 +79,7 @@ def inspect(path: Path, *, verify_checksums: bool = True) -> Stored:
     return on_rank_zero(partial(_inspect, path, verify_checksums))
 
 
-def read(state: dict[str, Any], stored: Stored, mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
+def read(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
     """Collective over the world: `state` with its shards filled, and what is common to all ranks.
 
     CheckpointError on all ranks before anything is read when names or shapes differ, when bytes are not those that
@@ -123,7 +115,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
     return lines
 
 
-def find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The checkpoint that `path` means: itself, the newest inside, or the newest of the run whose folder it is."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not there. {others(path)}")
@@ -139,12 +131,12 @@ def find(path: Path) -> Path:
         latest = (path / LATEST).read_text(encoding="utf-8").strip()
         return path / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
     if (path / "checkpoints").is_dir():
-        return find(path / "checkpoints")
+        return find_checkpoint(path / "checkpoints")
     raise CheckpointError(f"{path} holds no checkpoint: {_foreign(path)}")
 
 
-def _inspect(path: Path, verify_checksums: bool) -> Stored:
-    path = find(path)
+def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
+    path = find_checkpoint(path)
     is_megatrons = not (path / MARKER).exists() and (path / "metadata.json").is_file()
     marker = None if is_megatrons else check(path)
     if marker is not None and marker.metadata_crc32 not in ("", crc32_of(path / METADATA)):
@@ -159,7 +151,7 @@ def _inspect(path: Path, verify_checksums: bool) -> Stored:
         _check_origin(path)
     entries = metadata.state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    return Stored(
+    return StoredCheckpoint(
         path=path,
         marker=marker,
         shapes={name: tuple(entry.size) for name, entry in tensors.items()},
@@ -169,16 +161,16 @@ def _inspect(path: Path, verify_checksums: bool) -> Stored:
     )
 
 
-def _parts(metadata: Metadata) -> dict[str, list[Part]]:
+def _parts(metadata: Metadata) -> dict[str, list[FileRange]]:
     """Those of each key, but for compressed ones, which torch checks by itself."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[FileRange]] = {}
     for index, info in (metadata.storage_data or {}).items():
         if not getattr(info, "transform_descriptors", None):
-            found.setdefault(index.fqn, []).append(Part(info.relative_path, info.offset, info.length))
+            found.setdefault(index.fqn, []).append(FileRange(info.relative_path, info.offset, info.length))
     return found
 
 
-def _check_objects(stored: Stored, wanted: dict[str, Any]) -> None:
+def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
     """CheckpointError when an object that this rank will load asks for a foreign program: torch would run it."""
     keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
     for key in sorted(keys):
@@ -189,17 +181,17 @@ def _check_objects(stored: Stored, wanted: dict[str, Any]) -> None:
                 pickles.refuse_programs(data, f"{key} in {stored.path / part.file}")
 
 
-def _check_tensors(stored: Stored, keys: Collection[str]) -> None:
+def _check_tensors(stored: StoredCheckpoint, keys: Collection[str]) -> None:
     """CheckpointError when this rank's share of all ranks' parts is damaged."""
     every = sorted((part, key) for key in keys for part in stored.parts.get(key, ()))
     for part, key in every[dist.get_rank() :: dist.get_world_size()]:
         _check_part(stored.path, key, part)
 
 
-def _check_part(path: Path, key: str, part: Part) -> None:
+def _check_part(path: Path, key: str, part: FileRange) -> None:
     with (path / part.file).open("rb") as file:
         try:
-            record = damaged(FilePart(file.fileno(), part.start, part.length))
+            record = damaged_record(FilePart(file.fileno(), part.start, part.length))
         except MALFORMED as error:
             record = str(error)
     if record is not None:
@@ -244,7 +236,9 @@ def _check_lengths(path: Path, metadata: Metadata) -> None:
             )
 
 
-def _compare(stored: Stored, wanted: dict[str, Any], model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _compare(
+    stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfig
+) -> dict[str, tuple[int, ...]]:
     """Collective over the world: the global shapes of all ranks' tensors, which are those that are stored."""
     shapes = {
         leaf.key: tuple(leaf.global_shape)
@@ -267,7 +261,7 @@ def _compare(stored: Stored, wanted: dict[str, Any], model: ModelConfig) -> dict
     )
 
 
-def _problems(stored: Stored, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _problems(stored: StoredCheckpoint, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     for name, shape in sorted(wanted.items()):
         there = stored.shapes.get(name)
         if there is None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from mcore_rl.checkpoint.folder import WRITING, path_of_step, publish
 from mcore_rl.checkpoint.megatron_lm import model_args
-from mcore_rl.checkpoint.read import OURS, Stored, inspect, read
+from mcore_rl.checkpoint.read import OURS, StoredCheckpoint, inspect, read
 from mcore_rl.checkpoint.write import ShardPlanner, finish, write_now
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
@@ -66,7 +66,7 @@ def common_state(model: ModelConfig, mesh: Mesh, step: int, ours: dict[str, Any]
     }
 
 
-def without_absent_extras(state: dict[str, Any], stored: Stored) -> dict[str, Any]:
+def without_absent_extras(state: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
     """`state` less the extra states that the checkpoint lacks: layers with and without them can be exchanged."""
 
     def is_there(leaf: Any) -> bool:
@@ -107,7 +107,7 @@ def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, fo
 
 def load_weights(
     chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, path: Path, *, verify_checksums: bool = True
-) -> Stored:
+) -> StoredCheckpoint:
     """Collective over the world: the chunks' weights from a checkpoint written on any mesh, whatever else it holds.
 
     `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that keeps its own

@@ -40,7 +40,7 @@ FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class WrittenFiles:
     """What one rank wrote."""
 
     results: list[WriteResult]
@@ -49,7 +49,7 @@ class Written:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class SavePlan:
     """This rank's part of a save, on the host, and how to write it."""
 
     path: Path
@@ -60,12 +60,12 @@ class Plan:
     common: dict[str, Any] | None
     """What is the same on all ranks, on rank 0."""
 
-    def without_data(self) -> "Plan":
+    def without_data(self) -> "SavePlan":
         """What `finish` needs when another process writes: the copies of tensors go."""
         self.writer.write_buckets = None
         return replace(self, buckets=[], common=None)
 
-    def write(self) -> Written:
+    def write(self) -> WrittenFiles:
         """Write this rank's files; no communication, so that a forked process can. CheckpointError when it fails."""
         transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
         results: list[WriteResult] = []
@@ -79,7 +79,9 @@ class Plan:
                     torch.save(self.common, file)
                 flush_to_disk(self.path / COMMON)
                 names.append(COMMON)
-            return Written(results=results, files={name: (self.path / name).stat().st_size for name in names})
+            return WrittenFiles(
+                results=results, files={name: (self.path / name).stat().st_size for name in names}
+            )
 
 
 class ShardPlanner:
@@ -92,7 +94,7 @@ class ShardPlanner:
         )
         self._is_checked = False
 
-    def plan(self, state: dict[str, Any], path: Path) -> Plan:
+    def plan(self, state: dict[str, Any], path: Path) -> SavePlan:
         """Collective over the world: how to write `state` to the existing empty folder `path`.
 
         Tensors on a GPU are copied to the host; those on the CPU are not, so writing in place of forking must come
@@ -103,7 +105,7 @@ class ShardPlanner:
         self._shares.apply_saving_parallelization(shards)
         self._strategy.async_save(shards, path, **writer_choice())
         writer, metadata = self._strategy.planned()
-        return Plan(
+        return SavePlan(
             path=path,
             writer=writer,
             metadata=metadata,
@@ -112,7 +114,7 @@ class ShardPlanner:
         )
 
 
-def finish(plan: Plan, written: Written, mesh: Mesh, model: ModelConfig, step: int) -> Marker | None:
+def finish(plan: SavePlan, written: WrittenFiles, mesh: Mesh, model: ModelConfig, step: int) -> Marker | None:
     """Collective over the world: rank 0 adds what makes a checkpoint of the ranks' files, the marker last.
 
     The marker on rank 0; CheckpointError on all ranks when that fails.
@@ -122,7 +124,7 @@ def finish(plan: Plan, written: Written, mesh: Mesh, model: ModelConfig, step: i
     return on_rank_zero(partial(_finish, plan, gathered or [], mesh, model, step))
 
 
-def write_now(plan: Plan) -> Written:
+def write_now(plan: SavePlan) -> WrittenFiles:
     """Collective over the world: every rank writes; the first failure is raised on all."""
     return on_every_rank(plan.write)
 
@@ -133,7 +135,9 @@ def describe_mesh(mesh: Mesh) -> dict[str, int]:
     return axes | {"vpp": mesh.config.vpp}
 
 
-def _finish(plan: Plan, gathered: list[Written], mesh: Mesh, model: ModelConfig, step: int) -> Marker:
+def _finish(
+    plan: SavePlan, gathered: list[WrittenFiles], mesh: Mesh, model: ModelConfig, step: int
+) -> Marker:
     assert plan.metadata is not None
     with checkpoint_errors_explained(plan.path, "finishing"):
         plan.writer.finish(plan.metadata, [written.results for written in gathered])

@@ -1,8 +1,8 @@
-"""Megatron to Hugging Face."""
+"""Export: a Megatron checkpoint becomes a Hugging Face folder."""
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,112 +10,119 @@ from typing import Any
 
 import torch
 
-from mcore_rl.convert.copying.conversion import Conversion, Settings, files_identity
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
+from mcore_rl.convert.copying.copier import replace_folder
 from mcore_rl.convert.copying.manifest import write_manifest
-from mcore_rl.convert.copying.plan import Pair, Target, Task, chunks_of, export_pairs, one_dtype, tasks_of
-from mcore_rl.convert.copying.sources import sizes
-from mcore_rl.convert.copying.work_folder import replace
-from mcore_rl.convert.copying.workers import Record
-from mcore_rl.convert.copying.writers import SafetensorsWriter, shards_of
+from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.copying.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
-from mcore_rl.convert.hf.model import Mtp, expert_layout
-from mcore_rl.convert.importing import DTYPES, Dtype
+from mcore_rl.convert.hf.model import MtpLayers, expert_layout
+from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
+from mcore_rl.convert.importing import DTYPES, OutputDtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model, read_config
 from mcore_rl.families import hf_config
 from mcore_rl.families.weight_map import DuplicateTensor
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Names that configs have for the number of MTP layers."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+"""Endings of a reference's files that are not copied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """What of the output is the user's choice."""
+    """The user's choices about the output of an export."""
 
     reference: Path | None = None
-    """A folder of the same model, whose config and tokenizer are copied."""
-    dtype: Dtype = "keep"
-    mtp: Mtp = "keep"
+    """A folder of the same model, whose config, tokenizer and other small files are copied."""
+    dtype: OutputDtype = "keep"
+    """Type of the weights; expert biases stay fp32."""
+    mtp: MtpLayers = "keep"
+    """Whether layers for multi-token prediction are kept or left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Extra:
-    """What lies beside the weights."""
+def plan_export(source: Path, folder: Path, options: ExportOptions, settings: CopySettings) -> Conversion:
+    """Plan the export of a checkpoint to the Hugging Face folder `folder`.
 
-    reference: Path | None
-    config: bytes
-    file_of: dict[str, str]
-
-
-def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Settings) -> Conversion:
-    """The export of a checkpoint to the Hugging Face folder `folder`. CheckpointError or ConfigError by name."""
+    Everything that can be refused is refused here (CheckpointError or ConfigError, with names).
+    """
     reference = _reference(options.reference)
     experts = expert_layout(reference) if reference else "each"
-    found = open_dist_model(source, options.reference, mtp=options.mtp, experts=experts)
-    targets = export_targets(found, options.dtype, reference)
+    dist_model = open_dist_model(source, options.reference, mtp=options.mtp, experts=experts)
+    targets = export_targets(dist_model, options.dtype, reference)
     shards = shards_of(targets, settings.shard_bytes)
     file_of = {target.name: file for file, group in shards.items() for target in group}
     chunks = (chunk for target in targets for chunk in chunks_of(target))
-    config, notes = _config(found, options, targets)
-    identity = files_identity(found.folder.path, sorted(found.folder.files))
+    config, notes = _config(dist_model, options, targets)
+    identity = files_identity(dist_model.folder.path, sorted(dist_model.folder.files))
     return Conversion(
         title="export",
         final=folder,
         targets=targets,
         tasks=tasks_of(chunks, settings.task_bytes, file_of),
-        open_source=found.source,
+        open_source=dist_model.source,
         writer=SafetensorsWriter(shards),
-        identity=f"export {options} {found.model} {found.folder.digest} {identity}",
-        finish=partial(_finish, found, _Extra(options.reference, config, file_of)),
-        publish=replace,
+        identity=f"export {options} {dist_model.model} {dist_model.folder.digest} {identity}",
+        finish=partial(_finish, dist_model, options.reference, config, file_of),
+        publish=replace_folder,
         notes=[
-            f"{found.model.family}, step {found.folder.step}: {found.layout}",
+            f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
-            *_padding_notes(found),
+            *_padding_notes(dist_model),
         ],
     )
 
 
-def export_targets(found: DistModel, dtype: Dtype, reference: HfFolder | None) -> list[Target]:
-    """Hugging Face's tensors, in the order of the rules, and the copies that are to be written."""
-    pairs = export_pairs(found.weights.blocks)
-    shapes = dict(found.weights.hf_shapes)
-    for copy in found.weights.copies:
-        if _is_written(copy, reference):
-            pairs[copy.name], shapes[copy.name] = pairs[copy.original], shapes[copy.original]
+def export_targets(
+    dist_model: DistModel, dtype: OutputDtype, reference: HfFolder | None
+) -> list[TargetTensor]:
+    """Return Hugging Face's tensors in the order of the family's rules, then the duplicates that are written."""
+    copies = copies_into_hf(dist_model.weights.blocks)
+    shapes = dict(dist_model.weights.hf_shapes)
+    for duplicate in dist_model.weights.copies:
+        if _is_written(duplicate, reference):
+            copies[duplicate.name] = copies[duplicate.original]
+            shapes[duplicate.name] = shapes[duplicate.original]
     return [
-        Target(
-            name=name, shape=shape, dtype=_dtype(found, name, pairs[name], dtype), pairs=tuple(pairs[name])
+        TargetTensor(
+            name=name,
+            shape=shape,
+            dtype=_dtype(dist_model, name, copies[name], dtype),
+            copies=tuple(copies[name]),
         )
         for name, shape in shapes.items()
     ]
 
 
 def _reference(path: Path | None) -> HfFolder | None:
-    """The reference's tensors, if it has any: a folder with config and tokenizer alone is a reference too."""
+    """Return the reference's tensors, if it has any: a folder with config and tokenizer alone is a reference too."""
     if path is None:
         return None
     read_config(path)
     return open_hf(path) if any(path.glob("*.safetensors")) or (path / INDEX).is_file() else None
 
 
-def _is_written(copy: DuplicateTensor, reference: HfFolder | None) -> bool:
-    return copy.name in reference.tensors if reference else copy.written
+def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:
+    """Return whether the reference has the duplicate; without one, whether the family's checkpoints have it."""
+    return duplicate.name in reference.tensors if reference else duplicate.written
 
 
-def _dtype(found: DistModel, name: str, pairs: Sequence[Pair], dtype: Dtype) -> torch.dtype:
-    if any(pair.source in found.weights.fp32_keys for pair in pairs):
+def _dtype(dist_model: DistModel, name: str, copies: Sequence[RegionCopy], dtype: OutputDtype) -> torch.dtype:
+    """Return the type of a Hugging Face tensor: fp32 where Megatron keeps it so, the user's choice, or its sources'."""
+    if any(copy.source in dist_model.weights.fp32_keys for copy in copies):
         return torch.float32
     if dtype != "keep":
         return DTYPES[dtype]
-    return one_dtype(name, {pair.source: found.dtype(pair.source) for pair in pairs})
+    return common_dtype(name, {copy.source: dist_model.dtype(copy.source) for copy in copies})
 
 
-def _config(found: DistModel, options: ExportOptions, targets: Sequence[Target]) -> tuple[bytes, list[str]]:
-    """config.json, and what is to be said about it."""
+def _config(
+    dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor]
+) -> tuple[bytes, list[str]]:
+    """Return config.json, byte for byte the reference's where nothing in it changes, and notes about it."""
     if options.reference is None:
         kinds = {target.dtype for target in targets} - {torch.float32}
-        config = hf_config(found.model) | {
+        config = hf_config(dist_model.model) | {
             "dtype": str(next(iter(kinds), torch.float32)).removeprefix("torch.")
         }
         note = "config.json is made from the checkpoint's settings; there is no tokenizer (see --reference)"
@@ -125,9 +132,9 @@ def _config(found: DistModel, options: ExportOptions, targets: Sequence[Target])
     if config.pop("quantization_config", None):
         changed.append("quantization_config is left out, as the weights are not quantized any more")
     for name in MTP_COUNTS:
-        if config.get(name, found.model.mtp_layers) != found.model.mtp_layers:
-            changed.append(f"{name} is {found.model.mtp_layers} instead of {config[name]}")
-            config[name] = found.model.mtp_layers
+        if config.get(name, dist_model.model.mtp_layers) != dist_model.model.mtp_layers:
+            changed.append(f"{name} is {dist_model.model.mtp_layers} instead of {config[name]}")
+            config[name] = dist_model.model.mtp_layers
     return (_json(config) if changed else raw), [
         f"config.json is the reference's, but {line}" for line in changed
     ]
@@ -137,12 +144,12 @@ def _json(config: dict[str, Any]) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _padding_notes(found: DistModel) -> list[str]:
-    """Training can move the rows that pad the vocabulary; they are dropped all the same."""
+def _padding_notes(dist_model: DistModel) -> list[str]:
+    """Return a note where training has moved the rows that pad the vocabulary; they are dropped all the same."""
     notes = []
-    source = found.source()
-    for key, where in found.weights.padding:
-        rows = torch.empty(sizes(where), dtype=found.dtype(key))
+    source = dist_model.source()
+    for key, where in dist_model.weights.padding:
+        rows = torch.empty(sizes(where), dtype=dist_model.dtype(key))
         source.fill(rows, key, where)
         if rows.any():
             notes.append(
@@ -152,17 +159,24 @@ def _padding_notes(found: DistModel) -> list[str]:
 
 
 def _finish(
-    found: DistModel, extra: _Extra, folder: Path, plan: str, done: Sequence[tuple[Task, list[Record]]]
+    dist_model: DistModel,
+    reference: Path | None,
+    config: bytes,
+    file_of: Mapping[str, str],
+    folder: Path,
+    plan: str,
+    done: Sequence[RecordedTask],
 ) -> None:
-    if len(set(extra.file_of.values())) > 1:
+    """Add index, config, the reference's small files and the manifest to the shards."""
+    if len(set(file_of.values())) > 1:
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(extra.file_of.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    if extra.reference is not None:
-        for file in sorted(extra.reference.iterdir()):
+    if reference is not None:
+        for file in sorted(reference.iterdir()):
             if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_FILES):
                 shutil.copyfile(file, folder / file.name)
-    (folder / "config.json").write_bytes(extra.config)
-    facts = {"kind": "export", "family": found.model.family, "step": found.folder.step}
-    sources = {"metadata_sha256": found.folder.digest, "files": found.folder.files}
-    write_manifest(folder, plan, facts, sources, done)
+    (folder / "config.json").write_bytes(config)
+    description = {"kind": "export", "family": dist_model.model.family, "step": dist_model.folder.step}
+    sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
+    write_manifest(folder, plan, description, sources, done)

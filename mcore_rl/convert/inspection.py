@@ -1,20 +1,19 @@
-"""What is in a checkpoint of either format, from its headers."""
+"""The contents of a checkpoint of either format, from its headers."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.convert.copying.progress import shown
-from mcore_rl.convert.hf.folder import open_hf
+from mcore_rl.convert.copying.progress import readable_bytes
+from mcore_rl.convert.hf.folder import is_hf, open_hf
 from mcore_rl.convert.megatron.folder import OPTIMIZER, open_dist
-from mcore_rl.convert.verify import is_hf
 from mcore_rl.families.weight_map import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A tensor."""
+class TensorEntry:
+    """A tensor of the list."""
 
     name: str
     dtype: str
@@ -23,75 +22,81 @@ class Listed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
-    """A checkpoint as a list."""
+class CheckpointContents:
+    """Properties and tensors of a checkpoint."""
 
     path: Path
-    facts: dict[str, Any]
-    tensors: list[Listed]
+    properties: dict[str, Any]
+    """Format, family, step and sums, in the order in which they are printed."""
+    tensors: list[TensorEntry]
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the contents as lines of text."""
         width = max((len(tensor.name) for tensor in self.tensors), default=0)
-        lines = [f"{name}: {value}" for name, value in self.facts.items()]
+        lines = [f"{name}: {value}" for name, value in self.properties.items()]
         for tensor in self.tensors:
             shape = "x".join(map(str, tensor.shape)) or "scalar"
-            lines.append(f"  {tensor.name:<{width}}  {tensor.dtype:<9} {shape:<24} {shown(tensor.num_bytes)}")
+            lines.append(
+                f"  {tensor.name:<{width}}  {tensor.dtype:<9} {shape:<24} {readable_bytes(tensor.num_bytes)}"
+            )
         return lines
 
 
-def contents(path: Path) -> Contents:
-    """Names, shapes, types, bytes, and what the checkpoint says of itself. CheckpointError when it is damaged."""
+def contents(path: Path) -> CheckpointContents:
+    """Return names, shapes, types and bytes of all tensors, and the marker's entries; CheckpointError when damaged."""
     return _hf_contents(path) if is_hf(path) else _dist_contents(path)
 
 
-def _hf_contents(path: Path) -> Contents:
+def _hf_contents(path: Path) -> CheckpointContents:
     folder = open_hf(path)
     tensors = [
-        Listed(name, _name(stored.dtype), stored.shape, stored.num_bytes)
-        for name, stored in sorted(folder.tensors.items())
+        TensorEntry(name, _dtype_name(tensor.dtype), tensor.shape, tensor.num_bytes)
+        for name, tensor in sorted(folder.tensors.items())
     ]
-    facts = {
+    properties = {
         "format": "Hugging Face safetensors",
-        "family": (folder.config or {}).get("model_type", "not said: no config.json"),
+        "family": (folder.config or {}).get("model_type", "unknown: no config.json"),
         "files": len(folder.files),
         **_sums(tensors),
     }
-    return Contents(path=folder.path, facts=facts, tensors=tensors)
+    return CheckpointContents(path=folder.path, properties=properties, tensors=tensors)
 
 
-def _dist_contents(path: Path) -> Contents:
+def _dist_contents(path: Path) -> CheckpointContents:
     folder = open_dist(path)
     tensors = [
-        Listed(key, _name(tensor.dtype), tensor.shape, math.prod(tensor.shape) * tensor.dtype.itemsize)
+        TensorEntry(
+            key, _dtype_name(tensor.dtype), tensor.shape, math.prod(tensor.shape) * tensor.dtype.itemsize
+        )
         for key, tensor in sorted(
             folder.tensors.items(), key=lambda item: (item[0].startswith(OPTIMIZER), item[0])
         )
     ]
     marker = folder.marker
-    facts: dict[str, Any] = {
+    properties: dict[str, Any] = {
         "format": "Megatron torch_dist",
-        "family": marker.model.get("family") if marker else "not said: not written by this program",
+        "family": marker.model.get("family") if marker else "unknown: not written by this program",
         "iteration": folder.step,
     }
     if marker:
         mesh = ", ".join(f"{name} {size}" for name, size in marker.mesh.items() if size > 1)
-        facts |= {"saved": marker.time, "mesh": mesh or "1 rank", "megatron-core": marker.megatron}
-    facts |= {"files": len(folder.files), **_sums(tensors), "objects": len(folder.objects)}
-    return Contents(path=folder.path, facts=facts, tensors=tensors)
+        properties |= {"saved": marker.time, "mesh": mesh or "1 rank", "megatron-core": marker.megatron}
+    properties |= {"files": len(folder.files), **_sums(tensors), "objects": len(folder.objects)}
+    return CheckpointContents(path=folder.path, properties=properties, tensors=tensors)
 
 
-def _sums(tensors: list[Listed]) -> dict[str, str]:
+def _sums(tensors: list[TensorEntry]) -> dict[str, str]:
+    """Return numbers of tensors, elements and bytes: of the weights, and of the optimizer where there is one."""
     weights = [tensor for tensor in tensors if not tensor.name.startswith(OPTIMIZER)]
     elements = sum(math.prod(tensor.shape) for tensor in weights)
     sums = {
-        "weights": f"{len(weights)} tensors, {elements:,} elements, {shown(sum(t.num_bytes for t in weights))}"
+        "weights": f"{len(weights)} tensors, {elements:,} elements, {readable_bytes(sum(t.num_bytes for t in weights))}"
     }
     if len(weights) < len(tensors):
         state = sum(tensor.num_bytes for tensor in tensors) - sum(tensor.num_bytes for tensor in weights)
-        sums["optimizer"] = f"{len(tensors) - len(weights)} tensors, {shown(state)}"
+        sums["optimizer"] = f"{len(tensors) - len(weights)} tensors, {readable_bytes(state)}"
     return sums
 
 
-def _name(dtype: object) -> str:
+def _dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")

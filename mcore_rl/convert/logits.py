@@ -1,4 +1,9 @@
-"""What two checkpoints compute, each in its own framework, with the weights of one layer in memory at a time."""
+"""The outputs of two checkpoints on the same tokens, each in its own framework: `convert verify --logits`.
+
+This is the one part of the conversion that builds a model and starts a process group, of one rank. The model is empty:
+the weights of a module are read when its forward begins and dropped when it ends, so that one layer's weights are in
+memory at a time.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +20,22 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.copying.content import fill
-from mcore_rl.convert.copying.plan import Pair, Target, chunk_at, composed, export_pairs, import_pairs
+from mcore_rl.convert.copying.plan import TargetTensor, chunk_at
 from mcore_rl.convert.copying.progress import ByteProgress
-from mcore_rl.convert.copying.sources import whole
+from mcore_rl.convert.copying.regions import (
+    RegionCopy,
+    composed,
+    copies_into_hf,
+    copies_into_megatron,
+    whole,
+)
+from mcore_rl.convert.hf.folder import is_hf
 from mcore_rl.convert.hf.model import HfModel
-from mcore_rl.convert.megatron.layouts import Relaid, refuse_singletons
+from mcore_rl.convert.hf.source import HfSource
+from mcore_rl.convert.megatron.layouts import KeyTranslation, refuse_singletons
 from mcore_rl.convert.megatron.model import DistModel
-from mcore_rl.convert.verify import is_hf, open_model
+from mcore_rl.convert.megatron.source import DistSource
+from mcore_rl.convert.verify import open_model
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
 from mcore_rl.families.weight_map import AxisRange
@@ -29,46 +43,53 @@ from mcore_rl.model.build import build_uninitialized, unwrap
 from mcore_rl.model.global_tensors import LocalShard, local_shards
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 
-ROWS, LENGTH = 2, 32
+NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32
+"""Size of the batch of random tokens."""
 TOLERANCE = 2e-5
-"""Of the largest logit, and of a layer's largest output, in fp32."""
-Run = Callable[[Tensor], list[Tensor]]
-"""From tokens `[B, S]` to what each layer returns, `[B, S, D]`, and last the logits `[B, S, V]`."""
+"""Difference of logits that rounding in fp32 explains, relative to the largest logit, or to 1 where that is less."""
 
 
 @dataclass(frozen=True, slots=True)
-class Distance:
-    """How far two models are apart."""
+class OutputDistance:
+    """The largest differences between the outputs of two models."""
 
     logits: float
-    """The largest difference."""
+    """Largest difference of a logit."""
     layers: float
-    """The same of the layers' outputs, by the largest output of the layer."""
+    """Largest difference of a layer's output, relative to the largest output of that layer."""
     largest_logit: float
 
     @property
     def tolerance(self) -> float:
-        """What the logits may differ by."""
+        """Difference of logits that rounding explains."""
         return TOLERANCE * max(1.0, self.largest_logit)
 
     @property
     def is_small(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains the difference of the logits."""
         return self.logits <= self.tolerance
 
 
 @torch.no_grad()
-def largest_distance(one: Path, other: Path, reference: Path | None, progress: ByteProgress) -> Distance:
-    """Runs both models in fp32 on the same random tokens. This process must not have Megatron's groups yet."""
+def largest_distance(
+    one: Path, other: Path, reference: Path | None, progress: ByteProgress
+) -> OutputDistance:
+    """Run both models in fp32 on the same random tokens and return how far their outputs are apart.
+
+    This process must not have Megatron's groups yet. CheckpointError when the models have other sizes.
+    """
     outputs = []
     for path in (one, other):
         known = reference or next((folder for folder in (one, other) if is_hf(folder)), None)
         found = open_model(path, known, "keep")
         tokens_BS = torch.randint(
-            0, found.model.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
+            0,
+            found.model.vocab_size,
+            (NUM_SEQUENCES, SEQUENCE_LENGTH),
+            generator=torch.Generator().manual_seed(0),
         )
         outputs.append(
-            _in_transformers(found)(tokens_BS)
+            _in_transformers(found, tokens_BS)
             if isinstance(found, HfModel)
             else _in_megatron(found, tokens_BS)
         )
@@ -82,11 +103,14 @@ def largest_distance(one: Path, other: Path, reference: Path | None, progress: B
     apart = [float((a - b).abs().max() / a.abs().max()) for a, b in zip(hidden, other_hidden, strict=True)]
     for layer, distance in enumerate(apart):
         progress.event("layer", layer=layer, relative_distance=distance)
-    return Distance(float((logits - other_logits).abs().max()), max(apart), float(logits.abs().max()))
+    return OutputDistance(float((logits - other_logits).abs().max()), max(apart), float(logits.abs().max()))
 
 
-def _in_transformers(found: HfModel) -> Run:
-    """The model of transformers, empty but for the module at work."""
+def _in_transformers(found: HfModel, tokens_BS: Tensor) -> list[Tensor]:
+    """Run the model of transformers, which is empty but for the module at work.
+
+    Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
+    """
     config = transformers.AutoConfig.from_pretrained(found.folder.path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -96,7 +120,7 @@ def _in_transformers(found: HfModel) -> Run:
         )
     _restore_wavelengths(model, config)
     model.eval()
-    load = partial(_load_hf, found, _hf_pairs(found), found.source())
+    load = partial(_load_hf, found, _copies_of_modules(found), found.source())
     names = {module: name for name, module in model.named_modules()}
     units = [model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head]
 
@@ -105,43 +129,48 @@ def _in_transformers(found: HfModel) -> Run:
         for name, tensor in module.state_dict(prefix=f"{names[module]}.").items():
             load(name, tensor)
 
-    def run(tokens_BS: Tensor) -> list[Tensor]:
-        with _kept(units, enter, _empty) as outputs:
-            logits = model(tokens_BS, use_cache=False).logits
-        return [*outputs[1:-2], logits]
+    def leave(module: nn.Module) -> None:
+        module.to("meta")
 
-    return run
-
-
-def _empty(module: nn.Module) -> None:
-    module.to("meta")
+    with _outputs_of(units, enter, leave) as outputs:
+        logits: Tensor = model(tokens_BS, use_cache=False).logits
+    # Without the outputs of the embedding in front, and of the last norm and the head behind.
+    return [*outputs[1:-2], logits]
 
 
-def _load_hf(found: HfModel, pairs: Mapping[str, list[Pair]], source: Any, name: str, tensor: Tensor) -> None:
-    originals = {copy.name: copy.original for copy in found.weights.copies}
+def _load_hf(
+    found: HfModel, copies: Mapping[str, list[RegionCopy]], source: HfSource, name: str, tensor: Tensor
+) -> None:
+    """Fill a parameter of transformers' model from the folder's tensors."""
+    originals = {duplicate.name: duplicate.original for duplicate in found.weights.copies}
     name = originals.get(name, name)
-    target = Target(name=name, shape=tuple(tensor.shape), dtype=torch.float32, pairs=tuple(pairs[name]))
+    target = TargetTensor(
+        name=name, shape=tuple(tensor.shape), dtype=torch.float32, copies=tuple(copies[name])
+    )
     tensor.copy_(fill(chunk_at(target, whole(target.shape)), source))
 
 
-def _hf_pairs(found: HfModel) -> dict[str, list[Pair]]:
-    """From the tensors of transformers' modules, which has experts in one tensor, to those of the files."""
-    through = import_pairs(found.weights.blocks)
-    inner = export_pairs(weight_map(found.model, "fused").blocks)
-    return {name: composed(pairs, through) for name, pairs in inner.items()}
+def _copies_of_modules(found: HfModel) -> dict[str, list[RegionCopy]]:
+    """Return the copies that make transformers' parameters, whose experts are fused, from the files' tensors."""
+    through = copies_into_megatron(found.weights.blocks)
+    inner = copies_into_hf(weight_map(found.model, "fused").blocks)
+    return {name: composed(copies, through) for name, copies in inner.items()}
 
 
 def _restore_wavelengths(model: nn.Module, config: Any) -> None:
-    """What is computed from the config and in no checkpoint."""
+    """Compute the buffers that follow from the config and are in no checkpoint: the meta device has no values."""
     for module in model.modules():
         if "inv_freq" in dict(module.named_buffers(recurse=False)):
-            fresh = type(module)(config=config)
-            for name, buffer in fresh.named_buffers(recurse=False):
+            restored = type(module)(config=config)
+            for name, buffer in restored.named_buffers(recurse=False):
                 setattr(module, name, buffer)
 
 
 def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
-    """Megatron's model on one rank, its storages empty but for the module at work."""
+    """Run Megatron's model on one rank; its storages are empty but for the module at work.
+
+    Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
+    """
     refuse_singletons(found.layout, found.folder.path)
     settings = PlatformConfig(precision="fp32")
     platform, mesh = start(settings), build_mesh(MeshConfig())
@@ -152,8 +181,8 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
         ).eval()
         by_storage: dict[int, list[LocalShard]] = {}
         for shard in local_shards([chunk]):
-            by_storage.setdefault(_id(shard.data), []).append(shard)
-        load = partial(_load_shard, Relaid(found.model, found.layout), found.source())
+            by_storage.setdefault(_storage_id(shard.data), []).append(shard)
+        load = partial(_load_shard, KeyTranslation(found.model, found.layout), found.source())
         tied = [chunk.embedding] if found.model.tied_embeddings else []
         holders: dict[nn.Module, Sequence[nn.Module]] = {chunk.output_layer: [chunk.output_layer, *tied]}
         units = [chunk.embedding, *chunk.decoder.layers, chunk.decoder.final_layernorm, chunk.output_layer]
@@ -161,7 +190,7 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
         def enter(module: nn.Module) -> None:
             for tensor in _tensors(holders.get(module, [module])):
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-                for shard in by_storage.get(_id(tensor), ()):
+                for shard in by_storage.get(_storage_id(tensor), ()):
                     load(shard)
 
         def leave(module: nn.Module) -> None:
@@ -171,19 +200,20 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
         for unit in units:
             leave(unit)
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-        with _kept(units, enter, leave) as outputs:
+        with _outputs_of(units, enter, leave) as outputs:
             logits = chunk(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None)
         return [*(hidden.transpose(0, 1) for hidden in outputs[1:-2]), logits[..., : found.model.vocab_size]]
     finally:
         destroy_mesh()
 
 
-def _load_shard(relaid: Relaid, source: Any, shard: LocalShard) -> None:
+def _load_shard(translation: KeyTranslation, source: DistSource, shard: LocalShard) -> None:
+    """Fill a parameter, or a part of one, of Megatron's model from the checkpoint's tensors."""
     where = tuple(
         AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
         for at, size in zip(shard.where, shard.global_shape, strict=True)
     )
-    key, there = relaid.place(shard.key, where)
+    key, there = translation.locate(shard.key, where)
     # Not straight into the shard: what was filled as numpy's memory cannot be emptied any more.
     read = torch.empty_like(shard.data)
     source.fill(read, key, there)
@@ -191,22 +221,23 @@ def _load_shard(relaid: Relaid, source: Any, shard: LocalShard) -> None:
 
 
 def _tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Parameters and saved buffers."""
+    """Yield parameters and saved buffers."""
     for module in modules:
         yield from (
             tensor for tensor in module.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)
         )
 
 
-def _id(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
+    """Return a number of the tensor's storage, which an empty storage has too, unlike an address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
-def _kept(
+def _outputs_of(
     units: Sequence[nn.Module], enter: Callable[[nn.Module], None], leave: Callable[[nn.Module], None]
 ) -> Iterator[list[Tensor]]:
-    """What each unit returns, in order; `enter` and `leave` are called around its forward."""
+    """Collect the output of each unit, in order; `enter` and `leave` are called around its forward."""
     outputs: list[Tensor] = []
 
     def before(module: nn.Module, _: Any) -> None:

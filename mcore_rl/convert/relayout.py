@@ -1,4 +1,4 @@
-"""The same checkpoint, with its optimizer state, under other keys."""
+"""Relayout: a Megatron checkpoint, with its optimizer state, under other keys."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,60 +6,78 @@ from functools import partial
 from pathlib import Path
 
 from mcore_rl.checkpoint.folder import COMMON, path_of_step
-from mcore_rl.convert.copying.conversion import Conversion, Settings, files_identity
+from mcore_rl.checkpoint.weights import EXTRA_STATE
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
 from mcore_rl.convert.copying.manifest import write_manifest
-from mcore_rl.convert.copying.plan import Pair, Target, Task, chunks_of, one_dtype, tasks_of
-from mcore_rl.convert.copying.sources import whole
-from mcore_rl.convert.copying.workers import Record
-from mcore_rl.convert.copying.writers import DistWriter
-from mcore_rl.convert.importing import publish_checkpoint, single_rank_common
-from mcore_rl.convert.megatron.files import finish, write_common, write_format, write_metadata
-from mcore_rl.convert.megatron.layouts import Layout, Relaid, is_stacked, refuse_singletons
+from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
+from mcore_rl.convert.copying.regions import RegionCopy, whole
+from mcore_rl.convert.megatron.layouts import KeyLayout, KeyTranslation, is_stacked, refuse_singletons
 from mcore_rl.convert.megatron.model import EMBEDDING, DistModel, open_dist_model
+from mcore_rl.convert.megatron.writer import (
+    DistWriter,
+    publish_checkpoint,
+    single_rank_common,
+    write_common,
+    write_format,
+    write_last_file,
+    write_metadata,
+)
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Shape, listed
 
-EXTRA_STATE = "_extra_state"
-
 
 def plan_relayout(
-    source: Path, folder: Path, layout: Layout, reference: Path | None, settings: Settings
+    source: Path, folder: Path, layout: KeyLayout, reference: Path | None, settings: CopySettings
 ) -> Conversion:
-    """A checkpoint's tensors, optimizer state and other objects to `folder/iter_<step>` under the keys of `layout`."""
-    found = open_dist_model(source, reference)
-    targets = list(relaid_targets(found, layout))
-    if found.folder.path.resolve() == path_of_step(folder, found.folder.step).resolve():
+    """Plan to write a checkpoint to `folder/iter_<step>` under the keys of `layout`.
+
+    Args:
+        source: The checkpoint; its tensors, optimizer state and other objects are written.
+        folder: Folder of the output.
+        layout: The layout of the new keys.
+        reference: A Hugging Face folder of the same model, for checkpoints that do not name their family.
+        settings: How the conversion is run.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or has optimizer state that is not laid out like the weights.
+    """
+    dist_model = open_dist_model(source, reference)
+    targets = list(_targets(dist_model, layout))
+    step, objects = dist_model.folder.step, dist_model.folder.objects
+    if dist_model.folder.path.resolve() == path_of_step(folder, step).resolve():
         raise CheckpointError(f"{folder} is where the checkpoint is. Name another folder.")
-    identity = files_identity(found.folder.path, sorted(found.folder.files))
-    kept = [key for key in found.folder.objects if EXTRA_STATE not in key]
+    chunks = (chunk for target in targets for chunk in chunks_of(target))
+    num_objects = sum(EXTRA_STATE not in key for key in objects)
+    identity = files_identity(dist_model.folder.path, sorted(dist_model.folder.files))
     return Conversion(
         title="relayout",
-        final=path_of_step(folder, found.folder.step),
+        final=path_of_step(folder, step),
         targets=targets,
-        tasks=tasks_of(
-            (chunk for target in targets for chunk in chunks_of(target)), settings.task_bytes, "numbered"
-        ),
-        open_source=found.source,
+        tasks=tasks_of(chunks, settings.task_bytes, "numbered"),
+        open_source=dist_model.source,
         writer=DistWriter(),
-        identity=f"relayout {layout} {found.folder.digest} {identity}",
-        finish=partial(_finish, found, layout),
+        identity=f"relayout {layout} {dist_model.folder.digest} {identity}",
+        finish=partial(_finish, dist_model, layout),
         publish=publish_checkpoint,
         notes=[
-            f"{found.model.family}, step {found.folder.step}: {found.layout} -> {layout}",
-            f"{len(targets)} tensors and {len(kept)} objects; {len(found.folder.objects) - len(kept)} empty or "
+            f"{dist_model.model.family}, step {step}: {dist_model.layout} -> {layout}",
+            f"{len(targets)} tensors and {num_objects} objects; {len(objects) - num_objects} empty or "
             "TransformerEngine's extra states are left out, as they belong to the old names",
         ],
     )
 
 
-def relaid_targets(found: DistModel, layout: Layout) -> Iterator[Target]:
-    """Each tensor of the checkpoint under its new key, for the weights and for each tensor that the optimizer has."""
-    refuse_singletons(found.layout, found.folder.path)
-    old, new = Relaid(found.model, found.layout), Relaid(found.model, layout)
-    tensors = found.folder.tensors
-    places = dict(_places(found.canonical.mcore_shapes, old, new))
-    shapes = dict(new.shapes(found.canonical.mcore_shapes))
-    names = {pair.source for pairs in places.values() for pair in pairs}
+def _targets(dist_model: DistModel, layout: KeyLayout) -> Iterator[TargetTensor]:
+    """Yield each tensor under its new key: of the weights, and of each copy of them that the optimizer has."""
+    folder = dist_model.folder
+    refuse_singletons(dist_model.layout, folder.path)
+    old = KeyTranslation(dist_model.model, dist_model.layout)
+    new = KeyTranslation(dist_model.model, layout)
+    tensors = folder.tensors
+    copies = _copies_by_new_key(dist_model.canonical.mcore_shapes, old, new)
+    shapes = dict(new.shapes(dist_model.canonical.mcore_shapes))
+    names = {copy.source for group in copies.values() for copy in group}
+    # The optimizer has each weight's moments under the weight's name behind a prefix; "" is that of the weights.
     prefixes = sorted({key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)})
     known = {prefix + name for prefix in prefixes for name in names}
     left = [f"{key} {tensors[key].shape}" for key in tensors if key not in known]
@@ -71,53 +89,59 @@ def relaid_targets(found: DistModel, layout: Layout) -> Iterator[Target]:
     ]
     if left:
         raise CheckpointError(
-            f"{found.folder.path} has optimizer state that is not laid out like the weights:\n{listed(left)}\n"
+            f"{folder.path} has optimizer state that is not laid out like the weights:\n{listed(left)}\n"
             "Save it with distrib_optim_sharding_type fully_reshardable first."
         )
     for prefix in prefixes:
-        for key, pairs in places.items():
-            if all(prefix + pair.source in tensors for pair in pairs):
-                moved = tuple(Pair(pair.into, prefix + pair.source, pair.where) for pair in pairs)
-                dtype = one_dtype(prefix + key, {pair.source: tensors[pair.source].dtype for pair in moved})
-                yield Target(name=prefix + key, shape=shapes[key], dtype=dtype, pairs=moved)
+        for key, group in copies.items():
+            # Buffers, such as expert biases, have no moments.
+            if all(prefix + copy.source in tensors for copy in group):
+                moved = tuple(RegionCopy(copy.into, prefix + copy.source, copy.where) for copy in group)
+                dtype = common_dtype(
+                    prefix + key, {copy.source: tensors[copy.source].dtype for copy in moved}
+                )
+                yield TargetTensor(name=prefix + key, shape=shapes[key], dtype=dtype, copies=moved)
 
 
-def _places(shapes: Mapping[str, Shape], old: Relaid, new: Relaid) -> Iterator[tuple[str, list[Pair]]]:
-    """For each new key, where its layers are now."""
-    found: dict[str, list[Pair]] = {}
-    apart = "each" in (old.layout.layers, new.layout.layers)
+def _copies_by_new_key(
+    shapes: Mapping[str, Shape], old: KeyTranslation, new: KeyTranslation
+) -> dict[str, list[RegionCopy]]:
+    """Return, for each new key, the copies that make it from the old ones; `shapes` are those of the weight map."""
+    copies: dict[str, list[RegionCopy]] = {}
+    one_by_one = "each" in (old.layout.layers, new.layout.layers)
     for key, shape in shapes.items():
-        wheres = [whole(shape)]
-        if apart and is_stacked(key):
-            wheres = [(AxisRange(layer, layer + 1), *whole(shape[1:])) for layer in range(shape[0])]
-        for where in wheres:
-            source, source_where = old.place(key, where)
-            target, target_where = new.place(key, where)
-            found.setdefault(target, []).append(Pair(target_where, source, source_where))
-    yield from found.items()
+        regions = [whole(shape)]
+        if one_by_one and is_stacked(key):
+            regions = [(AxisRange(layer, layer + 1), *whole(shape[1:])) for layer in range(shape[0])]
+        for region in regions:
+            source, where = old.locate(key, region)
+            target, into = new.locate(key, region)
+            copies.setdefault(target, []).append(RegionCopy(into, source, where))
+    return copies
 
 
 def _finish(
-    found: DistModel, layout: Layout, folder: Path, plan: str, done: Sequence[tuple[Task, list[Record]]]
+    dist_model: DistModel, layout: KeyLayout, folder: Path, plan: str, done: Sequence[RecordedTask]
 ) -> None:
-    source = found.source()
+    """Add objects, metadata, common state, manifest and marker to the tensors' files."""
+    source = dist_model.source()
     objects = {
         key: source.object_bytes(saved)
-        for key, saved in found.folder.objects.items()
+        for key, saved in dist_model.folder.objects.items()
         if EXTRA_STATE not in key
     }
     write_metadata(folder, done, objects)
     write_format(folder)
-    common = found.folder.path / COMMON
+    common = dist_model.folder.path / COMMON
     if common.is_file():
         shutil.copyfile(common, folder / COMMON)
     else:
-        write_common(folder, single_rank_common(found.model, found.folder.step, {}))
-    facts = {
+        write_common(folder, single_rank_common(dist_model.model, dist_model.folder.step))
+    description = {
         "kind": "relayout",
-        "family": found.model.family,
+        "family": dist_model.model.family,
         "layout": {"keys": layout.keys, "layers": layout.layers},
     }
-    sources = {"metadata_sha256": found.folder.digest, "files": found.folder.files}
-    write_manifest(folder, plan, facts, sources, done)
-    finish(folder, found.model, found.folder.step, found.folder.marker)
+    sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
+    write_manifest(folder, plan, description, sources, done)
+    write_last_file(folder, dist_model.model, dist_model.folder.step, dist_model.folder.marker)

@@ -1,4 +1,4 @@
-"""Whether two checkpoints, in whatever formats, hold the same model: bit for bit, type for type, name for name."""
+"""Verify that two checkpoints, in whatever formats, hold the same model: bit for bit, type for type, name for name."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,28 +10,29 @@ from torch import Tensor
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import fill
-from mcore_rl.convert.copying.plan import (
-    Pair,
-    Target,
-    chunk_at,
-    chunks_of,
-    composed,
-    export_pairs,
-    import_pairs,
-    one_dtype,
-)
+from mcore_rl.convert.copying.plan import TargetTensor, chunk_at, chunks_of, common_dtype
 from mcore_rl.convert.copying.progress import ByteProgress
-from mcore_rl.convert.copying.sources import HfSource, Source, whole
-from mcore_rl.convert.hf.folder import HfFolder, open_hf
-from mcore_rl.convert.hf.model import HfModel, Mtp, open_hf_model
+from mcore_rl.convert.copying.regions import (
+    RegionCopy,
+    composed,
+    copies_into_hf,
+    copies_into_megatron,
+    whole,
+)
+from mcore_rl.convert.copying.source import TensorSource
+from mcore_rl.convert.hf.folder import HfFolder, is_hf, open_hf
+from mcore_rl.convert.hf.model import HfModel, MtpLayers, open_hf_model
+from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.megatron.model import DistModel, disagreements, open_dist_model
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import weight_map
 
+SAME = "the same values"
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is not the same about one tensor."""
+    """One thing that is not the same: of the tensor `name`, or of the models' configs (`config`)."""
 
     name: str
     what: str
@@ -41,27 +42,34 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """A checkpoint as Hugging Face's tensors."""
+class ComparedCheckpoint:
+    """A checkpoint of any format as Hugging Face's tensors."""
 
     path: Path
-    targets: Mapping[str, Target]
-    source: Source
-
-
-def is_hf(path: Path) -> bool:
-    """Whether a path is of Hugging Face's format: a safetensors file, or a folder that has some."""
-    return path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors*")))
+    targets: Mapping[str, TargetTensor]
+    source: TensorSource
 
 
 def compare(
-    one: Path, other: Path, reference: Path | None, mtp: Mtp, progress: ByteProgress
+    one: Path, other: Path, reference: Path | None, mtp: MtpLayers, progress: ByteProgress
 ) -> list[Difference]:
-    """All differences between the models in two folders. CheckpointError when one cannot be read as a whole."""
+    """Return all differences between the models of two checkpoints.
+
+    Args:
+        one: A checkpoint of either format.
+        other: The checkpoint to compare with.
+        reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
+        mtp: Whether layers for multi-token prediction are compared or left out.
+        progress: Where progress is shown.
+
+    Raises:
+        CheckpointError: One of both cannot be read as a whole.
+    """
     if is_hf(one) and is_hf(other):
         plain = open_hf(one), open_hf(other)
         if plain[0].tensors.keys() == plain[1].tensors.keys():
-            first, second = map(_plain_side, plain)
+            # The same names on both sides: no family is needed, and quantized tensors are compared as they are stored.
+            first, second = map(_as_stored, plain)
             return [
                 *_config_differences(*(_config_of(folder) for folder in plain)),
                 *_compared(first, second, progress),
@@ -70,13 +78,13 @@ def compare(
         open_model(path, reference or (other if is_hf(other) else one if is_hf(one) else None), mtp)
         for path in (one, other)
     ]
-    sides = [_side(found) for found in models]
+    sides = [_as_hf_tensors(found) for found in models]
     found = list(_config_differences(models[0].model, models[1].model))
     return [*found, *_compared(sides[0], sides[1], progress)]
 
 
-def open_model(path: Path, reference: Path | None, mtp: Mtp) -> HfModel | DistModel:
-    """A checkpoint of either format; a Megatron one that does not say what it is takes the config of `reference`."""
+def open_model(path: Path, reference: Path | None, mtp: MtpLayers) -> HfModel | DistModel:
+    """Return a checkpoint of either format; a Megatron one that does not name its family takes that of `reference`."""
     if is_hf(path):
         return open_hf_model(path, mtp=mtp)
     try:
@@ -87,23 +95,24 @@ def open_model(path: Path, reference: Path | None, mtp: Mtp) -> HfModel | DistMo
         return open_dist_model(path, reference, mtp=mtp)
 
 
-def _side(found: HfModel | DistModel) -> Side:
-    """In names that both formats have: an expert each."""
+def _as_hf_tensors(found: HfModel | DistModel) -> ComparedCheckpoint:
+    """Return a model under names that both formats can be brought to: Hugging Face's, a tensor for each expert."""
     weights = found.weights if isinstance(found, DistModel) else weight_map(found.model)
-    pairs, targets = export_pairs(weights.blocks), {}
-    through = import_pairs(found.weights.blocks)
+    copies, targets = copies_into_hf(weights.blocks), {}
+    through = copies_into_megatron(found.weights.blocks)
     for name, shape in weights.hf_shapes.items():
-        keeps_fp32 = any(pair.source in weights.fp32_keys for pair in pairs[name])
+        keeps_fp32 = any(copy.source in weights.fp32_keys for copy in copies[name])
         if isinstance(found, HfModel):
-            pairs[name] = composed(pairs[name], through)
-        dtypes = {pair.source: found.dtype(pair.source) for pair in pairs[name]}
-        dtype = torch.float32 if keeps_fp32 else one_dtype(name, dtypes)
-        targets[name] = Target(name=name, shape=shape, dtype=dtype, pairs=tuple(pairs[name]))
-    return Side(path=found.folder.path, targets=targets, source=found.source())
+            # By way of Megatron's tensors back to the folder's own, whose experts may be in one tensor.
+            copies[name] = composed(copies[name], through)
+        dtypes = {copy.source: found.dtype(copy.source) for copy in copies[name]}
+        dtype = torch.float32 if keeps_fp32 else common_dtype(name, dtypes)
+        targets[name] = TargetTensor(name=name, shape=shape, dtype=dtype, copies=tuple(copies[name]))
+    return ComparedCheckpoint(path=found.folder.path, targets=targets, source=found.source())
 
 
 def _config_of(folder: HfFolder) -> ModelConfig | None:
-    """None: of a family that is not known here, whose tensors can be compared all the same."""
+    """Return the config of a folder; None for an unknown family, whose tensors can be compared all the same."""
     try:
         return checked_model_from_hf(folder.config or {})
     except ConfigError:
@@ -111,24 +120,30 @@ def _config_of(folder: HfFolder) -> ModelConfig | None:
 
 
 def _config_differences(one: ModelConfig | None, other: ModelConfig | None) -> Iterator[Difference]:
-    """Of what the same weights would compute."""
+    """Yield differences of settings by which the same weights would compute something else."""
     if one is not None and other is not None:
         for line in disagreements(one, other):
             yield Difference("config", line)
 
 
-def _plain_side(folder: HfFolder) -> Side:
-    """A folder's tensors as they are: of any model, quantized or not."""
+def _as_stored(folder: HfFolder) -> ComparedCheckpoint:
+    """Return a folder's tensors as they are stored: of any model, quantized or not."""
     targets = {
-        name: Target(
-            name=name, shape=t.shape, dtype=t.dtype, pairs=(Pair(whole(t.shape), name, whole(t.shape)),)
+        name: TargetTensor(
+            name=name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            copies=(RegionCopy(whole(tensor.shape), name, whole(tensor.shape)),),
         )
-        for name, t in folder.tensors.items()
+        for name, tensor in folder.tensors.items()
     }
-    return Side(path=folder.path, targets=targets, source=HfSource(folder))
+    return ComparedCheckpoint(path=folder.path, targets=targets, source=HfSource(folder))
 
 
-def _compared(one: Side, other: Side, progress: ByteProgress) -> Iterator[Difference]:
+def _compared(
+    one: ComparedCheckpoint, other: ComparedCheckpoint, progress: ByteProgress
+) -> Iterator[Difference]:
+    """Yield tensors that only one has, and those whose shape, type or values differ."""
     for name in sorted(one.targets.keys() - other.targets.keys()):
         yield Difference(name, f"only in {one.path}")
     for name in sorted(other.targets.keys() - one.targets.keys()):
@@ -147,11 +162,8 @@ def _compared(one: Side, other: Side, progress: ByteProgress) -> Iterator[Differ
         progress.add(a.num_bytes, {"tensor": name})
 
 
-SAME = "the same values"
-
-
-def _values(first: Source, second: Source, a: Target, b: Target) -> str:
-    """How many elements differ, and by how much; of one type, bit for bit."""
+def _values(first: TensorSource, second: TensorSource, a: TargetTensor, b: TargetTensor) -> str:
+    """Return how many elements differ, and by how much: bit for bit, or by value where the types differ."""
     count, largest = 0, 0.0
     same_type = a.dtype == b.dtype
     for chunk in chunks_of(a):
@@ -168,5 +180,6 @@ def _values(first: Source, second: Source, a: Target, b: Target) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    # As integers: bits tell minus zero from zero, and find a NaN equal to itself.
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(kinds[tensor.element_size()])

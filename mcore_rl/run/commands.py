@@ -196,17 +196,16 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--keys",
         choices=("te", "local"),
         default="te",
-        help="import, relayout: names of TransformerEngine's layers (default: our training's) or of Megatron's own",
+        help="import, relayout: names of TransformerEngine's layers (default) or of Megatron's local layers",
     )
     what.add_argument(
         "--layers",
         choices=("stacked", "each"),
-        help="import, relayout: a tensor for all layers, or one each (default: as our training has them)",
+        help="import, relayout: a tensor for all layers, or one each (default: as training reads them)",
     )
     what.add_argument(
         "--vocab-multiple",
         type=positive,
-        default=0,
         metavar="N",
         help="import: pad the vocabulary to a multiple of N (default: model.vocab_multiple's)",
     )
@@ -214,14 +213,13 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference",
         type=Path,
         metavar="HF_DIR",
-        help="a folder of the same model: export copies config and tokenizer; says what one of Megatron-LM is",
+        help="a folder of the same model, to name its family and, in an export, to copy config and tokenizer from",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--workers", type=positive, default=2, metavar="N", help="processes (default 2)")
     how.add_argument(
         "--max-ram",
         type=num_bytes,
-        default=0,
         metavar="8G",
         help="memory of all processes together; fewer workers are used if need be",
     )

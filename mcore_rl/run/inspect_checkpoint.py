@@ -1,4 +1,4 @@
-"""`mcore-rl inspect`: what is in a checkpoint."""
+"""`mcore-rl inspect`: the contents of a checkpoint."""
 
 import argparse
 
@@ -10,11 +10,11 @@ from mcore_rl.run.convert import report_differences
 
 
 def main(args: argparse.Namespace) -> int:
-    """Status: 0, or 1 when --diff finds a difference."""
+    """List a checkpoint and return the exit status: 0, or 1 when --diff finds a difference."""
     with ByteProgress(Console()) as progress:
         if args.diff is None:
             for line in contents(args.path).lines():
-                progress.say(line)
+                progress.message(line)
             return 0
         args.reference, args.mtp = None, "keep"
         return int(report_differences(args.path, args.diff, args, progress) > 0)

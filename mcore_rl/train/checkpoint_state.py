@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from mcore_rl.checkpoint.read import OURS, Stored, read
+from mcore_rl.checkpoint.read import OURS, StoredCheckpoint, read
 from mcore_rl.checkpoint.weights import (
     common_state,
     layout,
@@ -60,7 +60,7 @@ def full_state(state: TrainState) -> dict[str, Any]:
     )
 
 
-def load_full_state(state: TrainState, stored: Stored) -> list[str]:
+def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     """Collective over the mesh: `state` goes on from the checkpoint; lines for the log on what is not as it was."""
     assert stored.marker is not None
     is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)

@@ -22,7 +22,7 @@ from mcore_rl.checkpoint.folder import (
 )
 from mcore_rl.checkpoint.read import differences, inspect
 from mcore_rl.checkpoint.weights import load_weights
-from mcore_rl.checkpoint.write import Plan, ShardPlanner, Written, finish
+from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained, room_at
 from mcore_rl.obs.metrics import Metric
@@ -40,9 +40,9 @@ class _Save:
     """A save that is being written."""
 
     step: int
-    plan: Plan
+    plan: SavePlan
     started: float
-    writing: ForkedCall[Written] | None = None
+    writing: ForkedCall[WrittenFiles] | None = None
     """This rank's part, in the background."""
     waited_s: float | None = None
     """How long training stood still; None: all the time."""
@@ -51,7 +51,7 @@ class _Save:
         """Whether this rank's part is still being written."""
         return self.writing is not None and self.writing.is_running()
 
-    def written(self) -> Written:
+    def written(self) -> WrittenFiles:
         """This rank's part, written here or waited for; CheckpointError when that failed."""
         try:
             return self.writing.result() if self.writing else self.plan.write()
@@ -276,6 +276,6 @@ class Checkpoints:
         return found[-1]
 
 
-def _in_background(plan: Plan) -> ForkedCall[Written]:
+def _in_background(plan: SavePlan) -> ForkedCall[WrittenFiles]:
     with checkpoint_errors_explained(plan.path, "starting the writer of"):
         return ForkedCall(plan.write)

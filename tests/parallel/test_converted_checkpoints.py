@@ -11,8 +11,8 @@ from torch import Tensor
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.copying.forecast import bytes_by_stage
 from mcore_rl.convert.logits import largest_distance
+from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
 from mcore_rl.families import weight_map
 from mcore_rl.model.hf_weights import to_global
 from tests.conversion import (

@@ -1,70 +1,105 @@
-"""One conversion from plan to output: the same few steps whatever the formats."""
+"""A conversion as a plan: what is written from what, by which source and writer, within how much memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
-from mcore_rl.convert.copying.manifest import RULES_VERSION
-from mcore_rl.convert.copying.plan import Target, Task, digest
-from mcore_rl.convert.copying.progress import ByteProgress, shown
-from mcore_rl.convert.copying.sources import Source
-from mcore_rl.convert.copying.work_folder import WorkFolder, complete, working
-from mcore_rl.convert.copying.workers import Job, Record, records_of, run
-from mcore_rl.convert.copying.writers import Writer
+from mcore_rl.convert.copying.checksums import PartChecksum
+from mcore_rl.convert.copying.content import ChunkBytes
+from mcore_rl.convert.copying.plan import CopyTask, TargetTensor, digest
+from mcore_rl.convert.copying.progress import readable_bytes
+from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.errors import CheckpointError
 
+RULES_VERSION = 2
+"""Counts the changes after which the same input gives other bytes."""
 PARENT_BYTES = 700 << 20
-"""What the program takes with torch, before it reads anything."""
+"""Memory of the program with torch, before it reads anything."""
 WORKER_BYTES = 250 << 20
-"""What a worker takes beside its chunks; most of its memory it shares with the parent."""
+"""Memory of a worker beside its chunks; most of it is shared with the parent."""
 CHUNKS_AT_ONCE = 4
-"""A chunk, the file's pages it comes from, and what casting or dequantising needs."""
+"""A chunk, the file's pages it comes from, and what casting or dequantizing needs."""
 TASK_BYTES = 512 << 20
-"""A task is not larger, unless one chunk is; what a killed worker has begun is done again."""
+"""Most bytes of a task, unless one chunk has more; a task that a killed worker has begun is done again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRange:
+    """The bytes of a file that a chunk was written to."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """The result of writing a chunk: its bytes in the file, its checksum, and those of the bytes it was made of."""
+
+    written: WrittenRange
+    crc: int
+    sources: tuple[tuple[str, PartChecksum], ...]
+
+
+RecordedTask = tuple[CopyTask, list[ChunkRecord]]
+"""A task that is done, with a record of each of its chunks."""
+
+
+class TensorWriter(Protocol):
+    """Writes the files of a conversion; used by many processes at once."""
+
+    def prepare(self, folder: Path) -> None:
+        """Make what must be there before any task; called once, in the parent."""
+
+    def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[WrittenRange]:
+        """Write a task's chunks, one after another; they need not be on the disk when this returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class CopySettings:
     """How a conversion is run; of these only the sizes of tasks and shards change a byte of the output."""
 
     workers: int = 1
-    max_ram_bytes: int = 0
-    """0: whatever it takes."""
+    max_ram_bytes: int | None = None
+    """Most memory of all processes together; None: no limit."""
     overwrite: bool = False
     task_bytes: int = TASK_BYTES
     shard_bytes: int = 5 << 30
-    """Of a safetensors file."""
+    """Most bytes of a safetensors file, unless one tensor has more."""
     chunk_done: Callable[[int], None] | None = None
-    """See Job."""
+    """Called in the worker with the number of bytes of each chunk; tests stop a worker with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """A plan: what is written from what, and what is added at the end."""
+    """What is written from what, and what is added at the end."""
 
     title: str
     final: Path
-    targets: Sequence[Target]
-    tasks: Sequence[Task]
-    open_source: Callable[[], Source]
-    writer: Writer
+    targets: Sequence[TargetTensor]
+    tasks: Sequence[CopyTask]
+    open_source: Callable[[], TensorSource]
+    """Called in each worker."""
+    writer: TensorWriter
     identity: str
-    """Of the source's files: a source that has changed is another conversion."""
-    finish: Callable[[Path, str, Sequence[tuple[Task, list[Record]]]], None]
-    """Adds the rest to the folder of files; is given the plan's digest and what is on record."""
+    """Options, and names, sizes and times of the source's files: a source that has changed is another conversion."""
+    finish: Callable[[Path, str, Sequence[RecordedTask]], None]
+    """Adds the rest to the folder of files, given the plan's digest and the records of all tasks."""
     publish: Callable[[Path, Path], None]
+    """Gives the complete folder its final name."""
     notes: Sequence[str] = ()
-    """What the user should know."""
+    """Sentences for the user."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Number of bytes of all tensors."""
         return sum(target.num_bytes for target in self.targets)
 
     @property
     def largest_chunk_bytes(self) -> int:
-        """Of all tasks."""
+        """Number of bytes of the largest chunk."""
         return max((chunk.num_bytes for task in self.tasks for chunk in task.chunks), default=0)
 
     @property
@@ -74,62 +109,52 @@ class Conversion:
 
     @property
     def attempt(self) -> str:
-        """What must be the same for an unfinished conversion to go on."""
+        """Digest that must be the same for an unfinished conversion to be resumed."""
         return sha256(f"{RULES_VERSION} {self.identity} {self.plan}".encode()).hexdigest()
 
+    def memory_forecast(self, workers: int) -> int:
+        """Return the most bytes that all processes together hold."""
+        return PARENT_BYTES + workers * (WORKER_BYTES + CHUNKS_AT_ONCE * self.largest_chunk_bytes)
 
-def convert(conversion: Conversion, settings: Settings, progress: ByteProgress) -> Path:
-    """Run a conversion, or go on with it; where the output is. What can be refused is refused before writing."""
-    workers = workers_within(conversion, settings)
-    for note in conversion.notes:
-        progress.say(note)
-    if workers < settings.workers:
-        progress.say(
-            f"{workers} of {settings.workers} workers, as --max-ram {shown(settings.max_ram_bytes)} holds no more"
+    def workers_within(self, settings: CopySettings) -> int:
+        """Return how many of the workers asked for fit into `max_ram_bytes`; CheckpointError when not even one does."""
+        if settings.workers < 1:
+            raise CheckpointError(f"--workers {settings.workers}: wanted at least 1.")
+        if settings.max_ram_bytes is None:
+            return settings.workers
+        for workers in range(settings.workers, 0, -1):
+            if self.memory_forecast(workers) <= settings.max_ram_bytes:
+                return workers
+        raise CheckpointError(
+            f"--max-ram {readable_bytes(settings.max_ram_bytes)} is too little: one worker needs "
+            f"{readable_bytes(self.memory_forecast(1))} (a chunk: {readable_bytes(self.largest_chunk_bytes)}). Allow "
+            "so much."
         )
-    attempt, room = conversion.attempt, conversion.num_bytes
-    with working(conversion.final, attempt, room, overwrite=settings.overwrite) as work:
-        run(_job(conversion, settings, work), workers, progress, conversion.title)
-        conversion.finish(work.out, conversion.plan, list(records_of(work.records, conversion.tasks)))
-        complete(work, conversion.publish)
-    progress.event(
-        "end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3)
-    )
-    size = f"{len(conversion.targets)} tensors, {shown(conversion.num_bytes)}"
-    progress.say(f"{conversion.final}: {size}, {progress.seconds:.1f} s")
-    return conversion.final
 
-
-def memory_forecast(conversion: Conversion, workers: int) -> int:
-    """Bytes that all processes together hold at most."""
-    return PARENT_BYTES + workers * (WORKER_BYTES + CHUNKS_AT_ONCE * conversion.largest_chunk_bytes)
-
-
-def workers_within(conversion: Conversion, settings: Settings) -> int:
-    """As many workers as --max-ram holds, of those that were asked for."""
-    if settings.workers < 1:
-        raise CheckpointError(f"--workers {settings.workers}: wanted at least 1.")
-    for workers in range(settings.workers, 0, -1):
-        if not settings.max_ram_bytes or memory_forecast(conversion, workers) <= settings.max_ram_bytes:
-            return workers
-    raise CheckpointError(
-        f"--max-ram {shown(settings.max_ram_bytes)} is too little: one worker needs "
-        f"{shown(memory_forecast(conversion, 1))} (a chunk: {shown(conversion.largest_chunk_bytes)}). Allow so much."
-    )
+    def lines(self, settings: CopySettings) -> Iterator[str]:
+        """Yield what the conversion would do, for `convert plan`."""
+        width = max((len(target.name) for target in self.targets), default=0)
+        for target in self.targets:
+            shape = "x".join(map(str, target.shape)) or "scalar"
+            dtype = str(target.dtype).removeprefix("torch.")
+            size = readable_bytes(target.num_bytes)
+            yield f"{target.name:<{width}}  {dtype:<8} {shape:<22} {size:>11}  <- {_origin(target)}"
+        workers = self.workers_within(settings)
+        yield f"output: {self.final}, {len(self.targets)} tensors, {readable_bytes(self.num_bytes)} on disk"
+        yield (
+            f"memory: at most {readable_bytes(self.memory_forecast(workers))} with {workers} worker(s); the largest "
+            f"chunk is {readable_bytes(self.largest_chunk_bytes)}"
+        )
 
 
 def files_identity(folder: Path, names: Sequence[str]) -> str:
-    """Names, sizes and times of files."""
+    """Return names, sizes and times of files as text."""
     stats = [(name, (folder / name).stat()) for name in names]
     return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
-def _job(conversion: Conversion, settings: Settings, work: WorkFolder) -> Job:
-    return Job(
-        folder=work.out,
-        records=work.records,
-        tasks=conversion.tasks,
-        open_source=conversion.open_source,
-        writer=conversion.writer,
-        chunk_done=settings.chunk_done,
-    )
+def _origin(target: TargetTensor) -> str:
+    """Return the first source of a target, and how many more there are."""
+    names = [name for name, _ in groupby(copy.source for copy in target.copies)]
+    unique = list(dict.fromkeys(names))
+    return unique[0] + (f" and {len(unique) - 1} more, to {unique[-1]}" if len(unique) > 1 else "")

@@ -1,4 +1,4 @@
-"""How far a conversion is: a bar with bytes and the time that remains, and a line of JSON for each event."""
+"""Progress of a conversion: a bar with bytes and the time that remains, and a line of JSON for each event."""
 
 import json
 import time
@@ -18,11 +18,11 @@ from rich.progress import (
 )
 
 LOG_INTERVAL_S = 15.0
-"""Between two lines where there is no terminal to draw a bar on."""
+"""Seconds between two lines where there is no terminal to draw a bar on."""
 
 
 class ByteProgress:
-    """A bar on a terminal, elsewhere a line now and then; `log` gets every event as a line of JSON."""
+    """A bar on a terminal, elsewhere a line every LOG_INTERVAL_S; `log` gets every event as a line of JSON."""
 
     def __init__(self, console: Console, log: Path | None = None) -> None:
         self._console = console
@@ -39,47 +39,47 @@ class ByteProgress:
         )
         self._title = ""
         self._total = self._done = self._before = 0
-        self._started = self._told = time.monotonic()
+        self._started = self._last_line = time.monotonic()
 
     def begin(self, title: str, total_bytes: int, done_bytes: int) -> None:
         """Start drawing; `done_bytes` were done by an earlier run and do not count as speed."""
         self._title, self._total, self._done, self._before = title, total_bytes, done_bytes, done_bytes
-        self._started = self._told = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         self._bar.add_task(title, total=total_bytes, completed=done_bytes)
         self._bar.start()
         self.event("begin", title=title, total_bytes=total_bytes, done_bytes=done_bytes)
 
-    def add(self, num_bytes: int, facts: Mapping[str, Any]) -> None:
-        """So much more is done."""
+    def add(self, num_bytes: int, fields: Mapping[str, Any]) -> None:
+        """Count bytes that have been done; `fields` go into the log with them."""
         self._done += num_bytes
         for task in self._bar.task_ids:
             self._bar.advance(task, num_bytes)
         self.event(
-            "task", done_bytes=self._done, total_bytes=self._total, seconds=round(self.seconds, 3), **facts
+            "task", done_bytes=self._done, total_bytes=self._total, seconds=round(self.seconds, 3), **fields
         )
-        if not self._console.is_terminal and time.monotonic() - self._told > LOG_INTERVAL_S:
-            self._told = time.monotonic()
+        if not self._console.is_terminal and time.monotonic() - self._last_line > LOG_INTERVAL_S:
+            self._last_line = time.monotonic()
             speed = (self._done - self._before) / max(self.seconds, 1e-9)
             self._console.print(
-                f"{self._title}: {shown(self._done)} of {shown(self._total)}, {speed / 2**20:.0f} MiB/s, "
-                f"{(self._total - self._done) / max(speed, 1.0):.0f} s left",
+                f"{self._title}: {readable_bytes(self._done)} of {readable_bytes(self._total)}, "
+                f"{speed / 2**20:.0f} MiB/s, {(self._total - self._done) / max(speed, 1.0):.0f} s left",
                 soft_wrap=True,
                 highlight=False,
             )
 
-    def say(self, line: str) -> None:
-        """A line for people."""
+    def message(self, line: str) -> None:
+        """Print a line for people."""
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
-    def event(self, kind: str, **facts: Any) -> None:
-        """A line for programs."""
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append a line for programs to the log."""
         if self._log:
-            self._log.write(json.dumps({"event": kind, "time": time.time(), **facts}) + "\n")
+            self._log.write(json.dumps({"event": kind, "time": time.time(), **fields}) + "\n")
             self._log.flush()
 
     @property
     def seconds(self) -> float:
-        """Since `begin`."""
+        """Seconds since `begin`."""
         return time.monotonic() - self._started
 
     def __enter__(self) -> "ByteProgress":
@@ -95,8 +95,8 @@ class ByteProgress:
             self._log.close()
 
 
-def shown(num_bytes: float) -> str:
-    """`1.50 GiB`."""
+def readable_bytes(num_bytes: float) -> str:
+    """Return a number of bytes with its unit, such as `1.50 GiB`."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Tasks done by processes that know nothing of each other; what is done is on record and not done again."""
+"""Tasks done by processes that share nothing; a task that is done is recorded and not done again."""
 
 import gc
 import itertools
@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
@@ -16,44 +16,57 @@ from typing import Any
 
 import torch
 
-from mcore_rl.convert.copying.checksums import Part
-from mcore_rl.convert.copying.content import Content, Scratch
-from mcore_rl.convert.copying.plan import Task
+from mcore_rl.convert.copying.checksums import PartChecksum
+from mcore_rl.convert.copying.content import ChunkBytes, ScratchMemory
+from mcore_rl.convert.copying.conversion import (
+    ChunkRecord,
+    Conversion,
+    CopySettings,
+    RecordedTask,
+    WrittenRange,
+)
+from mcore_rl.convert.copying.plan import CopyTask
 from mcore_rl.convert.copying.progress import ByteProgress
-from mcore_rl.convert.copying.sources import Source
-from mcore_rl.convert.copying.writers import Placed, Writer
+from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.errors import CheckpointError, McoreRlError
 from mcore_rl.files import checkpoint_errors_explained, flush_to_disk, write_atomically
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What became of a chunk: where it is, its checksum, and those of what it was made of."""
-
-    placed: Placed
-    crc: int
-    sources: tuple[tuple[str, Part], ...]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """Everything that a worker needs."""
+class CopyJob:
+    """A conversion and where it is written."""
 
-    folder: Path
-    """Where the files are written."""
+    conversion: Conversion
+    settings: CopySettings
+    out: Path
+    """Folder of the output so far."""
     records: Path
-    """Where it is written down which tasks are done."""
-    tasks: Sequence[Task]
-    open_source: Callable[[], Source]
-    """Called in each worker."""
-    writer: Writer
-    chunk_done: Callable[[int], None] | None = None
-    """Called in the worker with the bytes of each chunk; tests hold a worker up with it."""
+    """Folder of the records of tasks that are done."""
+
+    def record_file(self, task: CopyTask) -> Path:
+        """Return the path of a task's record."""
+        return self.records / f"{task.index}.json"
+
+    def recorded_tasks(self) -> Iterator[RecordedTask]:
+        """Yield each task with the records of its chunks."""
+        for task in self.conversion.tasks:
+            entries = json.loads(self.record_file(task).read_text(encoding="utf-8"))
+            yield (
+                task,
+                [
+                    ChunkRecord(
+                        WrittenRange(*written),
+                        crc,
+                        tuple((name, PartChecksum(*part)) for name, part in sources),
+                    )
+                    for written, crc, sources in entries
+                ],
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """A worker has finished a task: how large it is, and the most memory that the worker has held."""
+class TaskDone:
+    """Message of a worker: the task it has finished, its size, and the most memory that the worker has had."""
 
     task: int
     num_bytes: int
@@ -61,61 +74,48 @@ class Event:
     worker: int
 
 
-def run(job: Job, workers: int, progress: ByteProgress, title: str) -> None:
-    """Do every task that has no record. CheckpointError when a worker fails; the others are stopped then."""
+def run_tasks(job: CopyJob, workers: int, progress: ByteProgress) -> None:
+    """Do every task that has no record. CheckpointError when a worker fails; the others are ended then."""
     job.records.mkdir(exist_ok=True)
-    todo = _dealt([task for task in job.tasks if not record_file(job.records, task.index).exists()])
-    with checkpoint_errors_explained(job.folder, "preparing the files in"):
-        job.writer.prepare(job.folder)
-    total, left = (sum(task.num_bytes for task in tasks) for tasks in (job.tasks, todo))
+    tasks = job.conversion.tasks
+    todo = _files_in_turn([task for task in tasks if not job.record_file(task).exists()])
+    with checkpoint_errors_explained(job.out, "preparing the files in"):
+        job.conversion.writer.prepare(job.out)
+    total_bytes = sum(task.num_bytes for task in tasks)
+    todo_bytes = sum(task.num_bytes for task in todo)
     context = multiprocessing.get_context("fork")
-    turn = context.Value("l", 0)
-    pipes: dict[Connection, Any] = {}
-    for number in range(min(workers, len(todo))):
+    # Workers take the next task from a shared counter, so that a slow one leaves more to the others.
+    next_index = context.Value("l", 0)
+    processes: dict[Connection, Any] = {}
+    for worker in range(min(workers, len(todo))):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(job, todo, turn, sender, number), daemon=True)
+        process = context.Process(target=_work, args=(job, todo, next_index, sender, worker), daemon=True)
         process.start()
+        # Only the worker's copy stays open: its end is then seen here as the end of the pipe.
         sender.close()
-        pipes[receiver] = process
+        processes[receiver] = process
     # Only now, as it starts a thread, which a process that forks must not have.
-    progress.begin(title, total, total - left)
+    progress.begin(job.conversion.title, total_bytes, total_bytes - todo_bytes)
     try:
-        _listen(pipes, progress)
+        _listen(processes, progress)
     finally:
-        for process in pipes.values():
+        for process in processes.values():
             process.terminate()
             process.join()
 
 
-def records_of(folder: Path, tasks: Sequence[Task]) -> Iterator[tuple[Task, list[Record]]]:
-    """Each task with the records of its chunks."""
-    for task in tasks:
-        saved = json.loads(record_file(folder, task.index).read_text(encoding="utf-8"))
-        yield (
-            task,
-            [
-                Record(Placed(*entry[0]), entry[1], tuple((name, Part(*part)) for name, part in entry[2]))
-                for entry in saved
-            ],
-        )
-
-
-def record_file(folder: Path, index: int) -> Path:
-    """The record of a task."""
-    return folder / f"{index}.json"
-
-
-def _dealt(tasks: Sequence[Task]) -> list[Task]:
-    """A task of each file in turn: processes that write to one file wait for each other."""
-    files: dict[str, list[Task]] = {}
+def _files_in_turn(tasks: Sequence[CopyTask]) -> list[CopyTask]:
+    """Order tasks so that each file has a turn: processes that write to one file wait for each other."""
+    files: dict[str, list[CopyTask]] = {}
     for task in tasks:
         files.setdefault(task.file, []).append(task)
     turns = itertools.zip_longest(*files.values())
     return [task for turn in turns for task in turn if task is not None]
 
 
-def _listen(pipes: dict[Connection, Any], progress: ByteProgress) -> None:
-    waiting = dict(pipes)
+def _listen(processes: dict[Connection, Any], progress: ByteProgress) -> None:
+    """Report what workers send until all have ended; raise the first error of one."""
+    waiting = dict(processes)
     while waiting:
         for pipe in wait(list(waiting)):
             assert isinstance(pipe, Connection)
@@ -125,82 +125,92 @@ def _listen(pipes: dict[Connection, Any], progress: ByteProgress) -> None:
                 process = waiting.pop(pipe)
                 process.join()
                 raise CheckpointError(
-                    f"a worker was ended by signal {-process.exitcode} (9: out of memory?). The same command goes on "
-                    "where it was; with fewer --workers it takes less memory."
+                    f"a worker was ended by signal {-process.exitcode} (9: out of memory?). The same command resumes "
+                    "it; with fewer --workers it takes less memory."
                 ) from None
             if message is None:
                 waiting.pop(pipe).join()
-            elif isinstance(message, Event):
+            elif isinstance(message, TaskDone):
                 progress.add(message.num_bytes, asdict(message))
             else:
                 raise message
 
 
-def _work(job: Job, todo: Sequence[Task], turn: Any, sender: Connection, number: int) -> None:
-    """A worker: takes the next task until none is left."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+def _work(job: CopyJob, todo: Sequence[CopyTask], next_index: Any, sender: Connection, worker: int) -> None:
+    """Take the next task until none is left; send a TaskDone for each, then None, or an exception."""
+    # Ctrl-C reaches all processes of the terminal: the parent handles it and ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    gc.freeze()  # the plan, which is there to stay
+    # The collector would touch, and so copy, all pages of the plan that are shared with the parent.
+    gc.freeze()
     try:
         with ThreadPoolExecutor(1) as disk:
-            for task in _done(job, todo, turn, disk):
-                sender.send(Event(task.index, task.num_bytes, _peak_rss_bytes(), number))
+            for task in _finished_tasks(job, todo, next_index, disk):
+                sender.send(TaskDone(task.index, task.num_bytes, _peak_rss_bytes(), worker))
         sender.send(None)
     except McoreRlError as error:
         sender.send(error)
     except OSError as error:
-        sender.send(CheckpointError(f"writing {job.folder} failed: {error.strerror or error}"))
+        sender.send(CheckpointError(f"writing {job.out} failed: {error.strerror or error}"))
     except BaseException:
         sender.send(RuntimeError(f"a worker failed:\n{traceback.format_exc()}"))
         raise
 
 
-def _done(job: Job, todo: Sequence[Task], turn: Any, disk: ThreadPoolExecutor) -> Iterator[Task]:
-    """The tasks that this worker did, each when it is on record. While the disk has one, the next is made."""
-    source = job.open_source()
+def _finished_tasks(
+    job: CopyJob, todo: Sequence[CopyTask], next_index: Any, disk: ThreadPoolExecutor
+) -> Iterator[CopyTask]:
+    """Yield the tasks of this worker once they are recorded. While the disk has one, the next is written."""
+    source = job.conversion.open_source()
     parent = os.getppid()
-    writing: Future[Task] | None = None
+    flushing: Future[CopyTask] | None = None
     while True:
-        with turn.get_lock():
-            index, turn.value = turn.value, turn.value + 1
-        made = _make(job, todo[index], source, parent) if index < len(todo) else None
-        if writing is not None:
-            yield writing.result()
-        if made is None:
+        with next_index.get_lock():
+            index, next_index.value = next_index.value, next_index.value + 1
+        records = _write(job, todo[index], source, parent) if index < len(todo) else None
+        if flushing is not None:
+            yield flushing.result()
+        if records is None:
             break
-        writing = disk.submit(_record, job, todo[index], made)
+        flushing = disk.submit(_record, job, todo[index], records)
 
 
-def _make(job: Job, task: Task, source: Source, parent: int) -> list[Record]:
+def _write(job: CopyJob, task: CopyTask, source: TensorSource, parent: int) -> list[ChunkRecord]:
     """Write the chunks of a task."""
-    found: list[Content] = []
-    scratch = Scratch()
+    written: list[ChunkBytes] = []
+    scratch = ScratchMemory()
 
-    def contents() -> Iterator[Content]:
-        for number, chunk in enumerate(task.chunks):
-            for pair in (pair for later in task.chunks[number + 1 : number + 2] for pair in later.pairs):
-                source.prefetch(pair.source, pair.where)
+    def contents() -> Iterator[ChunkBytes]:
+        for index, chunk in enumerate(task.chunks):
+            for copy in (copy for later in task.chunks[index + 1 : index + 2] for copy in later.copies):
+                source.prefetch(copy.source, copy.where)
+            # A killed parent leaves its workers to init. They end here, so that the command can be given again.
             if os.getppid() != parent:
-                os._exit(1)  # killed with nobody to tell
-            found.append(Content(chunk, source, scratch))
-            yield found[-1]
-            if job.chunk_done:
-                job.chunk_done(chunk.num_bytes)
+                os._exit(1)
+            written.append(ChunkBytes(chunk, source, scratch))
+            yield written[-1]
+            if job.settings.chunk_done:
+                job.settings.chunk_done(chunk.num_bytes)
 
-    placed = job.writer.write(job.folder, task, contents())
-    return [Record(place, content.crc, content.sources) for place, content in zip(placed, found, strict=True)]
+    ranges = job.conversion.writer.write(job.out, task, contents())
+    return [
+        ChunkRecord(range_, content.crc, content.sources)
+        for range_, content in zip(ranges, written, strict=True)
+    ]
 
 
-def _record(job: Job, task: Task, made: Sequence[Record]) -> Task:
-    """When the task's file is on the disk, its record is."""
-    flush_to_disk(job.folder / task.file)
-    entries = [[[record.placed.offset, record.placed.length], record.crc, record.sources] for record in made]
-    write_atomically(record_file(job.records, task.index), json.dumps(entries))
+def _record(job: CopyJob, task: CopyTask, records: Sequence[ChunkRecord]) -> CopyTask:
+    """Record a task as done, once its bytes are on the disk: a record that outlived them would leave a hole."""
+    flush_to_disk(job.out / task.file)
+    entries = [
+        [[record.written.offset, record.written.length], record.crc, record.sources] for record in records
+    ]
+    write_atomically(job.record_file(task), json.dumps(entries))
     return task
 
 
 def _peak_rss_bytes() -> int:
-    """The most memory this process has held."""
+    """Return the most memory that this process has had."""
     with open("/proc/self/status", encoding="utf-8") as status:
         line = next((line for line in status if line.startswith("VmHWM:")), "VmHWM: 0 kB")
     return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""The safetensors of a Hugging Face folder by their headers, every claim of which is checked against the files."""
+"""The tensors of a Hugging Face folder, by the headers of its safetensors, which are checked against the files."""
 
 import json
 import math
@@ -30,51 +30,51 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class HfTensor:
     """A tensor in a safetensors file."""
 
     file: str
     dtype: torch.dtype
     shape: Shape
     start: int
-    """Its first byte in the file."""
+    """Byte of the file at which its elements begin."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Number of bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfFolder:
-    """A folder of safetensors; what else is in it is the caller's to read."""
+    """A folder of safetensors with its config.json; other files in it are not read here."""
 
     path: Path
     config: dict[str, Any] | None
-    """config.json, if there is one."""
-    tensors: dict[str, Stored]
+    """Content of config.json; None when there is none."""
+    tensors: dict[str, HfTensor]
     files: dict[str, int]
-    """Bytes by name."""
+    """Number of bytes of each file, by name."""
     headers: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each file's header."""
+    """SHA-256 of each file's header, by name."""
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of all tensors."""
-        return {name: stored.shape for name, stored in self.tensors.items()}
+        """Shapes of all tensors, by name."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
 def open_hf(path: Path) -> HfFolder:
-    """The tensors of a folder, or of one file. CheckpointError for files that are cut off, missing or at odds."""
+    """Return the tensors of a folder, or of one file; CheckpointError when files are missing, cut off or at odds."""
     folder = path if path.is_dir() else path.parent
     files = [path.name] if path.is_file() else _files(path)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, HfTensor] = {}
     sizes, headers = {}, {}
     for name in files:
         header, data_start, sizes[name], headers[name] = _header(folder / name)
@@ -89,8 +89,13 @@ def open_hf(path: Path) -> HfFolder:
     return HfFolder(path=folder, config=_config(folder), tensors=tensors, files=sizes, headers=headers)
 
 
+def is_hf(path: Path) -> bool:
+    """Return whether a path is of Hugging Face's format: a safetensors file, or a folder that has some."""
+    return path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors*")))
+
+
 def read_json(path: Path) -> Any:
-    """A JSON file of a foreign folder; CheckpointError when it is none."""
+    """Return the content of a JSON file; CheckpointError when it cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -110,7 +115,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 
 def _files(folder: Path) -> list[str]:
-    """The files that make up the checkpoint, by the index or by their names."""
+    """Return the files that make up the checkpoint, by the index or by their names."""
     if (folder / INDEX).is_file():
         names = sorted(set(_weight_map(folder).values()))
         missing = [name for name in names if not (folder / name).is_file()]
@@ -146,7 +151,7 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
     return names
 
 
-def _check_index(folder: Path, tensors: Mapping[str, Stored]) -> None:
+def _check_index(folder: Path, tensors: Mapping[str, HfTensor]) -> None:
     names = _weight_map(folder)
     faults = [f"{name} is not in {names[name]}" for name in sorted(names.keys() - tensors.keys())]
     faults += [
@@ -165,10 +170,11 @@ def _check_index(folder: Path, tensors: Mapping[str, Stored]) -> None:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
-    """The header, where the data starts, the file's size, and the header's SHA-256."""
+    """Return a file's header, the byte at which its data begins, its size, and the header's SHA-256."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
+            # The length of the header, a little-endian number of 8 bytes; shorter files are refused below.
             length = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0]
             raw = opened.read(length) if size >= 8 and length <= min(MAX_HEADER_BYTES, size - 8) else b""
     except OSError as error:
@@ -187,7 +193,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
 
 def _entries(
     file: Path, header: Mapping[str, Any], data_start: int, size: int
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, HfTensor]]:
     position = 0
     try:
         entries = sorted(header.items(), key=lambda entry: tuple(entry[1]["data_offsets"]))
@@ -196,10 +202,10 @@ def _entries(
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
                 raise CheckpointError(f"{file}: {name} is {entry['dtype']}, a type that is not read here.")
-            stored = Stored(file.name, dtype, tuple(map(int, entry["shape"])), data_start + start)
+            stored = HfTensor(file.name, dtype, tuple(map(int, entry["shape"])), data_start + start)
             if start != position or stop - start != stored.num_bytes:
                 raise CheckpointError(
-                    f"{file}: {name} {stored.shape} {entry['dtype']} takes {stored.num_bytes} bytes, its place is "
+                    f"{file}: {name} {stored.shape} {entry['dtype']} takes {stored.num_bytes} bytes, its range is "
                     f"{start}:{stop} after {position}. Download or copy the file again."
                 )
             position = stop
@@ -208,6 +214,6 @@ def _entries(
         raise CheckpointError(f"{file} has a header that is not of safetensors ({error}).") from error
     if data_start + position != size:
         raise CheckpointError(
-            f"{file} has {size} bytes, its header tells of {data_start + position}: it is "
+            f"{file} has {size} bytes, its header describes {data_start + position}: it is "
             f"{'cut off' if size < data_start + position else 'too long'}. Download or copy it again."
         )

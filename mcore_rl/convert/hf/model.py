@@ -1,7 +1,5 @@
-"""A Hugging Face folder as one of the families: its config understood, its tensors paired, all from headers."""
+"""A Hugging Face folder as a model of one of the families, whose tensors are matched from headers alone."""
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,16 +9,26 @@ import torch
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import fill
-from mcore_rl.convert.copying.plan import Pair, Target, chunks_of
-from mcore_rl.convert.copying.sources import FP8, SCALE, HfSource, whole
-from mcore_rl.convert.hf import mxfp4
+from mcore_rl.convert.copying.plan import TargetTensor, chunks_of
+from mcore_rl.convert.copying.regions import RegionCopy, whole
 from mcore_rl.convert.hf.folder import HfFolder, open_hf
+from mcore_rl.convert.hf.quantization import (
+    FP8,
+    FP8_SCALE,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    fp8_block_size,
+    fp8_faults,
+    mxfp4_faults,
+    mxfp4_shapes,
+)
+from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.weight_map import WeightMap, listed
 
-Mtp = Literal["keep", "drop"]
+MtpLayers = Literal["keep", "drop"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,25 +39,35 @@ class HfModel:
     folder: HfFolder
     model: ModelConfig
     weights: WeightMap
-    block: int
+    fp8_block: int
     """Rows and columns of an fp8 block."""
     dropped: tuple[str, ...]
-    """Tensors that are left out because the user said so."""
+    """Tensors that are left out because of `--mtp drop`."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor is read as: of blocks with scales that of the model."""
+        """Return the type that a tensor is read as; a quantized tensor is read as the model's type."""
         stored = self.folder.tensors.get(name)
         if stored is None or stored.dtype in FP8:
             return _model_dtype(self.folder.config or {})
         return stored.dtype
 
     def source(self) -> HfSource:
-        """To read it."""
-        return HfSource(self.folder, self.block)
+        """Open the folder's tensors for reading."""
+        return HfSource(self.folder, self.fp8_block)
 
 
-def open_hf_model(path: Path, *, mtp: Mtp = "keep", vocab_multiple: int = 0) -> HfModel:
-    """The model in a folder; `vocab_multiple` 0: as our config has it. CheckpointError or ConfigError by name."""
+def open_hf_model(path: Path, *, mtp: MtpLayers = "keep", vocab_multiple: int | None = None) -> HfModel:
+    """Return the model in a folder.
+
+    Args:
+        path: The folder.
+        mtp: Whether layers for multi-token prediction are kept or left out.
+        vocab_multiple: The vocabulary is padded to a multiple of it; None: of model.vocab_multiple's default.
+
+    Raises:
+        CheckpointError: Tensors are missing, left over, or of other shapes or types; each is named.
+        ConfigError: config.json describes a model that Megatron or this program cannot represent.
+    """
     folder = open_hf(path)
     if folder.config is None:
         raise CheckpointError(
@@ -67,7 +85,7 @@ def open_hf_model(path: Path, *, mtp: Mtp = "keep", vocab_multiple: int = 0) -> 
         folder=folder,
         model=kept,
         weights=weights,
-        block=_block(folder.config),
+        fp8_block=fp8_block_size(folder.config),
         dropped=tuple(sorted(dropped & folder.tensors.keys())),
     )
     weights.prove()
@@ -77,7 +95,7 @@ def open_hf_model(path: Path, *, mtp: Mtp = "keep", vocab_multiple: int = 0) -> 
 
 
 def check_copies(found: HfModel) -> None:
-    """Reads the tensors that repeat others; CheckpointError when they differ."""
+    """Read the tensors that repeat others; CheckpointError when they differ."""
     differ = [
         f"{copy.name} differs from {copy.original}"
         for copy in found.weights.copies
@@ -91,60 +109,48 @@ def check_copies(found: HfModel) -> None:
 
 
 def expert_layout(folder: HfFolder) -> ExpertLayout:
-    """Whether the experts of a layer are one tensor."""
+    """Return whether the experts of a layer are one tensor ("fused") or a tensor each."""
     return "fused" if any(name.endswith(".experts.gate_up_proj") for name in folder.tensors) else "each"
 
 
-def _model(config: dict[str, Any], vocab_multiple: int) -> ModelConfig:
+def _model(config: dict[str, Any], vocab_multiple: int | None) -> ModelConfig:
     model = checked_model_from_hf(config)
     return model.model_copy(update={"vocab_multiple": vocab_multiple}) if vocab_multiple else model
 
 
 def _model_dtype(config: dict[str, Any]) -> torch.dtype:
+    """Return the type that config.json names, under its present or its old name; bf16 when it names none."""
     name = config.get("dtype") or config.get("torch_dtype")
     return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
 
 
-def _block(config: dict[str, Any]) -> int:
-    """128, or what the config says of fp8 blocks; quantizations other than these and mxfp4 are refused."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return 128
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size") or [128, 128]
-    if method == "mxfp4":
-        return 128
-    if method != "fp8" or block[0] != block[1] or quantization.get("fmt", "e4m3") != "e4m3":
-        raise CheckpointError(
-            f"config.json has quantization_config {quantization}. Only fp8 (e4m3) in square blocks and mxfp4 are "
-            "read here: dequantize the weights first."
-        )
-    return int(block[0])
-
-
 def _check_names(found: HfModel, dropped: set[str]) -> None:
-    ours = {
+    """CheckpointError unless the folder's tensors are those of the model; scales count as part of their tensors."""
+    shapes = {
         name: shape
         for name, shape in found.folder.shapes.items()
         if name not in dropped
-        and not (name.endswith(SCALE) and name.removesuffix(SCALE) in found.folder.tensors)
+        and not (name.endswith(FP8_SCALE) and name.removesuffix(FP8_SCALE) in found.folder.tensors)
     }
-    for name, shape in mxfp4.packed(found.folder.tensors).items():
-        ours.pop(name + mxfp4.BLOCKS)
-        ours.pop(name + mxfp4.SCALES, None)
-        ours[name] = shape
+    for name, shape in mxfp4_shapes(found.folder.tensors).items():
+        shapes.pop(name + MXFP4_BLOCKS)
+        shapes.pop(name + MXFP4_SCALES, None)
+        shapes[name] = shape
+    # The indices of MTP layers follow those of the model's layers.
     count = found.model.num_layers
     mtp = tuple(f"model.layers.{count + i}." for i in range(found.model.mtp_layers))
-    if mtp and not any(name.startswith(mtp) for name in ours):
+    if mtp and not any(name.startswith(mtp) for name in shapes):
         raise CheckpointError(
-            f"config.json tells of {found.model.mtp_layers} MTP layers, but there is no tensor {mtp[0]}*. Take the "
+            f"config.json has {found.model.mtp_layers} MTP layers, but there is no tensor {mtp[0]}*. Take the "
             "shard that has them, or import without them: --mtp drop."
         )
-    found.weights.check_hf(ours)
+    found.weights.check_hf(shapes)
 
 
 def _check_types(found: HfModel) -> None:
+    """CheckpointError when a tensor is no float, or is quantized in a way that does not fit its scales."""
     tensors = found.folder.tensors
-    faults = [*_scale_faults(found), *mxfp4.faults(tensors)]
+    faults = [*fp8_faults(tensors, found.fp8_block), *mxfp4_faults(tensors)]
     for name in found.weights.hf_shapes:
         dtype = found.dtype(name) if name not in tensors else tensors[name].dtype
         if dtype not in (*FLOATS, *FP8):
@@ -155,32 +161,18 @@ def _check_types(found: HfModel) -> None:
         )
 
 
-def _scale_faults(found: HfModel) -> Iterator[str]:
-    tensors, block = found.folder.tensors, found.block
-    for name, stored in tensors.items():
-        scale = tensors.get(name + SCALE)
-        if stored.dtype in FP8 and scale is None:
-            yield f"{name} is fp8, but {name + SCALE} is missing: without its scales it means nothing"
-        elif scale is not None and stored.dtype not in FP8:
-            yield f"{name} is {stored.dtype}, yet has scales {name + SCALE}"
-        elif scale is not None:
-            wanted = tuple(math.ceil(size / block) for size in stored.shape)
-            if len(wanted) != 2 or scale.shape != wanted or scale.dtype != torch.float32:
-                yield f"{name + SCALE} is {scale.dtype} {scale.shape}, wanted torch.float32 {wanted}"
-
-
 def _equal(found: HfModel, one: str, other: str) -> bool:
-    """Bit for bit, a chunk at a time."""
+    """Return whether two tensors are the same bit for bit; one chunk of each is in memory at a time."""
     source, shape = found.source(), found.folder.tensors[one].shape
     if found.dtype(one) != found.dtype(other):
         return False
     sides = [
         chunks_of(
-            Target(
+            TargetTensor(
                 name=name,
                 shape=shape,
                 dtype=found.dtype(name),
-                pairs=(Pair(whole(shape), name, whole(shape)),),
+                copies=(RegionCopy(whole(shape), name, whole(shape)),),
             )
         )
         for name in (one, other)

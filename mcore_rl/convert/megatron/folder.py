@@ -1,4 +1,4 @@
-"""A Megatron checkpoint (`torch_dist`) by its metadata: which tensors, in which pieces, where."""
+"""A Megatron checkpoint (`torch_dist`) by its metadata: tensors, the parts that they are saved in, and files."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -7,32 +7,24 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from mcore_rl.checkpoint.archives import FileRange
 from mcore_rl.checkpoint.folder import MARKER, Marker, check, step_of
 from mcore_rl.checkpoint.pickles import load_common, load_metadata
-from mcore_rl.checkpoint.read import find
+from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.convert.hf.folder import read_json
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
 
 OPTIMIZER = ("optimizer.", "chained_")
-"""How the keys of an optimizer's state begin, ours and Megatron-LM's."""
+"""Beginnings of the keys of an optimizer's state: this program's, and Megatron-LM's for several optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where something is: `length` bytes of a file, as torch.save wrote them."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A part of a tensor that was saved on its own."""
+class DistPart:
+    """A region of a tensor that was saved on its own."""
 
     where: Region
-    place: Place
+    saved: FileRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +33,7 @@ class DistTensor:
 
     shape: Shape
     dtype: torch.dtype
-    parts: tuple[Rectangle, ...]
+    parts: tuple[DistPart, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,30 +42,25 @@ class DistFolder:
 
     path: Path
     marker: Marker | None
-    """None: not written by this program."""
+    """None: the checkpoint was not written by this program."""
     step: int
     tensors: dict[str, DistTensor]
-    objects: dict[str, Place]
-    """What is no tensor."""
+    objects: dict[str, FileRange]
+    """Where each object that is no tensor is, by key."""
     files: dict[str, int]
-    """Bytes by name."""
+    """Number of bytes of each file, by name."""
     digest: str
-    """SHA-256 of its metadata."""
+    """SHA-256 of `.metadata`."""
 
     @property
     def weights(self) -> dict[str, DistTensor]:
-        """Without the optimizer's state."""
+        """The tensors without the optimizer's state, by key."""
         return {key: tensor for key, tensor in self.tensors.items() if not key.startswith(OPTIMIZER)}
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether there is more than weights."""
-        return len(self.weights) < len(self.tensors)
 
 
 def open_dist(path: Path) -> DistFolder:
-    """The checkpoint that `path` is or holds. CheckpointError when it is damaged, incomplete or of another format."""
-    path = find(path)
+    """Return the checkpoint that `path` is or has in it; CheckpointError when it is damaged, incomplete or foreign."""
+    path = find_checkpoint(path)
     marker = check(path) if (path / MARKER).exists() else None
     config = path / "metadata.json"
     if marker is None and (not config.is_file() or read_json(config).get("sharded_backend") != "torch_dist"):
@@ -94,7 +81,8 @@ def open_dist(path: Path) -> DistFolder:
     )
 
 
-def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, Place]]:
+def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, FileRange]]:
+    """Return tensors and objects by key; CheckpointError unless the parts of each tensor make it up exactly once."""
     tensors, objects = {}, {}
     places = {
         (index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()
@@ -111,7 +99,7 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
                 spans = (
                     AxisRange(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)
                 )
-                parts.append(Rectangle(tuple(spans), _placed(path, key, info)))
+                parts.append(DistPart(tuple(spans), _file_range(path, key, info)))
             shape = tuple(entry.size)
             if any(True for _ in covered_otherwise_than_once(shape, [part.where for part in parts])):
                 raise CheckpointError(
@@ -119,11 +107,12 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dic
                 )
             tensors[key] = DistTensor(shape, entry.properties.dtype, tuple(parts))
         elif (info := (metadata.storage_data or {}).get(MetadataIndex(key))) is not None:
-            objects[key] = _placed(path, key, info)
+            objects[key] = _file_range(path, key, info)
     return tensors, objects
 
 
-def _placed(path: Path, key: str, info: object) -> Place:
+def _file_range(path: Path, key: str, info: object) -> FileRange:
+    """Return the range that an entry of the metadata names; CheckpointError when it is outside of the folder."""
     file, offset, length = (getattr(info, name, None) for name in ("relative_path", "offset", "length"))
     if (
         not isinstance(file, str)
@@ -136,11 +125,11 @@ def _placed(path: Path, key: str, info: object) -> Place:
         )
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"{path}: {key} is compressed, which is not read here. Save it without.")
-    return Place(file, offset, length)
+    return FileRange(file, offset, length)
 
 
 def _files(path: Path, metadata: Metadata) -> dict[str, int]:
-    """CheckpointError when a file is missing, or ends before what the metadata says is in it."""
+    """Return the sizes of all files; CheckpointError when one is missing, or ends before the metadata says."""
     ends: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -155,7 +144,7 @@ def _files(path: Path, metadata: Metadata) -> dict[str, int]:
 
 
 def _step(path: Path) -> int:
-    """By the folder's name, else by common.pt, else 0."""
+    """Return the step by the folder's name, else by common.pt, else 0."""
     named = step_of(path)
     if named is not None:
         return named

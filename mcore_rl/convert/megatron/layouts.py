@@ -1,4 +1,4 @@
-"""The names that Megatron has for the same tensors: TransformerEngine's or its own, layers stacked or apart."""
+"""Keys of a checkpoint in Megatron's layouts: names of TransformerEngine or of the local layers, stacked or apart."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,15 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, WeightMap
 
-Keys = Literal["te", "local"]
-Layers = Literal["stacked", "each", "singletons"]
-"""One tensor for all layers, a tensor a layer, or with `singleton_local_shards` a tensor an expert, gate and
-up-projection apart: this last one Megatron-LM writes on request, and it is read here but not written."""
+KeyNames = Literal["te", "local"]
+"""Names of TransformerEngine's layers, or of Megatron's local ones."""
+LayerGrouping = Literal["stacked", "each", "singletons"]
+"""One tensor for all layers; a tensor for each layer; or a tensor for each expert with gate and up-projection apart,
+which Megatron-LM writes with `singleton_local_shards`, and which is read here but not written."""
 
 STACK = "decoder.layers."
 HALVES = ("_w", "_v")
-"""What Megatron calls the gate and the up-projection, where they are apart."""
+"""Endings of the gate and of the up-projection, where they are apart."""
 EXPERTS = ".mlp.experts.experts."
 FC1 = re.compile(r"\.linear_fc1\.(weight|bias)$")
 MTP_LAYER = "transformer_layer."
@@ -31,11 +32,11 @@ DENSE_NORM, MOE_NORM = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.we
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a checkpoint's keys are made."""
+class KeyLayout:
+    """The style of a checkpoint's keys."""
 
-    keys: Keys
-    layers: Layers
+    keys: KeyNames
+    layers: LayerGrouping
 
     def __str__(self) -> str:
         names = "TransformerEngine's names" if self.keys == "te" else "names of the local layers"
@@ -43,24 +44,25 @@ class Layout:
         return f"{names}, {layers[self.layers]}"
 
 
-class Relaid:
-    """The keys of a model in a layout, from those of its weight map."""
+class KeyTranslation:
+    """Translates the keys of a model's weight map to those of a layout."""
 
-    def __init__(self, model: ModelConfig, layout: Layout) -> None:
+    def __init__(self, model: ModelConfig, layout: KeyLayout) -> None:
         if layout.layers == "stacked" and not model.layers_alike:
             raise CheckpointError(
                 f"The layers of this {model.family} differ (model.moe.first_dense_layers="
                 f"{model.moe.first_dense_layers}), so that they cannot be stacked in one tensor. Use --layers each."
             )
         self.layout = layout
+        # Local layers have no norm fused into the linear layer behind it, so that some norms have names of their own.
         self._names = LATENT_NORMS if family_of(model).is_latent else {MOE_NORM: DENSE_NORM}
         self._dense_norm = MOE_NORM if family_of(model).is_latent else DENSE_NORM
 
     def weights(self, canonical: WeightMap) -> WeightMap:
-        """The same pairing under this layout's keys."""
+        """Return the same weight map under this layout's keys."""
         blocks = []
         for block in canonical.blocks:
-            key, where = self.place(block.mcore_key, block.mcore_where)
+            key, where = self.locate(block.mcore_key, block.mcore_where)
             if self.layout.layers == "singletons":
                 key, where = _single(key, where, canonical.mcore_shapes[block.mcore_key])
             blocks.append(replace(block, mcore_key=key, mcore_where=where))
@@ -71,19 +73,19 @@ class Relaid:
             canonical,
             blocks=tuple(blocks),
             mcore_shapes=dict(self.shapes(canonical.mcore_shapes)),
-            padding=tuple(self.place(key, where) for key, where in canonical.padding),
+            padding=tuple(self.locate(key, where) for key, where in canonical.padding),
             fp32_keys=frozenset(fp32),
         )
 
-    def place(self, key: str, where: Region) -> tuple[str, Region]:
-        """Where a rectangle of one of the weight map's tensors is; it must lie in one layer if these are apart."""
+    def locate(self, key: str, where: Region) -> tuple[str, Region]:
+        """Return key and region of a region of the weight map; it must lie in one layer where layers are apart."""
         if self.layout.layers != "stacked" and is_stacked(key):
             assert where[0].stop == where[0].start + 1, f"{key} is cut by layers"
             return self._key(key, where[0].start), where[1:]
         return self._key(key, None), where
 
     def shapes(self, canonical: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
-        """Keys and shapes."""
+        """Yield the keys and shapes of this layout, from those of the weight map."""
         for key, shape in canonical.items():
             apart = self.layout.layers != "stacked" and is_stacked(key)
             for layer in range(shape[0]) if apart else (None,):
@@ -91,58 +93,61 @@ class Relaid:
                 yield from _singles(*found) if self.layout.layers == "singletons" else (found,)
 
     def _layers(self, key: str, canonical: WeightMap) -> list[int | None]:
+        """Return the layers that have a tensor of their own; [None] where one tensor has all."""
         apart = self.layout.layers != "stacked" and is_stacked(key)
         return list(range(canonical.mcore_shapes[key][0])) if apart else [None]
 
     def _key(self, key: str, layer: int | None) -> str:
+        """Return the name of a tensor of all layers (None), or of one."""
         front, rest = _parted(key)
         if self.layout.keys == "local" and front:
             rest = self._dense_norm if rest == DENSE_NORM else self._names.get(rest, rest)
         return f"{front}{layer}.{rest}" if layer is not None else front + rest
 
 
-def detect(model: ModelConfig, canonical: WeightMap, stored: Mapping[str, Shape]) -> Relaid:
-    """The layout whose keys are `stored`. CheckpointError, with names, when none fits."""
-    nearest: tuple[int, Relaid] | None = None
+def detect(model: ModelConfig, canonical: WeightMap, stored: Mapping[str, Shape]) -> KeyTranslation:
+    """Return the translation whose keys are `stored`; CheckpointError, with names, when no layout fits."""
+    nearest: tuple[int, KeyTranslation] | None = None
     for keys, layers in product(("te", "local"), ("stacked", "each", "singletons")):
         if layers == "stacked" and not model.layers_alike:
             continue
-        relaid = Relaid(model, Layout(keys, layers))  # type: ignore[arg-type]
-        wanted = dict(relaid.shapes(canonical.mcore_shapes))
+        translation = KeyTranslation(model, KeyLayout(keys, layers))  # type: ignore[arg-type]
+        wanted = dict(translation.shapes(canonical.mcore_shapes))
         distance = len(wanted.keys() ^ stored.keys())
         if nearest is None or distance < nearest[0]:
-            nearest = distance, relaid
+            nearest = distance, translation
     assert nearest is not None
-    relaid = nearest[1]
-    relaid.weights(canonical).check_mcore(stored)
-    return relaid
+    # The layout with the fewest differing names: its differences are those that help the user.
+    translation = nearest[1]
+    translation.weights(canonical).check_mcore(stored)
+    return translation
 
 
-def refuse_singletons(layout: Layout, path: Path) -> None:
-    """CheckpointError for what is read here by an export alone."""
+def refuse_singletons(layout: KeyLayout, path: Path) -> None:
+    """Raise a CheckpointError for a layout that only an export reads."""
     if layout.layers == "singletons":
         raise CheckpointError(
             f"{path} has a tensor an expert (singleton_local_shards). Export it, and import what comes out."
         )
 
 
-def native(model: ModelConfig) -> Layout:
-    """The layout that our training reads and writes."""
-    return Layout("te", "stacked" if model.layers_alike else "each")
+def native_layout(model: ModelConfig) -> KeyLayout:
+    """Return the layout that training reads and writes."""
+    return KeyLayout("te", "stacked" if model.layers_alike else "each")
 
 
 def is_stacked(key: str) -> bool:
-    """Whether a key holds all layers."""
+    """Return whether the tensor of a key holds all layers."""
     return key.startswith(STACK) and not key.removeprefix(STACK)[:1].isdigit()
 
 
 def _rows_axis(key: str) -> int:
-    """Of a linear layer's weight, or bias."""
+    """Return the axis of the rows of a linear layer's weight, or of its bias, counted from the end."""
     return -1 if key.endswith(".bias") else -2
 
 
 def _singles(key: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
-    """What stands for a tensor of one layer: an expert each, halves of the first linear layer apart."""
+    """Yield the tensors that stand for one of a layer: one for each expert, gate and up-projection apart."""
     names = [key]
     if EXPERTS in key:
         names = [key.replace(EXPERTS, f"{EXPERTS}{expert}.") for expert in range(shape[0])]
@@ -155,7 +160,7 @@ def _singles(key: str, shape: Shape) -> Iterator[tuple[str, Shape]]:
 
 
 def _single(key: str, where: Region, shape: Shape) -> tuple[str, Region]:
-    """Where a rectangle of a tensor of one layer is, which lies in one expert and in one half."""
+    """Return key and region of a region of a layer's tensor; it must lie in one expert and one projection."""
     is_first = FC1.search(key) is not None
     if EXPERTS in key:
         assert where[0].count == 1, f"{key} is cut by experts"
@@ -163,15 +168,15 @@ def _single(key: str, where: Region, shape: Shape) -> tuple[str, Region]:
     if is_first:
         axis, half = len(where) + _rows_axis(key), shape[_rows_axis(key)] // 2
         rows = where[axis]
-        number = rows.start // half
-        assert rows.stop <= (number + 1) * half, f"{key} is cut into gate and up-projection"
-        inside = AxisRange(rows.start - number * half, rows.stop - number * half, rows.step)
-        key, where = key + HALVES[number], (*where[:axis], inside, *where[axis + 1 :])
+        index = rows.start // half
+        assert rows.stop <= (index + 1) * half, f"{key} is cut into gate and up-projection"
+        inside = AxisRange(rows.start - index * half, rows.stop - index * half, rows.step)
+        key, where = key + HALVES[index], (*where[:axis], inside, *where[axis + 1 :])
     return key, where
 
 
 def _parted(key: str) -> tuple[str, str]:
-    """The prefix of a layer, and the name within; no prefix outside of layers."""
+    """Return the prefix of a layer, and the name in the layer; the prefix is empty outside of layers."""
     if is_stacked(key):
         return STACK, key.removeprefix(STACK)
     if key.startswith(STACK):

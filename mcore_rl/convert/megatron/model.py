@@ -1,4 +1,4 @@
-"""A Megatron checkpoint as one of the families: ours by what it says, others by a folder of the same model."""
+"""A Megatron checkpoint as a model of one of the families: by its marker, or by a Hugging Face folder of that model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import torch
 from mcore_rl.checkpoint.read import differences
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.copying.sources import DistSource
 from mcore_rl.convert.hf.folder import read_json
-from mcore_rl.convert.hf.model import FLOATS, Mtp
+from mcore_rl.convert.hf.model import FLOATS, MtpLayers
 from mcore_rl.convert.megatron.folder import DistFolder, open_dist
-from mcore_rl.convert.megatron.layouts import Layout, detect
+from mcore_rl.convert.megatron.layouts import KeyLayout, detect
+from mcore_rl.convert.megatron.source import DistSource
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of, weight_map
 from mcore_rl.families.rules import ExpertLayout
@@ -40,24 +40,35 @@ class DistModel:
     folder: DistFolder
     model: ModelConfig
     canonical: WeightMap
-    """Under the keys that our training writes."""
+    """The weight map under the keys that training writes."""
     weights: WeightMap
-    """Under the checkpoint's keys."""
-    layout: Layout
+    """The weight map under the checkpoint's keys."""
+    layout: KeyLayout
 
     def dtype(self, key: str) -> torch.dtype:
-        """The type that a tensor is stored in."""
+        """Return the type that a tensor is stored in."""
         return self.folder.tensors[key].dtype
 
     def source(self) -> DistSource:
-        """To read it."""
+        """Open the checkpoint's tensors for reading."""
         return DistSource(self.folder)
 
 
 def open_dist_model(
-    path: Path, reference: Path | None = None, *, mtp: Mtp = "keep", experts: ExpertLayout = "each"
+    path: Path, reference: Path | None = None, *, mtp: MtpLayers = "keep", experts: ExpertLayout = "each"
 ) -> DistModel:
-    """The model in a checkpoint. CheckpointError or ConfigError by name."""
+    """Return the model in a checkpoint.
+
+    Args:
+        path: A checkpoint, a folder of them (the newest is taken) or a run's folder.
+        reference: A Hugging Face folder of the same model, for checkpoints that do not name their family.
+        mtp: Whether layers for multi-token prediction are kept or left out.
+        experts: Whether the Hugging Face side has a tensor for each expert or one for all of a layer.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or its tensors are not those of the model; each is named.
+        ConfigError: The reference's config.json describes a model that cannot be represented.
+    """
     folder = open_dist(path)
     stored = {key: tensor.shape for key, tensor in folder.weights.items()}
     model = _model(folder, reference, stored)
@@ -70,19 +81,21 @@ def open_dist_model(
         )
     canonical = weight_map(model, experts)
     canonical.prove()
-    relaid = detect(model, canonical, stored)
-    weights = relaid.weights(canonical)
+    translation = detect(model, canonical, stored)
+    weights = translation.weights(canonical)
     weights.prove()
     odd = [
         f"{key} is {folder.tensors[key].dtype}" for key in stored if folder.tensors[key].dtype not in FLOATS
     ]
     if odd:
         raise CheckpointError(f"{folder.path} has tensors that are no plain weights:\n{listed(odd)}")
-    return DistModel(folder=folder, model=model, canonical=canonical, weights=weights, layout=relaid.layout)
+    return DistModel(
+        folder=folder, model=model, canonical=canonical, weights=weights, layout=translation.layout
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder."""
+    """Return the config.json of a Hugging Face folder."""
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder}/config.json holds no JSON object.")
@@ -90,44 +103,47 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shape]) -> ModelConfig:
-    told = ModelConfig.model_validate(folder.marker.model) if folder.marker else None
+    """Return the model of the marker, which must be that of the reference; without a marker that of the reference."""
+    own = ModelConfig.model_validate(folder.marker.model) if folder.marker else None
     if reference is None:
-        if told is None:
+        if own is None:
             raise CheckpointError(
                 f"{folder.path} does not say what model it is (it was not written by this program). Give a folder with "
                 "the config.json of the same model: --reference HF_DIR."
             )
-        return told
+        return own
     described = checked_model_from_hf(read_config(reference))
-    if told is None:
+    if own is None:
         return described.model_copy(update={"vocab_multiple": _vocab_multiple(folder, described, stored)})
-    faults = disagreements(described, told)
+    faults = disagreements(described, own)
     if faults:
         raise CheckpointError(
             f"{reference} (there) and {folder.path} (here) are different models:\n{listed(faults)}\n"
             "Name the folder that the training began from, or leave out --reference."
         )
-    return told
+    return own
 
 
 def disagreements(there: ModelConfig, here: ModelConfig) -> list[str]:
-    """Settings by which the same weights compute something else."""
+    """Return a line for each setting by which the same weights would compute something else."""
     return differences(_meaning(there), _meaning(here))
 
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """What the settings come to: without those that only training has, and those that the family does not use."""
+    """Return the settings that decide what weights compute: without those of training, and those not in use."""
     family = family_of(model)
-    said = model.model_dump(mode="json", exclude=set(TRAINING_ONLY["model"]))
-    said["moe"] = {name: value for name, value in said["moe"].items() if name not in TRAINING_ONLY["moe"]}
-    said |= {"qkv_bias": family.has_qkv_bias(model), "qk_norm": family.has_qk_norm(model)}
+    settings = model.model_dump(mode="json", exclude=set(TRAINING_ONLY["model"]))
+    settings["moe"] = {
+        name: value for name, value in settings["moe"].items() if name not in TRAINING_ONLY["moe"]
+    }
+    settings |= {"qkv_bias": family.has_qkv_bias(model), "qk_norm": family.has_qk_norm(model)}
     unused = ["head_dim", "num_kv_heads"] if family.is_latent else ["mla"]
     unused += [] if model.is_moe else ["moe"]
-    return {name: value for name, value in said.items() if name not in unused}
+    return {name: value for name, value in settings.items() if name not in unused}
 
 
 def _vocab_multiple(folder: DistFolder, model: ModelConfig, stored: Mapping[str, Shape]) -> int:
-    """Such that the padded vocabulary is the one that is stored."""
+    """Return a vocab_multiple that pads the vocabulary to the stored number of rows: that number itself."""
     rows = stored.get(EMBEDDING, (0,))[0]
     if rows < model.vocab_size:
         raise CheckpointError(

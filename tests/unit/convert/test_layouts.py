@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.convert.copying.conversion import convert
+from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.megatron.folder import open_dist
-from mcore_rl.convert.megatron.layouts import Layout
+from mcore_rl.convert.megatron.layouts import KeyLayout
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import CheckpointError
 from tests.conversion import (
@@ -26,7 +26,7 @@ from tests.hf_models import oracle
 from tests.unit.convert.conftest import Converted
 
 
-def relaid(source: Path, folder: Path, layout: Layout, reference: Path | None = None) -> Path:
+def relaid(source: Path, folder: Path, layout: KeyLayout, reference: Path | None = None) -> Path:
     with quiet() as progress:
         return convert(plan_relayout(source, folder, layout, reference, ONE_FILE), ONE_FILE, progress)
 
@@ -45,10 +45,10 @@ def test_every_layout_is_read_and_leads_back_to_the_same_bytes(
     case, keys, layers, converted: Converted, tmp_path: Path
 ) -> None:
     source, checkpoint = converted(case)
-    other = relaid(checkpoint, tmp_path / "other", Layout(keys, layers))
+    other = relaid(checkpoint, tmp_path / "other", KeyLayout(keys, layers))
     assert_same(read_dist(other), read_dist(imported(source, tmp_path / "again", keys=keys, layers=layers)))
     assert_same(read_hf(exported(other, tmp_path / "back")), read_hf(source))
-    native = Layout("te", "each" if case == "deepseek_v3" else "stacked")
+    native = KeyLayout("te", "each" if case == "deepseek_v3" else "stacked")
     assert_same(read_dist(relaid(other, tmp_path / "home", native)), read_dist(checkpoint))
 
 
@@ -74,7 +74,7 @@ def test_the_keys_of_local_layers_are_megatrons(tmp_path: Path) -> None:
 def test_layers_that_differ_cannot_be_stacked(tmp_path: Path) -> None:
     checkpoint = imported(saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt")
     with pytest.raises(CheckpointError, match="cannot be stacked"):
-        relaid(checkpoint, tmp_path / "other", Layout("te", "stacked"))
+        relaid(checkpoint, tmp_path / "other", KeyLayout("te", "stacked"))
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mcore_rl.convert.hf.mxfp4 import unpack
+from mcore_rl.convert.hf.quantization import unpack_mxfp4
 from mcore_rl.errors import CheckpointError
 from tests.conversion import assert_same, differing, exported, imported, read_hf, write_hf
 from tests.hf_models import Tensors, oracle
@@ -29,7 +29,7 @@ def test_every_value_at_every_scale_is_exact() -> None:
     nibbles = [n for first in range(0, 16, 2) for n in (first, first + 1)] * 2
     blocks = torch.tensor([nibbles[2 * i] | nibbles[2 * i + 1] << 4 for i in range(16)], dtype=torch.uint8)
     out = torch.empty(256, 32)
-    unpack(out, blocks.expand(256, 1, 16), torch.arange(256, dtype=torch.uint8).unsqueeze(1))
+    unpack_mxfp4(out, blocks.expand(256, 1, 16), torch.arange(256, dtype=torch.uint8).unsqueeze(1))
     for scale in range(255):
         wanted = [min(max(closed_form(n, scale), -(2.0**128)), 2.0**128) for n in nibbles]
         exact = torch.tensor(wanted, dtype=torch.float64).float()

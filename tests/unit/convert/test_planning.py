@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.copying.checksums import Part, joined
+from mcore_rl.convert.copying.checksums import PartChecksum, joined
 from mcore_rl.convert.copying.content import fill
-from mcore_rl.convert.copying.plan import Pair, Target, chunks_of, composed
+from mcore_rl.convert.copying.plan import TargetTensor, chunks_of
+from mcore_rl.convert.copying.regions import RegionCopy, composed
 from mcore_rl.families.weight_map import AxisRange, Region
 
 EXPERTS, HIDDEN, WIDTH = 3, 5, 4
@@ -29,16 +30,16 @@ class Memory:
     def prefetch(self, name: str, where: Region) -> None:
         pass
 
-    def checksum(self, name: str, where: Region) -> Part | None:
+    def checksum(self, name: str, where: Region) -> PartChecksum | None:
         return None
 
 
-def fused() -> tuple[Tensor, Tensor, list[Pair]]:
+def fused() -> tuple[Tensor, Tensor, list[RegionCopy]]:
     """gpt_oss's experts: gate and up in turn and transposed; what Megatron has of them; the pairs."""
     theirs = torch.randn(EXPERTS, HIDDEN, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
     ours = torch.stack([torch.cat([expert[:, 0::2].T, expert[:, 1::2].T]) for expert in theirs])[None]
     pairs = [
-        Pair(
+        RegionCopy(
             (
                 AxisRange(0, 1),
                 AxisRange(e, e + 1),
@@ -55,8 +56,8 @@ def fused() -> tuple[Tensor, Tensor, list[Pair]]:
     return theirs, ours, pairs
 
 
-def made(name: str, like: Tensor, pairs: list[Pair], source: Memory, limit: int) -> Tensor:
-    target = Target(name=name, shape=tuple(like.shape), dtype=torch.float32, pairs=tuple(pairs))
+def made(name: str, like: Tensor, pairs: list[RegionCopy], source: Memory, limit: int) -> Tensor:
+    target = TargetTensor(name=name, shape=tuple(like.shape), dtype=torch.float32, copies=tuple(pairs))
     return torch.cat([fill(chunk, source).reshape(-1) for chunk in chunks_of(target, limit)]).view(like.shape)
 
 
@@ -64,14 +65,14 @@ def made(name: str, like: Tensor, pairs: list[Pair], source: Memory, limit: int)
 def test_chunks_of_any_size_make_the_tensor_in_both_directions(limit: int) -> None:
     theirs, ours, pairs = fused()
     assert torch.equal(made("ours", ours, pairs, Memory({"theirs": theirs}), limit), ours)
-    back = [Pair(pair.where, "ours", pair.into, pair.transposed) for pair in pairs]
+    back = [RegionCopy(pair.where, "ours", pair.into, pair.transposed) for pair in pairs]
     assert torch.equal(made("theirs", theirs, back, Memory({"ours": ours}), limit), theirs)
     around = composed(back, {"ours": pairs})
     assert torch.equal(made("theirs", theirs, around, Memory({"theirs": theirs}), limit), theirs)
 
 
 def test_what_no_pair_covers_is_zeros() -> None:
-    pair = Pair((AxisRange(1, 3), AxisRange(0, 2)), "theirs", (AxisRange(0, 2), AxisRange(0, 2)))
+    pair = RegionCopy((AxisRange(1, 3), AxisRange(0, 2)), "theirs", (AxisRange(0, 2), AxisRange(0, 2)))
     source = Memory({"theirs": torch.ones(2, 2)})
     assert made("ours", torch.empty(4, 2), [pair], source, 8).tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
 
@@ -79,7 +80,7 @@ def test_what_no_pair_covers_is_zeros() -> None:
 def test_the_checksum_of_the_whole_follows_from_those_of_its_parts(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(10_007)
     cuts = [0, 1, 100, 5_000, 5_001, 10_007]
-    parts = [Part(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(cuts)]
+    parts = [PartChecksum(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(cuts)]
     random.shuffle(parts)
     assert joined(parts, len(data)) == zlib.crc32(data)
     assert joined(parts[1:], len(data)) is None

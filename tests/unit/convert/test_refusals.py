@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.convert.copying.conversion import Settings
+from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.hf.folder import open_hf
 from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.errors import CheckpointError, ConfigError
@@ -67,11 +67,11 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shape that does not fit its bytes": (
         lambda f: edit_header(f / SECOND, lambda h: first(h)["shape"].append(2)),
-        "its place is",
+        "its range is",
     ),
     "type that does not fit its bytes": (
         lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="BF16")),
-        "its place is",
+        "its range is",
     ),
     "unknown type": (
         lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="F4")),
@@ -170,8 +170,8 @@ def test_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
 def test_memory_that_is_too_little_is_told_and_less_takes_fewer_workers(tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "hf")
     with pytest.raises(CheckpointError, match="is too little: one worker needs"):
-        imported(source, tmp_path / "ckpt", Settings(max_ram_bytes=100 << 20))
-    assert imported(source, tmp_path / "ckpt", Settings(workers=64, max_ram_bytes=2 << 30)).exists()
+        imported(source, tmp_path / "ckpt", CopySettings(max_ram_bytes=100 << 20))
+    assert imported(source, tmp_path / "ckpt", CopySettings(workers=64, max_ram_bytes=2 << 30)).exists()
 
 
 class Boom:
@@ -211,11 +211,11 @@ def test_a_tensor_of_a_checkpoint_that_is_a_program_is_refused(tmp_path: Path) -
     buffer = io.BytesIO()
     torch.save(Boom(tmp_path / "boom"), buffer)
     data = bytearray(file.read_bytes())
-    place = next(iter(open_dist(checkpoint).tensors["embedding.word_embeddings.weight"].parts)).place
+    place = next(iter(open_dist(checkpoint).tensors["embedding.word_embeddings.weight"].parts)).saved
     evil = buffer.getvalue()
     assert len(evil) <= place.length
     # Zip files are read from their end.
-    data[place.offset : place.offset + place.length] = evil.rjust(place.length, b"\0")
+    data[place.start : place.start + place.length] = evil.rjust(place.length, b"\0")
     file.write_bytes(data)
     assert file.stat().st_size == size
     with pytest.raises(CheckpointError, match=r"open|not a saved tensor"):

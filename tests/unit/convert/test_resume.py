@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.convert.copying import work_folder
-from mcore_rl.convert.copying.conversion import Settings
+from mcore_rl.convert.copying import copier
+from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.errors import CheckpointError, DataError
 from mcore_rl.files import sole_writer
 from tests.conversion import bytes_of, exported, imported, saved, write_hf
 from tests.hf_models import oracle
 
-MANY_FILES = Settings(workers=2, task_bytes=15_000, shard_bytes=100_000)
+MANY_FILES = CopySettings(workers=2, task_bytes=15_000, shard_bytes=100_000)
 
 
 def slowly(_: int) -> None:
@@ -94,7 +94,7 @@ def test_an_output_that_exists_is_kept_until_its_successor_is_complete(tmp_path:
     with pytest.raises(CheckpointError, match="iter_0000000 exists"):
         imported(other, output)
     assert bytes_of(first) == before
-    second = imported(other, output, Settings(overwrite=True))
+    second = imported(other, output, CopySettings(overwrite=True))
     assert second == first and bytes_of(second) != before
     assert sorted(path.name for path in output.iterdir()) == [
         "iter_0000000",
@@ -108,7 +108,7 @@ def test_two_conversions_to_one_output_are_not_run_at_once(
     source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
     killed(imported, source, output, 3)
     with sole_writer(next_work(output) / "lock", wait_s=10.0, remedy=""):
-        monkeypatch.setattr(work_folder, "ORPHANS_S", 0.1)
+        monkeypatch.setattr(copier, "ORPHANS_S", 0.1)
         with pytest.raises(DataError, match="has another writer"):
             imported(source, output, MANY_FILES)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.checkpoint.folder import check
-from mcore_rl.convert.copying.conversion import Settings
+from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.model.hf_weights import to_global
 from tests.conversion import (
     assert_same,
@@ -53,7 +53,7 @@ FIVE_EXPERTS = {
 def test_five_experts_of_a_vocabulary_of_1003(case: str, tmp_path: Path) -> None:
     changes = FIVE_EXPERTS[case] | AWKWARD
     theirs, source = oracle(case, **changes), saved(case, tmp_path / "hf", **changes)
-    checkpoint = imported(source, tmp_path / "ckpt", Settings(workers=2, task_bytes=30_000))
+    checkpoint = imported(source, tmp_path / "ckpt", CopySettings(workers=2, task_bytes=30_000))
     assert_same(read_dist(checkpoint), to_global(theirs.tensors, theirs.ours))
     assert_same(read_hf(exported(checkpoint, tmp_path / "again")), read_hf(source))
 
@@ -69,13 +69,13 @@ def test_bf16_stays_bf16_bit_for_bit(case: str, tmp_path: Path) -> None:
 def test_the_number_of_workers_does_not_change_a_byte(tmp_path: Path) -> None:
     source = saved("deepseek_v3", tmp_path / "hf")
     one, three = (
-        imported(source, tmp_path / str(workers), Settings(workers=workers, task_bytes=30_000))
+        imported(source, tmp_path / str(workers), CopySettings(workers=workers, task_bytes=30_000))
         for workers in (1, 3)
     )
     assert bytes_of(one) == bytes_of(three) and len(bytes_of(one)) > 15
-    settings = Settings(workers=3, task_bytes=30_000, shard_bytes=100_000)
+    settings = CopySettings(workers=3, task_bytes=30_000, shard_bytes=100_000)
     back = [
-        exported(one, tmp_path / f"{n}", Settings(workers=n, task_bytes=30_000, shard_bytes=100_000))
+        exported(one, tmp_path / f"{n}", CopySettings(workers=n, task_bytes=30_000, shard_bytes=100_000))
         for n in (4, 2)
     ]
     assert bytes_of(back[0]) == bytes_of(back[1]) == bytes_of(exported(three, tmp_path / "c", settings))

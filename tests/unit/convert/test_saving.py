@@ -18,8 +18,8 @@ def test_every_part_is_a_sound_archive_that_torch_loads(dtype: torch.dtype, tmp_
     whole = read_dist(checkpoint)
     for key, tensor in open_dist(checkpoint).tensors.items():
         for part in tensor.parts:
-            file = (checkpoint / part.place.file).read_bytes()
-            data = file[part.place.offset : part.place.offset + part.place.length]
+            file = (checkpoint / part.saved.file).read_bytes()
+            data = file[part.saved.start : part.saved.start + part.saved.length]
             loaded = torch.load(io.BytesIO(data), weights_only=True)
             assert torch.equal(loaded, whole[key][tuple(slice(*span) for span in part.where)])
             assert loaded.dtype == whole[key].dtype and loaded.is_contiguous()

@@ -5,7 +5,7 @@ import pytest
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
-from mcore_rl.convert.copying.forecast import bytes_by_stage
+from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
 from mcore_rl.families import FAMILIES, weight_map
 from mcore_rl.plan.memory import (
     GIB,

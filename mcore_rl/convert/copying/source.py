@@ -1,4 +1,7 @@
-"""The bytes of a folder's files: read to where they are wanted, or, for what is to be changed on the way, mapped."""
+"""Where tensors come from: the protocol of a source, and the bytes of files that every format's source reads.
+
+A process never holds more of a file than the region at hand.
+"""
 
 import mmap
 import os
@@ -6,12 +9,44 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mcore_rl.checkpoint.archives import FilePart
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.weight_map import Region
+
+
+class ByteRun(NamedTuple):
+    """The bytes start <= i < start + size of a file, and what they are."""
+
+    file: str
+    start: int
+    size: int
+    dtype: torch.dtype
+    tensor_start: int | None
+    """Byte of its tensor at which the run begins; None when the tensor is not itself one run in the file."""
+
+
+class TensorSource(Protocol):
+    """A checkpoint that has tensors by name; each worker opens its own."""
+
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
+        """Copy a region to `out`, which has its sizes but for axes of size 1, in the type of `out`."""
+
+    def prefetch(self, name: str, where: Region) -> None:
+        """Let the disk begin to read a region that will be asked for soon."""
+
+    def run(self, name: str, where: Region) -> ByteRun | None:
+        """Return where a region is stored; None when its bytes do not lie in one run."""
+
+    def read(self, run: ByteRun, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a run from its byte `start` on."""
+
+    def checksum(self, run: ByteRun) -> int:
+        """Return the CRC-32 of a run."""
 
 
 class FileBytes:
@@ -34,6 +69,7 @@ class FileBytes:
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on."""
+        # Read, not mapped: bytes that move unchanged then cost no page faults and are not counted as this process's.
         while out:
             count = os.preadv(self._descriptor(name), [out], start)
             if not count:
@@ -41,14 +77,8 @@ class FileBytes:
             out, start = out[count:], start + count
 
     def part(self, name: str, start: int, length: int) -> FilePart:
-        """Bytes of a file that are not read yet."""
+        """Return bytes of a file that are not read yet."""
         return FilePart(self._descriptor(name), start, length)
-
-    def _descriptor(self, name: str) -> int:
-        found = self._descriptors.get(name)
-        if found is None:
-            found = self._descriptors[name] = os.open(self._folder / name, os.O_RDONLY)
-        return found
 
     def prefetch(self, name: str, start: int, count: int) -> None:
         """Have these bytes read while something else is done."""
@@ -57,15 +87,29 @@ class FileBytes:
 
     @contextmanager
     def bytes_of(self, name: str, start: int, count: int) -> Iterator[Tensor]:
-        """uint8 `[count]`, a view of the file; its pages are given back on leaving."""
+        """Yield uint8 `[count]`, a view of the file; its pages are given back on leaving."""
         mapped = self[name]
         if not count:
             yield torch.empty(0, dtype=torch.uint8)
             return
+        # madvise wants the start of a page; the pages at both ends are shared with neighbours, and are read again.
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
         self.prefetch(name, start, count)
         yield _view(mapped, start, count)
+        # Without this, pages that were read once stay in this process's memory and count against --max-ram.
         mapped.madvise(mmap.MADV_DONTNEED, page, start + count - page)
+
+    def _descriptor(self, name: str) -> int:
+        found = self._descriptors.get(name)
+        if found is None:
+            found = self._descriptors[name] = os.open(self._folder / name, os.O_RDONLY)
+        return found
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, without a copy where it is contiguous."""
+    flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _view(mapped: mmap.mmap, start: int, count: int) -> Tensor:

@@ -1,59 +1,21 @@
-"""How a chunk gets into a file: torch's format one after another, or safetensors in places known beforehand."""
+"""Safetensors files of an export, whose headers and sizes are known before a byte of a tensor is read."""
 
-import io
 import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from mcore_rl.convert.copying.content import Content
-from mcore_rl.convert.copying.plan import Target, Task
-from mcore_rl.convert.hf.folder import NAMES
-from mcore_rl.convert.megatron.archive_writer import save
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Where in its file something was written."""
-
-    offset: int
-    length: int
-
-
-class Writer(Protocol):
-    """Writes the files of a conversion; used by many processes at once."""
-
-    def prepare(self, folder: Path) -> None:
-        """Once, before any task."""
-
-    def write(self, folder: Path, task: Task, contents: Iterator[Content]) -> list[Placed]:
-        """Write a task's chunks, one after another; they need not be on the disk yet."""
-
-
-class DistWriter:
-    """A file a task, each chunk as `torch.save` writes it: what torch's FileSystemReader reads."""
-
-    def prepare(self, folder: Path) -> None:
-        """Nothing."""
-
-    def write(self, folder: Path, task: Task, contents: Iterator[Content]) -> list[Placed]:
-        """See Writer."""
-        placed = []
-        with io.FileIO(folder / task.file, "wb") as file:
-            for content in contents:
-                start = file.tell()
-                save(file, content)
-                placed.append(Placed(start, file.tell() - start))
-        return placed
+from mcore_rl.convert.copying.content import ChunkBytes
+from mcore_rl.convert.copying.conversion import WrittenRange
+from mcore_rl.convert.copying.plan import CopyTask, TargetTensor
+from mcore_rl.convert.hf.folder import DTYPE_NAMES
 
 
 class SafetensorsWriter:
-    """Shards whose headers and sizes are known: any worker writes any chunk, in any order, twice if need be."""
+    """Writes shards: any worker writes any chunk, in any order, twice if need be, as each has its bytes in a file."""
 
-    def __init__(self, shards: Mapping[str, Sequence[Target]]) -> None:
+    def __init__(self, shards: Mapping[str, Sequence[TargetTensor]]) -> None:
         self._starts: dict[str, int] = {}
         self._headers: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
@@ -61,7 +23,7 @@ class SafetensorsWriter:
             self._lay_out(file, targets)
 
     def prepare(self, folder: Path) -> None:
-        """Make the files in full length, unless an earlier run did. The file system says no here if it is full."""
+        """Make the files in full length, unless an earlier run did: a full disk refuses here, not hours later."""
         for file, header in self._headers.items():
             path = folder / file
             if path.exists() and path.stat().st_size == self._sizes[file]:
@@ -70,38 +32,42 @@ class SafetensorsWriter:
             try:
                 os.posix_fallocate(descriptor, 0, self._sizes[file])
                 os.pwrite(descriptor, header, 0)
+                # A resumed run trusts a file of full length to have its header.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
 
-    def write(self, folder: Path, task: Task, contents: Iterator[Content]) -> list[Placed]:
-        """See Writer."""
-        placed = []
+    def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[WrittenRange]:
+        """Write a task's chunks to where they belong in its file."""
+        ranges = []
         descriptor = os.open(folder / task.file, os.O_WRONLY)
         try:
             for content in contents:
                 offset = self._starts[content.chunk.target.name] + content.chunk.start
-                placed.append(Placed(offset, content.chunk.num_bytes))
+                ranges.append(WrittenRange(offset, content.chunk.num_bytes))
                 for block in content.blocks():
                     _write_at(descriptor, block, offset)
                     offset += len(block)
         finally:
             os.close(descriptor)
-        return placed
+        return ranges
 
-    def _lay_out(self, file: str, targets: Sequence[Target]) -> None:
+    def _lay_out(self, file: str, targets: Sequence[TargetTensor]) -> None:
+        """Compute the header of a file, its size, and the byte at which each tensor begins."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         position = 0
         for target in targets:
             end = position + target.num_bytes
             entries[target.name] = {
-                "dtype": NAMES[target.dtype],
+                "dtype": DTYPE_NAMES[target.dtype],
                 "shape": list(target.shape),
                 "data_offsets": [position, end],
             }
             position = end
         text = json.dumps(entries, separators=(",", ":")).encode()
+        # Spaces until the data begins at a multiple of 8 bytes, as the format's own library has it.
         text += b" " * (-len(text) % 8)
+        # "<Q": the length of the header as a little-endian number of 8 bytes.
         header = struct.pack("<Q", len(text)) + text
         position = len(header)
         for target in targets:
@@ -110,12 +76,12 @@ class SafetensorsWriter:
         self._headers[file], self._sizes[file] = header, position
 
 
-def shards_of(targets: Sequence[Target], most_bytes: int) -> dict[str, list[Target]]:
-    """The targets by file, in their order, as many a file as fit in `most_bytes`; named as transformers does."""
-    groups: list[list[Target]] = [[]]
+def shards_of(targets: Sequence[TargetTensor], max_bytes: int) -> dict[str, list[TargetTensor]]:
+    """Return the targets by file, in their order, as many a file as fit in `max_bytes`; named as transformers does."""
+    groups: list[list[TargetTensor]] = [[]]
     size = 0
     for target in targets:
-        if groups[-1] and size + target.num_bytes > most_bytes:
+        if groups[-1] and size + target.num_bytes > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(target)
@@ -127,6 +93,7 @@ def shards_of(targets: Sequence[Target], most_bytes: int) -> dict[str, list[Targ
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data`: one call of the system may write less."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

@@ -1,0 +1,131 @@
+"""Quantized tensors of published checkpoints, and the values that they stand for.
+
+fp8 (DeepSeek): `X` `[rows, columns]` in e4m3, and `X_scale_inv` in fp32 with a scale for each square block of `X`.
+
+mxfp4 (gpt-oss): 4-bit floats (e2m1) in blocks of 32 with a power of two each (e8m0). `X_blocks`
+`[E, rows, columns / 32, 16]` has two values a byte, the first in its low half; `X_scales` `[E, rows, columns / 32]` the
+exponents plus 127, where 255 is no number. They stand for `X` `[E, columns, rows]`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.convert.hf.folder import HfTensor
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.weight_map import Shape
+
+FP8 = (torch.float8_e4m3fn,)
+FP8_SCALE = "_scale_inv"
+"""`X.weight_scale_inv` holds the scales of the fp8 blocks of `X.weight`."""
+FP8_BLOCK = 128
+"""Rows and columns of an fp8 block unless config.json has other numbers."""
+BAND_FP8_BLOCKS = 8
+"""Rows of fp8 blocks that are dequantized at a time."""
+
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_BLOCK, MXFP4_BLOCK_BYTES = 32, 16
+"""Values of a block, and its bytes."""
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
+BYTE_VALUES = torch.stack([E2M1_VALUES.repeat(16), E2M1_VALUES.repeat_interleave(16)], dim=1)
+"""`[256, 2]`: the two values of a byte, that of its low half first."""
+E8M0_POWERS = torch.tensor([2.0**exponent for exponent in range(-127, 128)] + [float("nan")])
+"""`[256]`: the power of two of a scale; 255 is no number."""
+BAND_BYTES = 1 << 20
+"""Bytes of mxfp4 blocks that are unpacked at a time."""
+
+
+def fp8_block_size(config: Mapping[str, Any]) -> int:
+    """Return the rows and columns of an fp8 block; CheckpointError for quantizations that are not read here."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return FP8_BLOCK
+    method = quantization.get("quant_method")
+    block = quantization.get("weight_block_size") or [FP8_BLOCK, FP8_BLOCK]
+    if method == "mxfp4":
+        return FP8_BLOCK
+    if method != "fp8" or block[0] != block[1] or quantization.get("fmt", "e4m3") != "e4m3":
+        raise CheckpointError(
+            f"config.json has quantization_config {quantization}. Only fp8 (e4m3) in square blocks and mxfp4 are "
+            "read here: dequantize the weights first."
+        )
+    return int(block[0])
+
+
+def fp8_faults(tensors: Mapping[str, HfTensor], block: int) -> Iterator[str]:
+    """Yield a sentence for each fp8 tensor that does not fit its scales."""
+    for name, tensor in tensors.items():
+        scale = tensors.get(name + FP8_SCALE)
+        if tensor.dtype in FP8 and scale is None:
+            yield f"{name} is fp8, but {name + FP8_SCALE} is missing: without its scales it means nothing"
+        elif scale is not None and tensor.dtype not in FP8:
+            yield f"{name} is {tensor.dtype}, yet has scales {name + FP8_SCALE}"
+        elif scale is not None:
+            wanted = tuple(math.ceil(size / block) for size in tensor.shape)
+            if len(wanted) != 2 or scale.shape != wanted or scale.dtype != torch.float32:
+                yield f"{name + FP8_SCALE} is {scale.dtype} {scale.shape}, wanted torch.float32 {wanted}"
+
+
+def dequantize_fp8(rows: Tensor, scales: Tensor, first_row: int, block: int, dtype: torch.dtype) -> Tensor:
+    """Return each element times the scale of its block: the product in fp32, rounded once to `dtype`.
+
+    Args:
+        rows: fp8 `[n, columns]`, the rows of a tensor from `first_row` on.
+        scales: fp32 `[blocks of rows, blocks of columns]` of the whole tensor.
+        first_row: Index in the tensor of the first of `rows`; it need not begin a block.
+        block: Rows and columns of a block.
+        dtype: Type of the result.
+    """
+    values = torch.empty(rows.shape, dtype=dtype)
+    column_blocks = torch.arange(rows.shape[1]) // block
+    # In bands: the fp32 copies of a whole tensor would take four times its bytes, twice.
+    for start in range(0, len(rows), BAND_FP8_BLOCKS * block):
+        band = rows[start : start + BAND_FP8_BLOCKS * block].float()
+        row_blocks = torch.arange(first_row + start, first_row + start + len(band)) // block
+        low, high = int(row_blocks[0]), int(row_blocks[-1]) + 1
+        wide = scales[low:high].index_select(1, column_blocks)
+        band *= wide.index_select(0, row_blocks - low)
+        values[start : start + len(band)] = band
+    return values
+
+
+def mxfp4_shapes(tensors: Mapping[str, HfTensor]) -> dict[str, Shape]:
+    """Return names and shapes of the tensors that mxfp4 blocks stand for."""
+    found: dict[str, Shape] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(MXFP4_BLOCKS) and tensor.dtype == torch.uint8 and len(tensor.shape) == 4:
+            experts, rows, blocks, _ = tensor.shape
+            found[name.removesuffix(MXFP4_BLOCKS)] = (experts, blocks * MXFP4_BLOCK, rows)
+    return found
+
+
+def mxfp4_faults(tensors: Mapping[str, HfTensor]) -> Iterator[str]:
+    """Yield a sentence for each mxfp4 tensor whose blocks and scales do not fit."""
+    for name in mxfp4_shapes(tensors):
+        blocks, scales = tensors[name + MXFP4_BLOCKS], tensors.get(name + MXFP4_SCALES)
+        if blocks.shape[3] != MXFP4_BLOCK_BYTES:
+            yield (f"{name + MXFP4_BLOCKS} has blocks of {blocks.shape[3]} bytes, wanted {MXFP4_BLOCK_BYTES}")
+        if scales is None:
+            yield (f"{name + MXFP4_BLOCKS} has no {name + MXFP4_SCALES}: without its scales it means nothing")
+        elif scales.dtype != torch.uint8 or scales.shape != blocks.shape[:3]:
+            yield (
+                f"{name + MXFP4_SCALES} is {scales.dtype} {scales.shape}, wanted torch.uint8 {blocks.shape[:3]}"
+            )
+        if name in tensors:
+            yield f"{name} is there, and as {name + MXFP4_BLOCKS} too"
+
+
+def unpack_mxfp4(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
+    """Fill `out` `[rows, columns]` with the values of `blocks` `[rows, G, 16]` and `scales` `[rows, G]`.
+
+    The product is exact in fp32, and rounded once, to the type of `out`.
+    """
+    rows = max(1, BAND_BYTES // max(1, blocks[0].numel() if len(blocks) else 1))
+    for start in range(0, len(blocks), rows):
+        band = slice(start, start + rows)
+        pairs = BYTE_VALUES[blocks[band].int()].flatten(-2)  # [rows, G, 32]
+        out[band] = pairs.mul_(E8M0_POWERS[scales[band].int()].unsqueeze(-1)).flatten(-2)

@@ -1,0 +1,132 @@
+"""Tensors of a Megatron checkpoint as a source of a conversion."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mcore_rl.checkpoint.archives import FileRange
+from mcore_rl.convert.copying.regions import sizes
+from mcore_rl.convert.copying.source import ByteRun, FileBytes, as_bytes
+from mcore_rl.convert.megatron.folder import DistFolder, DistPart
+from mcore_rl.convert.megatron.saved_tensor import SavedTensor, find_tensor
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.weight_map import AxisRange, Region
+
+MAX_PREFETCH_BYTES = 64 << 20
+"""Most bytes of a part that are read before they are asked for."""
+
+
+class DistSource:
+    """Tensors of a Megatron checkpoint, whatever mesh cut them into parts."""
+
+    def __init__(self, folder: DistFolder) -> None:
+        self._tensors = folder.tensors
+        self._files = FileBytes(folder.path)
+        self._path = folder.path
+        self._parts: dict[str, dict[AxisRange, list[DistPart]]] = {}
+        self._saved: dict[FileRange, SavedTensor] = {}
+
+    def fill(self, out: Tensor, name: str, where: Region) -> None:
+        """Copy a region to `out` (see TensorSource)."""
+        region_out = out.view(sizes(where))
+        for part, common in self._overlapping(name, where):
+            self._copy(_region_of(region_out, common, where), name, part, common)
+
+    def prefetch(self, name: str, where: Region) -> None:
+        """Let the disk begin to read a region (see TensorSource)."""
+        for part, common in self._overlapping(name, where):
+            saved = part.saved
+            # Until the archive has been opened once, all that is known of the elements is that they lie in it.
+            run = self._run_of_part(name, part, common) if saved in self._saved else None
+            start, size = (run.start, run.size) if run else (saved.start, saved.length)
+            self._files.prefetch(saved.file, start, min(size, MAX_PREFETCH_BYTES))
+
+    def run(self, name: str, where: Region) -> ByteRun | None:
+        """Return where a region is stored (see TensorSource)."""
+        overlapping = list(self._overlapping(name, where))
+        if len(overlapping) != 1 or overlapping[0][1] != where:
+            return None
+        return self._run_of_part(name, *overlapping[0])
+
+    def read(self, run: ByteRun, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a run (see TensorSource)."""
+        self._files.read(run.file, run.start + start, out)
+
+    def checksum(self, run: ByteRun) -> int:
+        """Return the CRC-32 of a run."""
+        return self._files.part(run.file, run.start, run.size).crc32(0, run.size)
+
+    def object_bytes(self, saved: FileRange) -> bytes:
+        """Return the bytes of an object as torch.save wrote them."""
+        return self._files.part(saved.file, saved.start, saved.length)[:]
+
+    def _overlapping(self, name: str, where: Region) -> Iterator[tuple[DistPart, Region]]:
+        """Yield the parts that have something of a region, and what they have of it."""
+        for part in self._parts_near(name, where):
+            common = tuple(
+                AxisRange(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(where, part.where, strict=True)
+            )
+            if all(axis.start < axis.stop for axis in common):
+                yield part, common
+
+    def _run_of_part(self, name: str, part: DistPart, common: Region) -> ByteRun | None:
+        """Return where a region of a part is stored; None when its bytes do not lie in one run."""
+        saved = self._saved_tensor(name, part)
+        wanted = _region_of(torch.empty_strided(saved.shape, saved.stride, device="meta"), common, part.where)
+        if not wanted.is_contiguous():
+            return None
+        first = saved.storage_offset + int(wanted.storage_offset())
+        start, size = (count * saved.dtype.itemsize for count in (first, wanted.numel()))
+        return ByteRun(part.saved.file, saved.start + start, size, saved.dtype, None)
+
+    def _copy(self, out: Tensor, name: str, part: DistPart, common: Region) -> None:
+        """Copy a region of a part to `out`."""
+        run = self._run_of_part(name, part, common)
+        if run is not None and run.dtype == out.dtype and out.is_contiguous():
+            self._files.read(run.file, run.start, as_bytes(out))
+            return
+        saved = self._saved_tensor(name, part)
+        with self._files.bytes_of(part.saved.file, saved.start, saved.num_bytes) as raw:
+            tensor = raw.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.storage_offset)
+            out.copy_(_region_of(tensor, common, part.where))
+            # No view of the mapped file may outlive the block.
+            del tensor, raw
+
+    def _saved_tensor(self, name: str, part: DistPart) -> SavedTensor:
+        """Return where the elements of a part are in its file."""
+        saved = self._saved.get(part.saved)
+        if saved is None:
+            what = f"{name} in {self._path / part.saved.file}"
+            archive = self._files.part(*part.saved)
+            saved = self._saved[part.saved] = find_tensor(archive, part.saved.start, what)
+        if saved.shape != sizes(part.where):
+            raise CheckpointError(
+                f"{self._path / part.saved.file}: {name} has shape {saved.shape} there, {sizes(part.where)} in "
+                ".metadata. Take another copy."
+            )
+        return saved
+
+    def _parts_near(self, name: str, where: Region) -> list[DistPart]:
+        """Return the parts that can overlap a region, by their first axis: a stacked tensor has thousands of parts."""
+        parts = self._parts.get(name)
+        if parts is None:
+            parts = self._parts[name] = {}
+            for part in self._tensors[name].parts:
+                parts.setdefault(part.where[0] if part.where else AxisRange(0, 1), []).append(part)
+        if not where:
+            return [part for group in parts.values() for part in group]
+        return [
+            part
+            for axis, group in parts.items()
+            if axis.start < where[0].stop and where[0].start < axis.stop
+            for part in group
+        ]
+
+
+def _region_of(tensor: Tensor, where: Region, origin: Region) -> Tensor:
+    """Return the region `where` of a tensor that itself is the region `origin` of a larger one."""
+    return tensor[
+        tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(where, origin, strict=True))
+    ]

@@ -1,0 +1,159 @@
+"""A Megatron checkpoint that a conversion writes: the workers' files, then metadata, common state and marker."""
+
+import io
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mcore_rl.backend.patches.table import megatron_version
+from mcore_rl.checkpoint.folder import (
+    COMMON,
+    DELETING,
+    METADATA,
+    Marker,
+    crc32_of,
+    delete,
+    publish,
+    write_marker,
+)
+from mcore_rl.checkpoint.weights import common_state
+from mcore_rl.checkpoint.write import FORMAT
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.copying.content import ChunkBytes
+from mcore_rl.convert.copying.conversion import RecordedTask, WrittenRange
+from mcore_rl.convert.copying.plan import CopyTask
+from mcore_rl.convert.copying.regions import sizes
+from mcore_rl.convert.megatron.saved_tensor import save
+from mcore_rl.files import flush_to_disk
+from mcore_rl.parallel.mesh import Mesh
+
+ONE_RANK = {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "vpp": 1}
+OBJECTS = "__objects_0.distcp"
+"""File of the objects that are no tensors."""
+
+
+class DistWriter:
+    """Writes a file a task, each chunk as `torch.save` writes it: torch's FileSystemReader reads them."""
+
+    def prepare(self, folder: Path) -> None:
+        """Do nothing: each task makes its file."""
+
+    def write(self, folder: Path, task: CopyTask, contents: Iterator[ChunkBytes]) -> list[WrittenRange]:
+        """Write a task's chunks one after another into its file."""
+        ranges = []
+        with io.FileIO(folder / task.file, "wb") as file:
+            for content in contents:
+                start = file.tell()
+                save(file, content)
+                ranges.append(WrittenRange(start, file.tell() - start))
+        return ranges
+
+
+def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[str, bytes]) -> None:
+    """Write `.metadata`, which says where each chunk is.
+
+    Args:
+        folder: The checkpoint so far.
+        done: All tasks with their records.
+        objects: What is no tensor, as torch.save wrote it, by key; it goes into a file of its own.
+    """
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for task, records in done:
+        for chunk, record in zip(task.chunks, records, strict=True):
+            target = chunk.target
+            offset = torch.Size([axis.start for axis in chunk.where])
+            chunks.setdefault(target.name, []).append(
+                ChunkStorageMetadata(offset, torch.Size(sizes(chunk.where)))
+            )
+            entries[target.name] = target
+            storage[MetadataIndex(target.name, offset)] = _StorageInfo(
+                task.file, record.written.offset, record.written.length
+            )
+    state: dict[str, Any] = {
+        key: TensorStorageMetadata(
+            TensorProperties(dtype=target.dtype), torch.Size(target.shape), chunks[key]
+        )
+        for key, target in entries.items()
+    }
+    if objects:
+        with (folder / OBJECTS).open("wb") as file:
+            for key, data in objects.items():
+                state[key] = BytesStorageMetadata()
+                storage[MetadataIndex(key)] = _StorageInfo(OBJECTS, file.tell(), len(data))
+                file.write(data)
+        flush_to_disk(folder / OBJECTS)
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(Metadata(state_dict_metadata=state, planner_data=None, storage_data=storage), file)
+    flush_to_disk(folder / METADATA)
+
+
+def write_format(folder: Path) -> None:
+    """Write `metadata.json`, by which Megatron knows the format."""
+    (folder / "metadata.json").write_text(json.dumps(asdict(FORMAT)), encoding="utf-8")
+
+
+def write_common(folder: Path, common: dict[str, Any]) -> None:
+    """Write `common.pt`, which is the same for all ranks."""
+    # To an open file: given a path, torch would put the file's name into the archive.
+    with (folder / COMMON).open("wb") as file:
+        torch.save(common, file)
+    flush_to_disk(folder / COMMON)
+
+
+def single_rank_common(model: ModelConfig, step: int) -> dict[str, Any]:
+    """Return the common state that a run of one rank would write."""
+    # common_state asks the mesh for sizes only, which need no process group.
+    axis = SimpleNamespace(size=1)
+    mesh = cast(Mesh, SimpleNamespace(tp=axis, pp=axis, dp=axis, world=axis))
+    return common_state(model, mesh, step, {})
+
+
+def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker | None = None) -> None:
+    """Write the marker, with which the folder is complete.
+
+    Args:
+        folder: The checkpoint, all of whose other files are written.
+        model: The model's config.
+        step: The step that the weights are of.
+        before: Marker of the checkpoint whose training state this one has; None: it has weights only.
+    """
+    names = sorted(entry.name for entry in folder.iterdir())
+    write_marker(
+        folder,
+        Marker(
+            step=step,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            world_size=before.world_size if before else 1,
+            mesh=before.mesh if before else ONE_RANK,
+            model=model.model_dump(mode="json"),
+            megatron=megatron_version(),
+            files={name: (folder / name).stat().st_size for name in names},
+            metadata_crc32=crc32_of(folder / METADATA),
+        ),
+    )
+
+
+def publish_checkpoint(written: Path, final: Path) -> None:
+    """Give a checkpoint its name as a training run does, and delete the one that it replaces."""
+    # What others have set aside is theirs to delete: a run may be deleting its old checkpoints just now.
+    before = set(final.parent.glob(f"{DELETING}*"))
+    publish(written, final)
+    delete(sorted(set(final.parent.glob(f"{DELETING}*")) - before))
