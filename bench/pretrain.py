@@ -36,12 +36,12 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.model.hf_weights import to_global
 from mcore_rl.model.inputs import localize
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import train_step
+from tests.hf_weights import to_global
 
 VOCAB, AUX = 512, 1e-3
 OPTIM = OptimConfig(lr=1e-3, schedule="constant", weight_decay=0.1, clip_grad=1.0)

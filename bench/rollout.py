@@ -33,11 +33,11 @@ from mcore_rl.config.rl import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.model.hf_weights import to_global
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.types import Problem, Prompt
+from tests.hf_weights import to_global
 
 VOCAB, ROWS, GROUP = 8192, 32, 8
 MODEL = ModelConfig(

@@ -11,12 +11,12 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.model.hf_weights import to_global
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import Axis, Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.schedule import HeadOutput, run_pass
 from mcore_rl.parallel.sequence import unzigzag
 from mcore_rl.parallel.vocab import gather_logits
+from tests.hf_weights import to_global
 
 Tensors = dict[str, Tensor]
 

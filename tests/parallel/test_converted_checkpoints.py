@@ -14,7 +14,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.logits import largest_distance
 from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
 from mcore_rl.families import weight_map
-from mcore_rl.model.hf_weights import to_global
 from tests.conversion import (
     assert_same,
     differing,
@@ -28,6 +27,7 @@ from tests.conversion import (
     write_hf,
 )
 from tests.hf_models import TOLERANCE, oracle, random_tokens
+from tests.hf_weights import to_global
 from tests.parallel.checkpointing import config_of, trained
 from tests.parallel.converted import logits_of_checkpoints, weight_bytes
 from tests.ranks import run_ranks

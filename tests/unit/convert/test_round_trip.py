@@ -9,7 +9,6 @@ import torch
 
 from mcore_rl.checkpoint.folder import check
 from mcore_rl.convert.copying.conversion import CopySettings
-from mcore_rl.model.hf_weights import to_global
 from tests.conversion import (
     assert_same,
     bytes_of,
@@ -22,6 +21,7 @@ from tests.conversion import (
     write_hf,
 )
 from tests.hf_models import CASES, oracle
+from tests.hf_weights import to_global
 from tests.unit.convert.conftest import Converted
 
 AWKWARD = {"vocab_size": 1003}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.model.hf_weights import to_global, to_hf
 from tests.hf_models import CASES, VOCAB, Tensors, oracle
+from tests.hf_weights import to_global, to_hf
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

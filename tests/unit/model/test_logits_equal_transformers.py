@@ -13,10 +13,10 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in
-from mcore_rl.model.hf_weights import to_global
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.parallel.mesh import Mesh
 from tests.hf_models import CASES, TOLERANCE, VOCAB, Oracle, Tensors, oracle, random_tokens
+from tests.hf_weights import to_global
 
 SEEN = 1e-3
 """A mistake changes logits at least so much: fifty times the tolerance."""

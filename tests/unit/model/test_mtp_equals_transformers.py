@@ -17,9 +17,9 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
-from mcore_rl.model.hf_weights import to_global, to_hf
 from mcore_rl.parallel.mesh import Mesh
 from tests.hf_models import DEEPSEEK, GLM4, TOLERANCE, Tensors, random_tokens, randomize
+from tests.hf_weights import to_global, to_hf
 
 DEPTH, WEIGHT = 2, 0.3
 LAYERS = DEEPSEEK["num_hidden_layers"]

@@ -1,4 +1,7 @@
-"""Conversion of a whole model's weights in memory: Hugging Face's tensors to Megatron's global ones, and back."""
+"""Conversion of a whole model's weights in memory: Hugging Face's tensors to Megatron's global ones, and back.
+
+Conversions of files are compared with it: the same rules, without chunks, files or workers.
+"""
 
 from collections.abc import Mapping
 
