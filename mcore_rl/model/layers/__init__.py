@@ -1,1 +1,1 @@
-"""Layers without TransformerEngine, for CPUs and plain CUDA, in the places that Megatron's specs have for them."""
+"""Layers that replace TransformerEngine's in Megatron's specs, for CPUs and for CUDA without it."""

@@ -1,4 +1,4 @@
-"""Core attention without TransformerEngine: softmax(q k / scale) v of Megatron's self- and latent attention."""
+"""Core attention without TransformerEngine, for Megatron's self-attention and latent attention."""
 
 import math
 from contextlib import nullcontext
@@ -29,14 +29,15 @@ from mcore_rl.model.layers.sinks import with_sinks
 from mcore_rl.parallel.mesh import layer_groups
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+"""Mask types of causal attention; padding is masked by the loss."""
 
 
 class SDPAttention(MegatronModule):
-    """Attention by `scaled_dot_product_attention`, or on a CPU by our own products.
+    """Attention by torch's `scaled_dot_product_attention`, or on a CPU by our own products.
 
-    Grouped queries, values of another width than keys, dropout, sliding window, sinks (Megatron's learnable
-    softmax), packed sequences; with context parallelism keys and values are gathered, and a rank computes its two
-    chunks of each sequence.
+    It supports grouped queries, values of another width than keys, dropout, sliding windows, sinks (Megatron's
+    learnable softmax) and packed sequences. With context parallelism keys and values are gathered, and each rank
+    computes its two chunks of each sequence.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class SDPAttention(MegatronModule):
         )
         self.window: int | None = config.window_size[0] if windowed else None
         self.cache: LayerCache | None = None
-        """Inside `attending_over`: the tokens are those of a generating step, and this has the earlier ones."""
+        """Cache of earlier positions inside `attending_over`, where the tokens are those of a generation step."""
 
     def forward(
         self,
@@ -76,10 +77,15 @@ class SDPAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         **options: Any,
     ) -> Tensor:
-        """`[s, B, N * Dv]` of queries `[s, B, N, D]`, keys `[s, B, G, D]`, values `[s, B, G, Dv]`.
+        """Return the output `[s, B, N * Dv]`; packed sequences have no axis B, in inputs and output.
 
-        For a packed row `B` is left out, here and there. A mask is true where attention is forbidden, and then
-        says all: the mask type is that of attention without one.
+        Args:
+            query: Queries `[s, B, N, D]` of this rank's heads and positions.
+            key: Keys `[s, B, G, D]`, G a divisor of N.
+            value: Values `[s, B, G, Dv]`.
+            attention_mask: True where attention is forbidden; it replaces the mask type.
+            attn_mask_type: Causal or none, where there is no mask.
+            **options: Megatron's further arguments, of which `packed_seq_params` is used.
         """
         if options.get("attention_bias") is not None:
             raise NotImplementedError("SDPAttention adds no bias to the scores: give none, or a mask")
@@ -102,7 +108,7 @@ class SDPAttention(MegatronModule):
         return mixed.flatten(2)
 
     def _cached(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
-        """`[T, 1, N * Dv]`: each token over the keys and values of its slot up to its own, zeros for padding."""
+        """Return the output `[T, 1, N * Dv]` of each token over its slot up to its own position, zeros for padding."""
         step, num_decode = cache.step, cache.step.num_decode
         cache.write(key[:, 0], value[:, 0])
         mixed = query.new_zeros(*query.shape[:3], value.shape[3])
@@ -118,10 +124,10 @@ class SDPAttention(MegatronModule):
         return mixed.flatten(2)
 
     def _newest(self, query_BND: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        """`[B, N, Dv]` of one query a row over keys `[S, B, G, D]`."""
+        """Return the output `[B, N, Dv]` of one query in each row over keys `[S, B, G, D]`."""
         if self.softmax_offset is not None:
             return self._attend(query_BND[None], key, value, visible)[0]
-        # The heads that share a key stand as positions: no key or value is repeated.
+        # Heads that share a key are passed as positions, so that no key or value is repeated.
         rows, heads, width = query_BND.shape
         groups = key.shape[2]
         query = query_BND.view(rows, groups, heads // groups, width).permute(2, 0, 1, 3)
@@ -136,7 +142,7 @@ class SDPAttention(MegatronModule):
         return torch.cat([self._prefix(*part) for part in self._chunks(query, key, value)])
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Each sequence by itself; positions behind the last one attend among themselves."""
+        """Return the output of packed sequences, each by itself; positions behind the last one form another."""
         ranks = self.cp_group.size()
         num_tokens = query.shape[0] * ranks
         lengths = lengths_of(packed, num_tokens, 2 * ranks if ranks > 1 else 1)
@@ -160,9 +166,9 @@ class SDPAttention(MegatronModule):
         return torch.cat(mixed).flatten(1)
 
     def _side_by_side(self, query: Tensor, key: Tensor, value: Tensor, batches: SideBySide) -> Tensor:
-        """As `_packed`: a call for each sequence costs more than the arithmetic of a short one."""
+        """Return the same in few batches: for short sequences a call each costs more than the arithmetic."""
         sizes = [rows * width for rows, width in batches.shapes]
-        parts = [heads.index_select(0, batches.places_N).split(sizes) for heads in (query, key, value)]
+        parts = [heads.index_select(0, batches.positions_N).split(sizes) for heads in (query, key, value)]
         mixed = []
         for shape, *of_batch in zip(batches.shapes, *parts, strict=True):
             rows = [part.unflatten(0, shape).transpose(0, 1) for part in of_batch]
@@ -170,20 +176,22 @@ class SDPAttention(MegatronModule):
         return torch.cat(mixed).index_select(0, batches.back_T).flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective over the context-parallel group: keys and values of all positions in their natural order."""
+        """Collective over the context-parallel group: return keys and values of all positions in natural order."""
+        # One collective for both.
         both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
         natural_key, natural_value = both.index_select(0, order).split([key.shape[-1], value.shape[-1]], -1)
         return natural_key, natural_value
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """This rank's two chunks of a sequence, each with the keys and values up to its end."""
+        """Return this rank's two chunks of a sequence, each with the keys and values up to its end."""
         rank, ranks = self.cp_group.rank(), self.cp_group.size()
         first, second = query.chunk(2)
+        # Rank r holds chunks r and 2 * ranks - 1 - r.
         ends = (rank + 1) * first.shape[0], (2 * ranks - rank) * first.shape[0]
         return [(part, key[:end], value[:end]) for part, end in zip((first, second), ends, strict=True)]
 
     def _prefix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of queries that are the last of the keys' positions."""
+        """Return causal attention of queries at the last of the keys' positions."""
         no_dropout = self.dropout == 0.0 or not self.training
         is_plain = self.window is None and self.softmax_offset is None
         if no_dropout and is_plain and cpu_attention.is_supported(query, key):
@@ -193,11 +201,11 @@ class SDPAttention(MegatronModule):
         return self._attend(query, key, value, self._visible(query, key))
 
     def _visible(self, query: Tensor, key: Tensor) -> Tensor:
-        """True where a key is not behind its query, and inside the window."""
+        """Return a mask that is true where a key is not after its query, and inside the window."""
         length = key.shape[0]
-        places = torch.arange(length, device=key.device)
-        behind = places[length - query.shape[0] :, None] - places
-        return (behind >= 0) if self.window is None else (behind >= 0) & (behind <= self.window)
+        positions = torch.arange(length, device=key.device)
+        distance = positions[length - query.shape[0] :, None] - positions
+        return (distance >= 0) if self.window is None else (distance >= 0) & (distance <= self.window)
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         if self.cp_group.size() > 1:
@@ -207,7 +215,7 @@ class SDPAttention(MegatronModule):
         visible = ~mask
         if self.window is not None:
             visible = visible & self._visible(query, key)
-        # A query that sees no key would be 0 / 0: it sees all instead, as with Megatron's finite mask value.
+        # A query without a key would be 0 / 0: it attends to all instead, as with Megatron's finite mask value.
         return self._attend(query, key, value, visible | ~visible.any(-1, keepdim=True))
 
     def _attend(
@@ -219,12 +227,12 @@ class SDPAttention(MegatronModule):
         query_BNSD, key_BGSD, value_BGSD = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
         width, value_width = query.shape[-1], value.shape[-1]
         if not query.is_cuda and value_width < width:
-            # torch's fused kernel for CPUs wants equal widths; without it the scores of all heads are stored.
+            # torch's fused kernel for CPUs needs equal widths; without it the scores of all heads are stored.
             value_BGSD = pad(value_BGSD, (0, width - value_width))
         dropout = self.dropout if self.training else 0.0
-        # Under sequence parallelism the whole layer runs in the state of this rank already.
-        own_state = dropout > 0.0 and not self.config.sequence_parallel
-        with get_cuda_rng_tracker().fork() if own_state else nullcontext():
+        # Under sequence parallelism the whole layer already draws from this rank's random state.
+        needs_rank_state = dropout > 0.0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if needs_rank_state else nullcontext():
             mixed_BNSD = scaled_dot_product_attention(
                 query_BNSD,
                 key_BGSD,
@@ -238,7 +246,7 @@ class SDPAttention(MegatronModule):
         return mixed_BNSD[..., :value_width].permute(2, 0, 1, 3)
 
     def _sinks(self) -> nn.Parameter:
-        """A score for each of this rank's heads."""
+        """Return the parameter of one score for each of this rank's heads."""
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         heads = divide(config.num_attention_heads, self.tp_group.size())
@@ -252,7 +260,7 @@ class SDPAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The sinks, if there are some, as one tensor of all heads."""
+        """Return the sinks, if the model has them, as one tensor of all heads."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -265,9 +273,14 @@ class SDPAttention(MegatronModule):
 
 
 def lengths_of(packed: PackedSeqParams, num_tokens: int, multiple: int) -> tuple[int, ...]:
-    """Positions of each sequence of a packed row, those behind the last one as another.
+    """Return the number of positions of each sequence of a packed row; those behind the last one count as another.
 
-    `PackedParams` knows them; of Megatron's own record they are read from the device, once.
+    `PackedParams` has them on the host; Megatron's own record has them on the device, from which they are read once.
+
+    Args:
+        packed: Description of the row.
+        num_tokens: Length of the row.
+        multiple: Number that every length must be a multiple of.
     """
     if packed.qkv_format != "thd":
         raise NotImplementedError(f'SDPAttention packs sequences as "thd", not as {packed.qkv_format!r}')

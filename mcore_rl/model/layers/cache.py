@@ -1,4 +1,4 @@
-"""Keys and values of earlier positions, and the tokens of a step that attends over them."""
+"""The cache of the native engine: keys and values of earlier positions, and the tokens of the step that reads them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,35 +10,47 @@ from torch import Tensor, nn
 
 
 class PrefillRows(NamedTuple):
-    """Tokens `begin` to `end` of a step: consecutive positions of `slot`, the last of them `stop - 1`."""
+    """Tokens of a step that are consecutive positions of one slot: the beginning of a completion's cache."""
 
     begin: int
+    """Index of the first one among the step's tokens."""
     end: int
+    """Index behind the last one."""
     slot: int
+    """Index of the slot in the cache."""
     stop: int
+    """Position behind the last one: after the step the slot holds this many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTokens:
-    """The tokens `[T]` of one step: one of each of the slots 0 ... num_decode - 1, then spans, then padding.
+    """The tokens of one step: one of each decoding slot 0 ... num_decode - 1, then prefills, then padding.
 
-    Padding has the cache's last slot, which nobody reads.
+    Padding writes to the cache's last slot, which no token reads.
     """
 
     ids_T: Tensor
+    """Token ids, int64."""
     slots_T: Tensor
+    """Index of each token's slot, int64."""
     positions_T: Tensor
+    """Position of each token in its slot, int64."""
     num_decode: int
+    """Number of slots that get one token."""
     longest: int
-    """Keys of the decoding slot that has most, its new one included."""
+    """Largest number of keys of a decoding slot, its new one included."""
     spans: tuple[PrefillRows, ...]
+    """The prefills."""
     _visible: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
 
     def visible(self, window: int | None) -> Tensor:
-        """`[num_decode, 1, 1, longest]`: the keys that a decoding slot has, and that are inside its window."""
+        """Return which keys each decoding slot's query attends to, bool `[num_decode, 1, 1, longest]`.
+
+        The mask is made once for all layers with the same window.
+        """
         if window not in self._visible:
-            places_L = torch.arange(self.longest, device=self.positions_T.device)
-            behind_BL = self.positions_T[: self.num_decode, None] - places_L
+            positions_L = torch.arange(self.longest, device=self.positions_T.device)
+            behind_BL = self.positions_T[: self.num_decode, None] - positions_L
             seen_BL = behind_BL >= 0 if window is None else (behind_BL >= 0) & (behind_BL <= window)
             self._visible[window] = seen_BL[:, None, None]
         return self._visible[window]
@@ -46,36 +58,39 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys `[slots, S, G, D]` and values `[slots, S, G, Dv]`, and the step in progress."""
+    """The cache of one layer, and the step in progress."""
 
     keys: Tensor
+    """Keys `[slots, S, G, D]` of G groups."""
     values: Tensor
+    """Values `[slots, S, G, Dv]`."""
     step: StepTokens
+    """Tokens that the layer is computing."""
 
     def write(self, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        """Keep the step's keys and values."""
+        """Store the step's keys and values."""
         where = self.step.slots_T, self.step.positions_T
         self.keys[where], self.values[where] = key_TGD, value_TGD
 
 
 class RotaryAt(nn.Module):
-    """Stands in for a rotary embedding: the rows of its table at a step's positions, whatever length is asked for."""
+    """Replacement of a rotary embedding during a step: the rows of its table at the step's positions."""
 
     def __init__(self, table: Any, positions_T: Tensor) -> None:
         super().__init__()
         self._rows = rotary_rows(table, positions_T)
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Unused: the positions are known."""
+        """Return 0: Megatron asks for a length before it calls the embedding, which needs none here."""
         return 0
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """What the embedding returns, at the positions."""
+        """Return the embedding's rows at the step's positions, whatever length is asked for."""
         return self._rows
 
 
 def rotary_rows(table: Any, positions_T: Tensor) -> Any:
-    """Rows of what a rotary embedding returned: angles, or those and a factor."""
+    """Return the rows at `positions_T` of a rotary embedding's result: angles, or angles and a factor."""
     if isinstance(table, tuple):
         return table[0][positions_T], *table[1:]
     return table[positions_T]
@@ -85,20 +100,20 @@ def rotary_rows(table: Any, positions_T: Tensor) -> Any:
 def attending_over(
     attentions: Sequence[Any], caches: Sequence[LayerCache], latent_table: Any
 ) -> Iterator[None]:
-    """Inside, these self-attentions attend over the caches.
+    """Let these self-attentions attend over the caches inside the context.
 
-    Latent ones embed positions themselves: at the step's positions in `latent_table`.
+    Latent ones embed positions themselves: at the step's positions in `latent_table`, which is None for others.
     """
-    kept = []
+    replaced = []
     for attention, cache in zip(attentions, caches, strict=True):
         attention.core_attention.cache = cache
         if latent_table is not None:
-            kept.append(attention.rotary_pos_emb)
+            replaced.append(attention.rotary_pos_emb)
             attention.rotary_pos_emb = RotaryAt(latent_table, cache.step.positions_T)
     try:
         yield
     finally:
         for attention in attentions:
             attention.core_attention.cache = None
-        for attention, rotary in zip(attentions, kept, strict=False):
+        for attention, rotary in zip(attentions, replaced, strict=False):
             attention.rotary_pos_emb = rotary

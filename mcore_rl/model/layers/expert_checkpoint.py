@@ -1,4 +1,4 @@
-"""Stacked experts in distributed checkpoints: the same tensors as those of Megatron's experts."""
+"""Stacked experts in distributed checkpoints, under the names and shapes that Megatron's experts have there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,33 +11,38 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Offsets = tuple[tuple[int, int, int], ...]
+"""Leading axes of a global tensor, as (axis, index, size), that select a layer or an expert."""
 SPLIT_AXIS = {"linear_fc1.weight": 0, "linear_fc2.weight": 1, "linear_fc1.bias": 0, "linear_fc2.bias": 0}
-"""The axis of one expert's parameter that expert tensor parallelism splits; it splits none that has biases."""
+"""Axis of one expert's parameter that expert tensor parallelism splits; experts with biases are not split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertShards:
-    """Which experts, and which part of them, this rank holds."""
+    """The part of a layer's experts that this rank holds."""
 
     num_local: int
+    """Number of experts on this rank."""
     ep_group: ProcessGroup
     tp_group: ProcessGroup
     dp_group: ProcessGroup
     is_singleton: bool
-    """Every expert is a tensor of its own, `experts.7.linear_fc1`, instead of a slice along an axis of experts."""
+    """True when every expert is a tensor, as `experts.7.linear_fc1`, not a slice along an axis of experts."""
 
-    def place(self, expert: int, outer: Offsets) -> tuple[str, Offsets]:
-        """What stands before the weight's name, and the offsets, of local expert `expert`."""
-        number = self.ep_group.rank() * self.num_local + expert
+    def prefix_and_offsets(self, expert: int, outer: Offsets) -> tuple[str, Offsets]:
+        """Return the prefix of the weight's name, and the offsets, of local expert `expert`."""
+        global_index = self.ep_group.rank() * self.num_local + expert
         if self.is_singleton:
-            return f"experts.{number}.", outer
-        return "experts.", (*outer, (len(outer), number, self.ep_group.size() * self.num_local))
+            return f"experts.{global_index}.", outer
+        return "experts.", (*outer, (len(outer), global_index, self.ep_group.size() * self.num_local))
 
 
 def sharded_experts(
     weights: Mapping[str, Tensor], shards: ExpertShards, prefix: str, outer: Offsets, is_gated: bool
 ) -> dict[str, Any]:
-    """For each stacked parameter, `[e, ...]`, a tensor per expert, and the empty extra state that Megatron writes."""
+    """Return, for each stacked parameter `[e, ...]`, a factory of one sharded tensor per expert.
+
+    With them come the empty extra states that Megatron writes for its own experts.
+    """
     tp_rank, dp_rank = shards.tp_group.rank(), shards.dp_group.rank()
     state: dict[str, Any] = {}
     for name, weight in weights.items():
@@ -49,7 +54,7 @@ def sharded_experts(
         )
     for layer in dict.fromkeys(name.partition(".")[0] for name in weights):
         for expert in range(shards.num_local):
-            before, offsets = shards.place(expert, outer)
+            before, offsets = shards.prefix_and_offsets(expert, outer)
             shape = tuple(count for _, _, count in offsets) or (1,)
             place = tuple(index for _, index, _ in offsets) or (0,)
             state[f"{prefix}{layer}._extra_state{expert}"] = ShardedObject(
@@ -60,13 +65,13 @@ def sharded_experts(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stack:
-    """How a stacked parameter, or what the optimizer keeps of it, is taken apart and put together."""
+    """Splits a stacked parameter, or its optimizer state, into sharded tensors, and joins them again."""
 
     shards: ExpertShards
     name: str
     outer: Offsets
     halves: int
-    """2 for a gated fc1: gate and up projection are split apart, to stay whole under any tensor parallelism."""
+    """2 for a gated fc1: saved apart, gate and up-projection make the same global tensor for every ETP."""
 
     @property
     def suffix(self) -> str:
@@ -75,13 +80,13 @@ class _Stack:
     def build(
         self, key: str, stacked: Tensor, replica_id: Any, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        """The sharded tensors of `stacked` under `key`, which the layers above and the optimizer have prefixed."""
+        """Return the sharded tensors of `stacked` under `key`, which has the prefixes of layers and optimizer."""
         assert flattened_range is None, "optimizer state is saved in whole tensors"
         tp_rank, tp_size = self.shards.tp_group.rank(), self.shards.tp_group.size()
         lead = key.removesuffix(self.suffix)
         parts = []
         for expert, weight in enumerate(stacked):
-            before, offsets = self.shards.place(expert, self.outer)
+            before, offsets = self.shards.prefix_and_offsets(expert, self.outer)
             axis = len(offsets) + SPLIT_AXIS[self.name]
             for half, part in enumerate(weight.chunk(self.halves)):
                 expert_key = f"{lead}{before}{self.name}"
@@ -102,7 +107,7 @@ class _Stack:
         return parts
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        """`build` undone."""
+        """Return the stacked tensor of the parts that `build` returned."""
         with torch.no_grad():
             experts = [torch.cat(parts[i : i + self.halves]) for i in range(0, len(parts), self.halves)]
             return torch.stack(experts)

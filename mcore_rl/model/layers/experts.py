@@ -1,4 +1,4 @@
-"""The experts of a layer with their weights stacked, in the place of Megatron's SequentialMLP and TEGroupedMLP."""
+"""The experts of a layer with their weights stacked, which replace Megatron's SequentialMLP and TEGroupedMLP."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ from mcore_rl.model.layers.experts_grouped import grouped_experts
 class StackedLinear(nn.Module):
     """One weight of every expert, `[e, O, I]`, and its bias, `[e, O]`, if it has one.
 
-    They are read through a call: Megatron waits for a gathered parameter before the forward of the module
-    that owns it, so that reading the attribute from elsewhere would train on the values of the last step.
+    The parameters must be read by a call: Megatron waits for a gathered parameter before the forward pass of the
+    module that owns it, so that reading the attribute from elsewhere would train on the values of the last step.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -31,15 +31,15 @@ class StackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias."""
+        """Return weight and bias."""
         return self.weight, self.bias
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts: gate * fc2(activation(fc1(x))) for each row, by grouped matrix products.
+    """This rank's experts, which compute gate * fc2(activation(fc1(x))) of each row by grouped matrix products.
 
-    Called, saved and initialized like Megatron's own experts; with expert tensor parallelism each rank holds a
-    part of the inner width, and the token dispatcher sums the outputs.
+    They are called, saved and initialized like Megatron's own. With expert tensor parallelism each rank holds a part
+    of the inner width, and the token dispatcher sums the outputs.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GroupedExperts(MegatronModule):
 
     @property
     def is_blockwise(self) -> bool:
-        """Whether the experts run block by block on a CPU, which is for SwiGLU as it is everywhere today."""
+        """True when the experts run block by block on a CPU, which supports plain SwiGLU without biases."""
         config = self.config
         return bool(
             self.linear_fc1.weight.device.type == "cpu"
@@ -76,7 +76,7 @@ class GroupedExperts(MegatronModule):
         )
 
     def forward(self, sorted_ND: Tensor, tokens_per_expert: Tensor, gates_N: Tensor) -> tuple[Tensor, None]:
-        """`[N, D]` of rows sorted by expert, and no bias."""
+        """Return the output `[N, D]` of rows sorted by expert, and no bias."""
         if self.config.moe_apply_probs_on_input:
             sorted_ND = (sorted_ND * gates_N[:, None]).to(sorted_ND.dtype)
             gates_N = torch.ones_like(gates_N)
@@ -87,17 +87,17 @@ class GroupedExperts(MegatronModule):
         return grouped_experts(sorted_ND, gates_N, fc1, fc2, tokens_per_expert, self.config), None
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
-        """`[T, D]`: every token's sum over its experts, all of which this rank holds whole."""
+        """Return every token's sum over its experts, `[T, D]`, on a rank that holds all experts whole."""
         assignment = assign_routed(routed_TE)
         return swiglu_experts(input_TD, probs_TE, self.linear_fc1()[0], self.linear_fc2()[0], assignment)
 
     def backward_dw(self) -> None:
-        """Weight gradients are not put off: nothing to do."""
+        """Do nothing: weight gradients are computed with the others, not later."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The same tensors, expert by expert, as Megatron's own experts save."""
+        """Return the same tensors, expert by expert, that Megatron's own experts save."""
         shards = ExpertShards(
             num_local=self.num_local_experts,
             ep_group=self.ep_group,
@@ -110,6 +110,7 @@ class GroupedExperts(MegatronModule):
         return sharded_experts(weights, shards, prefix, tuple(sharded_offsets), is_gated)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Checkpoints of TransformerEngine's experts have extra states, which stacked experts do not.
         for name in [key for key in state_dict if key.startswith(prefix) and "_extra_state" in key]:
             del state_dict[name]
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -129,7 +130,7 @@ class GroupedExperts(MegatronModule):
             stacked, stacked.new_zeros(stacked.shape[:2]) if config.add_bias_linear else None
         )
         for param in owner.parameters():
-            # Expert gradients are summed over the expert-data-parallel ranks, on every mesh.
+            # Megatron then sums the gradients over the expert-data-parallel ranks, on every mesh.
             param.allreduce = False  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(param, True, split_axis if param.dim() == 3 else 1, 1)
         return owner

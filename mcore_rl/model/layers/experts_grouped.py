@@ -1,4 +1,4 @@
-"""Experts on a GPU, and of any activation: two grouped matrix products over rows sorted by expert."""
+"""Experts on GPUs, or with any activation: two grouped matrix products over rows sorted by expert."""
 
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 Linear = tuple[Tensor, Tensor | None]
 """Weight `[E, O, I]` and bias `[E, O]` of all experts."""
+# Older versions of torch lack it: a loop over the experts then computes the same.
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
 
 
@@ -21,10 +22,19 @@ def grouped_experts(
     counts_E: Tensor,
     config: TransformerConfig,
 ) -> Tensor:
-    """`[N, D]`: gate * fc2(activation(fc1(x))) of each row; `counts_E` rows are of each expert."""
+    """Return gate * fc2(activation(fc1(x))) of each row, `[N, D]`.
+
+    Args:
+        rows_ND: Inputs, sorted by expert.
+        gates_N: Router probability of each row.
+        fc1: First linear layer of all experts; gated ones have the gate above the up-projection.
+        fc2: Second linear layer.
+        counts_E: Number of rows of each expert.
+        config: Activation and recomputation.
+    """
     (fc1_EFD, bias_EF), (fc2_EDF, bias_ED) = fc1, fc2
     if not len(rows_ND):
-        # Without a row the weights must still get a gradient: overlapped reduction waits for every parameter.
+        # Weights must get a gradient even without a row: overlapped reduction waits for every parameter.
         return rows_ND + 0.0 * sum(param.sum() for param in (*fc1, *fc2) if param is not None)
     activate = partial(_activate, config=config)
     hidden_NF, gates_N1 = _products(rows_ND, fc1_EFD, counts_E), gates_N[:, None]
@@ -34,23 +44,24 @@ def grouped_experts(
         checkpoint = CheckpointWithoutOutput(fp8=None)
         active_NF = checkpoint.checkpoint(activate, hidden_NF, gates_N1)
         output_ND = _products(active_NF, fc2_EDF, counts_E)
+        # The activation is freed once fc2 has read it, and computed again before fc2's backward pass.
         checkpoint.discard_output_and_register_recompute(output_ND)
     else:
         output_ND = _products(activate(hidden_NF, gates_N1), fc2_EDF, counts_E)
     if bias_ED is not None:
-        # The gate is in the activations already.
+        # The activations contain the gate already, the biases do not.
         biases_ND = _of_each_row(bias_ED, counts_E, len(rows_ND)) * gates_N1
         output_ND = output_ND + biases_ND.to(output_ND.dtype)
     return output_ND
 
 
 def _of_each_row(bias_EO: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
-    """`[N, O]`: the bias of each row's expert."""
+    """Return the bias of each row's expert, `[N, O]`."""
     return bias_EO.repeat_interleave(counts_E.to(bias_EO.device), 0, output_size=num_rows)
 
 
 def _products(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Each row times the transposed weight of its expert."""
+    """Return each row times the transposed weight of its expert."""
     if HAS_GROUPED_MM:
         ends = counts_E.to(rows_NI.device).cumsum(0).to(torch.int32)
         product_NO = torch.nn.functional.grouped_mm(rows_NI, weight_EOI.transpose(1, 2), offs=ends)
@@ -72,7 +83,7 @@ def _activate(hidden_NF: Tensor, gates_N1: Tensor, config: TransformerConfig) ->
 
 
 class _DenseGradient(torch.autograd.Function):
-    """The identity; its gradient is laid out densely, which the backward of grouped_mm requires."""
+    """The identity, with a contiguous gradient, which the backward pass of grouped_mm requires."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm of queries or keys over all heads at once, which tensor parallelism splits."""
+"""RMSNorm of queries or keys over all heads at once, across the ranks among which tensor parallelism splits them."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from mcore_rl.parallel.mesh import layer_groups
 
 
 class FullQueryNorm(nn.Module):
-    """x / rms(x) * weight, the mean square taken over all heads of all tensor-parallel ranks, computed in fp32.
+    """x / rms(x) * weight in fp32, where rms is taken over the heads of all tensor-parallel ranks.
 
-    In the place of Megatron's norm of each head. Every rank has the whole weight and uses its own heads' part:
-    Megatron knows this norm by its name and sums its gradient over the ranks, which would mix the parts of a
-    sharded one.
+    It replaces Megatron's norm of each head. Every rank has the whole weight and uses the part of its own heads:
+    Megatron sums the gradient of norms with this attribute's name over the ranks, which would mix the parts of a
+    sharded weight.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
@@ -28,11 +28,11 @@ class FullQueryNorm(nn.Module):
 
     @staticmethod
     def num_heads(config: TransformerConfig) -> int:
-        """Of all ranks."""
+        """Return the number of heads on all ranks together."""
         return int(config.num_attention_heads)
 
     def forward(self, heads_SBND: Tensor) -> Tensor:
-        """Collective over the tensor-parallel group: the normalized heads, in their shape and dtype."""
+        """Collective over the tensor-parallel group: return the normalized heads in their shape and dtype."""
         wide = heads_SBND.flatten(-2).float()
         total, weight = wide.square().sum(-1, keepdim=True), self.weight
         if self.tp_group.size() > 1:
@@ -43,16 +43,16 @@ class FullQueryNorm(nn.Module):
 
 
 class FullKeyNorm(FullQueryNorm):
-    """The same of keys."""
+    """The same norm for keys."""
 
     @staticmethod
     def num_heads(config: TransformerConfig) -> int:
-        """Of all ranks."""
+        """Return the number of heads on all ranks together."""
         return int(config.num_query_groups)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, each of which goes on with it in its own way: so are the gradients summed."""
+    """Sum over the ranks. Each rank uses the sum for its own heads, so that the gradients are summed as well."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:

@@ -19,10 +19,10 @@ from mcore_rl.errors import ConfigError
 
 
 class ReplicatedLinear(nn.Module):
-    """`input @ weight.T`, the same weight on all tensor-parallel ranks; called and saved like Megatron's linears.
+    """`input @ weight.T` with the same weight on all tensor-parallel ranks; called and saved like Megatron's layers.
 
-    Under sequence parallelism each rank sees its part of the sequence, so the weight is marked and Megatron
-    sums its gradient over the ranks.
+    Under sequence parallelism each rank sees its part of the sequence; the weight is marked so that Megatron sums its
+    gradient over the ranks.
     """
 
     def __init__(
@@ -42,22 +42,22 @@ class ReplicatedLinear(nn.Module):
             torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
         )
         if config.perform_initialization:
-            # Of all states that Megatron keeps, the data-parallel one is equal on the ranks of a TP group.
+            # Among Megatron's random states the data-parallel one is equal on the ranks of a TP group.
             with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
                 init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:
-        """The product, and no bias, as Megatron's linear layers return them."""
+        """Return the product, and no bias, as Megatron's linear layers do."""
         return (nn.functional.linear if input.is_cuda else linear)(input, self.weight), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are not put off: nothing to do."""
+        """Do nothing: weight gradients are computed with the others, not later."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The weight as one tensor, of which the ranks of a TP group are replicas."""
+        """Return the weight as one tensor, of which the ranks of a TP group hold replicas."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -69,17 +69,17 @@ class ReplicatedLinear(nn.Module):
         return sharded
 
     def get_extra_state(self) -> None:
-        """TransformerEngine's layers save one, which must then be in ours too: empty."""
+        """Return None: TransformerEngine's layers save an extra state, so that checkpoints of both need the key."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignored: there is none."""
+        """Ignore the extra state of TransformerEngine's layer."""
 
 
 class LatentAttention(MLASelfAttention):
     """Megatron's latent attention with its down-projections replicated.
 
-    Sharded ones (Megatron's choice without TransformerEngine) lose a part of the gradient of the rotary key under
-    tensor parallelism. Megatron admits only classes that it knows in their place, so they are put in afterwards.
+    Sharded ones, Megatron's choice without TransformerEngine, lose a part of the gradient of the rotary key under
+    tensor parallelism. Megatron accepts only its own classes in a spec, so the layers are replaced after construction.
     """
 
     def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Sequences packed one behind the other into a row ("thd"), with their lengths known to the host."""
+"""Sequences packed one after another into a row (Megatron's "thd"), with their lengths known to the host."""
 
 from dataclasses import dataclass, field
 
@@ -7,49 +7,50 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 SHORT = 64
-"""Sequences of so many positions at the most are filled up to a common width, a multiple of WIDTH_MULTIPLE."""
+"""Number of positions up to which sequences are filled up to a multiple of WIDTH_MULTIPLE, to share a batch."""
 WIDTH_MULTIPLE = 8
+"""Multiple of the widths of batches of short sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """The sequences of a packed row as a few batches of equally wide rows, one behind the other.
+    """Batches of equally wide rows that hold the sequences of a packed row.
 
-    A row of a batch is a sequence with its last position repeated behind it: causal attention does not see that.
+    A row of a batch is a sequence, filled up by its last position, which causal attention does not see.
     """
 
     shapes: tuple[tuple[int, int], ...]
-    """Rows and width of each batch."""
-    places_N: Tensor
-    """Of the batches' positions in the packed row."""
+    """Number of rows and width of each batch."""
+    positions_N: Tensor
+    """Index in the packed row of each position of the batches, which are laid end to end."""
     back_T: Tensor
-    """Of the packed row's positions in the batches."""
+    """Index in the batches of each position of the packed row."""
 
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's description of a packed row, and what attention needs of it without waiting for the device."""
+    """Megatron's description of a packed row, with its lengths on the host: reading them would wait for the device."""
 
     lengths: tuple[int, ...] = ()
-    """Positions of each sequence, padding included, over all context-parallel ranks."""
+    """Number of positions of each sequence, with padding, on all context-parallel ranks together."""
     _orders: dict[int, Tensor] = field(default_factory=dict, repr=False)
     _batches: list[SideBySide | None] = field(default_factory=list, repr=False)
 
     def order(self, ranks: int, device: torch.device) -> Tensor:
-        """`gathered_order(self.lengths, ranks)`, made once for all layers."""
+        """Return `gathered_order(self.lengths, ranks)`, computed once for all layers."""
         if ranks not in self._orders:
             self._orders[ranks] = gathered_order(self.lengths, ranks).to(device, non_blocking=True)
         return self._orders[ranks]
 
     def batches(self, device: torch.device) -> SideBySide | None:
-        """`side_by_side(self.lengths, device)`, made once for all layers."""
+        """Return `side_by_side(self.lengths, device)`, computed once for all layers."""
         if not self._batches:
             self._batches.append(side_by_side(self.lengths, device))
         return self._batches[0]
 
 
 def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParams:
-    """The description of a row of sequences of `lengths` positions."""
+    """Return the description of a row of sequences that have `lengths` positions."""
     bounds = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     bounds = bounds.to(device, non_blocking=True)
     return PackedParams(
@@ -63,38 +64,39 @@ def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParam
 
 
 def gathered_order(lengths: tuple[int, ...], ranks: int) -> Tensor:
-    """For each position of the full row, where it lies in the ranks' zig-zag parts put one behind the other.
+    """Return the index of each position of the full row in the ranks' zig-zag parts laid end to end.
 
     Each sequence is cut into 2 * ranks chunks, of which rank r holds chunk r and then chunk 2 * ranks - 1 - r.
     """
     tokens_of_rank = sum(lengths) // ranks
-    places, begin = [], 0
+    parts, begin = [], 0
     for length in lengths:
         chunk = length // (2 * ranks)
         first = torch.arange(ranks)[:, None] * tokens_of_rank + begin + torch.arange(chunk)
-        places += [first.flatten(), (first + chunk).flip(0).flatten()]
+        # The second chunks lie in reverse order of the ranks.
+        parts += [first.flatten(), (first + chunk).flip(0).flatten()]
         begin += 2 * chunk
-    return torch.cat(places)
+    return torch.cat(parts)
 
 
 def side_by_side(lengths: tuple[int, ...], device: torch.device) -> SideBySide | None:
-    """The sequences of `lengths` in fewer batches than there are sequences; None when that is not possible."""
+    """Return the sequences in fewer batches than there are sequences; None when no two have the same width."""
     members: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths):
+    for index, length in enumerate(lengths):
         width = -(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE if length <= SHORT else length
-        members.setdefault(width, []).append(number)
+        members.setdefault(width, []).append(index)
     if len(members) == len(lengths):
         return None
     lengths_R = torch.tensor(lengths)
     begins_R = lengths_R.cumsum(0) - lengths_R
-    places, back_T, begin = [], torch.empty(sum(lengths), dtype=torch.int64), 0
-    for width, numbers in members.items():
+    parts, back_T, begin = [], torch.empty(sum(lengths), dtype=torch.int64), 0
+    for width, sequences in members.items():
         inside_W = torch.arange(width)
-        places_BW = begins_R[numbers, None] + torch.minimum(inside_W, lengths_R[numbers, None] - 1)
-        is_own_BW = inside_W < lengths_R[numbers, None]
-        back_T[places_BW[is_own_BW]] = begin + is_own_BW.flatten().nonzero().flatten()
-        places.append(places_BW.flatten())
-        begin += places_BW.numel()
-    shapes = tuple((len(numbers), width) for width, numbers in members.items())
-    places_N = torch.cat(places).to(device, non_blocking=True)
-    return SideBySide(shapes, places_N, back_T.to(device, non_blocking=True))
+        positions_BW = begins_R[sequences, None] + torch.minimum(inside_W, lengths_R[sequences, None] - 1)
+        is_real_BW = inside_W < lengths_R[sequences, None]
+        back_T[positions_BW[is_real_BW]] = begin + is_real_BW.flatten().nonzero().flatten()
+        parts.append(positions_BW.flatten())
+        begin += positions_BW.numel()
+    shapes = tuple((len(sequences), width) for width, sequences in members.items())
+    positions_N = torch.cat(parts).to(device, non_blocking=True)
+    return SideBySide(shapes, positions_N, back_T.to(device, non_blocking=True))

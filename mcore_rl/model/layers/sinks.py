@@ -1,20 +1,21 @@
-"""Attention sinks: a score a head that takes its share of the softmax and gives nothing to the output."""
+"""Attention sinks: each head has a score that takes part in the softmax and adds nothing to the output."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 WIDTH_MULTIPLE = 8
-"""Widths of heads that torch's fused kernels take."""
+"""Multiple of the widths of heads that torch's fused kernels accept."""
 
 
 def with_sinks(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments of attention with one more key, the first: of value zero, its product with head n `scores_N[n]`.
+    """Return the arguments of attention with one more key, the first, whose product with head n is `scores_N[n]`.
 
-    The heads are wider by columns in which each query holds its head's score, the new key one, and the others zero:
-    any attention then computes sinks, also where heads share keys. Shapes as in `SDPAttention.forward`.
+    Its value is zero. The heads get further columns, in which each query holds its head's score, the new key one, and
+    the other keys zero: any attention then computes sinks, also where heads share keys. Shapes are those of
+    `SDPAttention.forward`.
     """
     width = query.shape[-1]
     more = WIDTH_MULTIPLE - width % WIDTH_MULTIPLE

@@ -1,1 +1,1 @@
-"""Layers as a CPU computes them fastest: a reader of the GPU path may skip this folder."""
+"""Layers in the form that is fastest on a CPU; a reader of the GPU path can skip this folder."""

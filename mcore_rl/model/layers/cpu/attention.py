@@ -1,8 +1,8 @@
-"""Causal attention in fp32 on a CPU, faster than torch's own where sequences are long.
+"""Causal attention in fp32 on a CPU, faster than torch's for long sequences.
 
-Of a block of queries, all heads that share a key at once, the scores against every earlier key fit into the
-cache: plain matrix products (by oneDNN) and a softmax. The backward pass of long sequences computes them again,
-so that memory grows with the length, not with its square.
+The queries of a block, of all heads that share a key, are multiplied with every earlier key at once: their scores fit
+into the cache, and matrix products by oneDNN and a softmax remain. The backward pass of long sequences computes the
+scores again, so that memory grows with the length, not with its square.
 """
 
 from typing import Any
@@ -14,15 +14,15 @@ from torch.autograd.function import once_differentiable
 from mcore_rl.backend.cpu.products import product
 
 BLOCK = 256
-"""Queries of a block: its scores are [heads of a group * BLOCK, keys]."""
+"""Number of positions of a block of queries, whose scores are `[heads of a group * BLOCK, keys]`."""
 KEPT_LENGTH = 512
-"""Keys up to which the weights of forward are kept for backward: they are read faster than made again."""
+"""Number of keys up to which the backward pass reads the forward's weights, which is faster than recomputing them."""
 LENGTH_MULTIPLE = 64
-"""Sequences of other lengths go to torch: each new shape costs oneDNN a compilation."""
+"""Multiple of the lengths that are computed here: each new shape costs oneDNN a compilation."""
 
 
 def is_supported(query: Tensor, key: Tensor) -> bool:
-    """Whether `causal_attention` is the one to use for these `[S, B, heads, width]`."""
+    """Return whether `causal_attention` computes these `[S, B, heads, width]`; torch computes the others."""
     lengths = query.shape[0], key.shape[0]
     return (
         query.device.type == "cpu"
@@ -32,9 +32,9 @@ def is_supported(query: Tensor, key: Tensor) -> bool:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`[s, B, N, Dv]` of queries `[s, B, N, D]`, keys `[S, B, G, D]`, values `[S, B, G, Dv]`.
+    """Return the output `[s, B, N, Dv]` of queries `[s, B, N, D]`, keys `[S, B, G, D]` and values `[S, B, G, Dv]`.
 
-    Query i stands at position S - s + i and sees the keys up to there.
+    Query i is at position S - s + i and attends to the keys up to there.
     """
     mixed: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
     return mixed
@@ -45,9 +45,8 @@ class _CausalAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         groups = key.shape[2]
         keys, values = _by_group(key, groups), _by_group(value, groups)
-        queries = (
-            _by_group(query, groups) * scale
-        )  # not in place: with one row and one group it is the caller's
+        # Not in place: with one row and one group it is the caller's tensor.
+        queries = _by_group(query, groups) * scale
         ctx.shapes, ctx.scale = (query.shape, key.shape, value.shape), scale
         output = queries.new_empty(*queries.shape[:2], value.shape[3])
         blocks = _blocks(query.shape, key.shape)
@@ -96,14 +95,14 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _by_group(heads: Tensor, groups: int) -> Tensor:
-    """`[B * G, S * heads of a group, D]`, contiguous, of `[S, B, N, D]`."""
+    """Return `[S, B, N, D]` as `[B * G, S * heads of a group, D]`, contiguous."""
     length, batch, _, width = heads.shape
     split = heads.reshape(length, batch, groups, -1, width).permute(1, 2, 0, 3, 4)
     return split.contiguous().view(batch * groups, -1, width)
 
 
 def _by_head(grouped: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`[S, B, N, D]` of `[B * G, S * heads of a group, D]`."""
+    """Return `[B * G, S * heads of a group, D]` as `[S, B, N, D]`."""
     length, batch, _, width = shape
     split = grouped.view(batch, -1, length, grouped.shape[1] // length, width).permute(2, 0, 1, 3, 4)
     heads = grouped.new_empty(shape)
@@ -112,7 +111,10 @@ def _by_head(grouped: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _blocks(query_shape: torch.Size, key_shape: torch.Size) -> list[tuple[slice, int, Tensor]]:
-    """Blocks of query rows, the number of keys that the last of them sees, and what its diagonal adds to scores."""
+    """Return blocks of query rows, each with the number of keys up to its last query and the mask of its own keys.
+
+    The mask is added to the scores of the last keys: zeros, and -inf behind each query's own position.
+    """
     heads_of_group = query_shape[2] // key_shape[2]
     num_queries, offset = query_shape[0], key_shape[0] - query_shape[0]
     blocks = []

@@ -1,4 +1,4 @@
-"""SwiGLU experts on a CPU: tokens are gathered, worked on and added back a block at a time, inside the cache.
+"""SwiGLU experts on a CPU: tokens are gathered, computed and added back block by block, inside the cache.
 
 Whole-batch intermediate tensors (tokens x top-k rows of hidden and inner width) are read from main memory several
 times in each direction; a block of an expert's rows stays in the second-level cache from gather to scatter.
@@ -15,58 +15,69 @@ from torch.nn.functional import silu
 from mcore_rl.backend.cpu.products import product
 
 BLOCK_ROWS = 512
-"""Rows of a block."""
+"""Largest number of rows of a block."""
 PADDED_MULTIPLE = 16
-"""Blocks are filled up to a multiple of this: products of few different shapes, for which kernels are compiled once."""
+"""Multiple to which blocks are filled up, so that oneDNN compiles kernels for few different shapes."""
 FEW_ROWS = 24
-"""Blocks of fewer rows are left as they are: torch's product of them is faster than a padded one."""
+"""Number of rows below which a block is not filled up: torch's product is faster than a padded one."""
 FEW_SUMMED_ROWS = 64
-"""Rows below which adding their part of a weight's gradient in place is faster than making it first."""
+"""Number of rows below which a weight's gradient is added in place, which is then faster than a separate product."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlock:
-    """Neighbours among the rows sorted by expert, all of one expert."""
+    """Consecutive rows, sorted by expert, that belong to one expert."""
 
     expert: int
-    place: slice
+    """Index of the expert."""
+    rows: slice
+    """Range of the block in `Assignment.rows_N`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which rows of the input each expert works on: `rows_N`, sorted by expert, and the blocks they are cut into.
+    """The rows of the input that each expert works on, cut into blocks.
 
-    Blocks are padded by repeating a row of their own; `gates_index_N` says where a row's gate is, and the gate of
-    the padding, `is_padding_N`, is zero, so that it adds nothing to outputs and gradients.
+    Blocks are filled up by repeating one of their rows with a gate of zero, which adds nothing to outputs and
+    gradients.
     """
 
     rows_N: Tensor
+    """Indices of input rows, sorted by expert, with the padding."""
     gates_index_N: Tensor
+    """Index of each row's gate in the flattened gates."""
     padding_N: Tensor | None
+    """True at padding, bool; None when there is none."""
     blocks: list[ExpertBlock]
+    """The blocks, in order."""
 
 
 def swiglu_experts(
     input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
 ) -> Tensor:
-    """`[T, D]`: for each row the sum over its experts of gate * (silu(x @ g.T) * (x @ u.T)) @ fc2[e].T.
+    """Return for each row the sum over its experts of gate * (silu(x @ g.T) * (x @ u.T)) @ fc2[e].T, `[T, D]`.
 
-    `fc1_EFD[e]` is g above u; `gates` has any shape, `assignment.gates_index_N` points into it.
+    Args:
+        input_TD: The rows x.
+        gates: Gates in any shape; `assignment.gates_index_N` counts in the flattened tensor.
+        fc1_EFD: For each expert g above u.
+        fc2_EDF: The experts' output matrices.
+        assignment: The rows of each expert.
     """
     output_TD: Tensor = _SwiGLUExperts.apply(input_TD, gates, fc1_EFD, fc2_EDF, assignment)  # type: ignore[no-untyped-call]
     return output_TD
 
 
 def assign_sorted(counts: list[int]) -> Assignment:
-    """The assignment of rows that are sorted by expert, `counts` of them for each."""
+    """Return the assignment of rows that are sorted by expert, `counts` of them for each."""
     identity_N = torch.arange(sum(counts))
     return _padded(identity_N, identity_N, counts)
 
 
 def assign_routed(routed_TE: Tensor) -> Assignment:
-    """The assignment that a router's map `routed_TE` (true where a token goes to an expert) makes.
+    """Return the assignment of a router's map, true where a token goes to an expert.
 
-    Gates are those of the router's probabilities `[T, E]`.
+    The gates that belong to it are the router's probabilities `[T, E]`.
     """
     num_experts = routed_TE.shape[1]
     expert_N, token_N = routed_TE.t().nonzero(as_tuple=True)
@@ -90,9 +101,10 @@ def _padded(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignm
     if begin == source:
         return Assignment(rows_N, gates_index_N, None, blocks)
     shift_last_2N = torch.tensor([shifts, lasts]).repeat_interleave(torch.tensor(sizes), 1, output_size=begin)
-    place_N = torch.arange(begin) + shift_last_2N[0]
-    padding_N = place_N > shift_last_2N[1]
-    take_N = torch.minimum(place_N, shift_last_2N[1])
+    source_N = torch.arange(begin) + shift_last_2N[0]
+    # Behind the last row of its block a position repeats that row.
+    padding_N = source_N > shift_last_2N[1]
+    take_N = torch.minimum(source_N, shift_last_2N[1])
     return Assignment(rows_N[take_N], gates_index_N[take_N], padding_N, blocks)
 
 
@@ -106,10 +118,10 @@ class _SwiGLUExperts(torch.autograd.Function):
         output_TD = torch.zeros_like(input_TD)
         hidden = []
         for block in assignment.blocks:
-            rows = assignment.rows_N[block.place]
+            rows = assignment.rows_N[block.rows]
             hidden_NF = product(input_TD.index_select(0, rows), fc1[block.expert])
             gate, up = hidden_NF.chunk(2, -1)
-            active = silu(gate).mul_(up).mul_(gates_N1[block.place])
+            active = silu(gate).mul_(up).mul_(gates_N1[block.rows])
             output_TD.index_add_(0, rows, product(active, fc2[block.expert]))
             hidden.append(hidden_NF)
         ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, *hidden)
@@ -127,14 +139,14 @@ class _SwiGLUExperts(torch.autograd.Function):
         d_input_TD = torch.zeros_like(input_TD)
         d_fc1, d_fc2 = WeightGradient(fc1_EFD), WeightGradient(fc2_EDF)
         for block, hidden_NF in zip(assignment.blocks, hidden, strict=True):
-            rows = assignment.rows_N[block.place]
+            rows = assignment.rows_N[block.rows]
             gate, up = hidden_NF.chunk(2, -1)
-            gates_n1 = gates_N1[block.place]
+            gates_n1 = gates_N1[block.rows]
             d_output = gradient_TD.index_select(0, rows)
             d_active = product(d_output, fc2[block.expert].t())
             silu_gate = silu(gate)
             active = silu_gate * up
-            d_gates_N1[block.place] = torch.linalg.vecdot(d_active, active)[:, None]
+            d_gates_N1[block.rows] = torch.linalg.vecdot(d_active, active)[:, None]
             d_fc2.add(block.expert, d_output, active.mul_(gates_n1))
             d_active.mul_(gates_n1)
             d_hidden = torch.empty_like(hidden_NF)
@@ -162,10 +174,10 @@ def _d_gates(gates: Tensor, d_gates_N1: Tensor, assignment: Assignment) -> Tenso
 
 
 class WeightGradient:
-    """The gradient of stacked weights `[E, O, I]`, summed where it is wanted in the end.
+    """Gradient of stacked weights `[E, O, I]`, summed in its final place.
 
     Under Megatron's data parallelism that is the weight's `main_grad`, which saves writing and reading a tensor
-    of the weight's size; the hook is told so, as Megatron's own fused layers tell it.
+    of the weight's size. As in Megatron's fused layers, `grad_added_to_main_grad` tells the hook so.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -175,7 +187,7 @@ class WeightGradient:
         self._parts = self._total.unbind(0)
 
     def add(self, expert: int, gradient_NO: Tensor, input_NI: Tensor) -> None:
-        """Add `gradient_NO.T @ input_NI` to that of `expert`."""
+        """Add `gradient_NO.T @ input_NI` to the gradient of `expert`."""
         part_OI = self._parts[expert]
         if len(input_NI) < FEW_SUMMED_ROWS and part_OI.dtype == input_NI.dtype:
             part_OI.addmm_(gradient_NO.t(), input_NI)
@@ -183,7 +195,7 @@ class WeightGradient:
             part_OI.add_(product(gradient_NO.t().contiguous(), input_NI.t()))
 
     def result(self) -> Tensor:
-        """What autograd is handed: the gradient, or a tensor never read whose arrival runs the hook."""
+        """Return the gradient for autograd, or a tensor that is never read but whose arrival runs Megatron's hook."""
         if not self._fused:
             return self._total
         self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

@@ -12,8 +12,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mcore_rl.backend.patches.table import megatron_version
+from mcore_rl.model.layers.cpu.moe import LocalDispatcher, MoELayer
 from mcore_rl.model.layers.experts import GroupedExperts
-from mcore_rl.model.layers.moe import LocalDispatcher, MoELayer
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 

@@ -1,4 +1,4 @@
-"""Megatron's Mixture-of-Experts layer, with a shorter way where no token leaves its rank."""
+"""Megatron's Mixture-of-Experts layer, with a shorter path on a CPU where no token leaves its rank."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from mcore_rl.model.layers.experts import GroupedExperts
 
 
 class MoELayer(moe_layer.MoELayer):
-    """Megatron's layer: the same router, shared experts, recomputation and numbers.
+    """Megatron's layer, with the same router, shared experts, recomputation and numbers.
 
-    Where a CPU holds all experts whole, they gather and add up the tokens themselves: Megatron's dispatchers copy
-    top-k times the batch six times to sort it, also where nothing is to be sent.
+    Where a CPU holds all experts whole, they gather and sum the tokens themselves: Megatron's dispatchers copy top-k
+    times the batch six times to sort it, even if nothing is sent. Everywhere else this is Megatron's layer unchanged.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,7 +23,7 @@ class MoELayer(moe_layer.MoELayer):
             self.token_dispatcher = LocalDispatcher(self.config, self.experts)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """The routed experts' output, and no bias."""
+        """Return the routed experts' output, and no bias."""
         dispatcher = self.token_dispatcher
         if isinstance(dispatcher, LocalDispatcher):
             return self.experts.routed(hidden_states, probs, dispatcher.take_routes()), None
@@ -31,7 +31,7 @@ class MoELayer(moe_layer.MoELayer):
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """Tokens stay where they are."""
+    """Dispatcher that leaves all tokens on their rank."""
 
     def __init__(self, config: TransformerConfig, experts: GroupedExperts) -> None:
         self.config = config
@@ -42,26 +42,26 @@ class LocalDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The tokens as rows, and the router's probabilities `[T, E]`."""
+        """Return the tokens as rows `[T, D]`, and the router's probabilities `[T, E]`."""
         self._shape, self._routed_TE = tokens.shape, routing_map
         return tokens.reshape(-1, tokens.shape[-1]), probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing to send."""
+        """Return the arguments: nothing is sent."""
         return hidden_states, probs
 
     def take_routes(self) -> Tensor:
-        """The router's map `[T, E]` of the forward pass in progress."""
+        """Return the router's map `[T, E]` of the forward pass in progress, and forget it."""
         routed_TE = self._routed_TE
         del self._routed_TE
         return routed_TE
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Nothing to receive."""
+        """Return the argument: nothing is received."""
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """The rows in the shape of the tokens."""
+        """Return the rows in the shape of the tokens."""
         return hidden_states.view(self._shape)
 
 
