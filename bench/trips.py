@@ -118,7 +118,7 @@ def trace(folder: Path) -> Trips:
         "optim.warmup_steps": 0,
         "rl.rollout.prompts_per_step": 4,
         "rl.rollout.group_size": 4,
-        "rl.samples.interval": 0,
+        "rl.samples.interval": "none",
         "rl.loss.kl_coeff": 0.001,
         "replay.kind": "r2",
     }

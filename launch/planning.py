@@ -84,7 +84,7 @@ def plan_training(
         gpus_per_node=gpus,
         # What the check finds free is a little less than what the card is sold with.
         gpu_memory_gib=cluster.node.gpu_memory_gib - cluster.node.reserved_gib if gpus else 0.0,
-        min_bandwidth_gbps=cluster.checks.min_bandwidth_gbps,
+        min_bandwidth_gbps=cluster.checks.min_bandwidth_gbps or 0.0,
         check_timeout_s=cluster.checks.timeout_s,
         pre_node=cluster.checks.pre_node,
         post_node=cluster.checks.post_node,
@@ -128,26 +128,28 @@ def _place(cluster: ClusterConfig, wishes: Wishes, folder: Path, gpus: int) -> d
         mounts = (*mounts, f"{folder.parent}:{folder.parent}")  # the elements have their folders beside it
     return {
         "time": wishes.time or slurm.time,
-        "partition": wishes.partition or slurm.partition,
-        "account": wishes.account or slurm.account,
-        "qos": wishes.qos or slurm.qos,
-        "constraint": slurm.constraint,
+        "partition": wishes.partition or slurm.partition or "",
+        "account": wishes.account or slurm.account or "",
+        "qos": wishes.qos or slurm.qos or "",
+        "constraint": slurm.constraint or "",
         "reservation": wishes.reservation,
         "nodelist": wishes.nodelist,
         "exclude": wishes.exclude,
         "dependency": wishes.dependency,
-        "cores_per_node": cluster.node.cores,
+        "cores_per_node": cluster.node.cores or 0,
         "sbatch": sbatch_options(cluster, gpus),
         "work_dir": str(Path.cwd()),
         "code_dir": str(folder / "code"),
         "python": cluster.python.command,
         "setup": cluster.python.setup,
         "environment": cluster.environment,
-        "scratch": cluster.paths.scratch,
-        "cache": cluster.paths.cache,
+        "scratch": cluster.paths.scratch or "",
+        "cache": cluster.paths.cache or "",
         "container": None
         if container.kind == "none"
-        else Container(kind=container.kind, image=container.image, mounts=mounts, options=container.options),
+        else Container(
+            kind=container.kind, image=str(container.image), mounts=mounts, options=container.options
+        ),
     }
 
 
@@ -160,7 +162,7 @@ def sbatch_options(cluster: ClusterConfig, gpus: int) -> tuple[str, ...]:
         options.append(f"--gpus-per-node={typed}")
     elif gpus and slurm.gpus_by == "gres":
         options.append(f"--gres=gpu:{typed}")
-    options.append(f"--mem={memory_gib}G" if memory_gib else "--mem=0")
+    options.append("--mem=0" if memory_gib == "all" else f"--mem={memory_gib}G")
     return (*options, *slurm.options)
 
 

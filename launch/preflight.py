@@ -70,7 +70,7 @@ def check_training(
 
 def image_violations(container: ContainerConfig) -> Iterator[str]:
     """Whether the container's image, where it is a file, is there."""
-    image = container.image
+    image = container.image or ""
     is_file = image.startswith(("/", "./", "../")) if container.kind == "pyxis" else "://" not in image
     if container.kind != "none" and is_file and not Path(image).exists():
         yield f'container.image="{image}" is not there. Make it (enroot import, apptainer build), or correct the path.'

@@ -123,6 +123,7 @@ def _pipeline(
 
 
 def _stage(name: str, stage: TrainingStage, cluster: ClusterConfig, wishes: Wishes, leave: Leave) -> Plan:
+    assert stage.config is not None, "a pipeline yields the stages that have one"
     config = load_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
     return plan_training(name, config, cluster, stage.nodes, wishes=wishes, leave=leave)
 

@@ -38,10 +38,10 @@ def _node(node: NodeConfig) -> Iterator[str]:
     if node.gpus and node.ranks:
         yield (
             f"node.gpus={node.gpus} and node.ranks={node.ranks}: with GPUs there is one rank on each. Set node.ranks "
-            "to 0."
+            'to "none".'
         )
     if not node.ranks_per_node:
-        yield "node.gpus=0 and node.ranks=0: no rank would be started. Set one of them."
+        yield 'node.gpus=0 and node.ranks="none": no rank would be started. Set one of them.'
     if node.gpus and node.reserved_gib >= node.gpu_memory_gib:
         yield (
             f"node.reserved_gib={node.reserved_gib} leaves nothing of node.gpu_memory_gib={node.gpu_memory_gib}. "

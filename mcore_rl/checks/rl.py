@@ -77,7 +77,7 @@ def _group(rollout: RolloutConfig, advantage: AdvantageConfig) -> Iterator[str]:
 
 
 def _objective(loss: LossConfig) -> Iterator[str]:
-    if loss.clip_low >= 1 and loss.kind != "cispo":
+    if loss.clip.low >= 1 and loss.kind != "cispo":
         yield (
             f"rl.loss.clip_low={loss.clip_low}: no ratio is below 1 - {loss.clip_low}, so nothing is clipped. "
             "Set it below 1."
@@ -85,15 +85,15 @@ def _objective(loss: LossConfig) -> Iterator[str]:
     if loss.dual_clip and loss.kind in ("cispo", "kimi_k2"):
         yield (
             f'rl.loss.dual_clip={loss.dual_clip} with rl.loss.kind="{loss.kind}", which has no min of two '
-            "terms to bound. Set it to 0."
+            'terms to bound. Leave it at "none".'
         )
     elif loss.dual_clip and loss.dual_clip <= 1 + loss.clip.high:
         yield (
             f"rl.loss.dual_clip={loss.dual_clip} is not above the upper clip 1 + {loss.clip.high}: it would "
-            "cut ratios that are not clipped. Set it higher (3), or to 0."
+            'cut ratios that are not clipped. Set it higher (3), or to "none".'
         )
-    if loss.tau and loss.kind != "kimi_k2":
-        yield f'rl.loss.tau={loss.tau} is not used with rl.loss.kind="{loss.kind}". Leave it at 0.'
+    if loss.tau != "auto" and loss.kind != "kimi_k2":
+        yield f'rl.loss.tau={loss.tau} is not used with rl.loss.kind="{loss.kind}". Leave it at "auto".'
 
 
 def _aggregation(loss: LossConfig) -> Iterator[str]:
@@ -103,10 +103,10 @@ def _aggregation(loss: LossConfig) -> Iterator[str]:
             "over sequences, in which a long one weighs no more than a short one; this would be something else "
             'under its name. Set aggregation="auto".'
         )
-    if loss.aggregation_norm_tokens and loss.aggregation != "seq_mean_token_sum_norm":
+    if loss.aggregation_norm_tokens != "auto" and loss.aggregation != "seq_mean_token_sum_norm":
         yield (
             f"rl.loss.aggregation_norm_tokens={loss.aggregation_norm_tokens} is not used with "
-            f'rl.loss.aggregation="{loss.aggregation}". Leave it at 0, or set "seq_mean_token_sum_norm".'
+            f'rl.loss.aggregation="{loss.aggregation}". Leave it at "auto", or set "seq_mean_token_sum_norm".'
         )
 
 
@@ -118,10 +118,10 @@ def _kimi(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
             f'rl.loss.kind="kimi_k2" with rl.advantage.kind="{advantage.kind}": its regression is on r - '
             'mean(r), and tau is in units of the reward. Set rl.advantage.kind="mean".'
         )
-    if loss.clip_low or loss.clip_high:
+    if loss.clip_low != "auto" or loss.clip_high != "auto":
         yield (
             f'rl.loss.clip_low={loss.clip_low}, clip_high={loss.clip_high} with rl.loss.kind="kimi_k2", which '
-            "clips nothing. Set both to 0."
+            'clips nothing. Leave both at "auto".'
         )
     if loss.importance_sampling != "none":
         yield (
@@ -155,7 +155,7 @@ def _kl(loss: LossConfig) -> Iterator[str]:
         if loss.reference_refresh_rollouts:
             yield (
                 f"rl.loss.reference_refresh_rollouts={loss.reference_refresh_rollouts}, but rl.loss.kl_coeff=0: "
-                "there is no reference. Set kl_coeff, or it to 0."
+                'there is no reference. Set kl_coeff, or this to "none".'
             )
         return
     if loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "estimator":
@@ -217,7 +217,7 @@ def _part_options(reward: RewardConfig) -> Iterator[str]:
     parts = reward.parts
     for part, pattern in (("format", reward.format_pattern), ("regex", reward.regex_pattern)):
         if part in parts and not pattern:
-            yield f'rl.reward.parts names "{part}", but rl.reward.{part}_pattern is empty. Set it.'
+            yield f'rl.reward.parts names "{part}", but rl.reward.{part}_pattern is not set. Set it.'
         if part not in parts and pattern:
             yield f'rl.reward.{part}_pattern is not used: rl.reward.parts lacks "{part}". Name it, or clear it.'
         yield from _pattern(f"rl.reward.{part}_pattern", pattern, groups=0)
@@ -237,19 +237,21 @@ def _part_options(reward: RewardConfig) -> Iterator[str]:
         yield f"rl.reward.length_min_tokens={low} is above length_max_tokens={high}. Lower it."
 
 
-def _pattern(name: str, pattern: str, *, groups: int) -> Iterator[str]:
+def _pattern(name: str, pattern: str | None, *, groups: int) -> Iterator[str]:
+    if pattern is None:
+        return
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         yield f"{name}={pattern!r} is no regular expression: {error}. Change it."
         return
-    if pattern and compiled.groups < groups:
+    if compiled.groups < groups:
         yield f"{name}={pattern!r} has no group (...) around the answer. Make one."
 
 
 def _overlong(reward: RewardConfig, rollout: RolloutConfig, loss: LossConfig) -> Iterator[str]:
     buffer, limit = reward.overlong_buffer_tokens, rollout.max_new_tokens
-    if buffer > limit:
+    if buffer is not None and buffer > limit:
         yield (
             f"rl.reward.overlong_buffer_tokens={buffer} is longer than rl.rollout.max_new_tokens={limit}. "
             "Shorten it."

@@ -11,9 +11,9 @@ from mcore_rl.config.rl_run import RlRunConfig
 def check_rl(config: RlRunConfig, world_size: int) -> None:
     """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
     length_field = (
-        "rl.update.max_tokens_per_microbatch"
-        if config.rl.update.max_tokens_per_microbatch
-        else "rl.prompts.max_tokens + max_new_tokens"
+        "rl.prompts.max_tokens + max_new_tokens"
+        if config.rl.update.max_tokens_per_microbatch == "auto"
+        else "rl.update.max_tokens_per_microbatch"
     )
     refuse(
         [
@@ -31,7 +31,7 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
 
 def _lengths(config: RlRunConfig) -> Iterator[str]:
     max_tokens, longest = config.rl.update.max_tokens_per_microbatch, config.longest_sample
-    if max_tokens and config.packed_length < longest:
+    if max_tokens != "auto" and config.packed_length < longest:
         yield (
             f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
             f"{config.rl.prompts.max_tokens} with rl.rollout.max_new_tokens={config.rl.rollout.max_new_tokens}. Raise "

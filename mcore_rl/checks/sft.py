@@ -30,9 +30,9 @@ def _spans(config: SFTConfig) -> Iterator[str]:
     if multiple % zigzag:
         yield (
             f"data.span_multiple={multiple} with mesh.cp={config.mesh.cp}: each conversation is cut into {zigzag} "
-            f"pieces. Use a multiple of {zigzag}, or 0."
+            f'pieces. Use a multiple of {zigzag}, or "auto".'
         )
-    elif config.data.span_multiple and seq_length % multiple:
+    elif config.data.span_multiple != "auto" and seq_length % multiple:
         yield (
             f"data.seq_length={seq_length} is not a multiple of data.span_multiple={multiple}: the rest of a row is "
             f"padding like a conversation. Use {max(1, seq_length // multiple) * multiple}, or change the multiple."

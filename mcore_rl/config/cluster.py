@@ -2,31 +2,31 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Text
 
 
 class SlurmConfig(Section):
-    """What a job asks Slurm for; an empty text leaves the choice to Slurm."""
+    """Options of a job; `none` leaves the choice to Slurm."""
 
-    partition: str = ""
-    """The partition, or several with commas."""
-    account: str = ""
-    """Whom the time is charged to."""
-    qos: str = ""
-    """The quality of service."""
-    constraint: str = ""
+    partition: Text | None = None
+    """Partition, or several with commas."""
+    account: Text | None = None
+    """Account that the time is charged to."""
+    qos: Text | None = None
+    """Quality of service."""
+    constraint: Text | None = None
     """Features that nodes must have."""
     time: str = "1-00:00:00"
-    """Limit of one attempt, as minutes, hours:minutes:seconds or days-hours:minutes:seconds; a run takes as many
+    """Time limit of one attempt, as minutes, hours:minutes:seconds or days-hours:minutes:seconds; a run takes as many
     attempts as it needs."""
     exclusive: bool = True
-    """No other job on the nodes."""
+    """Allow no other job on the nodes."""
     gpus_by: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How GPUs are asked for: `--gpus-per-node=8`, `--gres=gpu:8`, or not at all, where a node comes with them."""
-    gpu_type: str = ""
-    """As in `--gpus-per-node=h100:8`; empty: none is named."""
+    """Option that asks for GPUs: `--gpus-per-node=8`, `--gres=gpu:8`, or not at all, where a node comes with them."""
+    gpu_type: Text | None = None
+    """Type of GPU, as in `--gpus-per-node=h100:8`; `none`: any."""
     options: tuple[str, ...] = ()
     """Further `#SBATCH` lines, as "--comment=moe"."""
 
@@ -35,77 +35,80 @@ class NodeConfig(Section):
     """One node."""
 
     gpus: NonNegativeInt = 8
-    """GPUs, each with one rank; 0: ranks are processes on the cores."""
-    ranks: NonNegativeInt = 0
-    """Ranks of a node without GPUs; 0 where there are GPUs."""
+    """GPUs of a node, each with one rank; 0: ranks are processes on the cores."""
+    ranks: PositiveInt | None = None
+    """Ranks of a node without GPUs; `none` where there are GPUs."""
     gpu_memory_gib: NonNegativeFloat = 80.0
-    """Memory of one GPU."""
+    """Memory of one GPU in GiB."""
     reserved_gib: NonNegativeFloat = 6.0
-    """Of it, what is not for tensors: CUDA's context, buffers of NCCL and DeepEP, fragmentation."""
-    cores: NonNegativeInt = 0
-    """Cores of a node that its tasks share; 0: as Slurm gives them."""
-    memory_gib: NonNegativeInt = 0
-    """Main memory; 0: all of the node's (`--mem=0`)."""
+    """GiB of a GPU's memory that are not for tensors: CUDA's context, buffers of NCCL and DeepEP, fragmentation."""
+    cores: PositiveInt | None = None
+    """Cores of a node that its tasks share; `none`: as Slurm gives them."""
+    memory_gib: PositiveInt | Literal["all"] = "all"
+    """Main memory of a node in GiB; `all`: all that the node has (`--mem=0`)."""
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks that a job starts on a node."""
-        return self.gpus or self.ranks
+        return self.gpus or self.ranks or 0
 
 
 class ContainerConfig(Section):
     """The container that ranks run in, if any."""
 
     kind: Literal["none", "pyxis", "apptainer"] = "none"
-    """`pyxis`: enroot by srun's --container options; `apptainer`: `apptainer exec`."""
-    image: str = ""
-    """A file that all nodes see (.sqsh, .sif), or a reference such as docker://registry#name:tag."""
+    """Program that runs the container; `pyxis`: enroot by srun's --container options; `apptainer`: `apptainer exec`."""
+    image: Text | None = None
+    """Image: a file that all nodes see (.sqsh, .sif), or a reference such as docker://registry#name:tag."""
     mounts: tuple[str, ...] = ()
-    """from:to[:flags]. The folder of submission and the run's are mounted under their own names in any case."""
+    """Mounts as from:to[:flags]. The folder of submission and the run's are mounted under their own names in any
+    case."""
     options: tuple[str, ...] = ()
-    """Further options of srun (pyxis) or of `apptainer exec`, one a word."""
+    """Further options of srun (pyxis) or of `apptainer exec`, one argument each."""
 
 
 class PythonConfig(Section):
-    """How the right Python is found."""
+    """Commands that find the right Python on a node."""
 
     setup: tuple[str, ...] = ()
     """Lines of bash before every command on a node: `module load`, `source .../activate`, `conda activate`."""
     command: str = "python"
-    """What starts Python after them, in the container where there is one."""
+    """Command that starts Python after `setup`, in the container where there is one."""
 
 
 class PathsConfig(Section):
-    """Where a job may write besides its run_dir."""
+    """Folders that a job may write to besides its run_dir."""
 
-    scratch: str = ""
-    """A folder of the node's own, made on each node and given as TMPDIR; may hold $SLURM_JOB_ID. Empty: it stays."""
-    cache: str = ""
-    """Where compiled kernels are kept (TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR); empty: they choose."""
+    scratch: Text | None = None
+    """Folder on the node's own disk, made on each node and given as TMPDIR; the path may hold $SLURM_JOB_ID; `none`:
+    TMPDIR stays as it is."""
+    cache: Text | None = None
+    """Folder of compiled kernels (TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR); `none`: as these programs choose."""
 
 
 class ChecksConfig(Section):
-    """Whether nodes are fit, looked at before ranks start. A node that fails is excluded and the job requeued."""
+    """Checks of the nodes before ranks start. A node that fails is excluded and the job requeued."""
 
     node: bool = True
-    """Count the GPUs, ask for their memory, and add up numbers over all ranks with the bandwidth that this had."""
-    min_bandwidth_gbps: NonNegativeFloat = 0.0
-    """Slowest all-reduce that is fit, in Gbit/s of bus bandwidth; 0: it is only told."""
+    """Count the GPUs, compare their memory, and measure the bandwidth of an all-reduce over all ranks."""
+    min_bandwidth_gbps: PositiveFloat | None = None
+    """Slowest all-reduce that passes, in Gbit/s of bus bandwidth; `none`: it is only reported."""
     timeout_s: PositiveInt = 300
-    """A node that has not answered by then is not fit."""
+    """Seconds after which a node that has not answered fails."""
     pre_node: tuple[str, ...] = ()
-    """Lines of bash, run once on every node before the job; a status that is not 0 makes the node unfit."""
+    """Lines of bash, run once on every node before the job; a status that is not 0 makes the node fail."""
     post_node: tuple[str, ...] = ()
-    """Lines of bash, run once on every node after each attempt; their status is only told."""
+    """Lines of bash, run once on every node after each attempt; their status is only reported."""
 
 
 class SurvivalConfig(Section):
-    """How a job is carried over limits and failures."""
+    """Restarts of a job over time limits and failures."""
 
     starter: Literal["torchrun", "srun"] = "torchrun"
-    """`torchrun`: one task a node, which starts its ranks; `srun`: one task a rank."""
+    """Program that starts ranks; `torchrun`: one task per node, which starts its ranks; `srun`: one task per rank."""
     signal_s: PositiveInt = 600
-    """Seconds ahead of the time limit at which the run is asked to save; more than a step and a save take."""
+    """Seconds before the time limit at which the run is asked to save; it should be more than a step and a save
+    take."""
     max_attempts: PositiveInt = 3
     """Attempts in a row that fail without a new checkpoint before the job gives up."""
 
@@ -114,7 +117,7 @@ class ClusterConfig(Section):
     """One cluster, as `--cluster CLUSTER.toml` names it."""
 
     name: str = "cluster"
-    """For messages."""
+    """Name of the cluster in messages."""
     environment: dict[str, str] = {}  # noqa: RUF012  # pydantic gives every instance its own
     """Environment variables of all ranks: the interconnect's (NCCL, UCX), CUDA_DEVICE_MAX_CONNECTIONS."""
     slurm: SlurmConfig = SlurmConfig()

@@ -1,10 +1,10 @@
-"""Where training text comes from."""
+"""The section `data` of pretraining: text as token ids, and the tokenizer that made them."""
 
 from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Text
 
 
 class TokenizerConfig(Section):
@@ -12,8 +12,8 @@ class TokenizerConfig(Section):
 
     kind: Literal["sentencepiece", "huggingface", "none"] = "none"
     """`sentencepiece`: a .model file; `huggingface`: a folder with tokenizer.json; `none`: token ids only."""
-    path: str = ""
-    """The file or folder."""
+    path: Text | None = None
+    """The .model file, or the folder with tokenizer.json; `none` with kind = "none"."""
 
 
 class DataConfig(Section):
@@ -22,15 +22,16 @@ class DataConfig(Section):
     train: tuple[str, ...] = ()
     """Prefixes of .bin/.idx pairs to train on (without the ending)."""
     train_weights: tuple[float, ...] = ()
-    """One weight a prefix; empty: in proportion to their tokens."""
+    """Weight of each prefix in the blend; an empty list: in proportion to their tokens."""
     valid: tuple[str, ...] = ()
-    """Prefixes to evaluate on. With these or `test` given `train` is not split; without both, `split` cuts it."""
+    """Prefixes of .bin/.idx pairs to evaluate on. With `valid` or `test` given `train` is not split; without both,
+    `split` cuts it."""
     test: tuple[str, ...] = ()
-    """Prefixes for the test loss at the end; empty, with `valid` given: there is none."""
+    """Prefixes of .bin/.idx pairs for the test loss at the end; with `valid` given and an empty list there is none."""
     split: tuple[float, float, float] = (98.0, 1.0, 1.0)
-    """Shares of documents for train, valid, test, when `valid` and `test` are empty."""
+    """Shares of the documents for train, valid and test, when `valid` and `test` are empty."""
     seq_length: PositiveInt = 256
-    """Tokens of a training sequence."""
-    cache_dir: str = ""
-    """Where index caches lie; empty: `<run_dir>/index_cache`."""
+    """Tokens per training sequence."""
+    cache_dir: Text | Literal["auto"] = "auto"
+    """Folder of index caches; `auto`: `<run_dir>/index_cache`."""
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -4,42 +4,42 @@ from collections.abc import Iterator
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Text
 
 STAGES = ("pretrain", "sft", "convert", "rl")
 
 
 class TrainingStage(Section):
-    """A training; left out when `config` is empty."""
+    """A training; it is left out when `config` is none."""
 
-    config: str = ""
-    """Its config file."""
+    config: Text | None = None
+    """Config file of the training."""
     fields: tuple[str, ...] = ()
-    """Fields of the config on top, as "checkpoint.load=runs/pretrain"."""
+    """Fields that override the config file's, as "checkpoint.load=runs/pretrain"."""
     nodes: PositiveInt = 1
     """Nodes of the job."""
-    time: str = ""
-    """Limit of one attempt; empty: the cluster's."""
+    time: Text | None = None
+    """Time limit of one attempt; `none`: the cluster's."""
 
     @property
     def is_given(self) -> bool:
-        """Whether the pipeline has it."""
-        return bool(self.config)
+        """True when the pipeline has this stage."""
+        return self.config is not None
 
 
 class ConversionStage(Section):
     """A conversion between Hugging Face's and Megatron's formats on one node; left out without `arguments`."""
 
     arguments: tuple[str, ...] = ()
-    """What follows `mcore-rl convert`, as ["export", "runs/sft", "out/model", "--workers", "8"]."""
+    """Arguments of `mcore-rl convert`, as ["export", "runs/sft", "out/model", "--workers", "8"]."""
     gpus: NonNegativeInt = 0
-    """GPUs to ask for, where a partition gives no nodes without; none is used."""
+    """GPUs to ask for, where a partition gives no nodes without them; the conversion uses none."""
     time: str = "04:00:00"
-    """Limit of the job."""
+    """Time limit of the job."""
 
     @property
     def is_given(self) -> bool:
-        """Whether the pipeline has it."""
+        """True when the pipeline has this stage."""
         return bool(self.arguments)
 
 
@@ -47,9 +47,9 @@ class PipelineConfig(Section):
     """`mcore-rl launch PIPELINE.toml`: the stages below in their order, those that are given."""
 
     name: str = "pipeline"
-    """Jobs are called after it and their stage: pipeline-sft."""
+    """First part of the names of the jobs, before their stage: pipeline-sft."""
     run_dir: str = "runs/pipeline"
-    """Where the conversion's job leaves its logs; trainings have their own run_dir."""
+    """Folder for the logs of the conversion's job; trainings have their own run_dir."""
     pretrain: TrainingStage = TrainingStage()
     sft: TrainingStage = TrainingStage()
     convert: ConversionStage = ConversionStage()
@@ -57,7 +57,7 @@ class PipelineConfig(Section):
 
     @property
     def stages(self) -> Iterator[tuple[str, TrainingStage | ConversionStage]]:
-        """Name and settings of those that are given, in the order in which they run."""
+        """Name and settings of the stages that are given, in the order in which they run."""
         for name in STAGES:
             stage = getattr(self, name)
             if stage.is_given:

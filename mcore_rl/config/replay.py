@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat
+from pydantic import PositiveFloat
 
 from mcore_rl.config.section import Section
 
@@ -19,22 +19,22 @@ class ReplayConfig(Section):
     """
 
     kind: ReplayKind = "none"
-    """`r2`: the routes of the training engine's pass for old logprobs; `r3`: those of the rollout engine, in that
-    pass too; `none`: every pass routes for itself."""
+    """Routes that are imposed; `r2`: those of the trainer's pass for old logprobs; `r3`: those of the rollout engine,
+    in that pass too; `none`: every pass routes for itself."""
     reference: Literal["live", "replay"] = "live"
-    """How the reference policy routes: for itself, or under the same routes as the policy."""
+    """Routes of the reference policy: its router's own choice (`live`), or those imposed on the policy (`replay`)."""
     missing: Literal["error", "live"] = "error"
     """For r3, when an engine gave a completion without routes (a preempted request): end the run, or route that
     sample live and count it."""
     store: Literal["device", "pinned", "file"] = "device"
-    """Where routes wait for their pass: beside the model, in page-locked main memory, or in a memory-mapped file in
-    the run's folder."""
-    budget_gib: NonNegativeFloat = 0.0
-    """Of each rank: routes beyond so much of `store` go to the next slower one (device, pinned, file); 0: no
-    limit."""
+    """Memory in which routes wait for their pass: beside the model, page-locked main memory, or a memory-mapped file
+    in the run's folder."""
+    budget_gib: PositiveFloat | None = None
+    """GiB of routes that each rank keeps in `store`; further ones go to the next slower one (device, pinned, file);
+    `none`: no limit."""
     observe_rollout: bool = False
-    """The engine tells its routes although they are not imposed, and how many the trainer would have chosen otherwise
-    is told (`rollout_routes/...`); r3 always does so."""
+    """Ask the engine for its routes although they are not imposed, and report how many the trainer would have chosen
+    otherwise (`rollout_routes/...`); r3 always does so."""
     bit_pack: bool = False
-    """Keep only the bits that an expert's number needs (128 experts: 7, 512: 9), not whole bytes: smaller and slower
+    """Store only the bits that an expert's index needs (128 experts: 7, 512: 9), not whole bytes: smaller and slower
     to read."""

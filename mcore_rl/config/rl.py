@@ -1,22 +1,22 @@
-"""Reinforcement learning: how completions are sampled, judged, compared, and learned from."""
+"""The section `rl`: how completions are sampled, scored, compared, and learned from."""
 
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.extension import Extension
-from mcore_rl.config.section import Probability, Section
+from mcore_rl.config.section import Probability, Section, Text
 
 LossKind = Literal["grpo", "gspo", "gspo_token", "kimi_k2", "cispo"]
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
 
 
 class PromptConfig(Section):
-    """Where prompts and their answers come from."""
+    """Prompts and their reference answers."""
 
     task: Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown"] | Extension = "file"
-    """`file`: read `files`; the others make problems without end, each from the seed and its index alone; `module:name`
-    does so with a function of your own (random generator, size -> rl.tasks.TaskProblem)."""
+    """Source of prompts; `file`: read `files`; the others make problems without end, each from the seed and its index
+    alone; `module:name` does so with a function of your own (random generator, size -> rl.tasks.TaskProblem)."""
     files: tuple[str, ...] = ()
     """JSON lines with a prompt and an answer; all other fields of a line reach the reward functions."""
     prompt_field: str = "prompt"
@@ -24,95 +24,97 @@ class PromptConfig(Section):
     answer_field: str = "answer"
     """The field with the reference answer; a line may lack it when no reward needs it."""
     smallest: PositiveInt = 2
-    """Of a built-in task: fewest digits, letters or numbers of a problem."""
+    """Fewest digits, letters or numbers of a problem of a built-in task."""
     largest: PositiveInt = 4
-    """Of a built-in task: most digits, letters or numbers of a problem."""
+    """Most digits, letters or numbers of a problem of a built-in task."""
     max_tokens: PositiveInt = 1024
-    """Prompts of files that are longer are left out and counted; one of a built-in task ends the run."""
+    """Longest prompt in tokens; longer ones of files are left out and counted, one of a built-in task ends the run."""
 
 
 class RolloutConfig(Section):
-    """What is sampled for one step."""
+    """Number of completions that are sampled for one step, and how."""
 
     prompts_per_step: PositiveInt = 16
     """Prompts of one rollout batch, over all ranks."""
     group_size: PositiveInt = 8
     """Completions per prompt; advantages are relative within them."""
     max_new_tokens: PositiveInt = 1024
-    """Per completion; one that reaches it without an end is truncated."""
+    """Most tokens of a completion; one that reaches it without an end is truncated."""
     temperature: NonNegativeFloat = 1.0
-    """Logits are divided by it; 0: the likeliest token. Training uses the tempered distribution too."""
-    top_k: NonNegativeInt = 0
-    """Sample among the so many likeliest tokens; 0: all."""
+    """Divisor of the logits; at 0 the likeliest token is taken. Training uses the tempered distribution too."""
+    top_k: PositiveInt | None = None
+    """Number of likeliest tokens to sample among; `none`: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample among the likeliest tokens that together have this probability; 1: all."""
+    """Probability of the likeliest tokens to sample among, together; 1 is all tokens."""
     min_p: Probability = 0.0
-    """Sample among tokens at least so many times as likely as the likeliest; 0: all."""
+    """Least probability of a token to sample among, as a fraction of the likeliest token's; 0 is all tokens."""
     stop_strings: tuple[str, ...] = ()
-    """A completion ends after any of these; so it does after the end-of-text token."""
+    """Texts after which a completion ends, as it does after the end-of-text token."""
     stop_tokens: tuple[NonNegativeInt, ...] = ()
     """Further token ids that end a completion."""
     dynamic_sampling: bool = False
-    """Groups whose completions are all rewarded alike are replaced by those of new prompts (DAPO)."""
+    """Replace groups whose completions all have the same reward by those of new prompts (DAPO)."""
     max_refills: PositiveInt = 4
-    """For `dynamic_sampling`: rollouts of one step after the first; then it trains on the groups it has."""
+    """Further rollouts of one step with `dynamic_sampling`; after them it trains on the groups it has."""
 
 
 class EngineConfig(Section):
-    """How completions are computed; it changes speed and memory, not what comes out."""
+    """Computation of completions: it changes speed and memory, not the completions."""
 
     kind: Literal["native"] | Extension = "native"
-    """Which engine: `native` is the modules that train; `module:name`: a function of your own with the arguments of
+    """Engine; `native`: the modules that train; `module:name`: a function of your own with the arguments of
     rl.engines.make.native_engine."""
     slots: PositiveInt = 64
     """Completions in progress at a time on each replica of the model; each holds keys and values of the longest."""
     step_tokens: PositiveInt = 2048
-    """Tokens of one step at the most: one of each completion in progress, and parts of prompts."""
+    """Most tokens of one step: one of each completion in progress, and parts of prompts."""
 
 
 class RewardConfig(Section):
-    """How a completion is judged: a weighted sum of named parts, each between its own bounds."""
+    """Reward of a completion: a weighted sum of named parts, each between its own bounds."""
 
     parts: tuple[str | Extension, ...] = ("exact",)
-    """Of `exact`, `positions`, `numeric`, `math`, `countdown`, `format`, `regex`, `length`, or your own function as
-    `module:function`. The first one tells whether a completion is right (1 or more)."""
+    """Parts of the reward: `exact`, `positions`, `numeric`, `math`, `countdown`, `format`, `regex`, `length`, or your
+    own function as `module:function`. A completion is correct when the first part gives 1 or more."""
     weights: tuple[float, ...] = ()
-    """One a part; empty: 1 each."""
-    answer_pattern: str = ""
-    """Regular expression: the last match's first group is what a completion answers; empty: all of its text."""
-    format_pattern: str = ""
-    """For `format`: 1 when the whole completion matches."""
-    regex_pattern: str = ""
-    """For `regex`: 1 when a match is found anywhere."""
+    """Weight of each part; an empty list: 1 each."""
+    answer_pattern: Text | None = None
+    """Regular expression whose last match's first group is the answer of a completion; `none`: all of its text."""
+    format_pattern: Text | None = None
+    """Regular expression of the part `format`, which is 1 when the whole completion matches."""
+    regex_pattern: Text | None = None
+    """Regular expression of the part `regex`, which is 1 when it matches anywhere."""
     length_min_tokens: NonNegativeInt = 0
-    """For `length`: a shorter completion loses the missing share, from 0 to -1."""
-    length_max_tokens: NonNegativeInt = 0
-    """For `length`: a longer one loses the share in excess, at most 1; 0: no upper limit."""
-    overlong_buffer_tokens: NonNegativeInt = 0
-    """Before rollout.max_new_tokens: here the reward falls linearly to `-overlong_penalty` (DAPO); 0: not."""
+    """Least length for the part `length`: a shorter completion loses the missing share, from 0 to -1."""
+    length_max_tokens: PositiveInt | None = None
+    """Largest length for the part `length`: a longer completion loses the share in excess, at most 1; `none`: no
+    limit."""
+    overlong_buffer_tokens: PositiveInt | None = None
+    """Tokens before rollout.max_new_tokens over which the reward falls linearly by `overlong_penalty` (DAPO); `none`:
+    it does not fall."""
     overlong_penalty: PositiveFloat = 1.0
-    """Taken from a completion of rollout.max_new_tokens tokens, with `overlong_buffer_tokens`."""
+    """Reward taken from a completion of rollout.max_new_tokens tokens, with `overlong_buffer_tokens`."""
     timeout_s: PositiveFloat = 10.0
-    """A part that takes longer on one completion is an error there: counted, worth `error_value`."""
+    """Seconds that a part may take on one completion; beyond them it is an error: counted, worth `error_value`."""
     error_value: float = 0.0
-    """What a part is worth that raised, returned no finite number, or took too long."""
+    """Value of a part that raised, returned no finite number, or took too long."""
     workers: PositiveInt = 1
-    """Processes of each replica that judge."""
+    """Processes of each replica that compute rewards."""
 
 
 class AdvantageConfig(Section):
-    """What a completion's reward means beside the others of its prompt. A group of equal rewards gets zeros."""
+    """Comparison of a completion's reward with the others of its prompt. A group of equal rewards gets zeros."""
 
     kind: Literal["zscore", "mean", "leave_one_out", "leave_one_out_zscore", "steps"] | Extension = "zscore"
-    """`zscore`: (r - mean) / (std + eps); `mean`: r - mean; `leave_one_out`: r - mean of the others (RLOO);
+    """Advantage; `zscore`: (r - mean) / (std + eps); `mean`: r - mean; `leave_one_out`: r - mean of the others (RLOO);
     `leave_one_out_zscore`: that, over the others' std where it is not 0; `steps`: a token gets the sum of the z-scores,
     among all steps of its prompt's completions, of the steps that end there or later (2402.03300, process supervision);
     a reward that is a plain number is one step at the end; `module:name`: a function of your own (rewards `[prompts,
     group]`, this section -> advantages of the same shape)."""
     ddof: Literal[0, 1] = 1
-    """Of the standard deviation: 1 divides by group_size - 1, 0 by group_size."""
+    """Degrees of freedom of the standard deviation: 1 divides by group_size - 1, 0 by group_size."""
     eps: NonNegativeFloat = 1e-6
-    """Added to the standard deviation."""
+    """Number added to the standard deviation."""
 
 
 class Clip(NamedTuple):
@@ -134,47 +136,47 @@ PAPER_TAU = 0.01
 
 
 class LossConfig(Section):
-    """The objective of the policy, and what is added to it."""
+    """The policy's loss, and the terms added to it."""
 
     kind: LossKind | Extension = "grpo"
-    """grpo (arXiv 2402.03300), gspo and gspo_token (2507.18071), kimi_k2 (2501.12599, 2507.20534),
+    """Loss; grpo (arXiv 2402.03300), gspo and gspo_token (2507.18071), kimi_k2 (2501.12599, 2507.20534),
     cispo (2506.13585); `module:name`: a function of your own (rl.objectives.policy_tokens.PolicyTokens, this section,
     context-parallel axis -> TokenLoss)."""
-    clip_low: NonNegativeFloat = 0.0
-    """Ratios are clipped from below at 1 - this; 0: the paper's (grpo 0.2, gspo 3e-4, cispo 1)."""
-    clip_high: NonNegativeFloat = 0.0
-    """Ratios are clipped from above at 1 + this; 0: the paper's (grpo 0.2, gspo 4e-4, cispo 0.28)."""
-    dual_clip: NonNegativeFloat = 0.0
-    """Ratios of bad completions (negative advantage) count at most so much (1912.09729: 3); 0: no limit."""
-    tau: NonNegativeFloat = 0.0
-    """For kimi_k2: how strongly the policy is held to the old one; 0: 0.01."""
+    clip_low: PositiveFloat | Literal["auto"] = "auto"
+    """Ratios are clipped from below at 1 - clip_low; `auto`: the paper's (grpo 0.2, gspo 3e-4, cispo 1)."""
+    clip_high: PositiveFloat | Literal["auto"] = "auto"
+    """Ratios are clipped from above at 1 + clip_high; `auto`: the paper's (grpo 0.2, gspo 4e-4, cispo 0.28)."""
+    dual_clip: PositiveFloat | None = None
+    """Largest ratio of completions with a negative advantage (1912.09729: 3); `none`: no limit."""
+    tau: PositiveFloat | Literal["auto"] = "auto"
+    """Weight with which kimi_k2 regularises the policy towards the old one; `auto`: 0.01."""
     aggregation: Literal["auto", "seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = "auto"
-    """How tokens make one number: mean over sequences of their tokens' means; mean over all tokens; mean over
-    sequences of their tokens' sums over `aggregation_norm_tokens`; `paper`: as that of `kind` has it."""
-    aggregation_norm_tokens: NonNegativeInt = 0
-    """For `seq_mean_token_sum_norm` (Dr. GRPO); 0: rollout.max_new_tokens."""
+    """Mean over tokens: mean over sequences of their tokens' means; mean over all tokens; mean over sequences of their
+    tokens' sums over `aggregation_norm_tokens`; `auto`: as in the paper of `kind`."""
+    aggregation_norm_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Divisor of `seq_mean_token_sum_norm` (Dr. GRPO); `auto`: rollout.max_new_tokens."""
     mask_truncated: bool = False
-    """Truncated completions are not trained on; their rewards still count in their group."""
+    """Do not train on truncated completions; their rewards still count in their group."""
     kl_coeff: NonNegativeFloat = 0.0
-    """Of the KL divergence to the reference policy (2402.03300: 0.04); 0: there is no reference."""
+    """Coefficient of the KL divergence to the reference policy (2402.03300: 0.04); at 0 there is no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log(reference / policy) of a sampled token: -d, d^2 / 2, or e^d - d - 1."""
+    """Estimator of the KL: with d = log(reference / policy) of a sampled token, -d, d^2 / 2, or e^d - d - 1."""
     kl_gradient: Literal["estimator", "k2"] = "estimator"
-    """Of the estimator, in the loss: its own derivative, or that of k2, which is the KL's in expectation."""
+    """Gradient of the KL in the loss: the estimator's derivative, or that of k2, which is the KL's in expectation."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or its sum over a completion, under the old policy, taken from the reward."""
-    reference_refresh_rollouts: NonNegativeInt = 0
-    """Every so many rollout batches the reference becomes the policy (iterative GRPO); 0: never."""
+    """Place of the KL: added to the loss, or its sum over a completion, under the old policy, taken from the reward."""
+    reference_refresh_rollouts: PositiveInt | None = None
+    """Rollout batches after which the reference becomes the policy (iterative GRPO); `none`: never."""
     entropy_coeff: NonNegativeFloat = 0.0
-    """Of the mean entropy of the next token over the whole vocabulary, which is raised."""
+    """Coefficient of the mean entropy of the next token over the whole vocabulary, which is raised."""
     importance_sampling: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
-    """Correction for an engine whose logprobs are not the trainer's, by w = old / engine's probability of a
-    token, or its geometric mean over the completion: weigh by min(w, high), or by w inside low ... high and
-    by 0 outside. What is masked still counts in the mean."""
+    """Importance-sampling correction of the rollout-training mismatch, by w = old / engine's probability of a token, or
+    its geometric mean over the completion: weigh by min(w, high), or by w inside low ... high and by 0 outside. Masked
+    tokens still count in the mean."""
     importance_sampling_low: NonNegativeFloat = 0.5
-    """For the masks of `importance_sampling`."""
+    """Lower end of the masks of `importance_sampling`."""
     importance_sampling_high: PositiveFloat = 2.0
-    """For `importance_sampling`: the cap of truncated importance sampling (TIS), or the upper end of a mask."""
+    """Cap of truncated importance sampling (TIS), or the upper end of the masks of `importance_sampling`."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits are in fp32 at a time."""
 
@@ -182,53 +184,57 @@ class LossConfig(Section):
     def clip(self) -> Clip:
         """Bounds in use; a loss of the user's own has those of grpo."""
         paper = PAPER_CLIPS.get(self.kind, PAPER_CLIPS["grpo"])
-        return Clip(self.clip_low or paper.low, self.clip_high or paper.high)
+        return Clip(
+            paper.low if self.clip_low == "auto" else self.clip_low,
+            paper.high if self.clip_high == "auto" else self.clip_high,
+        )
 
     @property
     def tau_in_use(self) -> float:
-        """`tau`, or the default."""
-        return self.tau or PAPER_TAU
+        """Number that `tau` stands for."""
+        return PAPER_TAU if self.tau == "auto" else self.tau
 
     @property
     def aggregation_in_use(self) -> Aggregation:
-        """`aggregation`, or that of the paper of `kind`."""
+        """Aggregation that `aggregation` stands for."""
         if self.aggregation == "auto":
             return PAPER_AGGREGATIONS.get(self.kind, "seq_mean_token_mean")
         return self.aggregation
 
 
 class UpdateConfig(Section):
-    """How a rollout batch becomes updates of train.global_batch completions each."""
+    """Updates of train.global_batch completions each that a rollout batch becomes."""
 
     epochs: PositiveInt = 1
-    """Times that each completion of a rollout batch is trained on."""
-    max_tokens_per_microbatch: NonNegativeInt = 0
-    """Tokens of one forward pass on one replica, into which whole completions are packed; 0: one of the longest."""
+    """Number of times that each completion of a rollout batch is trained on."""
+    max_tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
+    """Tokens of one forward pass on one replica, into which whole completions are packed with their prompts; `auto`:
+    one of the longest."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Whose logprobs are the old policy's: of the training pass under the weights of the rollout, or as sampled,
+    """Source of the old policy's logprobs: a training pass under the weights of the rollout, or the rollout itself,
     which saves that pass and leaves the engine's rounding in the ratio."""
 
 
 class EvalConfig(Section):
-    """Prompts that are never trained on, and how they are answered; train.eval_interval says when."""
+    """Prompts that are never trained on, and how they are answered, every train.eval_interval steps."""
 
     files: tuple[str, ...] = ()
-    """As rl.prompts.files; with a built-in task they stay empty, and problems of another seed are made."""
+    """Files as rl.prompts.files; with a built-in task there are none, and problems of another seed are made."""
     num_prompts: PositiveInt = 64
-    """The first so many."""
+    """Number of prompts: the first ones of the files."""
     samples: PositiveInt = 1
-    """Completions a prompt: with k of them pass@k is told too."""
+    """Completions per prompt: with k of them pass@k is reported too."""
     temperature: NonNegativeFloat = 0.0
-    """Of these completions; 0: the likeliest tokens."""
+    """Divisor of the logits for these completions; at 0 the likeliest tokens are taken."""
 
 
 class SamplesConfig(Section):
-    """Completions that people read: all of a rollout batch as JSON lines in `<run_dir>/samples`, some in the log."""
+    """Completions for people to read: all of a rollout batch as JSON lines in `<run_dir>/samples`, some in the log."""
 
-    interval: NonNegativeInt = 10
-    """Rollout batches between two that are written; 0: none."""
+    interval: PositiveInt | None = 10
+    """Rollout batches between two that are written; `none`: none is written."""
     shown: NonNegativeInt = 3
-    """Of those, how many stand in the log as a table."""
+    """Number of a batch's completions that are logged as a table."""
 
 
 class RlConfig(Section):
@@ -262,5 +268,5 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def preset(name: str) -> RlConfig:
-    """The defaults with the fields of `PRESETS[name]`."""
+    """Return the defaults with the fields of `PRESETS[name]`."""
     return RlConfig.model_validate(PRESETS[name])

@@ -1,4 +1,4 @@
-"""What one reinforcement-learning run does: the whole of a config file."""
+"""The config of a reinforcement-learning run."""
 
 from math import lcm
 
@@ -10,11 +10,11 @@ from mcore_rl.config.section import Section
 
 
 class RlDataConfig(Section):
-    """How prompts become tokens."""
+    """The chat template and the tokenizer, which make tokens of prompts."""
 
     chat_template: str = "tokenizer"
-    """`tokenizer`: the one in the tokenizer's folder; `plain`: "role:" above each turn; `raw`: the prompt's text as
-    it is; anything else: a file with a jinja template. The same as in fine-tuning."""
+    """Template that makes text of a prompt; `tokenizer`: the one in the tokenizer's folder; `plain`: "role:" above each
+    turn; `raw`: the prompt's text as it is; anything else: a file with a jinja template. The same as in fine-tuning."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
@@ -32,7 +32,7 @@ class RlRunConfig(RunConfig):
 
     @property
     def wants_engine_routes(self) -> bool:
-        """Whether the rollout engine is to tell the experts of each token and layer."""
+        """True when the rollout engine is to return the experts of each token and layer."""
         return self.model.is_moe and (self.replay.kind == "r3" or self.replay.observe_rollout)
 
     @property
@@ -47,18 +47,21 @@ class RlRunConfig(RunConfig):
 
     @property
     def packed_multiple(self) -> int:
-        """Rows of tokens are multiples of this, so that context and sequence parallelism can cut them."""
+        """Multiple of positions of a packed sequence, so that context and sequence parallelism can cut it."""
         slices = self.mesh.tp * self.mesh.cp if self.mesh.sequence_parallel else 1
         return lcm(self.mesh.zigzag, slices)
 
     @property
     def longest_sample(self) -> int:
-        """Positions of the longest prompt with the longest completion, padded so that a rank can cut it."""
+        """Positions of the longest prompt with the longest completion, padded so that context parallelism can cut
+        it.
+        """
         longest = self.rl.prompts.max_tokens + self.rl.rollout.max_new_tokens
         return -(-longest // self.mesh.zigzag) * self.mesh.zigzag
 
     @property
     def packed_length(self) -> int:
-        """Positions of one forward pass at the most."""
-        wanted = self.rl.update.max_tokens_per_microbatch or self.longest_sample
+        """Largest number of positions of one forward pass."""
+        max_tokens = self.rl.update.max_tokens_per_microbatch
+        wanted = self.longest_sample if max_tokens == "auto" else max_tokens
         return -(-wanted // self.packed_multiple) * self.packed_multiple

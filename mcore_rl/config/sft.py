@@ -1,8 +1,8 @@
-"""What a supervised fine-tuning run does."""
+"""The config of a supervised fine-tuning run."""
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.run import RunConfig
@@ -10,27 +10,27 @@ from mcore_rl.config.section import Section
 
 
 class SFTDataConfig(Section):
-    """Conversations as JSON lines, packed into rows without seeing each other; shuffled by train.seed."""
+    """Conversations as JSON lines, shuffled by train.seed and packed into sequences without seeing each other."""
 
     train: tuple[str, ...] = ()
-    """Files to train on, one conversation a line."""
+    """Files to train on, one conversation per line."""
     valid: tuple[str, ...] = ()
-    """Files to evaluate on; empty: no evaluation."""
+    """Files to evaluate on; an empty list: no evaluation."""
     format: Literal["auto", "chat", "prompt_response"] = "auto"
-    """`chat`: {"messages": [{"role", "content"}, ...]}; `prompt_response`: {"prompt", "response"}, a chat of two
-    turns; `auto`: by the keys of each line."""
+    """Form of a line; `chat`: {"messages": [{"role", "content"}, ...]}; `prompt_response`: {"prompt", "response"}, a
+    chat of two turns; `auto`: by the keys of each line."""
     chat_template: str = "tokenizer"
-    """`tokenizer`: the one in the tokenizer's folder; `plain`: "role:" above each turn; `raw`: the turns end to end
-    with nothing between; anything else: a file with a jinja template."""
+    """Template that makes text of a conversation; `tokenizer`: the one in the tokenizer's folder; `plain`: "role:"
+    above each turn; `raw`: the turns end to end with nothing between; anything else: a file with a jinja template."""
     seq_length: PositiveInt = 1024
-    """Tokens of a row, into which whole conversations are packed."""
+    """Tokens per packed sequence, into which whole conversations are packed."""
     too_long: Literal["error", "skip"] = "error"
-    """A conversation that no row holds ends the run before it starts, or is left out and counted."""
+    """A conversation longer than `seq_length` ends the run before it starts, or is left out and counted."""
     pack_buffer: PositiveInt = 1024
     """Conversations that are packed at a time: more leave fewer gaps, fewer mix better."""
-    span_multiple: NonNegativeInt = 0
-    """Conversations are padded to a multiple of so many tokens; 0: what mesh.cp needs (2 * cp, or 1 without it). Only
-    with the same number are the rows the same on meshes of different cp."""
+    span_multiple: PositiveInt | Literal["auto"] = "auto"
+    """Multiple of tokens to which each conversation is padded; `auto`: what mesh.cp needs (2 * cp, or 1 without it).
+    Packed sequences are the same on meshes of different cp only with the same multiple."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
@@ -43,5 +43,5 @@ class SFTConfig(RunConfig):
 
     @property
     def span_multiple(self) -> int:
-        """What conversations are padded to in fact."""
-        return self.data.span_multiple or self.mesh.zigzag
+        """Multiple of tokens to which each conversation is padded on this mesh."""
+        return self.mesh.zigzag if self.data.span_multiple == "auto" else self.data.span_multiple

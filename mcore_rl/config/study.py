@@ -2,18 +2,19 @@
 
 from pydantic import Field, NonNegativeInt
 
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Text
 
 
 class StudyConfig(Section):
     """`mcore-rl study`: each arm is the base config with fields of its own, run once for each seed."""
 
-    base: str = ""
-    """The RL config that all arms start from, as a path from the folder in which the command is given."""
+    base: Text | None = None
+    """RL config that all arms start from, as a path from the folder in which the command is given; it has to be set."""
     run_dir: str = "runs/study"
-    """Every run is a folder in it; a run that is done is not run again."""
+    """Folder of the runs, one folder each; a run that is done is not run again."""
     seeds: tuple[NonNegativeInt, ...] = (1234,)
-    """train.seed of the runs of each arm: prompts, their order, and sampling; the weights are checkpoint.load's."""
+    """Values of train.seed, one run of each arm for each: prompts, their order, and sampling. The weights are those of
+    checkpoint.load."""
     overrides: tuple[str, ...] = ()
     """Fields of all arms, written as on the command line."""
     arms: dict[str, tuple[str, ...]] = Field(default_factory=dict)

@@ -46,7 +46,7 @@ class Chat(Protocol):
         ...
 
 
-def load_chat(template: str, tokenizer: Tokenizer, path: str) -> Chat:
+def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
     """Return the chat that data.chat_template=`template` names, with the tokenizer that was read from `path`."""
     if template in ("plain", "raw"):
         return PlainChat(tokenizer, has_roles=template == "plain")
@@ -55,6 +55,7 @@ def load_chat(template: str, tokenizer: Tokenizer, path: str) -> Chat:
             f'data.chat_template="{template}" needs a Hugging Face tokenizer, whose special tokens mark the turns. '
             'Set data.chat_template="plain" or "raw".'
         )
+    assert path is not None, "a tokenizer was read from it"
     return TemplateChat(Path(path), load_template(template, Path(path)), tokenizer.special_tokens)
 
 

@@ -159,7 +159,7 @@ def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: in
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer.kind != "none" else None
     for prefix, sidecar in sidecars.items():
         if tokenizer and sidecar:
-            checks.check_tokenizer(prefix, sidecar, tokenizer, config.tokenizer.path)
+            checks.check_tokenizer(prefix, sidecar, tokenizer, str(config.tokenizer.path))
         checks.check_vocabulary(indexes[prefix], sidecar, vocab_size)
     if tokenizer:
         return tokenizer.eod_id

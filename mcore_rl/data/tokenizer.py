@@ -53,8 +53,8 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
             "data.tokenizer.kind is 'none', and this needs a tokenizer: set it to 'sentencepiece' (a "
             ".model file) or 'huggingface' (a folder with tokenizer.json), and data.tokenizer.path."
         )
-    path = Path(config.path)
-    if not config.path or not path.exists():
+    path = Path(config.path or "")
+    if config.path is None or not path.exists():
         raise DataError(
             f"data.tokenizer.path={config.path!r} does not exist. Give "
             + ("a .model file." if config.kind == "sentencepiece" else "a folder with tokenizer.json.")

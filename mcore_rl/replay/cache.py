@@ -67,7 +67,8 @@ class RoutingCache:
         self.dtype = self.codec.dtype
         self._missing = config.missing
         self._device = next(chunks[0].parameters()).device
-        self._blocks = Blocks(config.store, int(config.budget_gib * GIB), folder, self._device)
+        budget_bytes = None if config.budget_gib is None else int(config.budget_gib * GIB)
+        self._blocks = Blocks(config.store, budget_bytes, folder, self._device)
         self._entries: dict[tuple[int, int], Entry] = {}
 
     @property

@@ -87,8 +87,10 @@ class Block:
 class Blocks:
     """Blocks by number; the next slower store takes what is beyond the budget of one."""
 
-    def __init__(self, store: Store, budget_bytes: int, folder: Path | None, device: torch.device) -> None:
-        """`budget_bytes` is of each store but files; 0: no limit. `folder` is this rank's own, for files."""
+    def __init__(
+        self, store: Store, budget_bytes: int | None, folder: Path | None, device: torch.device
+    ) -> None:
+        """`budget_bytes` is of each store but files; None: no limit. `folder` is this rank's own, for files."""
         self._stores = SLOWER[SLOWER.index(store) :]
         self._budget, self._folder, self._device = budget_bytes, folder, device
         self._blocks: dict[int, Block] = {}
@@ -131,7 +133,7 @@ class Blocks:
         fits = [
             store
             for store in self._stores[:-1]
-            if not self._budget or self.bytes_in(store) + rows_nw.numel() <= self._budget
+            if self._budget is None or self.bytes_in(store) + rows_nw.numel() <= self._budget
         ]
         store = fits[0] if fits else self._stores[-1]
         if store == "device":

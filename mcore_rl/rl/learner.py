@@ -193,8 +193,10 @@ class Learner:
 
     def refresh_reference(self) -> None:
         """The reference becomes the policy, when it is time to."""
-        every = self.config.rl.loss.reference_refresh_rollouts * self.config.updates_per_rollout
-        if self.reference is not None and every and self.state.progress.step % every == 0:
+        rollouts = self.config.rl.loss.reference_refresh_rollouts
+        if self.reference is None or rollouts is None:
+            return
+        if self.state.progress.step % (rollouts * self.config.updates_per_rollout) == 0:
             self.reference.set(self.state.progress.step)
 
     def take_num_microbatches(self) -> int:
@@ -235,7 +237,9 @@ class Learner:
         if not totals.num_tokens:
             return torch.zeros(len(lengths_N), dtype=torch.float64)
         loss = self.config.rl.loss
-        norm_tokens = loss.aggregation_norm_tokens or self.config.rl.rollout.max_new_tokens
+        norm_tokens = loss.aggregation_norm_tokens
+        if norm_tokens == "auto":
+            norm_tokens = self.config.rl.rollout.max_new_tokens
         return sequence_weights(lengths_N, totals, loss.aggregation_in_use, norm_tokens=norm_tokens)
 
     def _kl_sums(self, num_samples: int, minibatches: Sequence[Minibatch]) -> Tensor:

@@ -35,8 +35,12 @@ def train(config: PretrainConfig) -> None:
     platform = platforms.start(config.platform)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
-            cache_dir = Path(config.data.cache_dir or run.folder.path / "index_cache")
-            datasets = build_datasets(plan, seed=config.train.seed, cache_dir=cache_dir)
+            cache_dir = config.data.cache_dir
+            datasets = build_datasets(
+                plan,
+                seed=config.train.seed,
+                cache_dir=run.folder.path / "index_cache" if cache_dir == "auto" else Path(cache_dir),
+            )
             assert datasets.train is not None
             if platform.rank == 0:
                 # The loss of a model that knows how frequent each token is, and nothing more.

@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
 def plan(study: StudyConfig) -> Iterator[Planned]:
     """All runs, each checked; ConfigError before the first one starts."""
-    if not study.base or not study.arms or not study.seeds:
+    if study.base is None or not study.arms or not study.seeds:
         raise ConfigError(
             "A study needs `base`, at least one of `seeds`, and `arms`: name = [fields]. Set them."
         )

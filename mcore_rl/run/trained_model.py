@@ -75,7 +75,7 @@ def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str | None) -> None
     if folder is None or not (folder / "checkpoints").is_dir():
         return
     trained_with = read_trained_model(folder).tokenizer
-    if trained_with.kind == "none" or not Path(trained_with.path).exists():
+    if trained_with.path is None or not Path(trained_with.path).exists():
         return
     if load_tokenizer(trained_with).digest != tokenizer.digest:
         raise DataError(

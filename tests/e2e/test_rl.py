@@ -154,7 +154,7 @@ BAD = {
 def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     words, wanted = BAD[case]
-    alone = ["mesh.tp=1", "mesh.ep=1", "rl.loss.reference_refresh_rollouts=0", "rl.loss.kl_coeff=0"]
+    alone = ["mesh.tp=1", "mesh.ep=1", "rl.loss.reference_refresh_rollouts=none", "rl.loss.kl_coeff=0"]
     finished = run_main(
         "mcore_rl.run.rl", [rl_file, *alone, *[word.format(folder=tmp_path) for word in words]]
     )
@@ -230,7 +230,7 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
     parts = "rl.reward.parts=['own_steps:digits','own_steps:late']"
     words = ["mesh.tp=1", "mesh.dp=2", "train.steps=4", "train.eval_interval=none", "rl.advantage.kind=steps"]
     finished = mcore_rl(
-        "rl", rl_file, *words, parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=0"
+        "rl", rl_file, *words, parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=none"
     )
     assert finished.returncode == 0, finished.stderr
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
@@ -258,7 +258,11 @@ def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(
 
 def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Path, tmp_path: Path) -> None:
     """Every completion is worth the same to a pattern that none has: dynamic sampling is left without a group."""
-    parts = ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "rl.reward.length_max_tokens=0"]
+    parts = [
+        "rl.reward.parts=['regex']",
+        "rl.reward.regex_pattern=nothing",
+        "rl.reward.length_max_tokens=none",
+    ]
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "rl.rollout.dynamic_sampling=true", *parts]
     finished = run_main("mcore_rl.run.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
     assert finished.returncode == 0, finished.stderr

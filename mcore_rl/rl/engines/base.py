@@ -27,7 +27,9 @@ def sampling_of(config: RolloutConfig, eod_id: int, *, with_routes: bool) -> Sam
     """What a config says; `eod_id` ends completions too."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
-        cut=Cut(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p),
+        cut=Cut(
+            temperature=config.temperature, top_k=config.top_k or 0, top_p=config.top_p, min_p=config.min_p
+        ),
         stop_tokens=frozenset((eod_id, *config.stop_tokens)),
         stop_strings=config.stop_strings,
         with_routes=with_routes,

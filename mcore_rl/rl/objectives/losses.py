@@ -48,7 +48,7 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> PolicyLos
     return PolicyLoss(loss=loss, count=sums["count"].to(torch.int), sums=sums, maxima=facts.maxima)
 
 
-def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip: float) -> TokenLoss:
+def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip: float | None) -> TokenLoss:
     """-min(r A, clip(r) A); with `dual_clip`, where A < 0, at most -dual_clip A."""
     ratio_T = log_ratio_T.exp()
     objective_T = torch.minimum(

@@ -69,8 +69,8 @@ def regex_found(judged: Judged, *, pattern: str) -> float:
     return float(re.search(pattern, judged.completion, re.DOTALL) is not None)
 
 
-def length_within(judged: Judged, *, min_tokens: int, max_tokens: int) -> float:
-    """0 from `min_tokens` to `max_tokens` (0: no limit); outside minus the share that is missing or in excess, down
+def length_within(judged: Judged, *, min_tokens: int, max_tokens: int | None) -> float:
+    """0 from `min_tokens` to `max_tokens` (None: no limit); outside minus the share that is missing or in excess, down
     to -1.
     """
     length = judged.num_tokens

@@ -132,14 +132,14 @@ class Reward:
         return overlong_penalty(
             torch.tensor(lengths, dtype=torch.float64),
             max_tokens=self._max_new_tokens,
-            buffer_tokens=self._config.overlong_buffer_tokens,
+            buffer_tokens=self._config.overlong_buffer_tokens or 0,
             penalty=self._config.overlong_penalty,
         )
 
 
 def part_function(name: str, config: RewardConfig) -> RewardFunction:
     """The function of a part, with the config's settings for it; a user's is imported."""
-    pattern = config.answer_pattern
+    pattern = config.answer_pattern or ""
     if name == "math":
         from mcore_rl.rl.rewards.mathematics import math_equal  # its parser takes half a second
 
@@ -149,8 +149,8 @@ def part_function(name: str, config: RewardConfig) -> RewardFunction:
         "positions": partial(rules.positions, answer_pattern=pattern),
         "numeric": partial(rules.numeric, answer_pattern=pattern),
         "countdown": partial(rules.countdown, answer_pattern=pattern),
-        "format": partial(rules.format_matches, pattern=config.format_pattern),
-        "regex": partial(rules.regex_found, pattern=config.regex_pattern),
+        "format": partial(rules.format_matches, pattern=config.format_pattern or ""),
+        "regex": partial(rules.regex_found, pattern=config.regex_pattern or ""),
         "length": partial(
             rules.length_within, min_tokens=config.length_min_tokens, max_tokens=config.length_max_tokens
         ),

@@ -22,7 +22,7 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
     check_rl(config("model.moe.capacity_factor=1.5", "replay.kind=r2"), 2)
     assert (tiny.rollout_size, tiny.updates_per_rollout) == (128, 2)
     assert config("rl.update.epochs=3").updates_per_rollout == 6
-    cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.max_tokens_per_microbatch=0")
+    cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.max_tokens_per_microbatch=auto")
     assert (cut.longest_sample, cut.packed_multiple, cut.packed_length) == (32, 4, 32)
 
 

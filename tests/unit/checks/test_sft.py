@@ -41,8 +41,8 @@ def test_every_recipe_passes_the_checks(path):
     ("overrides", "said"),
     [
         ("data.train=[]", "data.train is empty"),
-        ("data.tokenizer.path=''", 'data.tokenizer.kind="huggingface" has no path'),
-        ("data.tokenizer.kind=none data.tokenizer.path=''", "conversations are text"),
+        ("data.tokenizer.path=none", 'data.tokenizer.kind="huggingface" has no path'),
+        ("data.tokenizer.kind=none data.tokenizer.path=none", "conversations are text"),
         ("data.tokenizer.kind=sentencepiece", 'Set it to "plain" or "raw"'),
         ("data.seq_length=1022 mesh.cp=2", "data.seq_length=1022 is not a multiple of 4"),
         ("data.seq_length=8192", "data.seq_length=8192 is longer than model.max_position=4096"),

@@ -43,7 +43,7 @@ def test_what_no_cluster_has_is_told_with_what_was_meant(override, told):
         (["node.gpus=0"], "no rank would be started"),
         (["node.reserved_gib=90"], "leaves nothing of node.gpu_memory_gib=79.6"),
         (["container.kind=none"], 'container.image is not used with container.kind="none"'),
-        (["container.image="], 'container.kind="pyxis" has no image'),
+        (["container.image=none"], 'container.kind="pyxis" has no image'),
         (['container.mounts=["data"]'], 'container.mounts names "data"'),
         (["slurm.time=tomorrow"], 'slurm.time="tomorrow" is no duration'),
         (["slurm.time=10:00"], "survival.signal_s=600 is not ahead of a limit of 600 s"),

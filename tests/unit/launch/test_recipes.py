@@ -15,7 +15,7 @@ FILES = sorted(
     path for path in RECIPES.glob("*/*.toml") if path.stem != "model" and path.parent.name != "tiny_moe"
 )
 LARGE = ("qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b", "deepseek_v3")
-BARE = ["container.kind=none", "container.image=", "container.mounts=[]", "container.options=[]"]
+BARE = ["container.kind=none", "container.image=none", "container.mounts=[]", "container.options=[]"]
 H100 = load_config(ClusterConfig, ROOT / "launch/clusters/example_h100.toml", BARE)
 NODES = {"deepseek_v3_small/pretrain": 2, "llama3_8b/pretrain": 1}
 

@@ -43,7 +43,7 @@ def test_no_token_is_no_row() -> None:
 
 @pytest.mark.parametrize("store", ["device", "pinned", "file"])
 def test_rows_are_read_from_every_store(store, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    blocks = Blocks(store, 0, tmp_path, CPU)
+    blocks = Blocks(store, None, tmp_path, CPU)
     rows = torch.arange(60, dtype=torch.uint8).view(12, 5)
     number = blocks.add(rows)
     rows.zero_()
