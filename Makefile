@@ -4,6 +4,7 @@
 # test       every promise, on representative meshes
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
 # test-core  what depends on the version of Megatron (tests/core.txt)
+# test-wheel  the built wheel, in an environment without the repository
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
@@ -13,7 +14,7 @@ PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
 MATRIX := all
 
-.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-report lint bench venv
+.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-report lint bench venv
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -37,6 +38,9 @@ test-docs: $(READY)
 test-slurm: $(READY)
 	tests/slurm/install.sh
 	$(PYTHON_IN_VENV) -m pytest tests/slurm --durations=0
+
+test-wheel: $(READY)
+	$(PYTHON_IN_VENV) -m pytest tests/wheel
 
 test-report: $(READY)
 	tests/report/install.sh $(PYTHON_IN_VENV)
