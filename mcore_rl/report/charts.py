@@ -1,4 +1,4 @@
-"""From runs to what the page draws: plain records of numbers, which are those of metrics.jsonl."""
+"""Charts of the page as plain records, with the numbers of metrics.jsonl."""
 
 import math
 import re
@@ -10,26 +10,28 @@ from mcore_rl.report.figures import LAYER_MAPS, Band, Figure, Line
 from mcore_rl.report.runs import RunRecord, Series
 
 Chart: TypeAlias = dict[str, Any]
-"""kind: lines, experts, layers, stack or bars; title, note; and what that kind needs, as page/*.js reads it."""
+"""Record with kind (lines, experts, layers, stack or bars), title, note, and what page/*.js reads for that kind."""
 
 MAX_POINTS = 400
-"""Of a line: more cannot be told apart on a screen."""
+"""Points of a line; more cannot be told apart on a screen."""
 MAX_FRAMES, MAX_CELLS = 40, 120_000
-"""Of the load of a run's experts: tables, and numbers in all of them."""
+"""Tables of the experts' load of a run, and numbers in all of them together."""
 MAX_COLUMNS = 160
-"""Of a map of layers."""
+"""Columns of a map of layers."""
 DIGITS = 6
-SOLVED = "eval/accuracy"
+ACCURACY = "eval/accuracy"
 SPREAD = " Band: plus and minus the standard deviation within a group."
 
 
 def line_charts(
-    figures: Sequence[Figure | Band], runs: Sequence[RunRecord], places: Sequence[int]
+    figures: Sequence[Figure | Band], runs: Sequence[RunRecord], run_indices: Sequence[int]
 ) -> Iterator[Chart]:
-    """Those of `figures` that a run has numbers for; `places` are the runs' numbers on the page."""
+    """Yield the charts of `figures` that a run has numbers for; `run_indices` are the indices of `runs` on the page."""
     for figure in figures:
         series = [
-            one for place, run in zip(places, runs, strict=True) for one in _series_of(figure, run, place)
+            one
+            for run_index, run in zip(run_indices, runs, strict=True)
+            for one in _series_of(figure, run, run_index)
         ]
         if not series or (isinstance(figure, Figure) and not _is_worth_it(figure, series)):
             continue
@@ -48,35 +50,39 @@ def line_charts(
 
 
 def _is_worth_it(figure: Figure, series: Sequence[Chart]) -> bool:
-    """Not all 0 where that would be nothing to tell; and one part of a reward is the reward."""
+    """Return whether a figure shows more than zeros, or than the only part of a reward, which equals the reward."""
     if figure.lines[0].metric == "reward/part/*":
         return len({one["metric"] for one in series}) > 1
     return not figure.if_any or any(value for one in series for value in one["y"])
 
 
-def _series_of(figure: Figure | Band, run: RunRecord, place: int) -> Iterator[Chart]:
-    return _band_series(figure, run, place) if isinstance(figure, Band) else _line_series(figure, run, place)
+def _series_of(figure: Figure | Band, run: RunRecord, run_index: int) -> Iterator[Chart]:
+    return (
+        _band_series(figure, run, run_index)
+        if isinstance(figure, Band)
+        else _line_series(figure, run, run_index)
+    )
 
 
-def _line_series(figure: Figure, run: RunRecord, place: int) -> Iterator[Chart]:
+def _line_series(figure: Figure, run: RunRecord, run_index: int) -> Iterator[Chart]:
     for line in figure.lines:
         for name, label in _fitting(line, run):
             series = run.series(name)
             if not len(series):
                 continue
             kept = thinned(series.values)
-            one = _series(series, kept, place, name) | {"label": label, "style": line.style}
+            one = _series(series, kept, run_index, name) | {"label": label, "style": line.style}
             one["y"] = [rounded(series.values[at]) for at in kept]
             if line.spread and (around := _spread(series, run.series(line.spread), kept)):
                 one["low"], one["high"] = around
             yield one
 
 
-def _band_series(band: Band, run: RunRecord, place: int) -> Iterator[Chart]:
+def _band_series(band: Band, run: RunRecord, run_index: int) -> Iterator[Chart]:
     low, high = run.series(band.low), run.series(band.high)
     if len(low) and low.steps == high.steps:
         kept = sorted({*thinned(low.values), *thinned(high.values)})
-        yield _series(low, kept, place, band.low) | {
+        yield _series(low, kept, run_index, band.low) | {
             "label": "",
             "style": "solid",
             "y": [],
@@ -85,9 +91,9 @@ def _band_series(band: Band, run: RunRecord, place: int) -> Iterator[Chart]:
         }
 
 
-def _series(series: Series, kept: Sequence[int], place: int, metric: str) -> Chart:
+def _series(series: Series, kept: Sequence[int], run_index: int, metric: str) -> Chart:
     return {
-        "run": place,
+        "run": run_index,
         "metric": metric,
         "x": [series.steps[at] for at in kept],
         "s": [rounded(series.seconds[at]) for at in kept],
@@ -95,7 +101,7 @@ def _series(series: Series, kept: Sequence[int], place: int, metric: str) -> Cha
 
 
 def _fitting(line: Line, run: RunRecord) -> list[tuple[str, str]]:
-    """Names and labels of the run's metrics that a line stands for."""
+    """Return names and labels of the run's metrics that a line stands for."""
     if "*" not in line.metric:
         return [(line.metric, line.label)]
     before, after = line.metric.split("*")
@@ -104,7 +110,7 @@ def _fitting(line: Line, run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _spread(mean: Series, spread: Series, kept: Sequence[int]) -> tuple[list[float], list[float]] | None:
-    """Mean minus and plus spread at the same steps; None where they are not told together."""
+    """Return mean - spread and mean + spread; None when the two are not recorded at the same steps."""
     if mean.steps != spread.steps:
         return None
     pairs = [(mean.values[at], spread.values[at]) for at in kept]
@@ -114,26 +120,26 @@ def _spread(mean: Series, spread: Series, kept: Sequence[int]) -> tuple[list[flo
 
 
 def thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[int]:
-    """Places of at most `most` values: all, or the least and the largest of equal stretches, and both ends."""
+    """Return indices of at most `most` values: all, or both ends and the extremes of stretches of equal length."""
     count = len(values)
     if count <= most:
         return list(range(count))
     stretches = most // 2 - 1
     kept = {0, count - 1}
     for stretch in range(stretches):
-        places = range(stretch * count // stretches, (stretch + 1) * count // stretches)
-        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
+        indices = range(stretch * count // stretches, (stretch + 1) * count // stretches)
+        kept |= {min(indices, key=values.__getitem__), max(indices, key=values.__getitem__)}
     return sorted(kept)
 
 
 def rounded(value: float) -> float:
-    """To six digits, whole where it is whole."""
+    """Round to six digits; a whole number becomes an int."""
     short = float(f"{value:.{DIGITS}g}")
     return int(short) if short == int(short) and abs(short) < 1e15 else short
 
 
-def expert_maps(run: RunRecord, place: int) -> Iterator[Chart]:
-    """The tokens of every expert of every layer, over time, in the tables as they were told."""
+def expert_maps(run: RunRecord, run_index: int) -> Iterator[Chart]:
+    """Yield the charts of tokens by layer and expert over time, in the tables of the records."""
     for name, title in (
         ("moe/expert_load", "Load of the experts"),
         ("mtp/expert_load", "Load of the MTP experts"),
@@ -147,16 +153,16 @@ def expert_maps(run: RunRecord, place: int) -> Iterator[Chart]:
         yield {
             "kind": "experts",
             "title": title,
-            "note": "Tokens over the mean of the layer; a table counts those of the steps since the one before.",
-            "run": place,
+            "note": "Tokens of an expert over the mean of its layer; a table counts the steps since the table before.",
+            "run": run_index,
             "most": max(2.0, *(over_mean(row) for _, table in frames for row in table)),
             "steps": [step for step, _ in frames],
             "tables": [table for _, table in frames],
         }
 
 
-def layer_maps(run: RunRecord, place: int) -> Iterator[Chart]:
-    """Maps of layer x step of the metrics that every layer has."""
+def layer_maps(run: RunRecord, run_index: int) -> Iterator[Chart]:
+    """Yield maps of layer x step for the metrics of layers."""
     for pattern, (title, note) in LAYER_MAPS.items():
         before, after = pattern.split("NN")
         found = [
@@ -172,7 +178,7 @@ def layer_maps(run: RunRecord, place: int) -> Iterator[Chart]:
             "kind": "layers",
             "title": title,
             "note": note,
-            "run": place,
+            "run": run_index,
             "percent": pattern.endswith("fraction"),
             "least": 0 if pattern.endswith("fraction") else 1,
             "most": max(max(series.values) for _, series in found),
@@ -185,13 +191,13 @@ def layer_maps(run: RunRecord, place: int) -> Iterator[Chart]:
 
 
 def over_mean(row: Sequence[float]) -> float:
-    """The busiest expert of a layer over its mean; 0 of a dense layer."""
+    """Return tokens of the busiest expert over the mean of its layer; 0 for a dense layer."""
     total = sum(row)
     return max(row) * len(row) / total if total else 0.0
 
 
 def on_one_scale(maps: Sequence[Chart]) -> list[Chart]:
-    """Maps of one title beside each other, their colours from the same least to the same largest value."""
+    """Order maps by title, and give maps of one title the same range of colours."""
     titles = list(dict.fromkeys(chart["title"] for chart in maps))
     together = [chart for title in titles for chart in maps if chart["title"] == title]
     return [
@@ -201,7 +207,7 @@ def on_one_scale(maps: Sequence[Chart]) -> list[Chart]:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of `count` places, evenly spaced, both ends among them."""
+    """Return at most `most` of `count` indices, evenly spaced and including both ends."""
     if count <= most:
         return list(range(count))
     return sorted({round(at * (count - 1) / (most - 1)) for at in range(most)})
@@ -219,17 +225,17 @@ PHASES = {
     "eval": "evaluation",
     "checkpoint": "checkpoint",
 }
-"""time/<name>_s in the order of a step -> its name."""
+"""Phase of time/<phase>_s, in the order of a step -> its label."""
 OTHER = "other"
 ONCE = ("eval", "checkpoint")
-"""Phases between the steps."""
+"""Phases that lie between the steps."""
 
 
-def phase_chart(runs: Sequence[RunRecord], places: Sequence[int]) -> Chart | None:
-    """Mean seconds of a step (of a rollout batch, in RL) by phase; what is not timed is "other"."""
+def phase_chart(runs: Sequence[RunRecord], run_indices: Sequence[int]) -> Chart | None:
+    """Return the chart of mean seconds per step (per rollout batch, in RL) by phase; untimed work is "other"."""
     bars = [
-        {"run": place, "parts": parts}
-        for place, run in zip(places, runs, strict=True)
+        {"run": run_index, "parts": parts}
+        for run_index, run in zip(run_indices, runs, strict=True)
         if (parts := phase_seconds(run))
     ]
     if not bars:
@@ -238,14 +244,14 @@ def phase_chart(runs: Sequence[RunRecord], places: Sequence[int]) -> Chart | Non
     return {
         "kind": "stack",
         "title": f"Time of a {unit}, by phase",
-        "note": f"Mean seconds a {unit}; evaluations and saves are spread over all of them.",
+        "note": f"Mean seconds per {unit}; evaluations and saves are spread over all of them.",
         "phases": [*PHASES.values(), OTHER],
         "bars": bars,
     }
 
 
 def phase_seconds(run: RunRecord) -> list[tuple[str, float]]:
-    """Names and mean seconds of the phases, in the order of a step."""
+    """Return labels and mean seconds of the phases, in the order of a step."""
     is_rl = run.stage == "rl"
     whole = run.series("rl/step_s" if is_rl else "train/step_s")
     units = run.series("rl/rollouts").values[-1:] if is_rl else [run.last_step]
@@ -265,30 +271,30 @@ def phase_seconds(run: RunRecord) -> list[tuple[str, float]]:
 
 
 def accuracy_chart(runs: Sequence[RunRecord]) -> Chart | None:
-    """Share of right answers to held-out prompts, a bar a run; None where no run was evaluated."""
+    """Return the chart of accuracy on held-out prompts, one bar per run; None when no run was evaluated."""
     bars = [
-        {"run": place, "value": rounded(last), "before": _at_start(run)}
-        for place, run in enumerate(runs)
+        {"run": run_index, "value": rounded(last), "before": _at_start(run)}
+        for run_index, run in enumerate(runs)
         if (last := held_out(run)) is not None
     ]
     if not bars:
         return None
-    note = "Chance that one answer is right. By mcore-rl eval where it was kept, else the run's own last evaluation."
+    note = "Chance that one answer is correct, from evaluation.json (mcore-rl eval), else the run's last evaluation."
     if any(bar["before"] is not None for bar in bars):
         note += " A line marks the run's start."
-    return {"kind": "bars", "title": "Right answers to held-out prompts, by run", "note": note, "bars": bars}
+    return {"kind": "bars", "title": "Accuracy on held-out prompts, by run", "note": note, "bars": bars}
 
 
 def held_out(run: RunRecord) -> float | None:
-    """Of the evaluation kept in the run's folder, which is alike for runs of all stages, else of its own last one."""
+    """Return the accuracy of evaluation.json, which is comparable between stages, else of the run's last evaluation."""
     kept: Mapping[str, Any] = run.evaluation
-    if SOLVED in kept:
-        return float(kept[SOLVED])
-    return next(reversed(run.series(SOLVED).values), None)
+    if ACCURACY in kept:
+        return float(kept[ACCURACY])
+    return next(reversed(run.series(ACCURACY).values), None)
 
 
 def _at_start(run: RunRecord) -> float | None:
-    """What the run's own evaluation told before its first step; None beside one of other prompts."""
-    series = run.series(SOLVED)
-    is_comparable = SOLVED not in run.evaluation and len(series) and series.steps[0] == 0
+    """Return the accuracy of the run before its first step; None beside evaluation.json, which has other prompts."""
+    series = run.series(ACCURACY)
+    is_comparable = ACCURACY not in run.evaluation and len(series) and series.steps[0] == 0
     return rounded(series.values[0]) if is_comparable else None

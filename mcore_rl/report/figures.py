@@ -1,4 +1,4 @@
-"""What is drawn of which metrics, and in which order: a page's figures as a table."""
+"""Table of the figures of a page: which metrics they draw, and in which order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,34 +8,34 @@ Style = Literal["solid", "dash", "dots"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A metric in a figure. A name with `*` stands for all that fit, each a line of its own."""
+    """A metric in a figure; a name with `*` stands for all metrics that match, each a line of its own."""
 
     metric: str
     label: str = ""
     style: Style = "solid"
     spread: str = ""
-    """Metric that is added and subtracted: a band around the line."""
+    """Metric that is added and subtracted, as a band around the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Lines over steps, of all runs of a stage; left out where no run has them."""
+    """Lines over steps, for all runs of a stage; the figure is left out when no run has them."""
 
     title: str
     lines: tuple[Line, ...]
     zero: bool = False
-    """The axis reaches down to 0."""
+    """Whether the axis reaches down to 0."""
     if_any: bool = False
-    """Left out, too, where everything is 0."""
+    """Whether the figure is also left out when all values are 0."""
     smooth: bool = True
-    """Drawn as a mean over neighbours, where the reader likes that; false: every value counts, or none is noisy."""
+    """Whether the reader's choice of smoothing applies; false where every value matters or none is noisy."""
     note: str = ""
-    """Below the title; empty: what METRICS says of the first metric."""
+    """Text below the title; empty: the text of the first metric in METRICS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The space between two metrics."""
+    """A figure of the area between two metrics."""
 
     title: str
     low: str
@@ -45,12 +45,12 @@ class Band:
 
 LEARNING: tuple[Figure | Band, ...] = (
     Figure(
-        "Right answers, held-out prompts",
+        "Accuracy, held-out prompts",
         (Line("eval/accuracy", "one answer"), Line("eval/pass_at_*", "pass@{}", "dash")),
         zero=True,
     ),
     Figure("Reward", (Line("reward/mean", spread="reward/group_std"),)),
-    Figure("Right answers, training prompts", (Line("reward/accuracy"),), zero=True),
+    Figure("Accuracy, training prompts", (Line("reward/accuracy"),), zero=True),
     Figure(
         "Parts of the reward",
         (Line("reward/part/*", "{}"),),
@@ -83,19 +83,19 @@ LEARNING: tuple[Figure | Band, ...] = (
         ),
         zero=True,
         if_any=True,
-        note="Sequences with such a token.",
+        note="Sequences with a token whose ratio was clipped.",
     ),
     Figure("Ratio to the old policy, mean", (Line("policy/ratio_mean"),)),
     Figure("Ratio to the old policy, variance", (Line("policy/ratio_variance"),), zero=True),
     Band(
-        "Log ratio, least to largest",
+        "Log ratio, smallest to largest",
         "policy/log_ratio_min",
         "policy/log_ratio_max",
-        "Of policy to old policy: the token that lost most, and the one that gained most.",
+        "Log of policy / old policy for the token that lost most and the one that gained most.",
     ),
     Figure("Policy loss", (Line("policy/loss"),)),
     Figure("Gradient norm", (Line("train/grad_norm"),), zero=True),
-    Figure("Learning rate", (Line("train/lr"),), zero=True, smooth=False, note="Of each step."),
+    Figure("Learning rate", (Line("train/lr"),), zero=True, smooth=False, note="Learning rate of each step."),
     Figure(
         "Length of completions",
         (
@@ -109,10 +109,14 @@ LEARNING: tuple[Figure | Band, ...] = (
     ),
     Figure("Groups without signal", (Line("reward/groups_without_signal_fraction"),), zero=True, if_any=True),
     Figure(
-        "KL from engine to trainer", (Line("rollout/mismatch_kl_nats"),), zero=True, if_any=True, smooth=False
+        "Rollout-training mismatch (KL)",
+        (Line("rollout/mismatch_kl_nats"),),
+        zero=True,
+        if_any=True,
+        smooth=False,
     ),
     Figure(
-        "Largest difference of engine's logprobs",
+        "Rollout-training mismatch (largest difference of logprobs)",
         (Line("rollout/mismatch_max"),),
         zero=True,
         if_any=True,
@@ -122,12 +126,12 @@ LEARNING: tuple[Figure | Band, ...] = (
 
 EXPERTS: tuple[Figure | Band, ...] = (
     Figure("Busiest expert over the mean", (Line("moe/load_max_over_mean"),)),
-    Figure("Evenness of the load (entropy, 1 is even)", (Line("moe/load_entropy"),)),
+    Figure("Entropy of the load (1 is even)", (Line("moe/load_entropy"),)),
     Figure("Balance loss (1 is even)", (Line("moe/aux_loss"),), if_any=True),
     Figure("Router z-loss", (Line("moe/z_loss"),), if_any=True),
     Figure("Dropped choices", (Line("moe/dropped_fraction"),), zero=True, if_any=True, smooth=False),
     Figure(
-        "Routes that changed since the rollout",
+        "Routes that differ from the replayed ones",
         (
             Line("routes/changed_fraction", "routes"),
             Line("routes/changed_tokens_fraction", "tokens", "dash"),
@@ -136,14 +140,14 @@ EXPERTS: tuple[Figure | Band, ...] = (
     ),
     Figure("Gate mass on changed routes", (Line("routes/gate_mass_moved"),), zero=True),
     Figure(
-        "Routes unlike the engine's",
+        "Routes that differ from the engine's",
         (
             Line("rollout_routes/changed_fraction", "routes"),
             Line("rollout_routes/changed_tokens_fraction", "tokens", "dash"),
         ),
         zero=True,
     ),
-    Figure("Routes held for replay", (Line("routes/cached_bytes"),), zero=True, if_any=True, smooth=False),
+    Figure("Routes stored for replay", (Line("routes/cached_bytes"),), zero=True, if_any=True, smooth=False),
 )
 
 SPEED: tuple[Figure | Band, ...] = (
@@ -185,15 +189,15 @@ SPEED: tuple[Figure | Band, ...] = (
 LAYER_MAPS: dict[str, tuple[str, str]] = {
     "moe/layer_NN/load_max_over_mean": (
         "Busiest expert by layer",
-        "Tokens of the layer's busiest expert over its mean expert, at every step that was told.",
+        "Tokens of the layer's busiest expert over its mean expert, at every recorded step.",
     ),
     "routes/layer_NN/changed_fraction": (
-        "Routes changed, by layer",
-        "Share of a layer's routes (token, slot) that are not those of the rollout's policy.",
+        "Routes that differ from the replayed ones, by layer",
+        "Fraction of a layer's routes (token, slot) that differ from those of the old policy.",
     ),
     "rollout_routes/layer_NN/changed_fraction": (
-        "Routes unlike the engine's, by layer",
-        "Share of a layer's routes (token, slot) that are not those of the rollout engine.",
+        "Routes that differ from the engine's, by layer",
+        "Fraction of a layer's routes (token, slot) that differ from those of the rollout engine.",
     ),
 }
-"""Metrics of layers that are drawn as a map of layer x step: name -> title, note."""
+"""Metrics of layers that are drawn as a map of layer x step: name -> title and note."""

@@ -1,4 +1,4 @@
-"""What a run warned of: its own warnings, failures, counters that should be zero, and Python's warnings in its logs."""
+"""Warnings of a run: its own, failures, counters that should be 0, and Python's warnings in its logs."""
 
 import json
 import re
@@ -11,60 +11,61 @@ from mcore_rl.report.runs import RunRecord
 
 PYTHON_WARNING = re.compile(r"^(?P<place>\S+:\d+): (?P<kind>\w*Warning): (?P<text>.*)$")
 MAX_LOG_BYTES = 20 << 20
-"""Of each log: what comes later is not searched."""
+"""Size of the part of each log that is searched, from its beginning."""
 COUNTERS = {
-    "train/skipped_steps": "steps were skipped: their gradient was not finite",
-    "reward/errors": "scores failed (rl.reward.error_value was given)",
-    "routes/unknown_tokens": "tokens were routed live: no routes came for them",
-    "rollout_routes/unknown_tokens": "tokens came without the engine's routes",
+    "train/skipped_steps": "steps were skipped because their gradient was not finite",
+    "reward/errors": "scores failed and became rl.reward.error_value",
+    "routes/unknown_tokens": "tokens were routed live because the engine returned no routes for them",
+    "rollout_routes/unknown_tokens": "tokens have no routes of the engine to compare with",
 }
-"""Metrics that should stay 0. The first is a total, the others are of each record."""
+"""Metrics that should stay 0. The first counts since the run's start, the others since the record before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One thing that a run warned of."""
+    """One warning of a run."""
 
     level: str
-    """error, warning or note."""
+    """Severity: error, warning or note."""
     text: str
     detail: str = ""
 
 
 def notices(run: RunRecord) -> list[Notice]:
-    """The gravest first."""
+    """Return the warnings of a run, the most severe first."""
     order = ("error", "warning", "note")
     found = [*_failures(run), *_state(run), *_events(run), *_counters(run), *_python_warnings(run)]
     return sorted(found, key=lambda notice: order.index(notice.level))
 
 
 def _failures(run: RunRecord) -> Iterator[Notice]:
-    """Attempts that ended with an error, as the launcher noted it."""
+    """Yield an error for each attempt whose launcher recorded a failure."""
     for path in sorted((run.path / "logs").glob("*/failure.json")):
         try:
             rank, status, text = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         except ValueError:
-            continue  # The launcher was ended while it wrote: there is nothing to tell.
+            continue  # The launcher was killed while it wrote: the file holds nothing.
         yield Notice(
             "error", f"attempt {path.parent.name}: rank {rank} failed with status {status}", str(text)
         )
 
 
 def _state(run: RunRecord) -> Iterator[Notice]:
+    """Yield a warning for a run that is not done, and for losses that are not finite."""
     steps = run.config.get("train", {}).get("steps")
     if not run.done:
-        yield Notice("warning", f"not done: the last step told of is {run.last_step} of {steps}")
+        yield Notice("warning", f"not done: the last step recorded is {run.last_step} of {steps}")
     for name in run.names():
         if name == "train/loss_nats" or name.startswith("policy/"):
-            odd = sum(isinstance(record.get(name), str) for record in run.records)
-            if odd:
-                yield Notice("warning", f"{name} was not finite in {odd} records")
+            num_odd = sum(isinstance(record.get(name), str) for record in run.records)
+            if num_odd:
+                yield Notice("warning", f"{name} was not finite in {num_odd} records")
 
 
 def _events(run: RunRecord) -> Iterator[Notice]:
-    """What the run called a warning; the same words are told once."""
-    told = Counter(event.text for event in run.events if event.text.startswith("warning: "))
-    for text, times in told.items():
+    """Yield the warnings in the run's log; equal ones are counted."""
+    counts = Counter(event.text for event in run.events if event.text.startswith("warning: "))
+    for text, times in counts.items():
         yield Notice("warning", text.removeprefix("warning: ") + (f" ({times} times)" if times > 1 else ""))
 
 
@@ -77,10 +78,10 @@ def _counters(run: RunRecord) -> Iterator[Notice]:
 
 
 def _python_warnings(run: RunRecord) -> Iterator[Notice]:
-    told: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for path in sorted((run.path / "logs").glob("*/*.log")):
-        told.update(_warnings_in(path))
-    for (kind, text), times in told.items():
+        counts.update(_warnings_in(path))
+    for (kind, text), times in counts.items():
         yield Notice("note", f"{kind}: {text}" + (f" ({times} times, in all logs)" if times > 1 else ""))
 
 

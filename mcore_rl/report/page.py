@@ -1,4 +1,4 @@
-"""The page: everything inside one file, nothing fetched, and no text of a run that could become markup or a script."""
+"""Rendering of the page: one file that fetches nothing, and in which no text of a run can become markup or a script."""
 
 import base64
 import hashlib
@@ -14,20 +14,20 @@ from markupsafe import Markup
 
 from mcore_rl import __version__
 from mcore_rl.files import write_atomically
-from mcore_rl.report import charts, facts
+from mcore_rl.report import charts, summary
 from mcore_rl.report.charts import Chart
 from mcore_rl.report.figures import EXPERTS, LEARNING, SPEED
 from mcore_rl.report.notices import Notice, notices
 from mcore_rl.report.runs import STAGES, RunRecord, Stage, read_runs
-from mcore_rl.report.samples import Sampled, before_and_after
+from mcore_rl.report.samples import SampledStep, before_and_after
 
 SCRIPTS = ("base.js", "lines.js", "maps.js", "bars.js", "page.js")
 NUM_COLOURS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Charts under one heading; numbers index the page's list of charts."""
+class ChartGroup:
+    """Charts under one heading, by their index in the page's list of charts."""
 
     title: str
     charts: list[int]
@@ -35,47 +35,47 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """One section of the page."""
+    """Section of the page for one stage."""
 
     stage: Stage
     title: str
-    groups: list[Group]
+    groups: list[ChartGroup]
     differences: list[tuple[str, list[str]]]
-    places: list[int]
+    run_indices: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class RunView:
     """One run on the page."""
 
-    place: int
+    run_index: int
     run: RunRecord
-    headline: facts.Headline
+    headline: summary.Headline
     tagline: str
-    provenance: list[facts.Fact]
+    provenance: list[summary.Detail]
     notices: list[Notice]
-    samples: list[Sampled]
+    samples: list[SampledStep]
     config: str
 
     @property
     def colour(self) -> int:
-        """Of the runs' colours; they come round again."""
-        return self.place % NUM_COLOURS
+        """Index of the run's colour; colours repeat."""
+        return self.run_index % NUM_COLOURS
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[Notice]:
-    """The page of these runs at `output`, all of it at once; what the runs warned of."""
+    """Write the page of some runs to `output`, atomically, and return their warnings."""
     runs = read_runs(run_dirs)
-    views = [_view(place, run) for place, run in enumerate(runs)]
+    views = [_view(run_index, run) for run_index, run in enumerate(runs)]
     write_atomically(output, rendered(views).encode(errors="replace"))
     return [notice for view in views for notice in view.notices]
 
 
 def rendered(views: Sequence[RunView]) -> str:
-    """The HTML."""
+    """Return the HTML of the page."""
     runs = [view.run for view in views]
     drawn: list[Chart] = []
-    overview = _numbered(drawn, filter(None, [charts.accuracy_chart(runs)]))
+    overview = _appended(drawn, filter(None, [charts.accuracy_chart(runs)]))
     stages = [view for stage in STAGES if (view := _stage(stage, runs, drawn))]
     script = "\n".join(_asset(name) for name in SCRIPTS)
     style = _asset("report.css")
@@ -98,7 +98,7 @@ def rendered(views: Sequence[RunView]) -> str:
         overview=overview,
         stages=stages,
         charts=drawn,
-        numbers=facts.numbers(runs),
+        numbers=summary.numbers(runs),
         policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}",
         style=Markup(style),
         script=Markup(script),
@@ -106,13 +106,13 @@ def rendered(views: Sequence[RunView]) -> str:
     )
 
 
-def _view(place: int, run: RunRecord) -> RunView:
+def _view(run_index: int, run: RunRecord) -> RunView:
     return RunView(
-        place=place,
+        run_index=run_index,
         run=run,
-        headline=facts.headline(run),
-        tagline=facts.tagline(run),
-        provenance=facts.provenance(run),
+        headline=summary.headline(run),
+        tagline=summary.tagline(run),
+        provenance=summary.provenance(run),
         notices=notices(run),
         samples=before_and_after(run.path),
         config=(run.path / "config.toml").read_text(encoding="utf-8"),
@@ -120,46 +120,46 @@ def _view(place: int, run: RunRecord) -> RunView:
 
 
 def _stage(stage: Stage, runs: Sequence[RunRecord], drawn: list[Chart]) -> StageView | None:
-    places = [place for place, run in enumerate(runs) if run.stage == stage]
-    if not places:
+    run_indices = [run_index for run_index, run in enumerate(runs) if run.stage == stage]
+    if not run_indices:
         return None
-    own = [runs[place] for place in places]
+    own = [runs[run_index] for run_index in run_indices]
     groups = [
-        Group("Learning", _numbered(drawn, charts.line_charts(LEARNING, own, places))),
-        Group("Experts", _numbered(drawn, _expert_charts(own, places))),
-        Group("Speed and memory", _numbered(drawn, _speed_charts(own, places))),
+        ChartGroup("Learning", _appended(drawn, charts.line_charts(LEARNING, own, run_indices))),
+        ChartGroup("Experts", _appended(drawn, _expert_charts(own, run_indices))),
+        ChartGroup("Speed and memory", _appended(drawn, _speed_charts(own, run_indices))),
     ]
     return StageView(
         stage=stage,
         title=STAGES[stage],
         groups=[group for group in groups if group.charts],
-        differences=facts.differences(own) if len(own) > 1 else [],
-        places=places,
+        differences=summary.differences(own) if len(own) > 1 else [],
+        run_indices=run_indices,
     )
 
 
-def _expert_charts(runs: Sequence[RunRecord], places: Sequence[int]) -> Iterator[Chart]:
-    numbered = list(zip(places, runs, strict=True))
-    yield from charts.on_one_scale([one for at, run in numbered for one in charts.expert_maps(run, at)])
-    yield from charts.on_one_scale([one for at, run in numbered for one in charts.layer_maps(run, at)])
-    yield from charts.line_charts(EXPERTS, runs, places)
+def _expert_charts(runs: Sequence[RunRecord], run_indices: Sequence[int]) -> Iterator[Chart]:
+    indexed = list(zip(run_indices, runs, strict=True))
+    yield from charts.on_one_scale([one for at, run in indexed for one in charts.expert_maps(run, at)])
+    yield from charts.on_one_scale([one for at, run in indexed for one in charts.layer_maps(run, at)])
+    yield from charts.line_charts(EXPERTS, runs, run_indices)
 
 
-def _speed_charts(runs: Sequence[RunRecord], places: Sequence[int]) -> Iterator[Chart]:
-    if chart := charts.phase_chart(runs, places):
+def _speed_charts(runs: Sequence[RunRecord], run_indices: Sequence[int]) -> Iterator[Chart]:
+    if chart := charts.phase_chart(runs, run_indices):
         yield chart
-    yield from charts.line_charts(SPEED, runs, places)
+    yield from charts.line_charts(SPEED, runs, run_indices)
 
 
-def _numbered(drawn: list[Chart], new: Iterator[Chart]) -> list[int]:
-    """Adds `new` to `drawn`; their numbers."""
+def _appended(drawn: list[Chart], new: Iterator[Chart]) -> list[int]:
+    """Append `new` to `drawn` and return their indices."""
     before = len(drawn)
     drawn += new
     return list(range(before, len(drawn)))
 
 
 def script_safe(data: object) -> str:
-    """JSON in which no character can end a script or start markup."""
+    """Return JSON in which no character can end a script or start markup."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -171,6 +171,6 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a browser compares an inline script or style with before it uses it."""
+    """Return the hash with which a browser compares an inline script or style before it uses it."""
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"

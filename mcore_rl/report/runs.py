@@ -1,4 +1,4 @@
-"""A run as a report needs it, read from its folder; nothing is written there."""
+"""Reading of a run from its folder, for the report; nothing is written there."""
 
 import json
 import math
@@ -22,21 +22,21 @@ STAGES: dict[Stage, str] = {
     "rl": "Reinforcement learning",
 }
 EVALUATION = "evaluation.json"
-"""What `mcore-rl eval` printed of the run's checkpoint, if somebody kept it in the run's folder."""
+"""File in a run's folder for the output of `mcore-rl eval`, which a user may put there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """What the run said in words."""
+class RunEvent:
+    """A message in the log of a run."""
 
     step: int
     text: str
-    facts: Mapping[str, object]
+    fields: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over a run, where it is finite: steps, seconds since the run's first record, values."""
+    """Finite values of one metric over a run, with their steps and seconds since the run's first record."""
 
     steps: list[int]
     seconds: list[float]
@@ -48,29 +48,29 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """All that is known of one run."""
+    """Everything that the report needs to know about a run."""
 
     path: Path
     name: str
-    """Short, and unlike that of every other run of the report."""
+    """Short name, unique in the report."""
     stage: Stage
     config: Mapping[str, Any]
     records: Sequence[Mapping[str, Any]]
-    """Of metrics.jsonl, without events."""
-    events: Sequence[Event]
+    """Records of metrics.jsonl without events."""
+    events: Sequence[RunEvent]
     attempts: Sequence[RunAttempt]
     done: str
-    """The text of DONE; empty: not all steps are done."""
+    """Text of DONE; empty while steps remain."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def last_step(self) -> int:
-        """That was told of."""
+        """Last step that has a record."""
         return max((int(record["step"]) for record in self.records), default=0)
 
     @property
     def seconds(self) -> float:
-        """From the first record to the last, without the pauses between two attempts."""
+        """Seconds from the first record to the last, without the pauses between attempts."""
         times = [float(record["time"]) for record in self.records]
         starts = {_first_at_or_after(times, attempt) for attempt in self.attempts[1:]}
         return sum(
@@ -79,7 +79,7 @@ class RunRecord:
 
     @property
     def label(self) -> str:
-        """The stage and, of reinforcement learning, objective and replay."""
+        """Name of the stage; for reinforcement learning, its objective and replay."""
         if self.stage != "rl":
             return STAGES[self.stage]
         kind = self.config["rl"].get("loss", {}).get("kind", "")
@@ -89,7 +89,7 @@ class RunRecord:
         )
 
     def series(self, name: str) -> Series:
-        """Of a scalar metric; empty where there is none."""
+        """Return the series of a scalar metric, empty when the run does not have it."""
         start = float(self.records[0]["time"]) if self.records else 0.0
         points = [
             (int(record["step"]), float(record["time"]) - start, float(record[name]))
@@ -99,19 +99,19 @@ class RunRecord:
         return Series([p[0] for p in points], [p[1] for p in points], [p[2] for p in points])
 
     def names(self) -> list[str]:
-        """Of all metrics that the run told, sorted."""
+        """Return the names of all metrics of the run, sorted."""
         return sorted({name for record in self.records for name in record} - {"step", "time"})
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The runs in the order of their stages; DataError where a folder is none of a run."""
+    """Return the runs in the order of their stages; DataError for a folder that is not a run."""
     names = short_names(paths)
     runs = [read_run(path, name) for path, name in zip(paths, names, strict=True)]
     return sorted(runs, key=lambda run: list(STAGES).index(run.stage))
 
 
 def read_run(path: Path, name: str) -> RunRecord:
-    """One run."""
+    """Return the run in a folder."""
     config_path = path / "config.toml"
     if not config_path.exists():
         raise DataError(
@@ -134,7 +134,7 @@ def read_run(path: Path, name: str) -> RunRecord:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell it from the others; DataError for a path given twice."""
+    """Return the last parts of each path, as many as make it unique; DataError for a path given twice."""
     resolved = [path.resolve() for path in paths]
     if len(set(resolved)) < len(resolved):
         twice = next(path for path in resolved if resolved.count(path) > 1)
@@ -152,15 +152,15 @@ def _stage(config: Mapping[str, Any]) -> Stage:
     return "sft" if "chat_template" in config.get("data", {}) else "pretrain"
 
 
-def _events(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+def _events(records: Sequence[Mapping[str, Any]]) -> Iterator[RunEvent]:
     for record in records:
         if "event" in record:
-            facts = {key: value for key, value in record.items() if key not in ("step", "time", "event")}
-            yield Event(int(record["step"]), str(record["event"]), facts)
+            fields = {key: value for key, value in record.items() if key not in ("step", "time", "event")}
+            yield RunEvent(int(record["step"]), str(record["event"]), fields)
 
 
 def _evaluation(path: Path) -> dict[str, Any]:
-    """The last line that is a JSON object; `mcore-rl eval` prints one."""
+    """Return the last line that is a JSON object: `mcore-rl eval` prints one."""
     if not path.exists():
         return {}
     found: dict[str, Any] = {}

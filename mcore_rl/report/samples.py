@@ -1,4 +1,4 @@
-"""Completions of a run before and after, with their rewards."""
+"""Sampled completions at the start and the end of a run, with their rewards."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ MAX_GROUPS, MAX_COMPLETIONS, MAX_CHARACTERS = 4, 8, 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer."""
+class SampledCompletion:
+    """One completion with its reward."""
 
     text: str
     reward: float
@@ -21,29 +21,29 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """A prompt with its completions, the best first."""
+    """A prompt with its completions, best first."""
 
     prompt: str
     answer: str
-    completions: tuple[Completion, ...]
+    completions: tuple[SampledCompletion, ...]
 
     @property
     def mean(self) -> float:
-        """Of the rewards of those that are shown."""
+        """Mean reward of the completions that are shown."""
         return sum(one.reward for one in self.completions) / len(self.completions)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """What was sampled at a step: some prompts, and the mean reward of all of them."""
+class SampledStep:
+    """Samples of one step: some prompts, and the mean reward of all of them."""
 
     step: int
     mean: float
     groups: tuple[SampleGroup, ...]
 
 
-def before_and_after(run_dir: Path) -> list[Sampled]:
-    """The first and the last samples of a run; of the same prompts where there are such."""
+def before_and_after(run_dir: Path) -> list[SampledStep]:
+    """Return the first and the last samples of a run, for the same prompts where there are such."""
     files = sorted((run_dir / "samples").glob("step_*.jsonl"))
     chosen = [files[0], files[-1]] if len(files) > 1 else files
     read = [table for path in chosen if (table := _read(path))]
@@ -54,7 +54,7 @@ def before_and_after(run_dir: Path) -> list[Sampled]:
 
 
 def _read(path: Path) -> dict[str, list[Mapping[str, Any]]]:
-    """Problem -> its samples, in the order of the file; lines that are torn are left out."""
+    """Return problem -> samples in the order of the file; torn lines are left out."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -65,17 +65,17 @@ def _read(path: Path) -> dict[str, list[Mapping[str, Any]]]:
     return groups
 
 
-def _sampled(table: Mapping[str, Sequence[Mapping[str, Any]]], common: Sequence[str]) -> Sampled:
+def _sampled(table: Mapping[str, Sequence[Mapping[str, Any]]], common: Sequence[str]) -> SampledStep:
     every = [sample for samples in table.values() for sample in samples]
     shown = list(common or table)[:MAX_GROUPS]
     mean = sum(float(sample["reward"]) for sample in every) / len(every)
-    return Sampled(int(every[0]["step"]), mean, tuple(_group(table[problem]) for problem in shown))
+    return SampledStep(int(every[0]["step"]), mean, tuple(_group(table[problem]) for problem in shown))
 
 
 def _group(samples: Sequence[Mapping[str, Any]]) -> SampleGroup:
     best_first = sorted(samples, key=lambda sample: -float(sample["reward"]))
     completions = tuple(
-        Completion(
+        SampledCompletion(
             text=shortened(str(sample["completion"])),
             reward=float(sample["reward"]),
             tokens=int(sample["tokens"]),
@@ -88,6 +88,6 @@ def _group(samples: Sequence[Mapping[str, Any]]) -> SampleGroup:
 
 
 def shortened(text: str) -> str:
-    """At most MAX_CHARACTERS, and how many are left out."""
+    """Return at most MAX_CHARACTERS of a text, and the number of characters left out."""
     left_out = len(text) - MAX_CHARACTERS
     return text if left_out <= 0 else f"{text[:MAX_CHARACTERS]} … ({left_out} characters more)"

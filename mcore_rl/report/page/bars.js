@@ -1,9 +1,9 @@
-// Bars: one a run, whole or in parts.
+// Bars: one for each run, whole or in parts.
 
 const BAR_HEIGHT = 26;
 const BAR_GAP = 22;
 
-/** Seconds of a step by phase, a bar a run, all on one scale. */
+/** Draws the seconds of a step by phase, one bar for each run, all on one scale. */
 function drawStack(figure, chart) {
   const plot = figure.querySelector(".plot");
   const bars = chart.bars.filter((bar) => !VIEW.hidden.has(bar.run));
@@ -49,7 +49,7 @@ function phaseColour(chart, name) {
   return `var(--phase${chart.phases.indexOf(name)})`;
 }
 
-/** A share of 1 for every run, as long as it is large; a mark where the run started. */
+/** Draws a fraction for every run as a bar, and a mark at the run's first value. */
 function drawBars(figure, chart) {
   const plot = figure.querySelector(".plot");
   const bars = chart.bars.filter((bar) => !VIEW.hidden.has(bar.run));

@@ -1,11 +1,11 @@
 "use strict";
-// What all kinds of charts share: elements, ticks, numbers in words, colours, and what the reader has chosen.
+// Shared by all kinds of charts: elements, ticks, formatted numbers, colours, and the reader's choices.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const VIEW = { axis: "x", smooth: true, hidden: new Set() };
 const SVG = "http://www.w3.org/2000/svg";
 
-/** A new SVG element inside `parent`. */
+/** Adds an SVG element to `parent`. */
 function svg(parent, name, attributes = {}, text = "") {
   const element = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
@@ -14,7 +14,7 @@ function svg(parent, name, attributes = {}, text = "") {
   return element;
 }
 
-/** A new HTML element inside `parent`; its text is never markup. */
+/** Adds an HTML element to `parent`; its text is never markup. */
 function html(parent, name, className = "", text = "") {
   const element = document.createElement(name);
   if (className) element.className = className;
@@ -27,7 +27,7 @@ function runClass(run) {
   return `c${DATA.runs[run].colour}`;
 }
 
-/** About `wanted` round numbers from `low` to `high`. */
+/** Returns about `wanted` round numbers from `low` to `high`. */
 function ticks(low, high, wanted) {
   const rough = (high - low) / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -37,14 +37,14 @@ function ticks(low, high, wanted) {
   return found;
 }
 
-/** Ticks of a metric: round numbers of bytes are others. */
+/** Returns the ticks of a metric; bytes are round in powers of 2. */
 function unitTicks(low, high, wanted, unit) {
   if (unit !== "bytes") return ticks(low, high, wanted);
   const base = 1024 ** Math.floor(Math.log2(Math.max(1, high)) / 10);
   return ticks(low / base, high / base, wanted).map((value) => value * base);
 }
 
-/** A number with its unit, as short as it can be read. */
+/** Formats a number with its unit. */
 function words(value, unit, percent) {
   if (value === null || value === undefined) return "–";
   if (percent) return `${trim(100 * value, 3)} %`;
@@ -69,13 +69,13 @@ function bytes(value) {
   return `${trim(value / 1024 ** power, 3)} ${units[power]}`;
 }
 
-/** Seconds in a unit that suits the longest of them: [how many a unit, its name]. */
+/** Returns the unit that suits the longest of some times: [seconds in it, its name]. */
 function clock(longest) {
   if (longest >= 7200) return [3600, "hours"];
   return longest >= 120 ? [60, "minutes"] : [1, "seconds"];
 }
 
-/** A colour of the style sheet as [red, green, blue]. */
+/** Returns a colour of the style sheet as [red, green, blue]. */
 function colour(name) {
   const text = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   return [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
@@ -85,7 +85,7 @@ function mixed(from, to, share) {
   return from.map((part, at) => Math.round(part + (to[at] - part) * share));
 }
 
-/** A box that follows the pointer; `rows` are [class of the colour, label, value]. */
+/** Makes a box that follows the pointer; `rows` are [class of the colour, label, value]. */
 function tip(plot) {
   const box = html(plot, "div", "tip");
   box.hidden = true;

@@ -1,4 +1,4 @@
-// Lines over steps or time, with bands, dots, a legend that tells the last values, and all values under the pointer.
+// Lines over steps or time, with bands, dots, a legend with the last values, and all values under the pointer.
 
 const HEIGHT = 210;
 const RAW_IS_ENOUGH = 30;
@@ -15,7 +15,7 @@ function drawLines(figure, chart) {
   followPointer(plot, frame, chart, shown, labels);
 }
 
-/** What tells the series of a chart apart: run, label, or both. */
+/** Returns what distinguishes the series of a chart: run, label, or both. */
 function lineLabels(chart) {
   const runs = new Set(chart.series.map((series) => series.run));
   const kinds = new Set(chart.series.map((series) => series.label));
@@ -28,9 +28,9 @@ function lineLabels(chart) {
 }
 
 function lastWords(series, chart) {
-  const say = (value) => words(value, chart.unit, chart.percent);
-  if (series.y.length) return say(series.y[series.y.length - 1]);
-  return `${say(series.low[series.low.length - 1])} … ${say(series.high[series.high.length - 1])}`;
+  const format = (value) => words(value, chart.unit, chart.percent);
+  if (series.y.length) return format(series.y[series.y.length - 1]);
+  return `${format(series.low[series.low.length - 1])} … ${format(series.high[series.high.length - 1])}`;
 }
 
 function drawLegend(legend, chart, shown, labels) {
@@ -48,7 +48,7 @@ function drawLegend(legend, chart, shown, labels) {
   }
 }
 
-/** Scales, grid and ticks of a chart that fits the width of its place. */
+/** Draws scales, grid and ticks of a chart as wide as its box. */
 function lineFrame(plot, chart, shown) {
   const width = Math.max(220, plot.clientWidth);
   const xs = shown.flatMap((series) => series[VIEW.axis]);
@@ -146,7 +146,7 @@ function nearest(sorted, value) {
 function followPointer(plot, frame, chart, shown, labels) {
   const box = tip(plot);
   const cursor = svg(frame.root, "path", { class: "cursor", d: "" });
-  const say = (value) => words(value, chart.unit, chart.percent);
+  const format = (value) => words(value, chart.unit, chart.percent);
   frame.root.addEventListener("pointermove", (event) => {
     const bounds = frame.root.getBoundingClientRect();
     const pointed = event.clientX - bounds.left;
@@ -161,8 +161,8 @@ function followPointer(plot, frame, chart, shown, labels) {
     const here = found.filter((one) => Math.abs(frame.x(one.x) - frame.x(closest.x)) < frame.inner.width * 0.03);
     cursor.setAttribute("d", `M${frame.x(closest.x)} ${frame.margin.top}v${frame.inner.height}`);
     const rows = here.map(({ series, at }) => {
-      const range = series.low ? `${say(series.low[at])} … ${say(series.high[at])}` : "";
-      const value = series.y.length ? say(series.y[at]) + (range ? ` (${range})` : "") : range;
+      const range = series.low ? `${format(series.low[at])} … ${format(series.high[at])}` : "";
+      const value = series.y.length ? format(series.y[at]) + (range ? ` (${range})` : "") : range;
       return [runClass(series.run), labels.get(series), value];
     });
     const step = closest.series.x[closest.at];

@@ -2,7 +2,7 @@
 
 const MAP_LEFT = 44;
 
-/** Load of every expert over its layer's mean, with a slider over the tables. */
+/** Draws the load of every expert over its layer's mean, with a slider over the tables. */
 function drawExperts(figure, chart) {
   const plot = figure.querySelector(".plot");
   const at = Math.min(Number(figure.dataset.at ?? chart.tables.length - 1), chart.tables.length - 1);
@@ -76,7 +76,7 @@ function slider(figure, chart, at, show) {
   return line;
 }
 
-/** A metric of every layer over the steps. */
+/** Draws a metric of every layer over the steps. */
 function drawLayers(figure, chart) {
   const plot = figure.querySelector(".plot");
   plot.replaceChildren();
@@ -100,7 +100,7 @@ function drawLayers(figure, chart) {
   scaleBar(plot, ends, shade);
 }
 
-/** Cells of `rows` on a canvas with the names of rows and columns; values are told under the pointer. */
+/** Draws the cells of `rows` on a canvas with the names of rows and columns, and the value under the pointer. */
 function paintMap(plot, canvas, rows, shade, { labels, xName, xLabels, box, label }) {
   const columns = Math.max(...rows.map((row) => row.length));
   const width = Math.max(200, plot.clientWidth);
@@ -151,7 +151,7 @@ function nameCells(pen, { labels, xName, xLabels, columns, cell, rowHeight, widt
   pen.fillText(xName, MAP_LEFT + (width - MAP_LEFT) / 2, height - 7);
 }
 
-/** What the colours mean: a strip of them, with words below its ends (and its middle). */
+/** Draws the scale of colours as a strip, with labels below its ends (and its middle). */
 function scaleBar(plot, names, shade) {
   const bar = html(plot, "div", "scale");
   const canvas = html(bar, "canvas");

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import DataError
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.report import charts, facts
+from mcore_rl.report import charts, summary
 from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
 from mcore_rl.report.notices import notices
 from mcore_rl.report.page import script_safe, write_report
@@ -104,8 +104,8 @@ def test_phases_of_a_step_sum_to_its_time(runs):
 
 def test_runs_come_by_stage_and_the_table_tells_first_and_last(runs):
     assert [run.label for run in runs] == ["Pretraining", "Fine-tuning", "GSPO", "GRPO"]
-    table = dict(facts.numbers(runs))
-    assert table["right on held-out prompts"] == ["", "", "11.0 % → 50.0 %", "11.0 % → 50.0 %"]
+    table = dict(summary.numbers(runs))
+    assert table["accuracy on held-out prompts"] == ["", "", "11.0 % → 50.0 %", "11.0 % → 50.0 %"]
     _, losses = told(runs[0], "train/loss_nats")
     assert table["loss"][0] == f"{losses[0]:.4g} → {losses[-1]:.4g}"
     speeds = told(runs[0], "train/tokens_per_s_per_rank")[1]
@@ -113,14 +113,14 @@ def test_runs_come_by_stage_and_the_table_tells_first_and_last(runs):
 
 
 def test_only_what_differs_between_the_configs_is_told(runs):
-    assert facts.differences(runs[2:]) == [("rl.loss.kind", ['"gspo"', '"grpo"'])]
+    assert summary.differences(runs[2:]) == [("rl.loss.kind", ['"gspo"', '"grpo"'])]
 
 
 def test_what_was_run_is_told_with_the_command_a_user_gives(runs):
-    told = {fact.name: fact.value for fact in facts.provenance(runs[0])}
+    told = {fact.name: fact.value for fact in summary.provenance(runs[0])}
     assert told["mesh"] == "world 2" and "2 ranks on" in told["machine"] and "torch" in told["versions"]
     attempt = replace(runs[0].attempts[0], command=["python", "-m", "mcore_rl.run.pretrain", "a b.toml"])
-    assert facts.command_text(attempt) == "mcore-rl pretrain 'a b.toml'"
+    assert summary.command_text(attempt) == "mcore-rl pretrain 'a b.toml'"
 
 
 class Texts(HTMLParser):
@@ -199,10 +199,10 @@ def test_a_run_that_ended_badly_says_how(tmp_path):
     words = [f"{notice.level}: {notice.text} {notice.detail}".strip() for notice in notices(run)]
     assert words == [
         "error: attempt 0: rank 1 failed with status 137 out of memory",
-        "warning: not done: the last step told of is 7 of 6",
+        "warning: not done: the last step recorded is 7 of 6",
         "warning: train/loss_nats was not finite in 1 records",
         f"warning: a warning with {HOSTILE}",
-        "warning: 2 steps were skipped: their gradient was not finite (train/skipped_steps)",
+        "warning: 2 steps were skipped because their gradient was not finite (train/skipped_steps)",
         "note: UserWarning: mind this (2 times, in all logs)",
     ]
 
@@ -242,8 +242,10 @@ def test_an_evaluation_kept_beside_a_run_counts(tmp_path):
     )
     chart = charts.accuracy_chart(read_runs([run_dir]))
     assert chart["bars"] == [{"run": 0, "value": 0.25, "before": None}]
-    assert facts.headline(*read_runs([run_dir])).value == "25.0 %"
-    assert dict(facts.numbers(read_runs([run_dir])))["the same by mcore-rl eval"] == ["25.0 %, pass@4 50.0 %"]
+    assert summary.headline(*read_runs([run_dir])).value == "25.0 %"
+    assert dict(summary.numbers(read_runs([run_dir])))["the same by mcore-rl eval"] == [
+        "25.0 %, pass@4 50.0 %"
+    ]
     (run_dir / "evaluation.json").write_text("{torn")
     with pytest.raises(DataError, match="mcore-rl eval prints"):
         read_runs([run_dir])

@@ -1,4 +1,4 @@
-"""What was run, in words and a few numbers."""
+"""Summary of a run: its most important number, where it came from, and a table of numbers."""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ from mcore_rl.report.runs import RunRecord, Series
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
-    """A name and its value."""
+class Detail:
+    """A detail of a run: a name and its value."""
 
     name: str
     value: str
@@ -20,18 +20,18 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """The number that a run is judged by."""
+    """The most important number of a run."""
 
     value: str
     meaning: str
 
 
 def headline(run: RunRecord) -> Headline:
-    """Right answers to held-out prompts where there are any, else the loss."""
-    if told := _evaluated(run):
-        return Headline(told.partition(",")[0], "right on held-out prompts")
+    """Return the accuracy on held-out prompts where there is one, else the reward or the loss."""
+    if accuracy := _evaluated(run):
+        return Headline(accuracy.partition(",")[0], "accuracy on held-out prompts")
     for name, meaning, show in (
-        ("eval/accuracy", "right on held-out prompts", percent),
+        ("eval/accuracy", "accuracy on held-out prompts", percent),
         ("reward/mean", "reward", plain),
         ("eval/loss_nats", "held-out loss, nats a token", plain),
         ("train/loss_nats", "training loss, nats a token", plain),
@@ -45,32 +45,35 @@ def headline(run: RunRecord) -> Headline:
 
 
 def tagline(run: RunRecord) -> str:
-    """Steps, time and ranks."""
+    """Return steps, time and ranks as text."""
     ranks = f", {ranks_text(run.attempts[-1])}" if run.attempts else ""
     return f"{run.last_step} steps in {duration(run.seconds)}{ranks}"
 
 
-def provenance(run: RunRecord) -> list[Fact]:
-    """Folder, state, and what the last start of the run was."""
-    facts = [Fact("folder", str(run.path)), Fact("state", run.done or f"not done, at step {run.last_step}")]
+def provenance(run: RunRecord) -> list[Detail]:
+    """Return folder and state of a run, and command, code and machine of its last start."""
+    details = [
+        Detail("folder", str(run.path)),
+        Detail("state", run.done or f"not done, at step {run.last_step}"),
+    ]
     if not run.attempts:
         described = next(
             (event.text for event in run.events if "megatron-core" in event.text), "not recorded"
         )
         return [
-            *facts,
-            Fact("machine and versions", described),
-            Fact("mesh", mesh_text(run.config.get("mesh", {}))),
+            *details,
+            Detail("machine and versions", described),
+            Detail("mesh", mesh_text(run.config.get("mesh", {}))),
         ]
     last = run.attempts[-1]
     return [
-        *facts,
-        Fact("command", command_text(last)),
-        Fact("commit", last.commit or "not known: the code is not in a git repository"),
-        Fact("machine", machine_text(last)),
-        Fact("mesh", mesh_text(last.mesh)),
-        Fact("versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
-        Fact("starts", "; ".join(f"{one.started} from step {one.step}" for one in run.attempts)),
+        *details,
+        Detail("command", command_text(last)),
+        Detail("commit", last.commit or "not known: the code is not in a git repository"),
+        Detail("machine", machine_text(last)),
+        Detail("mesh", mesh_text(last.mesh)),
+        Detail("versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())),
+        Detail("starts", "; ".join(f"{one.started} from step {one.step}" for one in run.attempts)),
     ]
 
 
@@ -83,23 +86,23 @@ def command_text(attempt: RunAttempt) -> str:
 
 
 def machine_text(attempt: RunAttempt) -> str:
-    """Ranks, device, cores and memory."""
+    """Return ranks, device, cores and memory as text."""
     machine = attempt.machine
     host = f"{machine['cores']} cores, {size(float(machine['memory_bytes']))} of memory"
     return f"{ranks_text(attempt)} on {machine['device']}; host: {host}"
 
 
 def ranks_text(attempt: RunAttempt) -> str:
-    """How many."""
+    """Return the number of ranks as text."""
     ranks = attempt.machine["ranks"]
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def mesh_text(mesh: Mapping[str, Any]) -> str:
-    """The axes that are not 1."""
+    """Return the dimensions that are not 1 as text."""
     sizes = {name: mesh[name] for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "world") if name in mesh}
-    told = [f"{name} {number}" for name, number in sizes.items() if number != 1 or name == "world"]
-    return ", ".join(told) or "one rank"
+    sizes_text = [f"{name} {number}" for name, number in sizes.items() if number != 1 or name == "world"]
+    return ", ".join(sizes_text) or "one rank"
 
 
 NUMBERS: dict[str, Callable[[RunRecord], str]] = {
@@ -108,12 +111,12 @@ NUMBERS: dict[str, Callable[[RunRecord], str]] = {
     "tokens trained on": lambda run: count(_last(run, "train/consumed_tokens")),
     "loss": lambda run: _first_to_last(run, "train/loss_nats", plain),
     "held-out loss": lambda run: _first_to_last(run, "eval/loss_nats", plain),
-    "right on held-out prompts": lambda run: _first_to_last(run, "eval/accuracy", percent),
+    "accuracy on held-out prompts": lambda run: _first_to_last(run, "eval/accuracy", percent),
     "the same by mcore-rl eval": lambda run: _evaluated(run),
     "reward": lambda run: _first_to_last(run, "reward/mean", plain),
     "entropy, nats": lambda run: _first_to_last(run, "policy/entropy_nats", plain),
     "KL to the old policy, largest": lambda run: _of(run.series("policy/kl_old_nats"), max, plain),
-    "routes changed, mean": lambda run: _of(run.series("routes/changed_fraction"), mean, percent),
+    "routes that differ, mean": lambda run: _of(run.series("routes/changed_fraction"), mean, percent),
     "busiest expert over mean": lambda run: _first_to_last(run, "moe/load_max_over_mean", plain),
     "tokens / s / rank, median": lambda run: _of(run.series("train/tokens_per_s_per_rank"), median, count),
     "MFU, median": lambda run: _of(run.series("train/mfu"), median, percent),
@@ -123,13 +126,13 @@ NUMBERS: dict[str, Callable[[RunRecord], str]] = {
 
 
 def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Rows of a table with a column a run; a row that no run has is left out."""
+    """Return rows of a table with one column per run; a row that no run has is left out."""
     rows = [(name, [show(run) for run in runs]) for name, show in NUMBERS.items()]
     return [(name, cells) for name, cells in rows if any(cells)]
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Fields of the configs that are not the same in all runs, with each run's value."""
+    """Return the fields of the configs that differ between runs, with the value of each run."""
     flat = [dict(_flat(run.config)) for run in runs]
     keys = sorted({key for one in flat for key in one} - {"run_dir"})
     rows = [(key, [one.get(key, "") for one in flat]) for key in keys]
@@ -145,11 +148,11 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _evaluated(run: RunRecord) -> str:
-    """Of evaluation.json: right answers, and prompts of which one of k answers is right."""
+    """Return accuracy and pass@k of evaluation.json as text."""
     kept = run.evaluation
-    told = [percent(float(kept["eval/accuracy"]))] if "eval/accuracy" in kept else []
+    shares = [percent(float(kept["eval/accuracy"]))] if "eval/accuracy" in kept else []
     chances = {int(key.rpartition("_")[2]): kept[key] for key in kept if key.startswith("eval/pass_at_")}
-    return ", ".join([*told, *(f"pass@{k} {percent(float(chances[k]))}" for k in sorted(chances)[-1:])])
+    return ", ".join([*shares, *(f"pass@{k} {percent(float(chances[k]))}" for k in sorted(chances)[-1:])])
 
 
 def _last(run: RunRecord, name: str) -> float | None:
@@ -167,27 +170,27 @@ def _of(series: Series, reduce: Callable[[list[float]], float], show: Callable[[
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean."""
+    """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 
 def median(values: Sequence[float]) -> float:
-    """The lower one of an even number."""
+    """Return the median; the lower of the two middle values when their number is even."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def plain(value: float) -> str:
-    """Four significant digits, without an exponent where it is readable."""
+    """Format a number with four significant digits, without an exponent below 1e5."""
     return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
 
 
 def percent(value: float) -> str:
-    """0.1234 -> 12.3 %."""
+    """Format a fraction: 0.1234 -> 12.3 %."""
     return f"{100 * value:.1f} %"
 
 
 def count(value: float | None) -> str:
-    """1234567 -> 1.23 M; None -> nothing."""
+    """Format a count: 1234567 -> 1.23 M, None -> an empty text."""
     if value is None:
         return ""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -197,7 +200,7 @@ def count(value: float | None) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in binary units."""
+    """Format a number of bytes in binary units."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
             return f"{num_bytes / 1024**power:.3g} {unit}"
@@ -205,7 +208,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3 h 20 min, 2 min 5 s, 12 s."""
+    """Format a duration: 3 h 20 min, 2 min 5 s, 12 s."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
