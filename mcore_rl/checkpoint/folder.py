@@ -1,7 +1,7 @@
-"""The names and the law of checkpoint folders: which count, which is the newest, and how one comes and goes.
+"""Names and life of checkpoint folders: which are complete, which is the newest, how one is published and deleted.
 
 `<folder>/iter_0000100` is a checkpoint as Megatron-LM names it. It is written as `writing_*`, gets its marker last and
-is then renamed, so that every `iter_*` was complete once; what a killed run leaves under other names is cleaned away.
+is then renamed, so that every `iter_*` was complete once. A killed run leaves other names only, which are cleaned up.
 """
 
 import json
@@ -18,7 +18,7 @@ from mcore_rl.files import move_into_place, write_atomically
 
 MARKER = "checkpoint.json"
 METADATA, COMMON = ".metadata", "common.pt"
-"""What is where, as torch writes it; what is the same on all ranks."""
+"""Torch's file of what is where; Megatron's file of the state that is the same on all ranks."""
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING = "writing_", "deleting_"
 NAME = re.compile(r"iter_(\d+)")
@@ -26,42 +26,42 @@ NAME = re.compile(r"iter_(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marker:
-    """What `checkpoint.json` says; a folder that has none is not complete."""
+    """Content of `checkpoint.json`; a folder without one is not complete."""
 
     step: int
     time: str
-    """When it was complete, ISO 8601."""
+    """Time at which it was complete, ISO 8601."""
     world_size: int
     mesh: dict[str, int]
-    """The mesh that wrote it: sizes by axis."""
+    """Sizes, by axis, of the mesh that wrote it."""
     model: dict[str, Any]
     """The model's config."""
     megatron: str
     """Version of Megatron-Core."""
     files: dict[str, int]
-    """Bytes of every other file."""
+    """Number of bytes of every other file, by name."""
     metadata_crc32: str = ""
-    """Of METADATA, in hexadecimal; "": not known. All other files have checksums inside."""
+    """CRC-32 of METADATA in hexadecimal; empty: unknown. All other files have checksums inside."""
 
     @property
     def total_bytes(self) -> int:
-        """Of the whole checkpoint."""
+        """Number of bytes of the whole checkpoint."""
         return sum(self.files.values())
 
 
 def path_of_step(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, or would be."""
+    """Return the path that the checkpoint of `step` has, or would have."""
     return folder / f"iter_{step:07d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a checkpoint's name; None for other names."""
+    """Return the step in a checkpoint's name; None for other names."""
     match = NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Every `iter_*` folder, complete or not, the oldest step first."""
+    """Return every `iter_*` folder, complete or not, in the order of their steps."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if path.is_dir() and step_of(path) is not None]
@@ -69,12 +69,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def complete_in(folder: Path) -> list[Path]:
-    """The checkpoints that `check` accepts, the oldest step first."""
+    """Return the checkpoints that `check` accepts, in the order of their steps."""
     return [path for path in checkpoints_in(folder) if _fault(path) is None]
 
 
 def check(path: Path) -> Marker:
-    """The marker of a complete checkpoint; CheckpointError saying what is wrong and which other one is complete."""
+    """Return the marker of a complete checkpoint; a CheckpointError names the fault and another complete checkpoint."""
     fault = _fault(path)
     if fault is not None:
         raise CheckpointError(f"{path} {fault}. {others(path)}")
@@ -82,26 +82,26 @@ def check(path: Path) -> Marker:
 
 
 def others(path: Path) -> str:
-    """A sentence on the last complete checkpoint beside `path`, for the messages of errors."""
+    """Return a sentence on the last complete checkpoint beside `path`, for the messages of errors."""
     complete = [other for other in complete_in(path.parent) if other != path]
     if not complete:
         return f"There is no other complete checkpoint in {path.parent}"
     return (
-        f"The last complete one is {complete[-1]}: to go on from it, move {path.name} away, or name it in "
+        f"The last complete one is {complete[-1]}: to resume from it, move {path.name} away, or name it in "
         "checkpoint.load of a new run"
     )
 
 
 def write_marker(path: Path, marker: Marker) -> None:
-    """The last file of a checkpoint, and with it on the disk everything before."""
+    """Write the last file of a checkpoint, which makes it complete; all others must be on the disk before."""
     write_atomically(path / MARKER, json.dumps(asdict(marker), indent=1) + "\n")
 
 
 def publish(written: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, and make it the one that `latest` points to."""
+    """Give a complete checkpoint its name, and make it the one that LATEST names."""
     if final.exists():
-        # The same step once more, after a restart from an older checkpoint.
-        move_into_place(final, set_aside(final))
+        # A restart from an older checkpoint has come to the same step once more.
+        set_aside(final)
     move_into_place(written, final)
     write_atomically(final.parent / LATEST, f"{step_of(final)}\n")
 
@@ -109,24 +109,20 @@ def publish(written: Path, final: Path) -> None:
 def superseded(folder: Path, keep: int | Literal["all"]) -> list[Path]:
     """Rename all complete checkpoints but the newest `keep`, and return the renamed folders, which may be deleted."""
     complete = [path for path in checkpoints_in(folder) if (path / MARKER).exists()]
-    renamed = []
-    for path in [] if keep == "all" else complete[:-keep]:
-        aside = set_aside(path)
-        move_into_place(path, aside)
-        renamed.append(aside)
+    renamed = [set_aside(path) for path in ([] if keep == "all" else complete[:-keep])]
     return renamed + [
         path for path in folder.iterdir() if path.name.startswith(DELETING) and path not in renamed
     ]
 
 
 def delete(paths: Sequence[Path]) -> None:
-    """Delete folders that no name leads to any more."""
+    """Delete folders that were renamed for it (see set_aside)."""
     for path in paths:
         shutil.rmtree(path)
 
 
 def clean(folder: Path) -> list[str]:
-    """What killed runs left is put right, for the one writer of the folder; what was done, for the log."""
+    """Finish or remove what killed runs left, as the one writer of the folder; return what was done, for the log."""
     done = []
     for path in sorted(folder.iterdir()):
         if path.name.startswith(WRITING) and (path / MARKER).exists():
@@ -141,20 +137,21 @@ def clean(folder: Path) -> list[str]:
 
 
 def set_aside(path: Path) -> Path:
-    """A free name that says that `path` may be deleted."""
-    number = 0
-    while (aside := path.with_name(f"{DELETING}{path.name}_{number}")).exists():
-        number += 1
+    """Rename a folder that is to be deleted, and return its new path: a killed deletion leaves no half checkpoint."""
+    index = 0
+    while (aside := path.with_name(f"{DELETING}{path.name}_{index}")).exists():
+        index += 1
+    move_into_place(path, aside)
     return aside
 
 
 def crc32_of(file: Path) -> str:
-    """The CRC-32 of a small file, in hexadecimal."""
+    """Return the CRC-32 of a small file, in hexadecimal."""
     return f"{zlib.crc32(file.read_bytes()):08x}"
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint of ours, as the end of a sentence; None: complete."""
+    """Return the fault of a checkpoint that this program wrote, as the end of a sentence; None: it is complete."""
     if not path.is_dir():
         return "is not there"
     if not (path / MARKER).is_file():

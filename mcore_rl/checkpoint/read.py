@@ -1,4 +1,4 @@
-"""Reading a sharded state on any mesh, after what is stored was compared with what is wanted."""
+"""Reading a sharded state on any mesh, after the stored names, shapes and checksums were compared with those wanted."""
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,39 +39,39 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
-OURS = "mcore_rl"
-"""Entry of the common state that only our checkpoints have."""
+OWN_ENTRY = "mcore_rl"
+"""Entry of the common state that only checkpoints of this program have."""
 OPTIMIZER = "optimizer."
-SHOWN = 3
-"""Differences that a message lists."""
+MAX_LISTED = 3
+"""Most differences that a message lists."""
 MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
-"""What torch and Megatron raise on files that are not what they should be."""
+"""Exceptions that torch and Megatron raise on damaged or foreign files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCheckpoint:
-    """What a checkpoint holds, as far as its files exist in full length."""
+    """Contents of a checkpoint whose files exist in full length."""
 
     path: Path
     marker: Marker | None
-    """None: written by Megatron-LM."""
+    """None: Megatron-LM wrote the checkpoint."""
     shapes: dict[str, tuple[int, ...]]
-    """Global shape of each tensor."""
+    """Global shape of each tensor, by key."""
     objects: frozenset[str]
-    """Keys of what is no tensor."""
+    """Keys of the objects that are no tensors."""
     parts: Mapping[str, Sequence[FileRange]]
-    """Where each of both is."""
+    """Parts of each tensor and object, by key."""
     verify_checksums: bool
-    """Whether tensors are to be compared with their checksums before they are read."""
+    """Whether `read` compares tensors with their checksums before it reads them."""
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether training can go on from it."""
+        """Whether training can resume from it with its optimizer state."""
         return self.marker is not None and any(name.startswith(OPTIMIZER) for name in self.shapes)
 
 
 def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
-    """Collective over the world: the checkpoint `path`, or the newest in the folder `path`; rank 0 looks.
+    """Collective over the world: find the checkpoint `path`, or the newest in the folder `path`, on rank 0.
 
     With `verify_checksums`, `read` will compare tensors with their checksums before it reads them.
     CheckpointError on all ranks when there is none, or it is not complete, damaged, or not Megatron's.
@@ -80,7 +80,7 @@ def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
 
 
 def read(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
-    """Collective over the world: `state` with its shards filled, and what is common to all ranks.
+    """Collective over the world: return `state` with its shards filled, and the entries common to all ranks.
 
     CheckpointError on all ranks before anything is read when names or shapes differ, when bytes are not those that
     were written, or when an object asks for a program.
@@ -103,20 +103,22 @@ def read(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh, model: Mod
     return loaded
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "model.") -> list[str]:
-    """`model.moe.num_experts is 16 there, 8 here` for each setting of two model configs that is not the same."""
+def setting_differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "model."
+) -> list[str]:
+    """Return `model.moe.num_experts is 16 there, 8 here` for each setting in which two model configs differ."""
     lines = []
     for name in sorted(there.keys() | here.keys()):
         theirs, ours = there.get(name), here.get(name)
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            lines += differences(theirs, ours, f"{prefix}{name}.")
+            lines += setting_differences(theirs, ours, f"{prefix}{name}.")
         elif ours != theirs:
             lines.append(f"{prefix}{name} is {theirs} there, {ours} here")
     return lines
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, the newest inside, or the newest of the run whose folder it is."""
+    """Return the checkpoint that `path` means: itself, the newest inside, or the newest of the run of that folder."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not there. {others(path)}")
     if (
@@ -137,8 +139,8 @@ def find_checkpoint(path: Path) -> Path:
 
 def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     path = find_checkpoint(path)
-    is_megatrons = not (path / MARKER).exists() and (path / "metadata.json").is_file()
-    marker = None if is_megatrons else check(path)
+    is_megatron_lm = not (path / MARKER).exists() and (path / "metadata.json").is_file()
+    marker = None if is_megatron_lm else check(path)
     if marker is not None and marker.metadata_crc32 not in ("", crc32_of(path / METADATA)):
         raise CheckpointError(
             f"{path / METADATA} is damaged: its bytes are not those that were written. {others(path)}"
@@ -146,7 +148,7 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     metadata = pickles.load_metadata(path)
     if (path / COMMON).is_file():
         pickles.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
-    if is_megatrons:
+    if is_megatron_lm:
         _check_lengths(path, metadata)
         _check_origin(path)
     entries = metadata.state_dict_metadata
@@ -162,7 +164,7 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
 
 
 def _parts(metadata: Metadata) -> dict[str, list[FileRange]]:
-    """Those of each key, but for compressed ones, which torch checks by itself."""
+    """Return the parts of each key, but for compressed ones, which torch checks by itself."""
     found: dict[str, list[FileRange]] = {}
     for index, info in (metadata.storage_data or {}).items():
         if not getattr(info, "transform_descriptors", None):
@@ -171,7 +173,7 @@ def _parts(metadata: Metadata) -> dict[str, list[FileRange]]:
 
 
 def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
-    """CheckpointError when an object that this rank will load asks for a foreign program: torch would run it."""
+    """Raise a CheckpointError when an object that this rank will load asks for another program, which torch would run."""
     keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
     for key in sorted(keys):
         for part in stored.parts.get(key, ()):
@@ -182,7 +184,8 @@ def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
 
 
 def _check_tensors(stored: StoredCheckpoint, keys: Collection[str]) -> None:
-    """CheckpointError when this rank's share of all ranks' parts is damaged."""
+    """Raise a CheckpointError when this rank's share of all ranks' parts is damaged."""
+    # The same order on all ranks, dealt out in turn: each part is read by one rank.
     every = sorted((part, key) for key in keys for part in stored.parts.get(key, ()))
     for part, key in every[dist.get_rank() :: dist.get_world_size()]:
         _check_part(stored.path, key, part)
@@ -203,14 +206,14 @@ def _check_part(path: Path, key: str, part: FileRange) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings about what Megatron calls in torch."""
+    """Silence the warnings about functions of torch that Megatron calls."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(torch\.distributed|megatron\.core\.dist_checkpointing)\b")
         yield
 
 
 def _check_origin(path: Path) -> None:
-    """CheckpointError when a folder without our marker is not of Megatron-LM, but of ours."""
+    """Raise a CheckpointError when a folder without a marker is an incomplete checkpoint of this program."""
     try:
         with _quiet():
             common = dist_checkpointing.load_common_state_dict(str(path))
@@ -219,12 +222,12 @@ def _check_origin(path: Path) -> None:
             f"{path}: what is common to all ranks cannot be read ({_reason(error)}): it is damaged, or of another "
             f"version of Megatron-Core than {megatron_version()}. {others(path)}"
         ) from error
-    if OURS in common:
+    if OWN_ENTRY in common:
         check(path)
 
 
 def _check_lengths(path: Path, metadata: Metadata) -> None:
-    """CheckpointError when a file is missing or ends before what `.metadata` says is in it."""
+    """Raise a CheckpointError when a file is missing, or ends before `.metadata` says."""
     ends: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -239,7 +242,7 @@ def _check_lengths(path: Path, metadata: Metadata) -> None:
 def _compare(
     stored: StoredCheckpoint, wanted: dict[str, Any], model: ModelConfig
 ) -> dict[str, tuple[int, ...]]:
-    """Collective over the world: the global shapes of all ranks' tensors, which are those that are stored."""
+    """Collective over the world: return the global shapes of all ranks' tensors; CheckpointError unless stored so."""
     shapes = {
         leaf.key: tuple(leaf.global_shape)
         for leaf in nested_values(wanted)
@@ -251,10 +254,12 @@ def _compare(
     problems = list(_problems(stored, all_shapes))
     if not problems:
         return all_shapes
-    shown = "; ".join(problems[:SHOWN]) + (
-        f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    shown = "; ".join(problems[:MAX_LISTED]) + (
+        f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     )
-    settings = differences(stored.marker.model, model.model_dump(mode="json")) if stored.marker else []
+    settings = (
+        setting_differences(stored.marker.model, model.model_dump(mode="json")) if stored.marker else []
+    )
     hint = f" Its settings: {'; '.join(settings)}." if settings else ""
     raise CheckpointError(
         f"{stored.path} is of another model: {shown}.{hint} Set the model as it was, or load another checkpoint"
@@ -274,7 +279,7 @@ def _problems(stored: StoredCheckpoint, wanted: Mapping[str, tuple[int, ...]]) -
 
 
 def _reason(error: BaseException) -> str:
-    """One line: of the first rank that failed, where torch has collected the ranks' errors."""
+    """Return one line: of the first rank that failed, where torch has collected the ranks' errors."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".splitlines()[0]

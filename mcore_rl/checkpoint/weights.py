@@ -1,4 +1,4 @@
-"""A model's weights to and from checkpoints: for other stages, evaluation, generation, conversion."""
+"""A model's weights to and from checkpoints, for other stages, evaluation, generation and conversion."""
 
 import shutil
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import nn
 
 from mcore_rl.checkpoint.folder import WRITING, path_of_step, publish
 from mcore_rl.checkpoint.megatron_lm import model_args
-from mcore_rl.checkpoint.read import OURS, StoredCheckpoint, inspect, read
+from mcore_rl.checkpoint.read import OWN_ENTRY, StoredCheckpoint, inspect, read
 from mcore_rl.checkpoint.write import ShardPlanner, finish, write_now
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
@@ -23,71 +23,70 @@ from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
 EXTRA_STATE = "_extra_state"
-"""What TransformerEngine's layers keep beside their weights (scales of fp8), and other layers leave empty."""
-
-
-LAYOUT = {
+"""Part of the keys of what TransformerEngine's layers save beside weights (fp8 scales), and others leave empty."""
+SHARDING_METADATA = {
     "singleton_local_shards": False,
     # Megatron's default cannot be saved any more, and `dp_reshardable` cannot be loaded on another mesh.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
-"""How Megatron is to lay a state out: the same on every mesh."""
+"""Megatron's switches for the layout of a state, which here is the same on every mesh."""
 
 
-def layout(mesh: Mesh) -> dict[str, Any]:
-    """The `metadata` argument of Megatron's `sharded_state_dict`."""
-    return LAYOUT | {"dp_cp_group": mesh.dp_cp.group}
+def sharding_metadata(mesh: Mesh) -> dict[str, Any]:
+    """Return the `metadata` argument of Megatron's `sharded_state_dict`."""
+    return SHARDING_METADATA | {"dp_cp_group": mesh.dp_cp.group}
 
 
 def weights_state(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[str, Any]:
-    """The chunks' weights and buffers as shards, under the names that Megatron-LM gives chunks."""
+    """Return the chunks' weights and buffers as shards, under the names that Megatron-LM gives chunks."""
     return {
-        name: unwrap(chunk).sharded_state_dict(metadata=layout(mesh))
+        name: unwrap(chunk).sharded_state_dict(metadata=sharding_metadata(mesh))
         for name, chunk in zip(_names(chunks), chunks, strict=True)
     }
 
 
-def common_state(model: ModelConfig, mesh: Mesh, step: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """What is the same on all ranks: what Megatron-LM looks for when it loads a checkpoint, and our own entry."""
+def common_state(model: ModelConfig, mesh: Mesh, step: int, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that is the same on all ranks: what Megatron-LM looks for in a checkpoint, and OWN_ENTRY."""
     args = model_args(model)
     args.tensor_model_parallel_size = mesh.tp.size
     args.pipeline_model_parallel_size = mesh.pp.size
     args.world_size = mesh.world.size
     args.data_parallel_size = mesh.dp.size
     args.ckpt_format = "torch_dist"
-    args.no_save_rng = True  # ours are by rank and mesh, Megatron-LM's by tensor and pipeline rank
+    # Random states are saved here by rank and mesh; Megatron-LM would look for them by tensor and pipeline rank.
+    args.no_save_rng = True
     return {
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": step,
-        "content_metadata": dict(LAYOUT),
-        OURS: ours,
+        "content_metadata": dict(SHARDING_METADATA),
+        OWN_ENTRY: own,
     }
 
 
 def without_absent_extras(state: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
-    """`state` less the extra states that the checkpoint lacks: layers with and without them can be exchanged."""
+    """Return `state` without the extra states that the checkpoint lacks: other layers may have written it."""
 
     def is_there(leaf: Any) -> bool:
         extra = isinstance(leaf, ShardedObject) and EXTRA_STATE in leaf.key
         return not extra or leaf.unique_key in stored.objects
 
-    kept: dict[str, Any] = extract_matching_values(state, is_there)[0]
-    return kept
+    present: dict[str, Any] = extract_matching_values(state, is_there)[0]
+    return present
 
 
 @torch.no_grad()
 def put_weights(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
-    """Copy what `read` returned for `weights_state` into the chunks."""
+    """Copy into the chunks what `read` returned for `weights_state`."""
     for name, chunk in zip(_names(chunks), chunks, strict=True):
         missing, unexpected = unwrap(chunk).load_state_dict(loaded[name], strict=False)
         left = [key for key in (*missing, *unexpected) if EXTRA_STATE not in key]
-        assert not left, f"names were compared before, yet {left} do not fit"
+        assert not left, f"names were compared before, yet {left} are missing or unexpected"
 
 
 def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, folder: Path) -> Path:
-    """Collective over the world: a checkpoint of the weights alone, `folder/iter_0000000`; its path.
+    """Collective over the world: write a checkpoint of the weights alone and return its path, `folder/iter_0000000`.
 
     CheckpointError on all ranks when it cannot be written, or is there already.
     """
@@ -108,10 +107,10 @@ def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, fo
 def load_weights(
     chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, path: Path, *, verify_checksums: bool = True
 ) -> StoredCheckpoint:
-    """Collective over the world: the chunks' weights from a checkpoint written on any mesh, whatever else it holds.
+    """Collective over the world: fill the chunks from a checkpoint written on any mesh, whatever else it holds.
 
-    `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that keeps its own
-    copy of the weights must be told (`reload_model_params`).
+    `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that has its own
+    copy of the weights needs `reload_model_params` afterwards.
     """
     stored = inspect(path, verify_checksums=verify_checksums)
     state = without_absent_extras(weights_state(chunks, mesh), stored)
@@ -120,10 +119,12 @@ def load_weights(
 
 
 def _names(chunks: Sequence[nn.Module]) -> list[str]:
+    """Return the keys under which Megatron-LM has the chunks of a rank."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
 def _make_room(final: Path, writing: Path) -> None:
+    """Make an empty folder to write to; CheckpointError when the checkpoint is there already."""
     if final.exists():
         raise CheckpointError(f"{final} exists. Move it away, or save to another folder")
     with checkpoint_errors_explained(writing, "making"):

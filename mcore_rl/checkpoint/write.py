@@ -1,7 +1,7 @@
-"""Writing a sharded state: planned by all ranks together, written by each alone, finished by rank 0.
+"""Writing a sharded state: all ranks plan together, each writes alone, and rank 0 finishes.
 
-Megatron plans (which rank writes which part of which tensor). Its own `save` is not used beyond that: there an error
-that only rank 0 sees, such as a full disk under `common.pt` or `.metadata`, leaves the other ranks in a collective.
+Megatron plans which rank writes which part of which tensor. Its `save` is not used beyond that: an error on rank 0
+alone, such as a full disk under `common.pt` or `.metadata`, would leave the other ranks waiting in a collective.
 """
 
 import queue
@@ -41,27 +41,27 @@ FORMAT = CheckpointingConfig("torch_dist", 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenFiles:
-    """What one rank wrote."""
+    """The files that one rank wrote."""
 
     results: list[WriteResult]
     files: dict[str, int]
-    """Bytes by name."""
+    """Number of bytes of each file, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePlan:
-    """This rank's part of a save, on the host, and how to write it."""
+    """This rank's part of a save, in host memory, with the writer for it."""
 
     path: Path
     writer: FileSystemWriterAsync
     metadata: Metadata | None
-    """Of the whole checkpoint, on rank 0."""
+    """Metadata of the whole checkpoint; on rank 0 only."""
     buckets: list[Any]
     common: dict[str, Any] | None
-    """What is the same on all ranks, on rank 0."""
+    """State that is the same on all ranks; on rank 0 only."""
 
     def without_data(self) -> "SavePlan":
-        """What `finish` needs when another process writes: the copies of tensors go."""
+        """Return what `finish` needs when another process writes; the copies of tensors are dropped."""
         self.writer.write_buckets = None
         return replace(self, buckets=[], common=None)
 
@@ -85,7 +85,7 @@ class SavePlan:
 
 
 class ShardPlanner:
-    """Plans saves of one state, whose structure stays the same from save to save, over the data-parallel ranks."""
+    """Plans saves of one state, whose structure stays the same, and spreads them over the data-parallel ranks."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._strategy = _PlanOnly(FORMAT.sharded_backend, FORMAT.sharded_backend_version, thread_count=1)
@@ -95,10 +95,10 @@ class ShardPlanner:
         self._is_checked = False
 
     def plan(self, state: dict[str, Any], path: Path) -> SavePlan:
-        """Collective over the world: how to write `state` to the existing empty folder `path`.
+        """Collective over the world: plan to write `state` to the existing empty folder `path`.
 
-        Tensors on a GPU are copied to the host; those on the CPU are not, so writing in place of forking must come
-        before they change.
+        Tensors on a GPU are copied to the host. Those on the CPU are not: a write that does not fork must end before
+        they change.
         """
         shards, common = save_preprocess(state, validate_access_integrity=not self._is_checked)
         self._is_checked = True
@@ -115,9 +115,9 @@ class ShardPlanner:
 
 
 def finish(plan: SavePlan, written: WrittenFiles, mesh: Mesh, model: ModelConfig, step: int) -> Marker | None:
-    """Collective over the world: rank 0 adds what makes a checkpoint of the ranks' files, the marker last.
+    """Collective over the world: rank 0 adds metadata and, last, the marker to the files of all ranks.
 
-    The marker on rank 0; CheckpointError on all ranks when that fails.
+    Returns the marker on rank 0, None on the others. CheckpointError on all ranks when it fails.
     """
     gathered: list[Any] | None = [None] * mesh.world.size if mesh.world.rank == 0 else None
     dist.gather_object(written, gathered, dst=0)
@@ -125,12 +125,12 @@ def finish(plan: SavePlan, written: WrittenFiles, mesh: Mesh, model: ModelConfig
 
 
 def write_now(plan: SavePlan) -> WrittenFiles:
-    """Collective over the world: every rank writes; the first failure is raised on all."""
+    """Collective over the world: write on every rank; the first failure is raised on all."""
     return on_every_rank(plan.write)
 
 
 def describe_mesh(mesh: Mesh) -> dict[str, int]:
-    """The sizes that say whether two runs divide a model in the same way."""
+    """Return the sizes of the mesh's axes: two runs with the same sizes divide a model in the same way."""
     axes = {name: getattr(mesh, name).size for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
     return axes | {"vpp": mesh.config.vpp}
 
@@ -161,12 +161,12 @@ def _finish(
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
-    """Megatron's strategy up to where it would start to write."""
+    """Megatron's strategy up to the point at which it would start to write."""
 
     _planned: tuple[FileSystemWriterAsync, Metadata | None]
 
     def planned(self) -> tuple[FileSystemWriterAsync, Metadata | None]:
-        """What the last `async_save` came to; rank 0 has the metadata."""
+        """Return the writer of the last `async_save`, and the metadata on rank 0."""
         return self._planned
 
     def _get_save_and_finalize_callbacks(self, writer: Any, plan: Any, *_: Any) -> AsyncRequest:
@@ -175,15 +175,15 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 
 def _write_bucket(transforms: list[Any], bucket: Any, path: Path) -> list[WriteResult]:
-    """One file, on the disk when this returns."""
-    # Megatron's function is meant for a process of its own, whence the queues.
+    """Write one file, which is on the disk when this returns."""
+    # Megatron calls this function in a process of its own: it answers by a queue, and counts its work in another.
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     running: queue.Queue[int] = queue.Queue()
     running.put(0)
     FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, results, running, use_fsync=True)
     _, outcome = results.get()
     if isinstance(outcome, Exception):
-        # Torch's file format fails on its own account once the file has failed: the file's error is what helps.
+        # Torch's archive writer raises an error of its own after the file's: the file's is the one that helps.
         reason: BaseException | None = outcome
         while reason is not None and not isinstance(reason, OSError):
             reason = reason.__context__

@@ -9,11 +9,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from mcore_rl.checkpoint.read import OURS, StoredCheckpoint, read
+from mcore_rl.checkpoint.read import OWN_ENTRY, StoredCheckpoint, read
 from mcore_rl.checkpoint.weights import (
     common_state,
-    layout,
     put_weights,
+    sharding_metadata,
     weights_state,
     without_absent_extras,
 )
@@ -45,7 +45,9 @@ def full_state(state: TrainState) -> dict[str, Any]:
     _initialize_optimizer(state)
     weights = weights_state(state.chunks, state.mesh)
     # Megatron's optimizer adds to the dict that it is given.
-    moments = state.optimizer.sharded_state_dict(dict(weights), is_loading=False, metadata=layout(state.mesh))
+    moments = state.optimizer.sharded_state_dict(
+        dict(weights), is_loading=False, metadata=sharding_metadata(state.mesh)
+    )
     ours = {"progress": asdict(state.progress), "device": state.platform.device.type}
     common = common_state(state.config.model, state.mesh, state.progress.step, ours)
     common["args"].consumed_train_samples = state.progress.consumed_samples
@@ -66,15 +68,15 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
     wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
     wanted["optimizer"] = state.optimizer.sharded_state_dict(
-        dict(wanted), is_loading=True, metadata=layout(state.mesh)
+        dict(wanted), is_loading=True, metadata=sharding_metadata(state.mesh)
     )
     if is_same_mesh:
         wanted["random_states"] = _random_shard(state, None)
     loaded = read(wanted, stored, state.mesh, state.config.model)
     put_weights(state.chunks, loaded)
     _put_optimizer(state, loaded)
-    state.progress = Progress(**loaded[OURS]["progress"])
-    there = loaded[OURS]["device"]
+    state.progress = Progress(**loaded[OWN_ENTRY]["progress"])
+    there = loaded[OWN_ENTRY]["device"]
     if is_same_mesh and there == state.platform.device.type:
         restore_random_states(loaded["random_states"])
         return []

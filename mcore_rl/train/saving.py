@@ -20,7 +20,7 @@ from mcore_rl.checkpoint.folder import (
     publish,
     superseded,
 )
-from mcore_rl.checkpoint.read import differences, inspect
+from mcore_rl.checkpoint.read import inspect, setting_differences
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
 from mcore_rl.errors import CheckpointError
@@ -165,7 +165,7 @@ class Checkpoints:
         self._lines += load_full_state(self._state, stored)
         self._lines += [
             f"not as in the checkpoint: {line}"
-            for line in differences(stored.marker.model, config.model.model_dump(mode="json"))
+            for line in setting_differences(stored.marker.model, config.model.model_dump(mode="json"))
         ]
         self._saved_step = self._state.progress.step if own else None
         self._lines.append(f"resumed from {stored.path}, step {self._state.progress.step}")

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.checkpoint.weights import layout
+from mcore_rl.checkpoint.weights import sharding_metadata
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.norm import RMSNorm
@@ -124,7 +124,7 @@ def wrapped(model: Layers) -> tuple[Any, Any]:
 def shards(
     model: Any, optimizer: Any, mesh: Mesh, is_singleton: bool
 ) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    metadata = layout(mesh) | {"singleton_local_shards": is_singleton}
+    metadata = sharding_metadata(mesh) | {"singleton_local_shards": is_singleton}
     weights = model.module.sharded_state_dict(metadata=metadata)
     state = {
         "model": weights,
@@ -198,7 +198,7 @@ def saved_biases(kind: str, is_singleton: bool) -> set[tuple[Any, ...]]:
     """On a rank: name, place and shape of the whole of everything that experts with biases save."""
     mesh = build_mesh(MeshConfig())
     seed_ranks(1)
-    metadata = layout(mesh) | {"singleton_local_shards": is_singleton}
+    metadata = sharding_metadata(mesh) | {"singleton_local_shards": is_singleton}
     state = made(kind, NUM_EXPERTS, small_config(add_bias_linear=True), mesh).sharded_state_dict(
         "experts.", (), metadata
     )

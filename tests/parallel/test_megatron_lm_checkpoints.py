@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.weights import layout, load_weights
+from mcore_rl.checkpoint.weights import load_weights, sharding_metadata
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.convert.copying.copier import convert
@@ -36,7 +36,7 @@ def written_by_megatron(config: PretrainConfig, source: Path, folder: Path, sing
     load_weights(state.chunks, state.mesh, config.model, source)
     state.optimizer.reload_model_params()
     ours = full_state(state)
-    metadata = layout(state.mesh) | {"singleton_local_shards": singletons}
+    metadata = sharding_metadata(state.mesh) | {"singleton_local_shards": singletons}
     args = Namespace(
         num_layers=config.model.num_layers,
         params_dtype=torch.float32,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.read import differences
+from mcore_rl.checkpoint.read import setting_differences
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.hf.folder import read_json
@@ -126,7 +126,7 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
 
 def disagreements(there: ModelConfig, here: ModelConfig) -> list[str]:
     """Return a line for each setting by which the same weights would compute something else."""
-    return differences(_meaning(there), _meaning(here))
+    return setting_differences(_meaning(there), _meaning(here))
 
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
