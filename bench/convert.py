@@ -67,14 +67,14 @@ def make(folder: Path, size: int) -> int:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 2**15 - 2**9, (64 << 20,), dtype=torch.int16, generator=generator)
     groups: list[dict[str, tuple[int, ...]]] = [{}]
-    held = 0
+    filled = 0
     for name, shape in shapes.items():
         count = 2 * torch.Size(shape).numel()
-        if held + count > SHARD_BYTES and groups[-1]:
+        if filled + count > SHARD_BYTES and groups[-1]:
             groups.append({})
-            held = 0
+            filled = 0
         groups[-1][name] = shape
-        held += count
+        filled += count
     index: dict[str, str] = {}
     position = 0
     for number, group in enumerate(groups, 1):
@@ -97,7 +97,7 @@ def make(folder: Path, size: int) -> int:
 
 
 def copy_file(pair: tuple[Path, Path]) -> None:
-    """As `cp` does it, and on the disk."""
+    """Copy as `cp` does, until the bytes are on the disk."""
     subprocess.run(["cp", "--reflink=never", *map(str, pair)], check=True)
     descriptor = os.open(pair[1], os.O_RDONLY)
     os.fsync(descriptor)
@@ -144,7 +144,7 @@ def run(folder: Path, size: int, workers: int) -> dict[str, object]:
     """All measurements, with the load of the machine, which both sides of a ratio may not have had alike."""
     settings = CopySettings(workers=workers)
     source, checkpoint, back = folder / "hf", folder / "ckpt", folder / "back"
-    # In a process of its own: workers are forked, and what this one had held would count as theirs.
+    # In a process of its own: workers are forked, and the memory of this one would count as theirs.
     with ProcessPoolExecutor(1) as pool:
         count = pool.submit(make, source, size).result()
     copy_s = copied(source, folder / "copy", workers)
@@ -152,14 +152,14 @@ def run(folder: Path, size: int, workers: int) -> dict[str, object]:
     to_megatron = measured(
         "import", lambda: plan_import(source, checkpoint, ImportOptions(), settings), source, settings, folder
     )
-    made = checkpoint / "iter_0000000"
+    imported = checkpoint / "iter_0000000"
     shutil.rmtree(source)
-    again_s = copied(made, folder / "copy", workers)
+    again_s = copied(imported, folder / "copy", workers)
     shutil.rmtree(folder / "copy")
     to_hf = measured(
-        "export", lambda: plan_export(made, back, ExportOptions(), settings), made, settings, folder
+        "export", lambda: plan_export(imported, back, ExportOptions(), settings), imported, settings, folder
     )
-    first = json.loads((made / MANIFEST).read_text())["sources"]["tensors"]
+    first = json.loads((imported / MANIFEST).read_text())["sources"]["tensors"]
     last = {
         name: entry["crc32"] for name, entry in json.loads((back / MANIFEST).read_text())["tensors"].items()
     }

@@ -28,7 +28,7 @@ def quiet() -> ByteProgress:
 
 
 def write_hf(folder: Path, config: dict[str, Any], tensors: Tensors, shards: int = 1) -> Path:
-    """A Hugging Face folder, with a tokenizer that is none."""
+    """Write a Hugging Face folder, whose tokenizer is a placeholder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=3))
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -47,7 +47,7 @@ def write_hf(folder: Path, config: dict[str, Any], tensors: Tensors, shards: int
 
 
 def saved(case: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """The model of `oracle(case)` as published checkpoints are: expert biases in fp32, three shards."""
+    """Write the model of `oracle(case)` as published checkpoints are: expert biases in fp32, three shards."""
     theirs = oracle(case, **changes)
     tensors = {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
@@ -57,7 +57,7 @@ def saved(case: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
 
 
 def with_mtp() -> tuple[dict[str, Any], Tensors]:
-    """config.json and tensors of a deepseek_v3 with an MTP layer, as it is published."""
+    """Return config.json and tensors of a deepseek_v3 with an MTP layer, as it is published."""
     theirs = oracle("deepseek_v3")
     last = {name: t for name, t in theirs.tensors.items() if name.startswith("model.layers.2.")}
     mtp = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in last.items()}
@@ -79,7 +79,7 @@ def read_hf(folder: Path) -> Tensors:
 
 
 def read_dist(path: Path) -> Tensors:
-    """All tensors of a checkpoint, by torch's own reader."""
+    """Return all tensors of a checkpoint, read by torch."""
     reader = FileSystemReader(str(path))
     entries = reader.read_metadata().state_dict_metadata
     state: dict[str, Tensor] = {
@@ -92,14 +92,14 @@ def read_dist(path: Path) -> Tensors:
 
 
 def imported(source: Path, folder: Path, settings: CopySettings = ONE_FILE, **options: Any) -> Path:
-    """The checkpoint."""
+    """Import a folder and return the checkpoint."""
     options.setdefault("vocab_multiple", 16)
     with quiet() as progress:
         return convert(plan_import(source, folder, ImportOptions(**options), settings), settings, progress)
 
 
 def exported(source: Path, folder: Path, settings: CopySettings = ONE_FILE, **options: Any) -> Path:
-    """The Hugging Face folder."""
+    """Export a checkpoint and return the Hugging Face folder."""
     with quiet() as progress:
         return convert(plan_export(source, folder, ExportOptions(**options), settings), settings, progress)
 
@@ -117,7 +117,7 @@ def assert_same(ours: Tensors, theirs: Tensors) -> None:
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    """Every file but the one that tells the time."""
+    """Return every file but the marker, which has the time."""
     return {
         str(file.relative_to(folder)): file.read_bytes()
         for file in sorted(folder.rglob("*"))

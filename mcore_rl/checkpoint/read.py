@@ -173,7 +173,7 @@ def _parts(metadata: Metadata) -> dict[str, list[FileRange]]:
 
 
 def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
-    """Raise a CheckpointError when an object that this rank will load asks for another program, which torch would run."""
+    """Raise a CheckpointError when an object of this rank asks for another program, which torch would run."""
     keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
     for key in sorted(keys):
         for part in stored.parts.get(key, ()):

@@ -41,7 +41,7 @@ def config_of(
     precision: Literal["fp32", "bf16"] = "fp32",
     **checkpoint: Any,
 ) -> PretrainConfig:
-    """Deterministic, with a rate that changes at every step."""
+    """Return a deterministic config whose learning rate changes at every step."""
     return PretrainConfig(
         run_dir=str(run_dir),
         platform=PlatformConfig(deterministic=True, precision=precision),
@@ -63,10 +63,10 @@ class Run:
     source: Path | None
     lines: list[str]
     losses: dict[int, float] = field(default_factory=dict)
-    """By the step that they were taken in."""
+    """Loss by step."""
 
     def train(self, until: int, save_at: Collection[int] = ()) -> "Run":
-        """Steps up to `until`, each on its own batch, with saves after some."""
+        """Train up to step `until`, each step on its own batch, and save after some."""
         progress = self.state.progress
         while progress.step < until:
             report = train_step(self.state, batch(self.state, progress.step), NextTokenHead())
@@ -81,7 +81,7 @@ class Run:
 
 @contextmanager
 def opened(config: PretrainConfig) -> Iterator[Run]:
-    """The run of `config`, begun or resumed; what it saves is complete at the end."""
+    """Begin or resume the run of `config`; its saves are complete at the end."""
     state = set_up(config, start(config.platform))
     folder = RunFolder(Path(config.run_dir))
     fence = folder.claim()
@@ -95,14 +95,14 @@ def opened(config: PretrainConfig) -> Iterator[Run]:
 
 
 def trained(config: PretrainConfig, until: int, save_at: Collection[int] = ()) -> Run:
-    """On a rank: the losses, lines and source of a run up to `until`."""
+    """On a rank: return the losses, lines and source of a run up to `until`."""
     with opened(config) as run:
         run.train(until, save_at)
     return without_state(run)
 
 
 def without_state(run: Run) -> Any:
-    """What of a run can leave its rank."""
+    """Return the fields of a run that can be sent to another process."""
     return Run(
         state=None,  # type: ignore[arg-type]
         checkpoints=None,  # type: ignore[arg-type]
@@ -114,24 +114,24 @@ def without_state(run: Run) -> Any:
 
 
 def run(config: PretrainConfig, until: int, save_at: Collection[int] = ()) -> Run:
-    """Rank 0 of `trained` on as many ranks as the mesh needs."""
+    """Run `trained` on as many ranks as the mesh needs and return the answer of rank 0."""
     result: Run = run_ranks(trained, config.mesh.smallest_world, config, until, save_at)[0]
     return result
 
 
 def assert_killed(function: Callable[..., Any], num_ranks: int, *args: Any) -> None:
-    """`function` on ranks of which one kills itself with SIGKILL."""
+    """Run `function` on ranks of which one kills itself with SIGKILL."""
     with pytest.raises(AssertionError, match="died without an answer"):
         run_ranks(function, num_ranks, *args)
 
 
 def kill_this_rank() -> None:
-    """As the kernel does when memory runs out."""
+    """End this process as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hold_writers() -> None:
-    """Every writer of this rank stops before it writes, as on a disk that does not answer, until it is resumed."""
+def stop_writers() -> None:
+    """Stop every writer of this rank before it writes, as on a disk that does not answer, until it is resumed."""
 
     def stop(_: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -139,8 +139,8 @@ def hold_writers() -> None:
     torch.set_num_threads = stop  # the last thing that a forked process does before its work
 
 
-def held_writers() -> list[psutil.Process]:
-    """The child processes of this rank, when all of them have stopped."""
+def stopped_writers() -> list[psutil.Process]:
+    """Return the child processes of this rank, once all of them have stopped."""
     children = psutil.Process().children()
     deadline = time.monotonic() + 30
     while not all(child.status() == psutil.STATUS_STOPPED for child in children):

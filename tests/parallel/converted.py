@@ -1,4 +1,4 @@
-"""What ranks do with converted checkpoints. Apart from the test, so that ranks need not import transformers."""
+"""Functions of ranks for tests of converted checkpoints; in this file, ranks do not import transformers."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.parallel.logits import LogitsHead
 def logits_of_checkpoints(
     mesh_config: MeshConfig, checkpoints: dict[str, tuple[ModelConfig, Path]], tokens_BS: Tensor
 ) -> dict[str, list[Tensor]]:
-    """On a rank: by name, the logits of each row, where the rank has the last stage."""
+    """On a rank: return, by name, the logits of each sequence, where the rank has the last stage."""
     settings = PlatformConfig()
     platform, mesh = start(settings), build_mesh(mesh_config)
     found = {}
@@ -32,24 +32,24 @@ def logits_of_checkpoints(
         load_weights(chunks, mesh, model, path)
         for chunk in chunks:
             chunk.eval()
-        rows = [
+        sequences = [
             Microbatch(
-                tokens_BS=row_S[None],
-                labels_BS=row_S[None],
-                loss_mask_BS=torch.ones(1, len(row_S)),
-                position_ids_BS=torch.arange(len(row_S))[None],
+                tokens_BS=tokens_S[None],
+                labels_BS=tokens_S[None],
+                loss_mask_BS=torch.ones(1, len(tokens_S)),
+                position_ids_BS=torch.arange(len(tokens_S))[None],
             )
-            for row_S in tokens_BS
+            for tokens_S in tokens_BS
         ]
         with torch.no_grad():
-            microbatches = [localize(row, mesh.cp, platform.device) for row in rows]
-            kept = run_pass(chunks, microbatches, LogitsHead(mesh), backward=False)
-        found[name] = [entry["logits"] for entry in kept]
+            microbatches = [localize(sequence, mesh.cp, platform.device) for sequence in sequences]
+            outputs = run_pass(chunks, microbatches, LogitsHead(mesh), backward=False)
+        found[name] = [entry["logits"] for entry in outputs]
     return found
 
 
 def weight_bytes(mesh_config: MeshConfig, models: dict[str, ModelConfig]) -> dict[str, tuple[int, int]]:
-    """On a rank: its pipeline stage, and the bytes of its weights, of each model."""
+    """On a rank: return, by model, its pipeline stage and the bytes of its weights."""
     settings = PlatformConfig()
     platform, mesh = start(settings), build_mesh(mesh_config)
     found = {}

@@ -23,7 +23,7 @@ TP2_EP2 = MeshConfig(tp=2, ep=2)
 
 
 class Program:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = str(file)
@@ -60,7 +60,7 @@ def overwrite(file: Path, start: int, data: bytes) -> None:
 
 
 def agree(path: Path) -> None:
-    """The marker says what is there now, as whoever means harm would make it."""
+    """Write a marker that agrees with the changed files, as an attacker would."""
     marker = json.loads((path / "checkpoint.json").read_text())
     marker["files"] = {name: (path / name).stat().st_size for name in marker["files"]}
     marker["metadata_crc32"] = crc32_of(path / ".metadata")

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints is said on all ranks, with a remedy, and costs nothing that was saved before."""
+"""Faults of checkpoints are reported on all ranks, with a remedy, and lose nothing that was saved before."""
 
 import json
 import multiprocessing
@@ -18,7 +18,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.train.setup import set_up
-from tests.parallel.checkpointing import SMALL, config_of, held_writers, hold_writers, opened, run
+from tests.parallel.checkpointing import SMALL, config_of, opened, run, stop_writers, stopped_writers
 from tests.ranks import run_ranks
 
 ONE = MeshConfig()
@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["background", "foreground"])
 def test_a_full_disk_loses_nothing(asynchronous: bool, tmp_path: Path) -> None:
-    """One rank cannot write: all ranks hear it, training and the last checkpoint are as before, a later save works."""
+    """One rank cannot write: all ranks report it, training and older checkpoints are unchanged, later saves work."""
     config = config_of(tmp_path, SMALL, TP2_EP2, asynchronous=asynchronous)
     whole = run(config_of(tmp_path / "whole", SMALL, TP2_EP2), until=4)
     for message, losses, names in run_ranks(trained_on_a_full_disk, 2, config):
@@ -65,7 +65,7 @@ def trained_on_a_full_disk(config: PretrainConfig) -> tuple[str, dict[int, float
     return str(error.value), run.losses, names
 
 
-def test_a_full_disk_under_what_rank_zero_writes_at_the_end_is_heard_by_all(tmp_path: Path) -> None:
+def test_a_full_disk_under_the_last_files_of_rank_zero_is_reported_by_all(tmp_path: Path) -> None:
     """`.metadata` and the marker: where Megatron's own save would leave the other ranks waiting."""
     messages = run_ranks(finished_on_a_full_disk, 2, config_of(tmp_path, SMALL, TP2_EP2))
     assert len(set(messages)) == 1
@@ -150,7 +150,7 @@ def test_missing_and_surplus_layers_are_named(saved: Path, tmp_path: Path) -> No
     assert "model.tied_embeddings is False there, True here" in message
 
 
-def test_settings_that_change_no_shape_are_told(saved: Path, tmp_path: Path) -> None:
+def test_settings_that_change_no_shape_are_logged(saved: Path, tmp_path: Path) -> None:
     wider = SMALL.model_copy(update={"moe": SMALL.moe.model_copy(update={"top_k": 4})})
     lines = run(config_of(tmp_path, wider, ONE, load=str(saved)), until=2).lines
     assert "not as in the checkpoint: model.moe.top_k is 2 there, 4 here" in lines
@@ -268,7 +268,7 @@ def names_after_each_step(config: PretrainConfig) -> list[list[str]]:
 
 
 def test_a_run_that_lost_its_folder_stops_without_writing(tmp_path: Path) -> None:
-    """As on a node that was cut off from the network while the job was started again elsewhere."""
+    """A node was cut off from the network while the job was started again elsewhere."""
     messages = run_ranks(robbed, 2, config_of(tmp_path, SMALL, TP2_EP2))
     assert len(set(messages)) == 1
     assert "now belongs to job 7 attempt 1, process 1 on elsewhere: this run" in messages[0]
@@ -281,13 +281,13 @@ def robbed(config: PretrainConfig) -> str:
         run.train(1, save_at=[1])
         run.checkpoints.finish()
         run.train(2)
-        hold_writers()
+        stop_writers()
         run.checkpoints.save()
-        held = held_writers()
+        writers = stopped_writers()
         if run.state.mesh.world.rank == 0:
             other = {"job": "7", "number": 1, "host": "elsewhere", "pid": 1, "born": 1}
             (run.folder.path / "writer.json").write_text(json.dumps(other))
-        for writer in held:
+        for writer in writers:
             writer.resume()
         run.checkpoints.finish()
     return str(error.value)

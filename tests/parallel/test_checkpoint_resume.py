@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint computes what it would have computed, on the same mesh to the bit."""
+"""A run that resumes from a checkpoint computes what it would have computed, on the same mesh bit for bit."""
 
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,11 @@ from tests.parallel.checkpointing import (
     SMALL,
     assert_killed,
     config_of,
-    held_writers,
-    hold_writers,
     kill_this_rank,
     opened,
     run,
+    stop_writers,
+    stopped_writers,
 )
 from tests.parallel.parity import batch
 from tests.ranks import run_ranks
@@ -171,16 +171,16 @@ def killed_while_saving_step_four(config: PretrainConfig) -> None:
     """On a rank: SIGKILL for rank 0 when its writer of step 4 has started and not finished."""
     with opened(config) as run:
         run.train(4)
-        hold_writers()
+        stop_writers()
         run.checkpoints.save()
-        assert len(held_writers()) == 1
+        assert len(stopped_writers()) == 1
         if run.state.mesh.world.rank == 0:
             kill_this_rank()
         run.train(5)
 
 
 def test_an_asynchronous_checkpoint_has_the_weights_of_its_step(tmp_path: Path) -> None:
-    """Training goes on while the writers stand still: what they write later must be what was, not what is."""
+    """Training continues while the writers are stopped: they must write the state of the save, not a later one."""
     whole = run(config_of(tmp_path / "whole", DEEPSEEK, ONE), until=5)
     biases = run_ranks(trained_while_writers_wait, 1, config_of(tmp_path / "run", DEEPSEEK, ONE))[0]
     assert not torch.equal(biases["saved"], biases["later"])
@@ -196,13 +196,13 @@ def trained_while_writers_wait(config: PretrainConfig) -> dict[str, torch.Tensor
         router = unwrap(run.state.chunks[0]).decoder.layers[1].mlp.router
         run.train(2)
         saved = router.expert_bias.clone()
-        hold_writers()
+        stop_writers()
         run.checkpoints.save()
-        held = held_writers()
-        assert len(held) == 1, "a save starts one writer and no other process"
+        writers = stopped_writers()
+        assert len(writers) == 1, "a save starts one writer and no other process"
         run.train(4)
         assert not (run.folder.checkpoints / "iter_0000002").exists()
-        held[0].resume()
+        writers[0].resume()
         later = router.expert_bias.clone()
     assert (run.folder.checkpoints / "iter_0000002").exists()
     return {"saved": saved, "later": later}
@@ -269,7 +269,7 @@ def test_weights_alone_start_a_new_run(mesh: MeshConfig, tmp_path: Path) -> None
 
 
 def first_loss(config: PretrainConfig) -> tuple[float, int, Path | None]:
-    """On a rank: the loss of the first batch with the weights a run begins or goes on with, its step and source."""
+    """On a rank: return the loss of the first batch with the weights a run begins with, its step and source."""
     with opened(config) as run:
         sums = evaluate(run.state, batch(run.state, 0), NextTokenHead())
     return sums["loss"] / sums["count"], run.state.progress.step, run.source

@@ -141,8 +141,8 @@ def test_the_forecast_of_bytes_is_what_ranks_hold(mesh: str) -> None:
         shapes = {key: (shape, 4) for key, shape in weight_map(model).mcore_shapes.items()}
         forecast = bytes_by_stage(model, shapes, config)
         for rank in ranks:
-            stage, held = rank[name]
-            assert held == forecast[stage], (name, stage)
+            stage, num_bytes = rank[name]
+            assert num_bytes == forecast[stage], (name, stage)
 
 
 def apart(one: Path, other: Path) -> float:

@@ -1,4 +1,4 @@
-"""What is saved of our experts, and of their optimizer state, is what is saved of Megatron's own."""
+"""Checkpoints of this package's experts, and of their optimizer state, equal those of Megatron's experts."""
 
 import functools
 from typing import Any
@@ -66,7 +66,7 @@ def trained(
         calculate_per_token_loss=True,  # gradients are sums over the ranks
     )
     num_local = NUM_EXPERTS // mesh_config.ep
-    experts = made(kind, num_local, config, mesh)
+    experts = build_experts(kind, num_local, config, mesh)
     for weight in experts.parameters():
         weight.allreduce = False
     fill(experts)
@@ -86,7 +86,7 @@ def trained(
     return parts
 
 
-def made(kind: str, num_local: int, config: TransformerConfig, mesh: Mesh) -> MegatronModule:
+def build_experts(kind: str, num_local: int, config: TransformerConfig, mesh: Mesh) -> MegatronModule:
     if kind == "ours":
         return GroupedExperts(num_local, config, pg_collection=mesh.groups)
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -176,7 +176,7 @@ def test_our_experts_are_saved_as_megatrons_are(mesh: str, is_singleton: bool) -
 
 @functools.cache
 def saved_by_megatrons(is_singleton: bool) -> Saved:
-    """What Megatron's own experts save on one rank."""
+    """Return the checkpoint that Megatron's experts write on one rank."""
     return whole(run_ranks(trained, 1, "megatron", MeshConfig(), is_singleton, False))
 
 
@@ -199,7 +199,7 @@ def saved_biases(kind: str, is_singleton: bool) -> set[tuple[Any, ...]]:
     mesh = build_mesh(MeshConfig())
     seed_ranks(1)
     metadata = sharding_metadata(mesh) | {"singleton_local_shards": is_singleton}
-    state = made(kind, NUM_EXPERTS, small_config(add_bias_linear=True), mesh).sharded_state_dict(
+    state = build_experts(kind, NUM_EXPERTS, small_config(add_bias_linear=True), mesh).sharded_state_dict(
         "experts.", (), metadata
     )
     tensors = [leaf for leaf in leaves(state) if isinstance(leaf, ShardedTensor)]

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-LM wrote itself: its own `save`, its arguments, nothing of ours."""
+"""Checkpoints as Megatron-LM writes them: by Megatron's `save`, with its arguments, and without a marker."""
 
 import multiprocessing
 from argparse import Namespace
@@ -72,7 +72,9 @@ def loaded_by_training(config: PretrainConfig, folder: Path) -> int:
     return len(load_weights(state.chunks, state.mesh, config.model, folder).shapes)
 
 
-def made(case: str, tmp_path: Path, singletons: bool) -> tuple[Path, Path, PretrainConfig]:
+def checkpoint_of_megatron_lm(
+    case: str, tmp_path: Path, singletons: bool
+) -> tuple[Path, Path, PretrainConfig]:
     """A Hugging Face folder, and the folder of Megatron-LM's run on TP2 x EP2 that has the same weights."""
     changes = {"num_key_value_heads": CASES[case], "num_hidden_layers": 4}
     source = saved(case, tmp_path / "hf", **changes)
@@ -87,10 +89,10 @@ def made(case: str, tmp_path: Path, singletons: bool) -> tuple[Path, Path, Pretr
 def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_reference(
     case: str, tmp_path: Path
 ) -> None:
-    source, theirs, config = made(case, tmp_path, singletons=False)
+    source, theirs, config = checkpoint_of_megatron_lm(case, tmp_path, singletons=False)
     found = open_dist(theirs)
     assert found.marker is None and found.step == 7 and len(found.weights) < len(found.tensors)
-    with pytest.raises(CheckpointError, match="does not say what model it is"):
+    with pytest.raises(CheckpointError, match="does not name its model"):
         exported(theirs, tmp_path / "back")
     assert_same(read_hf(exported(theirs, tmp_path / "back", reference=source)), read_hf(source))
     assert differing(source, theirs) == []
@@ -99,7 +101,7 @@ def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_referenc
 
 @pytest.mark.parametrize("case", CASES)
 def test_singleton_local_shards_are_read(case: str, tmp_path: Path) -> None:
-    source, theirs, _ = made(case, tmp_path, singletons=True)
+    source, theirs, _ = checkpoint_of_megatron_lm(case, tmp_path, singletons=True)
     assert any(key.endswith("linear_fc1.weight_v") for key in open_dist(theirs).tensors)
     assert_same(read_hf(exported(theirs, tmp_path / "back", reference=source)), read_hf(source))
     assert differing(source, theirs) == []

@@ -65,7 +65,7 @@ def open_dist(path: Path) -> DistFolder:
     config = path / "metadata.json"
     if marker is None and (not config.is_file() or read_json(config).get("sharded_backend") != "torch_dist"):
         raise CheckpointError(
-            f"{path} is not a complete checkpoint in Megatron's format torch_dist (metadata.json does not say so). "
+            f"{path} is not a complete checkpoint in Megatron's format torch_dist (by metadata.json). "
             "One in another format must be saved as torch_dist by Megatron-LM first."
         )
     metadata = load_metadata(path)

@@ -108,7 +108,7 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
     if reference is None:
         if own is None:
             raise CheckpointError(
-                f"{folder.path} does not say what model it is (it was not written by this program). Give a folder with "
+                f"{folder.path} does not name its model (it was not written by this program). Give a folder with "
                 "the config.json of the same model: --reference HF_DIR."
             )
         return own

@@ -1,4 +1,4 @@
-"""What a checkpoint tells Megatron-LM of its model, which is what one gives its command line to train such a model."""
+"""The arguments in a checkpoint for Megatron-LM are those that its command line takes to train such a model."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ WANTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_arguments_say_what_the_model_is(family: str) -> None:
+def test_the_arguments_describe_the_model(family: str) -> None:
     model = TINY[family]
     args = vars(model_args(model))
     assert {name: args[name] for name in WANTED[family]} == WANTED[family]
@@ -62,7 +62,7 @@ def test_the_arguments_are_plain_values(family: str) -> None:
         assert all(part is None or type(part) in (bool, int, float, str) for part in parts), name
 
 
-def test_experts_and_dense_layers_and_mtp_are_told() -> None:
+def test_the_arguments_have_experts_dense_layers_and_mtp() -> None:
     model = TINY["deepseek_v3"]
     args = model_args(model.model_copy(update={"mtp_layers": 1}))
     assert args.moe_layer_freq == [0, *[1] * (model.num_layers - 1)] and args.mtp_num_layers == 1

@@ -14,12 +14,12 @@ Converted = Callable[..., tuple[Path, Path]]
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """A case's folder and its import, made once: not to be changed."""
+    """A function from a case to its folder and its import, which are written once: tests must not change them."""
 
     @cache
-    def made(case: str, **changes: Any) -> tuple[Path, Path]:
+    def imported_case(case: str, **changes: Any) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp(case)
         source = saved(case, folder / "hf", **changes)
         return source, imported(source, folder / "ckpt")
 
-    return made
+    return imported_case

@@ -14,11 +14,11 @@ def test_plan_import_verify_relayout_export(tmp_path: Path, capsys: pytest.Captu
     source, checkpoint, other = saved("qwen3_moe", tmp_path / "hf"), tmp_path / "ckpt", tmp_path / "other"
     back, log = tmp_path / "back", tmp_path / "log.jsonl"
     assert main(["convert", "plan", str(source), "--mesh", "ep=2"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "decoder.layers.mlp.router.weight" in told
-        and "pipeline stage 0" in told
-        and "memory: at most" in told
+        "decoder.layers.mlp.router.weight" in output
+        and "pipeline stage 0" in output
+        and "memory: at most" in output
     )
     assert main(["convert", "import", str(source), str(checkpoint), "--log", str(log), "--workers", "1"]) == 0
     assert main(["convert", "verify", str(source), str(checkpoint)]) == 0
@@ -32,18 +32,18 @@ def test_plan_import_verify_relayout_export(tmp_path: Path, capsys: pytest.Captu
     assert events[0] == "begin" and events[-1] == "end" and "task" in events
 
 
-def test_inspect_lists_and_tells_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_tensors_and_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = saved("llama", tmp_path / "hf"), saved("qwen3", tmp_path / "other")
     assert main(["inspect", str(source)]) == 0
-    told = capsys.readouterr().out
-    assert "family: llama" in told and "model.norm.weight" in told and "99x48" in told
+    output = capsys.readouterr().out
+    assert "family: llama" in output and "model.norm.weight" in output and "99x48" in output
     assert main(["inspect", str(source), "--diff", str(source)]) == 0
     assert main(["inspect", str(source), "--diff", str(other)]) == 1
     assert "only in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["import", "gone"], "takes 2 folders, got 1"),
         (["export", "a", "b", "--keys", "local"], "--keys means nothing to convert export"),
@@ -51,9 +51,11 @@ def test_inspect_lists_and_tells_differences(tmp_path: Path, capsys: pytest.Capt
         (["verify", "a", "b", "--dtype", "bf16"], "--dtype means nothing to convert verify"),
     ],
 )
-def test_what_makes_no_sense_is_told_with_status_2(words, told, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", *words]) == 2
-    assert told in capsys.readouterr().err
+def test_arguments_that_an_action_does_not_take_are_refused_with_status_2(
+    arguments, message, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_sizes_are_read_as_they_are_written() -> None:

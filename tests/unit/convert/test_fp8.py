@@ -1,4 +1,4 @@
-"""fp8 in blocks of 128 x 128 becomes what it stands for, and nothing else."""
+"""fp8 in blocks of 128 x 128 is dequantized exactly, and faults of its scales are refused."""
 
 from pathlib import Path
 
@@ -36,12 +36,12 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def exact(values: Tensor, scales: Tensor) -> Tensor:
     """Element by element: the product in fp32, rounded to bf16."""
-    made = torch.empty(values.shape, dtype=torch.bfloat16)
+    result = torch.empty(values.shape, dtype=torch.bfloat16)
     wide = values.float()
     for i in range(values.shape[0]):
         for j in range(0, values.shape[1], 128):
-            made[i, j : j + 128] = (wide[i, j : j + 128] * scales[i // 128, j // 128]).bfloat16()
-    return made
+            result[i, j : j + 128] = (wide[i, j : j + 128] * scales[i // 128, j // 128]).bfloat16()
+    return result
 
 
 def model() -> tuple[dict[str, object], Tensors, Tensors]:
@@ -55,8 +55,8 @@ def model() -> tuple[dict[str, object], Tensors, Tensors]:
             stored[name], stored[name + "_scale_inv"] = values, scales
             meant[name] = exact(values, scales)
         else:
-            kept = tensor if name.endswith("correction_bias") else tensor.bfloat16()
-            stored[name] = meant[name] = kept
+            plain = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+            stored[name] = meant[name] = plain
     return theirs.config | {"quantization_config": FP8, "dtype": "bfloat16"}, stored, meant
 
 

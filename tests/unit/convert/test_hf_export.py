@@ -30,7 +30,7 @@ torch.save(logits, sys.argv[1])
 
 
 def opened(folders: list[Path], file: Path) -> Tensors:
-    """Logits of models opened by a program that has nothing of ours in memory."""
+    """Return logits of models opened by a program that imports nothing of this package."""
     torch.save(random_tokens(length=16), file)
     subprocess.run([sys.executable, "-c", OPEN, file, *folders], check=True, capture_output=True)
     logits: Tensors = torch.load(file)

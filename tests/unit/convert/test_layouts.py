@@ -1,4 +1,4 @@
-"""The same checkpoint under Megatron's other names, and those that do not say what they are."""
+"""The same checkpoint under Megatron's other names, and checkpoints that do not name their model."""
 
 import shutil
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_every_layout_is_read_and_leads_back_to_the_same_bytes(
 
 
 def test_the_keys_of_local_layers_are_megatrons(tmp_path: Path) -> None:
-    """As its local specs save them: the norms before MLPs and those of latents have other names."""
+    """Megatron's local layers have other names for the norms before MLPs and for those of latents."""
     qwen = read_dist(
         imported(saved("qwen3_moe", tmp_path / "a"), tmp_path / "b", keys="local", layers="each")
     )
@@ -78,15 +78,13 @@ def test_layers_that_differ_cannot_be_stacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
-def test_a_checkpoint_without_our_marker_takes_its_family_from_the_reference(
-    case: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_marker_takes_its_family_from_the_reference(case: str, tmp_path: Path) -> None:
     source = saved(case, tmp_path / "hf")
     foreign = imported(source, tmp_path / "ckpt", vocab_multiple=64, keys="local")
     (foreign / "checkpoint.json").unlink()
     (foreign / "manifest.json").unlink()
     assert open_dist(foreign).marker is None
-    with pytest.raises(CheckpointError, match=r"does not say what model it is.*--reference"):
+    with pytest.raises(CheckpointError, match=r"does not name its model.*--reference"):
         exported(foreign, tmp_path / "back")
     assert_same(read_hf(exported(foreign, tmp_path / "back", reference=source)), read_hf(source))
     assert differing(source, foreign) == []

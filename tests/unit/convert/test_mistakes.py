@@ -1,4 +1,4 @@
-"""What is wrong with a converted checkpoint is found, however small it is."""
+"""Every fault of a converted checkpoint is found, however small it is."""
 
 import dataclasses
 import json
@@ -40,17 +40,17 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_changed_tensor_is_found_in_any_pair_of_formats(fault: str, tmp_path: Path) -> None:
     theirs = oracle("qwen3_moe")
-    change, told = FAULTS[fault]
+    change, message = FAULTS[fault]
     zero = {NORM: torch.zeros(48)} if fault == "minus zero" else {}
     tensors = theirs.tensors | zero
     right = write_hf(tmp_path / "right", theirs.config, tensors)
     # An expert's tensor is not alone in Megatron's: only all of one type can be converted.
     wrong_tensors = {name: t.float() if fault != "another type" else t for name, t in change(tensors).items()}
     wrong = write_hf(tmp_path / "wrong", theirs.config, wrong_tensors)
-    assert told in str(differing(right, wrong))
+    assert message in str(differing(right, wrong))
     if fault != "another type":
         checkpoint = imported(wrong, tmp_path / "ckpt")
-        assert told in str(differing(right, checkpoint)) and told in str(differing(checkpoint, right))
+        assert message in str(differing(right, checkpoint)) and message in str(differing(checkpoint, right))
         assert differing(wrong, checkpoint) == []
 
 

@@ -1,4 +1,4 @@
-"""The packed experts of published gpt-oss checkpoints become what transformers, and the format, say they stand for."""
+"""Packed experts of published gpt-oss checkpoints are unpacked as in transformers, and as the format defines."""
 
 import struct
 from pathlib import Path

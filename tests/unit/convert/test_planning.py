@@ -35,10 +35,10 @@ class Memory:
 
 
 def fused() -> tuple[Tensor, Tensor, list[RegionCopy]]:
-    """gpt_oss's experts: gate and up in turn and transposed; what Megatron has of them; the pairs."""
+    """gpt_oss's experts: gate and up in turn and transposed; what Megatron has of them; the copies."""
     theirs = torch.randn(EXPERTS, HIDDEN, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
     ours = torch.stack([torch.cat([expert[:, 0::2].T, expert[:, 1::2].T]) for expert in theirs])[None]
-    pairs = [
+    copies = [
         RegionCopy(
             (
                 AxisRange(0, 1),
@@ -53,28 +53,33 @@ def fused() -> tuple[Tensor, Tensor, list[RegionCopy]]:
         for e in range(EXPERTS)
         for half in (0, 1)
     ]
-    return theirs, ours, pairs
+    return theirs, ours, copies
 
 
-def made(name: str, like: Tensor, pairs: list[RegionCopy], source: Memory, limit: int) -> Tensor:
-    target = TargetTensor(name=name, shape=tuple(like.shape), dtype=torch.float32, copies=tuple(pairs))
+def assembled(name: str, like: Tensor, copies: list[RegionCopy], source: Memory, limit: int) -> Tensor:
+    target = TargetTensor(name=name, shape=tuple(like.shape), dtype=torch.float32, copies=tuple(copies))
     return torch.cat([fill(chunk, source).reshape(-1) for chunk in chunks_of(target, limit)]).view(like.shape)
 
 
 @pytest.mark.parametrize("limit", [1, 24, 40, 70, 10_000])
 def test_chunks_of_any_size_make_the_tensor_in_both_directions(limit: int) -> None:
-    theirs, ours, pairs = fused()
-    assert torch.equal(made("ours", ours, pairs, Memory({"theirs": theirs}), limit), ours)
-    back = [RegionCopy(pair.where, "ours", pair.into, pair.transposed) for pair in pairs]
-    assert torch.equal(made("theirs", theirs, back, Memory({"ours": ours}), limit), theirs)
-    around = composed(back, {"ours": pairs})
-    assert torch.equal(made("theirs", theirs, around, Memory({"theirs": theirs}), limit), theirs)
+    theirs, ours, copies = fused()
+    assert torch.equal(assembled("ours", ours, copies, Memory({"theirs": theirs}), limit), ours)
+    back = [RegionCopy(copy.where, "ours", copy.into, copy.transposed) for copy in copies]
+    assert torch.equal(assembled("theirs", theirs, back, Memory({"ours": ours}), limit), theirs)
+    around = composed(back, {"ours": copies})
+    assert torch.equal(assembled("theirs", theirs, around, Memory({"theirs": theirs}), limit), theirs)
 
 
-def test_what_no_pair_covers_is_zeros() -> None:
-    pair = RegionCopy((AxisRange(1, 3), AxisRange(0, 2)), "theirs", (AxisRange(0, 2), AxisRange(0, 2)))
+def test_what_no_copy_covers_is_zeros() -> None:
+    copy = RegionCopy((AxisRange(1, 3), AxisRange(0, 2)), "theirs", (AxisRange(0, 2), AxisRange(0, 2)))
     source = Memory({"theirs": torch.ones(2, 2)})
-    assert made("ours", torch.empty(4, 2), [pair], source, 8).tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
+    assert assembled("ours", torch.empty(4, 2), [copy], source, 8).tolist() == [
+        [0, 0],
+        [1, 1],
+        [1, 1],
+        [0, 0],
+    ]
 
 
 def test_the_checksum_of_the_whole_follows_from_those_of_its_parts(tmp_path: Path) -> None:

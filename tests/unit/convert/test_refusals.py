@@ -1,4 +1,4 @@
-"""What cannot be converted is refused by name before anything is written, and no foreign code is run."""
+"""Inputs that cannot be converted are refused by name before anything is written, and no foreign code is run."""
 
 import io
 import json
@@ -25,7 +25,7 @@ SECOND = "model-00002-of-00003.safetensors"
 
 
 def edit_header(file: Path, change: Callable[[dict], object]) -> None:
-    """A header that says something else of the same bytes."""
+    """Write another header before the same bytes."""
     data = file.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])
@@ -158,7 +158,9 @@ def test_mtp_layers_are_kept_dropped_or_missed(tmp_path: Path) -> None:
         imported(other, tmp_path / "ckpt")
 
 
-def test_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = saved("llama", tmp_path / "hf")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -167,7 +169,7 @@ def test_a_full_disk_is_told_beforehand(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "ckpt").exists()
 
 
-def test_memory_that_is_too_little_is_told_and_less_takes_fewer_workers(tmp_path: Path) -> None:
+def test_too_little_memory_is_refused_and_little_memory_takes_fewer_workers(tmp_path: Path) -> None:
     source = saved("llama", tmp_path / "hf")
     with pytest.raises(CheckpointError, match="is too little: one worker needs"):
         imported(source, tmp_path / "ckpt", CopySettings(max_ram_bytes=100 << 20))
@@ -175,7 +177,7 @@ def test_memory_that_is_too_little_is_told_and_less_takes_fewer_workers(tmp_path
 
 
 class Boom:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = str(file)

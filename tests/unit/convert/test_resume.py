@@ -1,4 +1,4 @@
-"""A conversion that is killed goes on where it was, to the same bytes; what is unfinished has no name."""
+"""A killed conversion is resumed and gives the same bytes; an unfinished output does not have its final name."""
 
 import dataclasses
 import multiprocessing
@@ -21,12 +21,12 @@ MANY_FILES = CopySettings(workers=2, task_bytes=15_000, shard_bytes=100_000)
 
 
 def slowly(_: int) -> None:
-    """Leaves time to be killed in."""
+    """Leave time to be killed in."""
     time.sleep(0.01)
 
 
 def killed(step, source: Path, output: Path, tasks_done: int) -> None:
-    """Runs `step(source, output)` in a process that is killed when so many tasks are done."""
+    """Run `step(source, output)` in a process that is killed when `tasks_done` tasks are done."""
     slow = dataclasses.replace(MANY_FILES, chunk_done=slowly)
     process = multiprocessing.get_context("fork").Process(target=step, args=(source, output, slow))
     process.start()
@@ -41,14 +41,14 @@ def killed(step, source: Path, output: Path, tasks_done: int) -> None:
 
 
 def next_work(output: Path) -> Path:
-    """Where an import or an export to `output` grows."""
+    """Return the folder in which an import or an export to `output` grows."""
     if output.name == "ckpt":
         return output / "iter_0000000.converting"
     return output.with_name(f"{output.name}.converting")
 
 
 @pytest.mark.parametrize("step", [imported, exported])
-def test_killed_at_three_random_points_it_ends_in_the_same_bytes(step, tmp_path: Path) -> None:
+def test_a_conversion_killed_at_three_random_points_gives_the_same_bytes(step, tmp_path: Path) -> None:
     source = saved("deepseek_v3", tmp_path / "hf")
     if step is exported:
         source = imported(source, tmp_path / "source")
@@ -62,17 +62,17 @@ def test_killed_at_three_random_points_it_ends_in_the_same_bytes(step, tmp_path:
     assert not next_work(output).exists()
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+def test_tasks_that_are_done_are_not_done_again(tmp_path: Path) -> None:
     source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
     killed(imported, source, output, 10)
     files = {file.name: file.stat().st_mtime_ns for file in (next_work(output) / "out").glob("__*")}
     done = {file.stem for file in (next_work(output) / "done").glob("*.json")}
     finished = imported(source, output, MANY_FILES)
-    kept = {name for name, time_ns in files.items() if (finished / name).stat().st_mtime_ns == time_ns}
-    assert kept >= {f"__{index}_0.distcp" for index in done}
+    unchanged = {name for name, time_ns in files.items() if (finished / name).stat().st_mtime_ns == time_ns}
+    assert unchanged >= {f"__{index}_0.distcp" for index in done}
 
 
-def test_another_source_or_option_is_not_taken_for_the_unfinished_one(tmp_path: Path) -> None:
+def test_an_unfinished_conversion_is_not_resumed_with_another_source_or_option(tmp_path: Path) -> None:
     source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
     killed(imported, source, output, 3)
     with pytest.raises(CheckpointError, match="unfinished conversion of something else"):
@@ -102,7 +102,7 @@ def test_an_output_that_exists_is_kept_until_its_successor_is_complete(tmp_path:
     ]
 
 
-def test_two_conversions_to_one_output_are_not_run_at_once(
+def test_two_conversions_to_one_output_do_not_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
