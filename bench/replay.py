@@ -41,8 +41,8 @@ from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
 from mcore_rl.replay import router_hooks as route_hooks
 from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.layouts import Layout, Span
-from mcore_rl.replay.storage import Blocks, Codec
+from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
+from mcore_rl.replay.storage import RouteCodec, RouteStorage
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
@@ -149,16 +149,16 @@ class Bench:
         RouterReplay.clear_global_router_replay_instances()
 
 
-def layout(row: int) -> Layout:
+def layout(row: int) -> MicrobatchLayout:
     """Eight samples of different lengths, nothing left over."""
     lengths = [ROW // SAMPLES_A_ROW + step for step in range(-4, 5) if step]
-    spans = [Span(row * SAMPLES_A_ROW + place, length, length) for place, length in enumerate(lengths)]
-    return Layout((tuple(spans),), row_length=ROW, packed=True)
+    spans = [SampleSpan(row * SAMPLES_A_ROW + place, length, length) for place, length in enumerate(lengths)]
+    return MicrobatchLayout((tuple(spans),), row_length=ROW, packed=True)
 
 
 def packed_row(vocab_size: int, generator: torch.Generator, state: TrainState) -> LocalMicrobatch:
     """A row of random tokens in the spans of `layout`."""
-    lengths = [span.padded for span in layout(0).spans]
+    lengths = [span.num_positions for span in layout(0).spans]
     tokens = torch.randint(0, vocab_size, (1, ROW + 1), generator=generator)
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     return localize(
@@ -203,12 +203,14 @@ class Attribution:
         """Inside, the parts of the tape are timed."""
         places: Sequence[tuple[Any, str, str]] = (
             (RoutingTape, "__init__", "lay_out"),
-            (RoutingTape, "_visit", "read"),
-            (RoutingTape, "_whole_sums", "finish"),
-            (RoutingTape, "_settle", "check_and_compare"),
-            (RoutingTape, "_weights", "check_and_compare"),
+            (RoutingTape, "_in_chunk", "read"),
+            (RoutingTape, "_sample_checksums", "finish"),
+            (RoutingTape, "_add_checksums", "check_and_compare"),
+            (RoutingTape, "_add_changes", "check_and_compare"),
+            (RoutingTape, "_token_hashes", "check_and_compare"),
+            (RoutingTape, "_add_recorded", "store"),
             (RoutingTape, "finish", "finish"),
-            (RoutingCache, "add", "store"),
+            (RoutingCache, "add_recorded", "store"),
             (route_hooks.RouterHook, "get_replay_topk", "routers"),
         )
         originals = [getattr(owner, name) for owner, name, _ in places]
@@ -274,13 +276,16 @@ def big_shape() -> dict[str, Any]:
     order = torch.randperm(BIG_TOKENS)
     rows: dict[str, Any] = {}
     for name, bit_pack in (("a byte", False), ("7 bits", True)):
-        codec, blocks = Codec(BIG_EXPERTS, BIG_LAYERS, BIG_TOP_K, bit_pack), Blocks("device", 0, None, device)
+        codec, blocks = (
+            RouteCodec(BIG_EXPERTS, BIG_LAYERS, BIG_TOP_K, bit_pack),
+            RouteStorage("device", None, None, device),
+        )
         store, read = Clock(), Clock()
         for _ in range(5):
             with store:
                 number = blocks.add(codec.encode(codes[order]))
             with read:
-                codec.decode(blocks.rows(number, order, device))
+                codec.decode(blocks.read(number, order, device))
             held = blocks.num_bytes
             blocks.drop(number)
         rows[name] = _times(held, store, read)

@@ -1,4 +1,4 @@
-"""What became of the routes of a pass: how often routers asked, what was changed, and the world's sums of it."""
+"""Accounts of a pass: how often each router took its routes, how many choices changed, and the world's sums of both."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,170 +9,180 @@ from torch import Tensor
 
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.replay.router_hooks import Visit
+from mcore_rl.replay.router_hooks import ChunkMicrobatch
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAccount:
-    """Routes of this rank's tokens in one layer, over the pass."""
+    """Numbers of tokens of one layer on this rank over one pass, padding left out."""
 
     layer: int
     expected: int
-    """Tokens of all microbatches, without padding."""
+    """Tokens of all microbatches."""
     consumed: int
-    """That the router took or made in the first forward pass."""
+    """Tokens whose routes the router took, or made, in the forward pass."""
     recomputed: int
-    """That it took once more."""
+    """Tokens whose routes it took once more in recomputation."""
 
     @property
     def left_over(self) -> int:
-        """That no router asked for."""
+        """Number of tokens whose routes no router took."""
         return self.expected - self.consumed
 
 
 @dataclass(slots=True)
-class Accounts:
-    """How often each layer's router asked in each microbatch of `num_tokens`."""
+class RouteAccounts:
+    """Count of the times that each layer's router took its routes in each microbatch."""
 
     layers: tuple[int, ...]
     num_tokens: Sequence[int]
-    _visits: list[tuple[tuple[int, ...], int, list[int], list[int]]] = field(default_factory=list)
+    """Tokens of each microbatch on this rank, padding left out."""
+    _counts: list[tuple[tuple[int, ...], int, list[int], list[int]]] = field(default_factory=list)
+    """Layers, microbatch, and the two lists of counts of each ChunkMicrobatch; its tensors are not kept alive."""
 
-    def add(self, layers: tuple[int, ...], visit: Visit) -> None:
-        """One chunk, with routers of these layers, has seen one microbatch; recomputation is yet to be counted."""
-        self._visits.append((layers, visit.index, visit.asked, visit.recomputed))
+    def add(self, layers: tuple[int, ...], microbatch: ChunkMicrobatch) -> None:
+        """Count a microbatch that a chunk with routers of `layers` has run; recomputation counts when it comes."""
+        self._counts.append((layers, microbatch.index, microbatch.num_asked, microbatch.num_recomputed))
 
-    def asked(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """(layer, microbatch) -> how often its router asked in a forward pass, and in recomputation."""
+    def num_asked(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return (layer, microbatch) -> times its router asked in the forward pass and in recomputation."""
         counts = {(layer, index): (0, 0) for layer in self.layers for index in range(len(self.num_tokens))}
-        for layers, index, asked, recomputed in self._visits:
+        for layers, index, num_asked, num_recomputed in self._counts:
             for column, layer in enumerate(layers):
-                first, again = counts[layer, index]
-                counts[layer, index] = (first + asked[column], again + recomputed[column])
+                forward, recomputed = counts[layer, index]
+                counts[layer, index] = (forward + num_asked[column], recomputed + num_recomputed[column])
         return counts
 
     def by_layer(self) -> list[LayerAccount]:
-        """In order of layers."""
-        asked = self.asked()
+        """Return the account of each layer of this rank, by rising layer."""
+        num_asked = self.num_asked()
         accounts = []
         for layer in self.layers:
-            tokens = dict(enumerate(self.num_tokens))
             consumed, recomputed = (
-                sum(tokens[index] * asked[layer, index][kind] for index in tokens) for kind in (0, 1)
+                sum(tokens * num_asked[layer, index][kind] for index, tokens in enumerate(self.num_tokens))
+                for kind in (0, 1)
             )
             accounts.append(LayerAccount(layer, sum(self.num_tokens), consumed, recomputed))
         return accounts
 
     def problems(self, samples: Sequence[Sequence[int]]) -> Iterator[str]:
-        """Each router that did not ask exactly once, with the microbatch's samples."""
-        for (layer, index), (first, again) in self.asked().items():
+        """Yield a sentence for each router that did not ask exactly once; `samples` are those of each microbatch."""
+        for (layer, index), (forward, recomputed) in self.num_asked().items():
             where = f"layer {layer}, microbatch {index} (samples {list(samples[index])})"
-            if first == 0:
+            if forward == 0:
                 yield f"{where}: no router took the routes, which are left over; the chunk calls another router"
-            elif first > 1:
-                yield f"{where}: routes were taken {first} times in one forward pass"
-            elif again > 1:
-                yield f"{where}: routes were taken {again} times in recomputation"
+            elif forward > 1:
+                yield f"{where}: routes were taken {forward} times in one forward pass"
+            elif recomputed > 1:
+                yield f"{where}: routes were taken {recomputed} times in recomputation"
 
 
-class Changes:
-    """How far the live choices of this rank's tokens are from the known ones."""
-
-    def __init__(self, num_layers: int, device: torch.device) -> None:
-        self.sums_l2 = torch.zeros(num_layers, 2, dtype=torch.float64, device=device)
-        """Changed slots, and their gates, of each layer."""
-
-    def add(self, columns: slice, is_changed_Klt: Tensor, gates_ltK: Tensor) -> None:
-        """Of one microbatch in one chunk."""
-        moved_l = (gates_ltK.permute(2, 0, 1) * is_changed_Klt).sum((0, 2))
-        self.sums_l2[columns] += torch.stack([is_changed_Klt.sum((0, 2)), moved_l], 1)
-
-
-def changed(live_ltK: Tensor, known_ltK: Tensor, is_known_t: Tensor) -> Tensor:
-    """bool `[K, l, t]`: live choices that are none of the known ones, of tokens whose routes are known."""
-    # K passes over long rows: on a CPU ten times as fast as one over K x K.
-    live_Klt, known_Klt = (codes.permute(2, 0, 1).contiguous() for codes in (live_ltK, known_ltK))
-    is_kept_Klt = torch.zeros_like(live_Klt, dtype=torch.bool)
-    for known_lt in known_Klt:
-        is_kept_Klt |= live_Klt == known_lt
-    return ~is_kept_Klt & is_known_t
+def changed_choices(live_ltK: Tensor, cached_ltK: Tensor, has_routes_t: Tensor) -> Tensor:
+    """Return which live choices are not among the cached ones, bool `[K, l, t]`; false for tokens without routes."""
+    # K passes over long rows: on a CPU ten times as fast as one pass over K x K.
+    live_Klt, cached_Klt = (codes.permute(2, 0, 1).contiguous() for codes in (live_ltK, cached_ltK))
+    is_cached_Klt = torch.zeros_like(live_Klt, dtype=torch.bool)
+    for cached_lt in cached_Klt:
+        is_cached_Klt |= live_Klt == cached_lt
+    return ~is_cached_Klt & has_routes_t
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over the world: by layer (of the whole model), and of tokens."""
+class RouteTotals:
+    """Sums over the world: for each layer `L` of the model, and over tokens."""
 
     changed_L: list[float]
-    moved_L: list[float]
+    """Changed choices (token, slot)."""
+    moved_gates_L: list[float]
+    """Gates of the changed choices."""
     compared_L: list[float]
+    """Tokens whose choices were compared with cached ones."""
     consumed_L: list[float]
+    """Tokens whose routes a router took or made."""
     changed_tokens: float
+    """Tokens with a changed choice in any layer."""
     compared_tokens: float
     unknown_tokens: float
+    """Tokens of samples without cached routes, which were routed live."""
     cached_bytes: float
 
     def metrics(self, name: str, top_k: int, *, compares: bool) -> list[Metric]:
-        """As METRICS describes them."""
-        held = Metric("routes/cached_bytes", self.cached_bytes)
+        """Return metrics `name`/..., as METRICS describes them; only the cached bytes when nothing was compared."""
+        cached_bytes = Metric("routes/cached_bytes", self.cached_bytes)
         if not compares or not self.compared_tokens:
-            return [held]
-        layers = [layer for layer, count in enumerate(self.compared_L) if count]
+            return [cached_bytes]
         metrics = []
-        for layer in layers:
-            count, where = self.compared_L[layer], f"{name}/layer_{layer:02d}"
-            metrics.append(Metric(f"{where}/changed_fraction", self.changed_L[layer], count * top_k))
-            metrics.append(Metric(f"{where}/gate_mass_moved", self.moved_L[layer], count))
+        for layer, count in enumerate(self.compared_L):
+            if count:
+                prefix = f"{name}/layer_{layer:02d}"
+                metrics.append(Metric(f"{prefix}/changed_fraction", self.changed_L[layer], count * top_k))
+                metrics.append(Metric(f"{prefix}/gate_mass_moved", self.moved_gates_L[layer], count))
         compared = sum(self.compared_L)
         return [
             *metrics,
             Metric(f"{name}/changed_fraction", sum(self.changed_L), compared * top_k),
-            Metric(f"{name}/gate_mass_moved", sum(self.moved_L), compared),
+            Metric(f"{name}/gate_mass_moved", sum(self.moved_gates_L), compared),
             Metric(f"{name}/changed_tokens_fraction", self.changed_tokens, self.compared_tokens),
             Metric(f"{name}/compared_tokens", self.compared_tokens),
             Metric(f"{name}/unknown_tokens", self.unknown_tokens),
-            held,
+            cached_bytes,
         ]
 
-    def problems(self, routed: Sequence[bool]) -> Iterator[str]:
-        """Layers of the model that route, but in which other tokens were accounted for than in most."""
-        most = max((self.consumed_L[layer] for layer, routes in enumerate(routed) if routes), default=0.0)
-        for layer, routes in enumerate(routed):
-            if self.consumed_L[layer] != (most if routes else 0.0):
+    def problems(self, is_routed_L: Sequence[bool]) -> Iterator[str]:
+        """Yield a sentence for each layer of the model that accounts for other tokens than the layers with a router."""
+        expected = max(
+            (count for count, routed in zip(self.consumed_L, is_routed_L, strict=True) if routed), default=0.0
+        )
+        for layer, (count, is_routed) in enumerate(zip(self.consumed_L, is_routed_L, strict=True)):
+            if count != (expected if is_routed else 0.0):
                 yield (
-                    f"layer {layer} of the model took the routes of {self.consumed_L[layer]:.0f} tokens, others of "
-                    f"{most:.0f}; it should be {'all' if routes else 'none'}"
+                    f"layer {layer} of the model took the routes of {count:.0f} tokens, others of {expected:.0f}; it "
+                    f"should be {'all' if is_routed else 'none'}"
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """This rank's part of Totals; layers by column."""
+def world_totals(
+    mesh: Mesh,
+    num_layers: int,
+    *,
+    layers: tuple[int, ...],
+    changes_l2: Tensor,
+    consumed_l: Sequence[int],
+    is_changed_t: Tensor,
+    compared_tokens: int,
+    unknown_tokens: int,
+    cached_bytes: int,
+) -> RouteTotals:
+    """Collective over the world: sum the accounts of all ranks so that each token counts once in each layer.
 
-    layers: tuple[int, ...]
-    sums_l2: Tensor
-    compared: int
-    consumed_l: list[int]
-    is_changed_t: Tensor
-    """uint8: in any of this rank's layers."""
-    unknown: int
-    cached_bytes: int
-
-
-def world_totals(part: Counted, num_layers: int, mesh: Mesh) -> Totals:
-    """Collective over the world: each token counts once in each layer."""
-    dist.all_reduce(part.is_changed_t, op=dist.ReduceOp.MAX, group=mesh.pp.group)
-    device = part.sums_l2.device
+    Args:
+        mesh: the mesh that ran the pass.
+        num_layers: layers of the whole model.
+        layers: layers of this rank that have routers.
+        changes_l2: changed choices, and the sum of their gates, in each of them, float64.
+        consumed_l: tokens whose routes were taken in each of them.
+        is_changed_t: uint8, whether a token's choice changed in any of them; reduced in place.
+        compared_tokens: tokens that were compared.
+        unknown_tokens: tokens without cached routes.
+        cached_bytes: bytes of this rank's cache.
+    """
+    # A token may have changed in the layers of another pipeline stage only: union first, then count.
+    dist.all_reduce(is_changed_t, op=dist.ReduceOp.MAX, group=mesh.pp.group)
+    device = changes_l2.device
     table = torch.zeros(num_layers + 1, 4, dtype=torch.float64, device=device)
-    # Without sequence parallelism the tensor-parallel ranks have the same tokens.
+    # Without sequence parallelism the tensor-parallel ranks have the same tokens: only the first counts them.
     if mesh.sequence_parallel or mesh.tp.rank == 0:
-        rows = torch.tensor(part.layers, dtype=torch.int64, device=device)
-        counts_l2 = torch.tensor([[part.compared, count] for count in part.consumed_l], device=device)
-        table[rows] = torch.cat([part.sums_l2, counts_l2.view(-1, 2)], 1).double()
+        rows = torch.tensor(layers, dtype=torch.int64, device=device)
+        counts_l2 = torch.tensor([[compared_tokens, count] for count in consumed_l], device=device)
+        table[rows] = torch.cat([changes_l2, counts_l2.view(-1, 2)], 1).double()
+        # All pipeline stages have the same tokens: only the last one counts them.
         if mesh.is_last_stage:
-            table[-1, 0] = part.is_changed_t.sum()
-            table[-1, 1:3] = torch.tensor([part.compared, part.unknown])
-    table[-1, 3] = part.cached_bytes
+            table[-1, 0] = is_changed_t.sum()
+            table[-1, 1:3] = torch.tensor([compared_tokens, unknown_tokens])
+    table[-1, 3] = cached_bytes
     dist.all_reduce(table, group=mesh.world.group)
-    *layers, facts = table.tolist()
-    changed_L, moved_L, compared_L, consumed_L = (list(column) for column in zip(*layers, strict=True))
-    return Totals(changed_L, moved_L, compared_L, consumed_L, *facts)
+    *by_layer, tokens = table.tolist()
+    changed_L, moved_gates_L, compared_L, consumed_L = (
+        list(column) for column in zip(*by_layer, strict=True)
+    )
+    return RouteTotals(changed_L, moved_gates_L, compared_L, consumed_L, *tokens)

@@ -1,4 +1,4 @@
-"""Routes of the samples of a step, for this rank's layers and tokens, whatever pass they came from or go to."""
+"""Routes of the samples of a step, kept for this rank's layers and tokens until the passes that impose them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,43 +12,49 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.parallel.agree import world_max
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.parallel.routers import routed_layers
-from mcore_rl.replay.exchange import Form, Holding, Piece, Want, exchange
-from mcore_rl.replay.layouts import Layout, LocalTokens, local_tokens
-from mcore_rl.replay.storage import Blocks, Codec
+from mcore_rl.replay.exchange import NeededPositions, OfferedRoutes, exchange
+from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens
+from mcore_rl.replay.storage import RouteCodec, RouteStorage
 
 GIB = 2**30
 CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
-class Entry:
-    """Routes of one sample: the rows `first` and following of a block, one for each of these positions."""
+class CachedSample:
+    """Routes of one sample: row `first + i` of a storage block holds `position_n[i]`."""
 
     num_tokens: int
+    """Tokens of the whole sample."""
     position_n: Tensor
-    """Rising; those that this rank holds."""
+    """Positions whose routes are on this rank, rising."""
     block: int
     first: int
-    sum_l: Tensor | None = None
-    """Checksum of the whole sample; None: its pass has not finished."""
+    checksum_l: Tensor | None = None
+    """Checksum of the whole sample in each layer; None until the pass that records it has finished."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the routes of a microbatch's tokens are: rows of blocks, and the tokens they belong to."""
+class RouteLocations:
+    """Where the routes of one microbatch's `t` local tokens are in the storage."""
 
     parts: tuple[tuple[int, Tensor, Tensor], ...]
-    """Block, rows, tokens."""
-    is_found_t: Tensor
+    """Storage block, rows in it, and the tokens (indices below t) that they belong to."""
+    has_routes_t: Tensor
+    """Mask of the tokens whose routes are cached, bool `[t]` on the CPU; false for padding."""
     problems: tuple[str, ...]
+    """One sentence for each sample whose routes ought to be here and are not."""
 
 
 class RoutingCache:
-    """Routes by (policy version, sample), which layouts and meshes may come and go around.
+    """Routes by (policy version, sample), independent of microbatches, packing and mesh.
 
-    A rank holds the positions that its routers saw in the pass that recorded them, for its own layers; where a later
-    pass needs others, `rearrange` fetches them. Codes are experts; a choice that found its expert full is the expert
-    plus `num_experts`.
+    A rank keeps the positions that its routers saw in the pass that recorded them, for its own layers. `redistribute`
+    fetches what another layout of the same samples needs; replay/from_rollouts.py fills a cache with the routes of a
+    rollout engine.
+
+    A route is kept as a code: the expert's index, plus `num_experts` where the expert had no room for the token
+    (`model.moe.capacity_factor`), so that a dropped choice is imposed as a dropped choice.
     """
 
     def __init__(
@@ -58,194 +64,196 @@ class RoutingCache:
         config: ReplayConfig,
         folder: Path | None = None,
     ) -> None:
-        """`folder` is this rank's own, for config.store="file" and for what is beyond the budget."""
+        """Create an empty cache for the layers of `chunks`.
+
+        Args:
+            chunks: this rank's pipeline chunks.
+            model: the whole model.
+            config: where and how routes are stored.
+            folder: a folder of this rank alone, for `store="file"` and for what exceeds the budget.
+        """
         self.layers = routed_layers(chunks)
-        self.model_layers = tuple(layer for layer, routes in enumerate(model.moe_layers) if routes)
+        self.model_layers = tuple(layer for layer, is_routed in enumerate(model.moe_layers) if is_routed)
         self.num_experts, self.top_k = model.moe.num_experts, model.moe.top_k
         self.num_codes = self.num_experts * (2 if model.moe.capacity_factor else 1)
-        self.codec = Codec(self.num_codes, len(self.layers), self.top_k, config.bit_pack)
+        self.codec = RouteCodec(self.num_codes, len(self.layers), self.top_k, config.bit_pack)
         self.dtype = self.codec.dtype
-        self._missing = config.missing
+        self._may_miss_samples = config.missing == "live"
         self._device = next(chunks[0].parameters()).device
         budget_bytes = None if config.budget_gib is None else int(config.budget_gib * GIB)
-        self._blocks = Blocks(config.store, budget_bytes, folder, self._device)
-        self._entries: dict[tuple[int, int], Entry] = {}
+        self._storage = RouteStorage(config.store, budget_bytes, folder, self._device)
+        self._samples: dict[tuple[int, int], CachedSample] = {}
 
     @property
     def num_bytes(self) -> int:
-        """That routes take on this rank."""
-        return self._blocks.num_bytes
+        """Number of bytes of the routes on this rank."""
+        return self._storage.num_bytes
 
     def samples(self, version: int) -> list[int]:
-        """Of which routes are held, rising."""
-        return sorted(sample for of, sample in self._entries if of == version)
+        """Return the samples of a policy version that have routes here, rising."""
+        return sorted(sample for of_version, sample in self._samples if of_version == version)
 
-    def entry(self, version: int, sample: int) -> Entry:
-        """What is held of a sample."""
-        return self._entries[version, sample]
+    def sample(self, version: int, sample: int) -> CachedSample:
+        """Return the cached routes of a sample; KeyError when there are none."""
+        return self._samples[version, sample]
 
-    def find(self, version: int, tokens: LocalTokens) -> Place:
-        """Where the routes of these tokens are."""
-        if not self.layers:
-            return Place((), tokens.is_real_t, ())
-        is_found_t = torch.zeros(len(tokens.owner_t), dtype=torch.bool)
-        parts, problems = [], []
-        for owner, (sample, length) in enumerate(zip(tokens.samples, tokens.lengths, strict=True)):
-            entry = self._entries.get((version, sample))
-            if entry is None and self._missing == "live":
-                continue
-            place_n = (tokens.owner_t == owner).nonzero()[:, 0]
-            row_n, problem = _rows(entry, length, tokens.position_t[place_n])
-            if entry is None or problem:
-                where = f"sample {sample} of version {version}, layers {list(self.layers)}"
-                problems.append(f"{where}: {problem}")
-                continue
-            is_found_t[place_n] = True
-            parts.append((entry.block, entry.first + row_n, place_n))
-        return Place(_merged(parts), is_found_t, tuple(problems))
-
-    def read(self, place: Place, device: torch.device) -> Tensor:
-        """Codes `[t, l, K]`; zeros where nothing was found."""
-        shape = (len(place.is_found_t), len(self.layers), self.top_k)
-        if len(place.parts) == 1 and len(place.parts[0][2]) == shape[0]:
-            block, row_n, _ = place.parts[0]
-            return self.codec.decode(self._blocks.rows(block, row_n, device))
-        codes_tlK = torch.zeros(shape, dtype=self.dtype, device=device)
-        for block, row_n, place_n in place.parts:
-            found_nlK = self.codec.decode(self._blocks.rows(block, row_n, device))
-            codes_tlK[place_n.to(device, non_blocking=True)] = found_nlK
-        return codes_tlK
-
-    def add(self, version: int, tokens: LocalTokens, codes_tlK: Tensor) -> None:
-        """Keep the routes of a microbatch's tokens, without its padding."""
-        # By sample, and in each by position.
-        order_t = (tokens.owner_t * 2**32 + tokens.position_t).argsort()
+    def add_recorded(self, version: int, tokens: LocalTokens, codes_tlK: Tensor) -> None:
+        """Store the routes of a microbatch's tokens, without its padding; checksums follow when the pass is over."""
+        # Sorted by sample, and within a sample by position; padding (-1) comes first and is cut off.
+        order_t = (tokens.sample_index_t * 2**32 + tokens.position_t).argsort()
         order_n = order_t[int((~tokens.is_real_t).sum()) :]
-        rows_nw = self.codec.encode(codes_tlK[order_n.to(codes_tlK.device, non_blocking=True)])
-        block, first = self._blocks.add(rows_nw), 0
-        position_n, owner_n = tokens.position_t[order_n], tokens.owner_t[order_n]
-        counts = torch.bincount(owner_n, minlength=len(tokens.samples)).tolist()
-        for sample, length, count in zip(tokens.samples, tokens.lengths, counts, strict=True):
-            assert (version, sample) not in self._entries, f"sample {sample} of version {version} twice"
-            here = slice(first, first + count)
-            self._entries[version, sample] = Entry(length, position_n[here], block, first)
+        bytes_nw = self.codec.encode(codes_tlK[order_n.to(codes_tlK.device, non_blocking=True)])
+        block, first = self._storage.add(bytes_nw), 0
+        position_n, sample_index_n = tokens.position_t[order_n], tokens.sample_index_t[order_n]
+        counts_N = torch.bincount(sample_index_n, minlength=len(tokens.samples)).tolist()
+        for sample, length, count in zip(tokens.samples, tokens.lengths, counts_N, strict=True):
+            assert (version, sample) not in self._samples, f"sample {sample} of version {version} twice"
+            rows = slice(first, first + count)
+            self._samples[version, sample] = CachedSample(length, position_n[rows], block, first)
             first += count
 
-    def seal(self, version: int, sums: Mapping[int, Tensor]) -> None:
-        """Keep the checksum of each whole sample, by which all later passes are judged."""
-        for sample, sum_l in sums.items():
-            self._entries[version, sample].sum_l = sum_l
+    def set_checksums(self, version: int, checksums: Mapping[int, Tensor]) -> None:
+        """Store the checksum `[l]` of each whole sample; later passes must reproduce it."""
+        for sample, checksum_l in checksums.items():
+            self._samples[version, sample].checksum_l = checksum_l
 
-    def sum_of(self, version: int, sample: int) -> Tensor | None:
-        """The checksum `[l]` of the whole sample; None: nothing is known of it."""
-        entry = self._entries.get((version, sample))
-        return None if entry is None else entry.sum_l
+    def checksum_of(self, version: int, sample: int) -> Tensor | None:
+        """Return the checksum `[l]` of a whole sample; None when its routes are not cached or not complete."""
+        cached = self._samples.get((version, sample))
+        return None if cached is None else cached.checksum_l
+
+    def locate(self, version: int, tokens: LocalTokens) -> RouteLocations:
+        """Find the routes of a microbatch's local tokens."""
+        if not self.layers:
+            # A stage of dense layers only: it has nothing to read, but its tokens count as known like the others'.
+            return RouteLocations((), tokens.is_real_t, ())
+        has_routes_t = torch.zeros(len(tokens.sample_index_t), dtype=torch.bool)
+        parts, problems = [], []
+        for index, (sample, length) in enumerate(zip(tokens.samples, tokens.lengths, strict=True)):
+            cached = self._samples.get((version, sample))
+            if cached is None and self._may_miss_samples:
+                continue
+            token_n = (tokens.sample_index_t == index).nonzero()[:, 0]
+            row_n, problem = _rows(cached, length, tokens.position_t[token_n])
+            if cached is None or problem:
+                problems.append(
+                    f"sample {sample} of version {version}, layers {list(self.layers)}: {problem}"
+                )
+                continue
+            has_routes_t[token_n] = True
+            parts.append((cached.block, cached.first + row_n, token_n))
+        return RouteLocations(_merged_by_block(parts), has_routes_t, tuple(problems))
+
+    def read(self, locations: RouteLocations, device: torch.device) -> Tensor:
+        """Return the codes `[t, l, K]` of a microbatch's local tokens; zeros where there are no routes."""
+        shape = (len(locations.has_routes_t), len(self.layers), self.top_k)
+        if len(locations.parts) == 1 and len(locations.parts[0][2]) == shape[0]:
+            block, row_n, _ = locations.parts[0]
+            return self.codec.decode(self._storage.read(block, row_n, device))
+        codes_tlK = torch.zeros(shape, dtype=self.dtype, device=device)
+        for block, row_n, token_n in locations.parts:
+            found_nlK = self.codec.decode(self._storage.read(block, row_n, device))
+            codes_tlK[token_n.to(device, non_blocking=True)] = found_nlK
+        return codes_tlK
+
+    def codes(self, cached: CachedSample, index_n: Tensor, device: torch.device = CPU) -> Tensor:
+        """Return the codes `[n, l, K]` of some indices into a sample's `position_n`."""
+        return self.codec.decode(self._storage.read(cached.block, cached.first + index_n, device))
 
     def drop(self, version: int) -> None:
         """Forget all samples of a policy version, and delete their files."""
-        gone = [key for key in self._entries if key[0] == version]
-        for block in {self._entries.pop(key).block for key in gone}:
-            self._blocks.drop(block)
+        dropped = [key for key in self._samples if key[0] == version]
+        for block in {self._samples.pop(key).block for key in dropped}:
+            self._storage.drop(block)
 
     def close(self) -> None:
-        """Forget everything."""
-        for version in {version for version, _ in self._entries}:
+        """Forget all samples, and delete all files."""
+        for version in {version for version, _ in self._samples}:
             self.drop(version)
 
-    def put(self, version: int, pieces: Mapping[int, Piece]) -> None:
-        """Keep routes that came from elsewhere."""
-        if not pieces:
-            return
-        block = self._blocks.add(
-            torch.cat([self.codec.encode(piece.codes_nlK.to(self._device)) for piece in pieces.values()])
-        )
-        first = 0
-        for sample, piece in pieces.items():
-            assert (version, sample) not in self._entries, f"sample {sample} of version {version} twice"
-            self._entries[version, sample] = Entry(
-                piece.num_tokens, piece.position_n, block, first, piece.sum_l
-            )
-            first += len(piece.position_n)
+    def needed_positions(self, layouts: Sequence[MicrobatchLayout], mesh: Mesh) -> dict[int, NeededPositions]:
+        """Return the positions of each sample that this rank's routers will see in a pass over `layouts`."""
+        needed: dict[int, NeededPositions] = {}
+        for tokens in (local_tokens(layout, mesh) for layout in layouts):
+            for index, (sample, length) in enumerate(zip(tokens.samples, tokens.lengths, strict=True)):
+                needed[sample] = NeededPositions(length, tokens.positions_of(index))
+        return needed
 
-    def codes(self, entry: Entry, row_n: Tensor, device: torch.device = CPU) -> Tensor:
-        """Codes `[n, l, K]` of some of an entry's rows."""
-        return self.codec.decode(self._blocks.rows(entry.block, entry.first + row_n, device))
+    def redistribute(self, version: int, layouts: Sequence[MicrobatchLayout], mesh: Mesh) -> None:
+        """Collective over the world: fetch what a pass over `layouts` needs from the ranks that have it.
 
-    def wants(self, layouts: Sequence[Layout], mesh: Mesh) -> dict[int, Want]:
-        """Of each sample the positions that this rank's routers will see in a pass over `layouts`."""
-        wanted: dict[int, Want] = {}
-        for part in (local_tokens(layout, mesh) for layout in layouts):
-            for owner, (sample, length) in enumerate(zip(part.samples, part.lengths, strict=True)):
-                wanted[sample] = Want(length, part.positions_of(owner))
-        return wanted
-
-    def rearrange(self, version: int, layouts: Sequence[Layout], mesh: Mesh) -> None:
-        """Collective over the world: hold what a pass over `layouts` needs, from whoever has it.
-
-        Nothing moves where no rank lacks anything; else only what is wanted where it is not.
+        Nothing is sent when no rank lacks anything.
         """
-        wanted = self.wants(layouts, mesh)
-        lacks = not all(self._has(version, *pair) for pair in wanted.items())
+        needed = self.needed_positions(layouts, mesh)
+        lacks = not all(self._has(version, sample, positions) for sample, positions in needed.items())
+        # All ranks exchange or none does: a rank that has everything may have what another one lacks.
         if world_max(int(lacks)):
-            self.receive(version, self.holdings(version), wanted, mesh.world)
+            self.receive(version, self.offers(version), needed, mesh.world)
 
     def receive(
-        self, version: int, held: Mapping[int, Holding], wanted: Mapping[int, Want], axis: Axis
+        self,
+        version: int,
+        offered: Mapping[int, OfferedRoutes],
+        needed: Mapping[int, NeededPositions],
+        axis: Axis,
     ) -> None:
-        """Collective over `axis`: hold `wanted`, as far as any rank has it in `held`, and nothing else."""
-        pieces = exchange(held, wanted, self.form, axis, self._device)
+        """Collective over `axis`: replace a version's routes by `needed`, as far as a rank has them in `offered`."""
+        received = exchange(offered, needed, self.layers, self.top_k, self.dtype, axis, self._device)
         self.drop(version)
-        self.put(version, pieces)
+        if not received:
+            return
+        encoded = [self.codec.encode(routes.codes_nlK.to(self._device)) for routes in received.values()]
+        block, first = self._storage.add(torch.cat(encoded)), 0
+        for sample, routes in received.items():
+            self._samples[version, sample] = CachedSample(
+                routes.num_tokens, routes.position_n, block, first, routes.checksum_l
+            )
+            first += len(routes.position_n)
 
-    @property
-    def form(self) -> Form:
-        """Of the routes of this rank."""
-        return Form(self.layers, self.top_k, self.dtype)
+    def offers(self, version: int) -> dict[int, OfferedRoutes]:
+        """Return the routes of a version that this rank can give to others."""
+        return {sample: self._offer(version, sample) for sample in self.samples(version)}
 
-    def holdings(self, version: int) -> dict[int, Holding]:
-        """What is held of a version, to give to others."""
-        return {sample: self._holding(version, sample) for sample in self.samples(version)}
+    def _has(self, version: int, sample: int, needed: NeededPositions) -> bool:
+        cached = self._samples.get((version, sample))
+        return cached is not None and bool(torch.isin(needed.position_n, cached.position_n).all())
 
-    def _has(self, version: int, sample: int, want: Want) -> bool:
-        entry = self._entries.get((version, sample))
-        return entry is not None and bool(torch.isin(want.position_n, entry.position_n).all())
-
-    def _holding(self, version: int, sample: int) -> Holding:
-        entry = self._entries[version, sample]
-        assert entry.sum_l is not None, f"sample {sample}: its pass has not finished"
-        return Holding(
-            num_tokens=entry.num_tokens,
+    def _offer(self, version: int, sample: int) -> OfferedRoutes:
+        cached = self._samples[version, sample]
+        assert cached.checksum_l is not None, f"sample {sample}: its pass has not finished"
+        return OfferedRoutes(
+            num_tokens=cached.num_tokens,
             layers=self.layers,
-            position_n=entry.position_n,
-            sum_l=entry.sum_l,
-            read=lambda row_n: self.codes(entry, row_n),
+            position_n=cached.position_n,
+            checksum_l=cached.checksum_l,
+            read=lambda index_n: self.codes(cached, index_n),
         )
 
 
-def _rows(entry: Entry | None, length: int, position_n: Tensor) -> tuple[Tensor, str]:
-    """The entry's rows of these positions of a sample of `length` tokens; else why they cannot be read."""
-    if entry is None:
+def _rows(cached: CachedSample | None, length: int, position_n: Tensor) -> tuple[Tensor, str]:
+    """Return the indices of positions in a cached sample, and why they cannot be read ("": they can)."""
+    if cached is None:
         return position_n, "there are no routes"
-    if entry.num_tokens != length:
-        return position_n, f"{length} tokens, but routes of {entry.num_tokens}"
-    if entry.sum_l is None:
+    if cached.num_tokens != length:
+        return position_n, f"the sample has {length} tokens, its routes are of {cached.num_tokens}"
+    if cached.checksum_l is None:
         return position_n, "the pass that recorded the routes has not finished"
-    row_n = torch.searchsorted(entry.position_n, position_n)
+    row_n = torch.searchsorted(cached.position_n, position_n)
     if len(position_n) and (
-        int(row_n.max()) >= len(entry.position_n) or not torch.equal(entry.position_n[row_n], position_n)
+        int(row_n.max()) >= len(cached.position_n) or not torch.equal(cached.position_n[row_n], position_n)
     ):
-        return row_n, "laid out otherwise than in the pass that the routes are of, and not rearranged since"
+        return row_n, "this rank has other positions of it than the pass needs; redistribute the cache first"
     return row_n, ""
 
 
-def _merged(parts: Iterable[tuple[int, Tensor, Tensor]]) -> tuple[tuple[int, Tensor, Tensor], ...]:
-    """One part a block."""
+def _merged_by_block(parts: Iterable[tuple[int, Tensor, Tensor]]) -> tuple[tuple[int, Tensor, Tensor], ...]:
+    """Merge parts of the same block, tokens rising: then one read does, and usually no scatter."""
     by_block: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for block, row_n, place_n in parts:
-        by_block.setdefault(block, []).append((row_n, place_n))
+    for block, row_n, token_n in parts:
+        by_block.setdefault(block, []).append((row_n, token_n))
     merged = []
     for block, pairs in by_block.items():
-        row_n, place_n = (torch.cat(columns) for columns in zip(*pairs, strict=True))
-        order_n = place_n.argsort()
-        merged.append((block, row_n[order_n], place_n[order_n]))
+        row_n, token_n = (torch.cat(columns) for columns in zip(*pairs, strict=True))
+        order_n = token_n.argsort()
+        merged.append((block, row_n[order_n], token_n[order_n]))
     return tuple(merged)

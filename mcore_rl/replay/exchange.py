@@ -1,7 +1,12 @@
-"""Routes from the ranks that have them to the ranks that need them, and to no others."""
+"""Exchange of routes: from the ranks that have them to the ranks that need them, and to no others.
+
+Each rank announces which positions and layers of which samples it has, every rank picks from these announcements whom
+to ask for what, and one all-to-all carries the answers. An answer is the codes, then a checksum for each of its layers.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,106 +14,210 @@ from torch import Tensor
 
 from mcore_rl.parallel.mesh import Axis
 
-SUM_BYTES = 8
-Range = tuple[int, int]
+CHECKSUM_BYTES = 8
+PositionRange = tuple[int, int]
+"""First position, and the position after the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
-    """What this rank has of a sample."""
+class OfferedRoutes:
+    """Routes of one sample that this rank can give to others."""
 
     num_tokens: int
+    """Tokens of the whole sample."""
     layers: tuple[int, ...]
     position_n: Tensor
-    """Rising."""
-    sum_l: Tensor
-    """Of the whole sample, not only of these positions."""
+    """Positions of the sample that are here, rising."""
+    checksum_l: Tensor
+    """Checksum of the whole sample in each of these layers, not only of the positions that are here."""
     read: Callable[[Tensor], Tensor]
-    """Codes `[n, l, K]` of some rows, on the CPU."""
+    """Return codes `[n, l, K]` on the CPU of some indices into `position_n`; only what is asked for is read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """What this rank needs of a sample."""
+class NeededPositions:
+    """Positions of one sample whose routes this rank needs, in all its layers."""
 
     num_tokens: int
+    """Tokens of the whole sample."""
     position_n: Tensor
-    """Rising."""
+    """Positions, rising."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What it then has; on the CPU."""
+class ReceivedRoutes:
+    """Routes of one sample that have arrived, on the CPU."""
 
     num_tokens: int
+    """Tokens of the whole sample."""
     position_n: Tensor
     codes_nlK: Tensor
-    sum_l: Tensor
+    checksum_l: Tensor
+    """Checksum of the whole sample in each layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """To one rank: these positions and layers of a sample."""
+class RouteOffer(NamedTuple):
+    """Announcement that a rank has these positions and layers of a sample; it travels to all ranks."""
+
+    num_tokens: int
+    layers: tuple[int, ...]
+    ranges: tuple[PositionRange, ...]
+
+
+class RouteRequest(NamedTuple):
+    """Request to one rank for these positions and layers of a sample."""
 
     sample: int
-    ranges: tuple[Range, ...]
+    ranges: tuple[PositionRange, ...]
     layers: tuple[int, ...]
 
-    @property
-    def num_positions(self) -> int:
-        """In all ranges."""
-        return sum(end - begin for begin, end in self.ranges)
+    def code_bytes(self, top_k: int, dtype: torch.dtype) -> int:
+        """Return the number of bytes of the codes in the answer."""
+        num_positions = sum(end - begin for begin, end in self.ranges)
+        return len(self.layers) * num_positions * top_k * dtype.itemsize
 
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How routes look on the way: `[n, l, K]` of `dtype`, for these layers of the receiver."""
-
-    layers: tuple[int, ...]
-    top_k: int
-    dtype: torch.dtype
-
-    def num_bytes(self, request: Request) -> int:
-        """Of the codes of an answer."""
-        return len(request.layers) * request.num_positions * self.top_k * self.dtype.itemsize
-
-    def size(self, request: Request) -> int:
-        """Of an answer in bytes: the codes, and a checksum a layer."""
-        return self.num_bytes(request) + len(request.layers) * SUM_BYTES
-
-
-Offer = tuple[int, tuple[int, ...], tuple[Range, ...]]
-"""Tokens, layers and positions that a rank has of a sample."""
+    def answer_bytes(self, top_k: int, dtype: torch.dtype) -> int:
+        """Return the number of bytes of the answer."""
+        return self.code_bytes(top_k, dtype) + len(self.layers) * CHECKSUM_BYTES
 
 
 def exchange(
-    held: Mapping[int, Holding],
-    wanted: Mapping[int, Want],
-    form: Form,
+    offered: Mapping[int, OfferedRoutes],
+    needed: Mapping[int, NeededPositions],
+    layers: tuple[int, ...],
+    top_k: int,
+    dtype: torch.dtype,
     axis: Axis,
     device: torch.device,
-) -> dict[int, Piece]:
-    """Collective over `axis`: what is to be had of `wanted`; samples that nobody has whole are left out.
+) -> dict[int, ReceivedRoutes]:
+    """Collective over `axis`: return the routes of `needed` samples, each from one rank that offers them.
 
-    Each rank tells what it has (a few numbers a sample) and asks for what it lacks; the routes travel once, from one
-    rank that has them, this one first.
+    Args:
+        offered: routes of each sample that this rank has.
+        needed: positions of each sample that this rank needs.
+        layers: layers that this rank needs; other ranks may need others.
+        top_k: K, experts of a token.
+        dtype: dtype of the codes.
+        axis: ranks to exchange with, this one among them.
+        device: device of the axis's collectives.
+
+    Returns:
+        Routes of each sample in `needed`. A sample is left out when the ranks together do not have all of it.
     """
-    offers = _offers(held, axis)
-    requests = plan(wanted, form.layers, offers, axis.rank)
-    boxes: list[dict[int, list[Request]]] = [{} for _ in range(axis.size)]
-    dist.all_gather_object(boxes, requests, group=axis.group)
-    asked = [box.get(axis.rank, []) for box in boxes]
-    outgoing = [b"".join(served(held[request.sample], request) for request in of_rank) for of_rank in asked]
-    sizes_in = [sum(form.size(r) for r in requests.get(rank, [])) for rank in range(axis.size)]
-    sizes_out = [len(payload) for payload in outgoing]
+    offers: list[dict[int, RouteOffer]] = [{} for _ in range(axis.size)]
+    offers_here = {
+        sample: RouteOffer(routes.num_tokens, routes.layers, as_ranges(routes.position_n))
+        for sample, routes in offered.items()
+    }
+    dist.all_gather_object(offers, offers_here, group=axis.group)
+    requests = plan_requests(needed, layers, offers, axis.rank)
+    requests_of: list[dict[int, list[RouteRequest]]] = [{} for _ in range(axis.size)]
+    dist.all_gather_object(requests_of, requests, group=axis.group)
+    to_answer = [of_rank.get(axis.rank, []) for of_rank in requests_of]
+    outgoing = [
+        b"".join(answer(offered[request.sample], request) for request in of_rank) for of_rank in to_answer
+    ]
+    sizes_out = [len(answers) for answers in outgoing]
+    # frombuffer refuses an empty buffer, hence the byte that is cut off again.
     sent = torch.frombuffer(bytearray(b"".join(outgoing) or b"\0"), dtype=torch.uint8)[: sum(sizes_out)]
+    sizes_in = [
+        sum(request.answer_bytes(top_k, dtype) for request in requests.get(rank, []))
+        for rank in range(axis.size)
+    ]
     received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
     dist.all_to_all_single(received, sent.to(device), sizes_in, sizes_out, group=axis.group)
-    return assembled(wanted, requests, received.cpu(), form)
+    return assemble(needed, requests, received.cpu(), layers, top_k, dtype)
 
 
-def as_ranges(position_n: Tensor) -> tuple[Range, ...]:
-    """Runs of consecutive positions, each (first, after the last)."""
+def plan_requests(
+    needed: Mapping[int, NeededPositions],
+    layers: tuple[int, ...],
+    offers: Sequence[Mapping[int, RouteOffer]],
+    rank: int,
+) -> dict[int, list[RouteRequest]]:
+    """Choose whom this rank asks for what: itself first, then the others in turn from the next rank.
+
+    Args:
+        needed: positions of each sample that this rank needs.
+        layers: layers that this rank needs.
+        offers: what every rank of the axis has.
+        rank: this rank on the axis.
+
+    Returns:
+        Requests by the rank that they go to. No (position, layer) is requested twice of different ranks, except where
+        one rank's answer is a rectangle that covers a corner which another has given.
+    """
+    order = [(rank + step) % len(offers) for step in range(len(offers))]
+    requests: dict[int, list[RouteRequest]] = {}
+    for sample, positions_needed in needed.items():
+        position_n = positions_needed.position_n
+        # The last row stands for the checksum, which is needed in every layer even without any position.
+        is_missing_nl = torch.ones(len(position_n) + 1, len(layers), dtype=torch.bool)
+        for other in order:
+            offer = offers[other].get(sample)
+            if offer is None or offer.num_tokens != positions_needed.num_tokens or not is_missing_nl.any():
+                continue
+            has_n = torch.cat([torch.isin(position_n, positions(offer.ranges)), torch.tensor([True])])
+            has_l = torch.tensor([layer in offer.layers for layer in layers], dtype=torch.bool)
+            is_new_nl = is_missing_nl & has_n[:, None] & has_l
+            if not is_new_nl.any():
+                continue
+            row_n, column_l = is_new_nl.any(1), is_new_nl.any(0)
+            row_n[-1] = True  # a checksum comes with every answer
+            requested = tuple(layer for layer, is_new in zip(layers, column_l, strict=True) if is_new)
+            request = RouteRequest(sample, as_ranges(position_n[row_n[:-1]]), requested)
+            requests.setdefault(other, []).append(request)
+            is_missing_nl &= ~(row_n[:, None] & column_l)
+    return requests
+
+
+def answer(offered: OfferedRoutes, request: RouteRequest) -> bytes:
+    """Return the bytes of an answer: codes `[n, l, K]`, then the checksum of each of these layers."""
+    columns = [offered.layers.index(layer) for layer in request.layers]
+    row_n = torch.searchsorted(offered.position_n, positions(request.ranges))
+    codes = offered.read(row_n)[:, columns].contiguous()
+    checksums = offered.checksum_l[columns].contiguous()
+    return bytes(codes.numpy().tobytes()) + bytes(checksums.numpy().tobytes())
+
+
+def assemble(
+    needed: Mapping[int, NeededPositions],
+    requests: Mapping[int, list[RouteRequest]],
+    received: Tensor,
+    layers: tuple[int, ...],
+    top_k: int,
+    dtype: torch.dtype,
+) -> dict[int, ReceivedRoutes]:
+    """Put samples together from the answers to `requests`, concatenated in `received` in order of ranks.
+
+    Samples of which a part is missing are left out: whoever needs them finds that there are no routes.
+    """
+    samples: dict[int, ReceivedRoutes] = {}
+    is_missing: dict[int, Tensor] = {}
+    begin = 0
+    for request in [request for rank in sorted(requests) for request in requests[rank]]:
+        sample, position_n = request.sample, needed[request.sample].position_n
+        codes_end = begin + request.code_bytes(top_k, dtype)
+        end = begin + request.answer_bytes(top_k, dtype)
+        if sample not in samples:
+            codes_nlK = torch.zeros(len(position_n), len(layers), top_k, dtype=dtype)
+            checksum_l = torch.zeros(len(layers), dtype=torch.int64)
+            samples[sample] = ReceivedRoutes(needed[sample].num_tokens, position_n, codes_nlK, checksum_l)
+            is_missing[sample] = torch.ones(len(position_n) + 1, len(layers), dtype=torch.bool)
+        row_n = torch.searchsorted(position_n, positions(request.ranges))
+        column_l = torch.tensor([layers.index(layer) for layer in request.layers])
+        # clone: a view as wider integers must begin at a multiple of their size.
+        codes = received[begin:codes_end].clone().view(dtype)
+        samples[sample].codes_nlK[row_n[:, None], column_l] = codes.view(len(row_n), len(column_l), top_k)
+        samples[sample].checksum_l[column_l] = received[codes_end:end].clone().view(torch.int64)
+        is_missing[sample][row_n[:, None], column_l] = False
+        is_missing[sample][-1, column_l] = False
+        begin = end
+    return {sample: routes for sample, routes in samples.items() if not is_missing[sample].any()}
+
+
+def as_ranges(position_n: Tensor) -> tuple[PositionRange, ...]:
+    """Return the runs of consecutive positions in `position_n`, which rises."""
     if not len(position_n):
         return ()
     breaks = (position_n.diff() != 1).nonzero()[:, 0] + 1
@@ -117,86 +226,6 @@ def as_ranges(position_n: Tensor) -> tuple[Range, ...]:
     return tuple((begin, end + 1) for begin, end in zip(first, last, strict=True))
 
 
-def positions(ranges: Sequence[Range]) -> Tensor:
-    """The positions in these ranges."""
+def positions(ranges: Sequence[PositionRange]) -> Tensor:
+    """Return the positions in these ranges, int64."""
     return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(*pair) for pair in ranges)])
-
-
-def _offers(held: Mapping[int, Holding], axis: Axis) -> list[dict[int, Offer]]:
-    mine: dict[int, Offer] = {
-        sample: (holding.num_tokens, holding.layers, as_ranges(holding.position_n))
-        for sample, holding in held.items()
-    }
-    boxes: list[dict[int, Offer]] = [{} for _ in range(axis.size)]
-    dist.all_gather_object(boxes, mine, group=axis.group)
-    return boxes
-
-
-def plan(
-    wanted: Mapping[int, Want], layers: tuple[int, ...], offers: Sequence[Mapping[int, Offer]], rank: int
-) -> dict[int, list[Request]]:
-    """Whom to ask for what: this rank itself first, then the others in turn from the next."""
-    order = [(rank + step) % len(offers) for step in range(len(offers))]
-    requests: dict[int, list[Request]] = {}
-    for sample, want in wanted.items():
-        # The last row stands for the checksum, which is needed of every layer, also without any position.
-        lacks_nl = torch.ones(len(want.position_n) + 1, len(layers), dtype=torch.bool)
-        for other in order:
-            offer = offers[other].get(sample)
-            if offer is None or offer[0] != want.num_tokens or not lacks_nl.any():
-                continue
-            has_n = torch.cat([torch.isin(want.position_n, positions(offer[2])), torch.tensor([True])])
-            has_l = torch.tensor([layer in offer[1] for layer in layers], dtype=torch.bool)
-            new_nl = lacks_nl & has_n[:, None] & has_l
-            if not new_nl.any():
-                continue
-            row_n, column_l = new_nl.any(1), new_nl.any(0)
-            row_n[-1] = True  # comes with every answer
-            chosen = tuple(layer for layer, is_new in zip(layers, column_l, strict=True) if is_new)
-            request = Request(sample, as_ranges(want.position_n[row_n[:-1]]), chosen)
-            requests.setdefault(other, []).append(request)
-            lacks_nl &= ~(row_n[:, None] & column_l)
-    return requests
-
-
-def served(holding: Holding, request: Request) -> bytes:
-    """The answer: codes, then the checksums of these layers."""
-    columns = [holding.layers.index(layer) for layer in request.layers]
-    row_n = torch.searchsorted(holding.position_n, positions(request.ranges))
-    codes = holding.read(row_n)[:, columns].contiguous()
-    return bytes(codes.numpy().tobytes()) + bytes(holding.sum_l[columns].contiguous().numpy().tobytes())
-
-
-def assembled(
-    wanted: Mapping[int, Want], requests: Mapping[int, list[Request]], received: Tensor, form: Form
-) -> dict[int, Piece]:
-    """The samples from the answers to `requests`, in order of ranks, one behind the other."""
-    pieces: dict[int, Piece] = {}
-    lacks: dict[int, Tensor] = {}
-    begin = 0
-    for request in [request for rank in sorted(requests) for request in requests[rank]]:
-        want, middle, end = (
-            wanted[request.sample],
-            begin + form.num_bytes(request),
-            begin + form.size(request),
-        )
-        if request.sample not in pieces:
-            pieces[request.sample] = _empty(want, form)
-            lacks[request.sample] = torch.ones(len(want.position_n) + 1, len(form.layers), dtype=torch.bool)
-        piece = pieces[request.sample]
-        row_n = torch.searchsorted(want.position_n, positions(request.ranges))
-        column_l = torch.tensor([form.layers.index(layer) for layer in request.layers])
-        # Copies: a view of other numbers needs its own alignment.
-        codes = received[begin:middle].clone().view(form.dtype)
-        piece.codes_nlK[row_n[:, None], column_l] = codes.view(len(row_n), len(column_l), form.top_k)
-        piece.sum_l[column_l] = received[middle:end].clone().view(torch.int64)
-        lacks[request.sample][row_n[:, None], column_l] = False
-        lacks[request.sample][-1, column_l] = False
-        begin = end
-    # One that is to be had in part only is left out: it is then found to be missing.
-    return {sample: piece for sample, piece in pieces.items() if not lacks[sample].any()}
-
-
-def _empty(want: Want, form: Form) -> Piece:
-    codes = torch.zeros(len(want.position_n), len(form.layers), form.top_k, dtype=form.dtype)
-    return Piece(want.num_tokens, want.position_n, codes, torch.zeros(len(form.layers), dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Which tokens of which samples stand where in a microbatch, and which of them the routers of this rank see."""
+"""The tokens of which samples a microbatch holds, and which of them the routers of this rank see."""
 
 from dataclasses import dataclass
 
@@ -10,93 +10,100 @@ from mcore_rl.parallel.sequence import zigzag, zigzag_spans
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The first `num_tokens` tokens of a sample, padded to `padded` positions; sample < 0: nobody's padding."""
+class SampleSpan:
+    """Consecutive positions of a microbatch that hold one sample, or padding that belongs to no sample."""
 
     sample: int
+    """Index of the sample in the rollout batch; -1 for padding."""
     num_tokens: int
-    padded: int
+    """Tokens of the sample; they come first."""
+    num_positions: int
+    """Positions of the span: its tokens and the padding behind them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """One microbatch: rows of spans, each row `row_length` positions.
+class MicrobatchLayout:
+    """Layout of one microbatch before context and sequence parallelism divide it.
 
-    Packed: the rows are laid end to end in one, and each span is cut for context parallelism by itself, as
-    model/inputs does; else a row is one span, and the row is cut.
+    Packed rows are concatenated into one sequence, and context parallelism divides each span by itself, as
+    model/inputs.py does. A padded row holds a single span, and context parallelism divides the row.
     """
 
-    rows: tuple[tuple[Span, ...], ...]
+    rows: tuple[tuple[SampleSpan, ...], ...]
     row_length: int
+    """Positions of each row."""
     packed: bool
 
     def __post_init__(self) -> None:
         samples = [span.sample for span in self.spans if span.sample >= 0]
-        assert len(set(samples)) == len(samples), f"samples {samples}: one is in the microbatch twice"
+        assert len(set(samples)) == len(samples), f"a sample is in the microbatch twice: {samples}"
         for row in self.rows:
-            assert sum(span.padded for span in row) == self.row_length, (row, self.row_length)
+            assert sum(span.num_positions for span in row) == self.row_length, (row, self.row_length)
             assert self.packed or len(row) == 1, row
 
     @property
-    def spans(self) -> list[Span]:
-        """Of all rows."""
+    def spans(self) -> list[SampleSpan]:
+        """Spans of all rows, in order."""
         return [span for row in self.rows for span in row]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTokens:
-    """The `t` tokens of a microbatch that this rank's routers see, in their order; on the CPU.
-
-    owner_t is an index into `samples`, -1 for padding; position_t counts within the sample, 0 for padding.
-    """
+    """The `t` tokens of a microbatch that this rank's routers see, in the routers' order; tensors are on the CPU."""
 
     samples: tuple[int, ...]
+    """Samples of the whole microbatch; some of them may have no token on this rank."""
     lengths: tuple[int, ...]
-    """Tokens of each whole sample."""
-    owner_t: Tensor
+    """Number of tokens of each whole sample."""
+    sample_index_t: Tensor
+    """Index into `samples` of each token's sample, int64; -1 for padding."""
     position_t: Tensor
+    """Position of each token in its sample, int64; 0 for padding."""
 
     @property
     def is_real_t(self) -> Tensor:
-        """False for padding."""
-        return self.owner_t >= 0
+        """Mask of the tokens that belong to a sample, bool `[t]`; false for padding."""
+        return self.sample_index_t >= 0
 
-    def positions_of(self, owner: int) -> Tensor:
-        """This rank's positions of one sample, rising."""
-        return self.position_t[self.owner_t == owner].sort().values
+    def positions_of(self, index: int) -> Tensor:
+        """Return the positions of `samples[index]` that are on this rank, rising."""
+        return self.position_t[self.sample_index_t == index].sort().values
 
 
-def local_tokens(layout: Layout, mesh: Mesh) -> LocalTokens:
-    """This rank's part of `layout`."""
-    spans = [span for span in layout.spans if span.padded]
+def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
+    """Return the tokens of `layout` that the routers of this rank see."""
+    spans = [span for span in layout.spans if span.num_positions]
     real = [span for span in spans if span.sample >= 0]
-    place = {span.sample: index for index, span in enumerate(real)}
-    padded_n = torch.tensor([span.padded for span in spans])
-    count_n = torch.tensor([span.num_tokens if span.sample >= 0 else 0 for span in spans])
-    owner_n = torch.tensor([place.get(span.sample, -1) for span in spans])
-    begin_n = padded_n.cumsum(0) - padded_n
-    position_T = torch.arange(int(padded_n.sum())) - begin_n.repeat_interleave(padded_n)
-    is_real_T = position_T < count_n.repeat_interleave(padded_n)
-    owner_T = owner_n.repeat_interleave(padded_n)
-    rows = 1 if layout.packed else len(layout.rows)
-    both_2BS = torch.stack([owner_T.where(is_real_T, -1), position_T * is_real_T]).view(2, rows, -1)
+    index_of = {span.sample: index for index, span in enumerate(real)}
+    positions_N = torch.tensor([span.num_positions for span in spans])
+    tokens_N = torch.tensor([span.num_tokens if span.sample >= 0 else 0 for span in spans])
+    index_N = torch.tensor([index_of.get(span.sample, -1) for span in spans])
+    begin_N = positions_N.cumsum(0) - positions_N
+    position_T = torch.arange(int(positions_N.sum())) - begin_N.repeat_interleave(positions_N)
+    is_real_T = position_T < tokens_N.repeat_interleave(positions_N)
+    index_T = index_N.repeat_interleave(positions_N)
+    num_rows = 1 if layout.packed else len(layout.rows)
+    # Sample index and position take the same way through context and sequence parallelism as token ids do.
+    both_2BS = torch.stack([index_T.where(is_real_T, -1), position_T * is_real_T]).view(2, num_rows, -1)
     if layout.packed:
-        cut_2Bs = [zigzag_spans(full_BS, padded_n.tolist(), mesh.cp) for full_BS in both_2BS]
+        both_2Bs = [zigzag_spans(full_BS, positions_N.tolist(), mesh.cp) for full_BS in both_2BS]
     else:
-        cut_2Bs = [zigzag(full_BS, mesh.cp) for full_BS in both_2BS]
-    owner_t, position_t = (router_order(cut_Bs, mesh) for cut_Bs in cut_2Bs)
+        both_2Bs = [zigzag(full_BS, mesh.cp) for full_BS in both_2BS]
+    index_t, position_t = (router_order(part_Bs, mesh) for part_Bs in both_2Bs)
     return LocalTokens(
-        samples=tuple(place),
+        samples=tuple(index_of),
         lengths=tuple(span.num_tokens for span in real),
-        owner_t=owner_t,
+        sample_index_t=index_t,
         position_t=position_t,
     )
 
 
-def router_order(cut_Bs: Tensor, mesh: Mesh) -> Tensor:
-    """`[B, s]` after context parallelism as a router has its tokens: position by position, of this rank's positions
-    under sequence parallelism.
+def router_order(values_Bs: Tensor, mesh: Mesh) -> Tensor:
+    """Flatten `[B, s]`, already divided by context parallelism, in the order in which a router sees its tokens.
+
+    Megatron's hidden states are `[s, B, D]`, so position comes before row; with sequence parallelism a
+    tensor-parallel rank has one contiguous chunk of the positions.
     """
-    whole_sB = cut_Bs.t()
-    mine_sB = whole_sB.chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else whole_sB
-    return mine_sB.reshape(-1)
+    all_sB = values_Bs.t()
+    local_sB = all_sB.chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else all_sB
+    return local_sB.reshape(-1)

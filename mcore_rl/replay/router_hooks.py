@@ -1,9 +1,10 @@
-"""What Megatron's routers ask for their choice of experts while a tape is in place.
+"""Hooks that answer Megatron's routers while a tape records, imposes or observes their choice of experts.
 
-A Megatron router asks its `router_replay`, when it has one, for the top-k of its scores, in the first forward pass and
-in each recomputation. Megatron's own object there has one target, a queue for recomputation that assumes an order, and
-a list of the process's routers; ours knows the microbatch: that of the chunk's forward in progress, or else that whose
-backward is in progress, which the autograd graph of the chunk's output tells.
+A Megatron router that has a `router_replay` asks it for the top-k of its scores, in the first forward pass and again in
+each recomputation. Megatron's own RouterReplay has one target, a queue for recomputation that assumes an order of
+microbatches, and a list of all routers of the process. `RouterHook` knows the microbatch instead: the one whose forward
+pass through the chunk is in progress, else the one whose backward pass is, which a hook on the gradient of the chunk's
+output reports.
 """
 
 import copy
@@ -23,67 +24,73 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Visit:
-    """One microbatch in one chunk: `t` tokens, the chunk's `l` routers. Codes are experts in few bytes; a choice that
-    found its expert full is the expert plus `num_experts`.
+class ChunkMicrobatch:
+    """One microbatch in one chunk: `t` tokens, the `l` routers of the chunk.
+
+    Routes are codes in few bytes: the expert, plus `num_experts` where the expert had no room for the token.
     """
 
     index: int
-    imposed_ltK: Tensor | None
-    """What each router has to choose; None: it is free."""
-    is_free_t1: Tensor | None
-    """Of these tokens it is free all the same; None: of none."""
-    live_ltK: Tensor
-    """Filled with what each router chose, or would have chosen."""
-    known_ltK: Tensor | None
-    """What the live choice is compared with; None: with nothing."""
-    scores_ltK: Tensor | None
-    """Filled with what the live choice was made by; None: not wanted."""
+    """Index of the microbatch in its pass."""
     num_experts: int
-    asked: list[int] = field(default_factory=list)
-    """How often each router asked, recomputation not counted."""
-    recomputed: list[int] = field(default_factory=list)
+    imposed_ltK: Tensor | None
+    """Codes that the routers must choose; None: they choose for themselves."""
+    is_live_t1: Tensor | None
+    """Mask of the tokens that are routed live although routes are imposed; None: no token is."""
+    live_ltK: Tensor
+    """Filled with the codes that the routers chose, or would have chosen."""
+    cached_ltK: Tensor | None
+    """Codes that the live choice is compared with; None: it is not compared."""
+    scores_ltK: Tensor | None
+    """Filled with the scores of the live choice, for its gates; None: they are not needed."""
+    num_asked: list[int] = field(default_factory=list)
+    """Times that each router asked in the forward pass."""
+    num_recomputed: list[int] = field(default_factory=list)
+    """Times that each router asked in recomputation."""
     ids_Bs: Tensor | None = None
-    """The token ids that the chunk was given."""
+    """Token ids that the chunk was given."""
 
     def __post_init__(self) -> None:
-        self.asked = [0] * len(self.live_ltK)
-        self.recomputed = [0] * len(self.live_ltK)
+        self.num_asked = [0] * len(self.live_ltK)
+        self.num_recomputed = [0] * len(self.live_ltK)
 
 
-class Station:
-    """One chunk and its routers' hooks."""
+class ChunkRouters:
+    """The routers of one chunk, and the hooks that a tape installs in them."""
 
     def __init__(self, chunk: nn.Module) -> None:
+        """Find the routers; ConfigError when one of them could not be replayed."""
         self.chunk = chunk
         pairs = replayed_routers(chunk)
         self.layers = tuple(layer for layer, _ in pairs)
         self.routers = [router for _, router in pairs]
-        self.has_drops = any(r.config.moe_expert_capacity_factor is not None for r in self.routers)
-        self._forward: Visit | None = None
-        self._backward: Visit | None = None
+        self.has_capacity = any(r.config.moe_expert_capacity_factor is not None for r in self.routers)
+        self._in_forward: ChunkMicrobatch | None = None
+        self._in_backward: ChunkMicrobatch | None = None
         self._installed = ExitStack()
         self._check()
 
     def install(self) -> None:
-        """Every router asks here from now on."""
+        """Make every router of the chunk ask a hook of this object until `remove`."""
         for column, router in enumerate(self.routers):
             assert router.router_replay is None, f"layer {self.layers[column]} has another tape"
             router.router_replay = RouterHook(self, column)
             self._installed.callback(setattr, router, "router_replay", None)
             if router.config.moe_expert_capacity_factor is not None:
-                self._carry_drops(column, router)
+                self._replay_drops(column, router)
 
     def remove(self) -> None:
-        """Every router chooses for itself again."""
+        """Let every router choose for itself again."""
         self._installed.close()
-        self._forward = self._backward = None
+        self._in_forward = self._in_backward = None
 
     @contextmanager
-    def forward(self, visit: Visit) -> Iterator[None]:
-        """Around the chunk's forward of the visit's microbatch."""
-        assert self._forward is None, f"microbatches {self._forward} and {visit} are in one chunk at once"
-        self._forward = visit
+    def forward(self, microbatch: ChunkMicrobatch) -> Iterator[None]:
+        """Answer the routers for `microbatch`, around the chunk's forward pass."""
+        assert self._in_forward is None, (
+            f"microbatches {self._in_forward} and {microbatch} are in one chunk at once"
+        )
+        self._in_forward = microbatch
         handles = [
             self.chunk.register_forward_pre_hook(self._on_input, with_kwargs=True),
             self.chunk.register_forward_hook(self._on_output),
@@ -91,24 +98,25 @@ class Station:
         try:
             yield
         finally:
-            self._forward = None
+            self._in_forward = None
             for handle in handles:
                 handle.remove()
 
-    def current(self, column: int) -> tuple[Visit, bool]:
-        """The microbatch that the asking router works on, and whether for the first time."""
-        if self._forward is not None:
-            return self._forward, True
-        assert self._backward is not None, (
+    def current(self, column: int) -> tuple[ChunkMicrobatch, bool]:
+        """Return the microbatch that the asking router works on, and whether it is its forward pass."""
+        # 1F1B runs forward passes of this chunk between its backward passes; recomputation happens in the latter only.
+        if self._in_forward is not None:
+            return self._in_forward, True
+        assert self._in_backward is not None, (
             f"the router of layer {self.layers[column]} was asked outside of the passes of its tape"
         )
-        return self._backward, False
+        return self._in_backward, False
 
     def _check(self) -> None:
         if len(set(self.layers)) < len(self.layers):
             raise ConfigError(
-                f"a chunk has routers of layers {list(self.layers)}: one twice. One of them is never asked, and would "
-                "not be replayed. Build the decoder once."
+                f"a chunk has two routers of one layer: {list(self.layers)}. One of the two never runs and would not "
+                "be replayed. Build the decoder once."
             )
         for layer, router in zip(self.layers, self.routers, strict=True):
             config = router.config
@@ -120,61 +128,68 @@ class Station:
                 )
             if getattr(config, "overlap_moe_expert_parallel_comm", False):
                 raise ConfigError(
-                    "overlap_moe_expert_parallel_comm runs the layers of two microbatches by turns, of which a tape "
-                    "cannot tell which is asking. Switch it off."
+                    "overlap_moe_expert_parallel_comm runs the layers of two microbatches alternately, and a tape "
+                    "cannot know for which of them a router asks. Switch it off."
                 )
 
     def _on_input(self, chunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        assert self._forward is not None
-        self._forward.ids_Bs = kwargs["input_ids"]
+        assert self._in_forward is not None
+        self._in_forward.ids_Bs = kwargs["input_ids"]
 
     def _on_output(self, chunk: nn.Module, args: Any, output: Tensor) -> None:
-        visit = self._forward
-        assert visit is not None
+        microbatch = self._in_forward
+        assert microbatch is not None
         if output.requires_grad:
-            # The gradient of the output comes before anything of this microbatch is computed again.
-            output.register_hook(lambda _: self._begin_backward(visit))
+            # The gradient of the output arrives before anything of this microbatch is recomputed.
+            output.register_hook(lambda _: self._begin_backward(microbatch))
 
-    def _begin_backward(self, visit: Visit) -> None:
-        done, self._backward = self._backward, visit
-        if done is not None and done is not visit:
-            done.imposed_ltK = None
+    def _begin_backward(self, microbatch: ChunkMicrobatch) -> None:
+        done, self._in_backward = self._in_backward, microbatch
+        if done is not None and done is not microbatch:
+            done.imposed_ltK = None  # frees the memory: its backward pass is over
 
-    def _carry_drops(self, column: int, router: TopKRouter) -> None:
-        """Capacity is obeyed where routes are live; where they are imposed, so is what found its expert full."""
-        whole = router.config
-        unlimited = copy.copy(whole)
-        unlimited.moe_expert_capacity_factor = None
+    def _replay_drops(self, column: int, router: TopKRouter) -> None:
+        """Respect the capacity where routes are live, and record what is dropped; impose the same drops later.
+
+        Which choices are dropped depends on the tokens of the forward pass and on the gates, so that another mesh or
+        other weights would drop others. The router therefore runs without capacity where routes are imposed.
+        """
+        with_capacity = router.config
+        without_capacity = copy.copy(with_capacity)
+        without_capacity.moe_expert_capacity_factor = None
 
         def before(module: TopKRouter, inputs: Any) -> None:
-            visit, _ = self.current(column)
-            module.config = whole if visit.imposed_ltK is None else unlimited
+            microbatch, _ = self.current(column)
+            module.config = with_capacity if microbatch.imposed_ltK is None else without_capacity
 
         def after(module: TopKRouter, inputs: Any, output: tuple[Tensor, Tensor]) -> Any:
-            visit, is_first = self.current(column)
-            module.config = whole
+            microbatch, is_forward = self.current(column)
+            module.config = with_capacity
             gates_TE, routed_TE = output
-            live_tK, experts = visit.live_ltK[column], visit.num_experts
-            if visit.imposed_ltK is None:
-                if is_first:
-                    live_tK += experts * ~routed_TE.gather(1, live_tK.long())
+            live_tK, num_experts = microbatch.live_ltK[column], microbatch.num_experts
+            if microbatch.imposed_ltK is None:
+                if is_forward:
+                    live_tK += num_experts * ~routed_TE.gather(1, live_tK.long())
                 return None
-            codes_tK = visit.imposed_ltK[column].long()
-            dropped_TE = torch.zeros_like(routed_TE).scatter(1, codes_tK % experts, codes_tK >= experts)
-            if visit.is_free_t1 is not None:
-                dropped_TE &= ~visit.is_free_t1
+            codes_tK = microbatch.imposed_ltK[column].long()
+            dropped_TE = torch.zeros_like(routed_TE).scatter(
+                1, codes_tK % num_experts, codes_tK >= num_experts
+            )
+            if microbatch.is_live_t1 is not None:
+                dropped_TE &= ~microbatch.is_live_t1
             return gates_TE.masked_fill(dropped_TE, 0.0), routed_TE & ~dropped_TE
 
-        # Before the hooks of others, who count what is left.
+        # `prepend`: before the hooks that count (model/router_load.py), which must see the map without the drops.
         self._installed.callback(router.register_forward_pre_hook(before).remove)
         self._installed.callback(router.register_forward_hook(after, prepend=True).remove)
 
 
 class RouterHook:
-    """Stands where Megatron has a `RouterReplay`."""
+    """Object that a router calls in the place of Megatron's `RouterReplay`."""
 
-    def __init__(self, station: Station, column: int) -> None:
-        self._station, self._column = station, column
+    def __init__(self, chunk_routers: ChunkRouters, column: int) -> None:
+        """`column` is the index of the router among those of the chunk."""
+        self._chunk_routers, self._column = chunk_routers, column
 
     def get_replay_topk(
         self,
@@ -184,45 +199,64 @@ class RouterHook:
         group_topk: int | None = None,
         default_compute_topk: TopK = torch.topk,
     ) -> tuple[Tensor, Tensor]:
-        """Values `[t, K]` with their gradient, and experts `[t, K]`; named and called by Megatron's router."""
-        visit, is_first = self._station.current(self._column)
-        assert len(scores) == visit.live_ltK.shape[1], (
-            f"layer {self._station.layers[self._column]} routes {len(scores)} tokens, the layout of microbatch "
-            f"{visit.index} has {visit.live_ltK.shape[1]}"
+        """Return the scores `[t, K]`, with their gradient, and the experts `[t, K]` of a choice.
+
+        Megatron's router calls this by name. Imposed experts get their scores from the dense scores of the live
+        router, so that it keeps learning.
+
+        Args:
+            scores: scores of all experts `[t, E]`; with an expert bias, biased ones.
+            topk: K.
+            num_groups: groups of experts for group-limited routing.
+            group_topk: groups that a token may choose from.
+            default_compute_topk: the router's own choice.
+        """
+        microbatch, is_forward = self._chunk_routers.current(self._column)
+        assert len(scores) == microbatch.live_ltK.shape[1], (
+            f"layer {self._chunk_routers.layers[self._column]} routes {len(scores)} tokens, the layout of microbatch "
+            f"{microbatch.index} has {microbatch.live_ltK.shape[1]}"
         )
-        (visit.asked if is_first else visit.recomputed)[self._column] += 1
+        (microbatch.num_asked if is_forward else microbatch.num_recomputed)[self._column] += 1
 
         def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
-        if visit.imposed_ltK is None:
+        if microbatch.imposed_ltK is None:
             values_tK, live_tK = choose(scores)
-            if is_first:
-                self._note(visit, values_tK, live_tK)
+            if is_forward:
+                self._note(microbatch, values_tK, live_tK)
             return values_tK, live_tK
-        experts_tK = visit.imposed_ltK[self._column].long()
-        if self._station.has_drops:
-            experts_tK = experts_tK % visit.num_experts
-        if is_first or visit.is_free_t1 is not None:
+        experts_tK = microbatch.imposed_ltK[self._column].long()
+        if self._chunk_routers.has_capacity:
+            experts_tK = experts_tK % microbatch.num_experts
+        if is_forward or microbatch.is_live_t1 is not None:
             values_tK, live_tK = choose(scores.detach())
-            if is_first:
-                self._note(visit, values_tK, live_tK)
-            if visit.is_free_t1 is not None:
-                experts_tK = live_tK.where(visit.is_free_t1, experts_tK)
+            if is_forward:
+                self._note(microbatch, values_tK, live_tK)
+            if microbatch.is_live_t1 is not None:
+                experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)
         return scores.gather(1, experts_tK), experts_tK
 
-    def _note(self, visit: Visit, values_tK: Tensor, live_tK: Tensor) -> None:
-        visit.live_ltK[self._column] = live_tK
-        if visit.scores_ltK is not None:
-            visit.scores_ltK[self._column] = values_tK.detach()
+    def _note(self, microbatch: ChunkMicrobatch, values_tK: Tensor, live_tK: Tensor) -> None:
+        microbatch.live_ltK[self._column] = live_tK
+        if microbatch.scores_ltK is not None:
+            microbatch.scores_ltK[self._column] = values_tK.detach()
 
 
 def live_gates(scores_ltK: Tensor, live_ltK: Tensor, routers: Sequence[TopKRouter]) -> Tensor:
-    """Float32 gates of the live choice that sum to one over K, from the scores that it was made by."""
+    """Return the gates of the live choice, float32 `[l, t, K]`, normalised to sum to one over K.
+
+    Args:
+        scores_ltK: scores by which the routers chose; logits with `moe_router_pre_softmax=False`, biased where the
+            router has an expert bias.
+        live_ltK: the chosen experts.
+        routers: the routers of these layers, all of one kind.
+    """
     router = routers[0]
     if router.score_function == "softmax" and not router.config.moe_router_pre_softmax:
         return scores_ltK.softmax(-1)
     if router.expert_bias is not None:
+        # The bias decides the choice only; gates are made of the scores without it.
         biases_lE = torch.stack([router.expert_bias for router in routers])
         scores_ltK = scores_ltK - biases_lE.gather(1, live_ltK.long().flatten(1)).view_as(scores_ltK)
     return scores_ltK / scores_ltK.sum(-1, keepdim=True).clamp_min(1e-20)

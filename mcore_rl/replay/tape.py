@@ -1,7 +1,13 @@
-"""The tape of routing replay: whose choice of experts each router takes in one pass, and what became of it."""
+"""The tape of routing replay: it records, imposes or observes the experts that routers choose in one pass.
+
+The files of this package in the order of a step: tape.py arms the routers of each chunk for one microbatch
+(router_hooks.py); a pass that records adds their choices to a cache (cache.py, storage.py) by sample and position
+(layouts.py), with a checksum (checksums.py); ranks exchange what a later pass needs elsewhere (exchange.py,
+from_rollouts.py); the next tape imposes it, and its accounts prove that it did (accounts.py).
+"""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,77 +24,97 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import Routing
-from mcore_rl.replay.accounts import Accounts, Changes, Counted, LayerAccount, changed, world_totals
-from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.checksums import expert_numbers, route_sums, token_weights
-from mcore_rl.replay.layouts import Layout, LocalTokens, local_tokens, router_order
-from mcore_rl.replay.router_hooks import Station, Visit, live_gates
+from mcore_rl.replay.accounts import LayerAccount, RouteAccounts, changed_choices, world_totals
+from mcore_rl.replay.cache import RouteLocations, RoutingCache
+from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
+from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens, router_order
+from mcore_rl.replay.router_hooks import ChunkMicrobatch, ChunkRouters, live_gates
 
 
 @dataclass(slots=True)
-class _Slot:
-    """A microbatch on this rank, over all its chunks."""
+class TapeMicrobatch:
+    """One microbatch on this rank over all of its chunks; tensors with the axis `t` are on the device."""
 
     tokens: LocalTokens
-    owner_t: Tensor
-    """On the device, like all that follows."""
-    known_t: Tensor
-    weights_t: Tensor | None = None
-    sums_Nl: Tensor | None = None
+    locations: RouteLocations
+    """Cached routes of its tokens."""
+    sample_index_t: Tensor
+    """Index of each token's sample, as in `tokens`."""
+    has_routes_t: Tensor
+    """Mask of the tokens whose routes are cached, as in `locations`."""
+    token_hashes_t: Tensor | None = None
+    """Factor of each token in the checksums; None before the first chunk has run."""
+    checksums_Nl: Tensor | None = None
     """Checksums of this rank's part of its samples."""
     is_changed_t: Tensor | None = None
-    codes_tlK: Tensor | None = None
-    """Recorded."""
+    """Mask of the tokens whose choice changed in a chunk that has run."""
+    recorded_tlK: Tensor | None = None
+    """Codes recorded in the chunks that have run."""
     num_chunks: int = 0
-    """That have seen it."""
+    """Chunks that have run."""
 
 
 class RoutingTape:
-    """Routes of one pass over `layouts`, this rank's microbatches: recorded into `cache`, imposed from it, or compared.
+    """Routes of one pass over this rank's microbatches: recorded into a cache, imposed from it, or compared with it.
 
-    Give one of `record`, `impose`, `observe` to `run_pass`, then `finish`. A router is told what to choose by chunk
-    and microbatch, in recomputation too. Only the selection is imposed: the gates are the live router's dense scores
-    at the imposed experts. Padding, tokens of which nothing is known, and multi-token-prediction layers are routed
-    live. Megatron computes balance losses from the live scores and the live choice, not from the imposed one; the
-    expert bias counts what experts worked on, so the imposed.
+    Call one of `record`, `impose` and `observe`, give what it returns to `run_pass`, then call `finish`:
 
-    What the live router would have chosen is compared with the routes of `against`, else of `cache`: see
-    `routes/...` in METRICS. Nothing waits for the device before `finish`.
+        with RoutingTape(chunks, mesh, layouts, cache, version) as tape:
+            run_pass(chunks, microbatches, head, backward=True, routing=tape.impose())
+            metrics = tape.finish()
+
+    Routers are armed for one chunk and one microbatch at a time, in recomputation too. Only the selection is imposed:
+    gates are the live router's dense scores at the imposed experts. Padding, tokens without cached routes, and
+    multi-token-prediction layers are routed live. Megatron computes balance losses from the live scores and the live
+    choice; the expert bias counts the imposed one.
+
+    Live choices are compared with the routes of `against`, else of `cache` (`routes/...` in METRICS). Nothing waits for
+    the device before `finish`.
     """
 
     def __init__(
         self,
         chunks: Sequence[nn.Module],
         mesh: Mesh,
-        layouts: Sequence[Layout],
+        layouts: Sequence[MicrobatchLayout],
         cache: RoutingCache,
         version: int,
         against: RoutingCache | None = None,
     ) -> None:
-        """Collective over the world. `version` is the policy's whose routes these are."""
+        """Collective over the world: prepare a pass.
+
+        Args:
+            chunks: this rank's pipeline chunks, in order of their layers.
+            mesh: the mesh that runs the pass.
+            layouts: layout of each of this rank's microbatches.
+            cache: what is recorded into or imposed from.
+            version: policy version that the routes belong to.
+            against: another cache that a recording pass is compared with.
+
+        Raises:
+            RoutingError: on all ranks, when the chunks and a cache have different layers.
+            ConfigError: when a router of the chunks cannot be replayed.
+        """
         self._mesh, self._cache, self._version = mesh, cache, version
-        self._known = against or cache
-        self._stations = {chunk: Station(chunk) for chunk in chunks}
-        self._columns, self.layers = _columns(self._stations)
+        self._compared_cache = against or cache
+        self._routers = {chunk: ChunkRouters(chunk) for chunk in chunks}
+        self._columns, self.layers = _columns(self._routers)
         refuse_anywhere(
             [
-                f"routers here are of layers {list(self.layers)}, the cache is of layers {list(store.layers)}"
-                for store in (cache, self._known)
-                if store.layers != self.layers
+                f"routers here are of layers {list(self.layers)}, the cache is of layers {list(other.layers)}"
+                for other in (cache, self._compared_cache)
+                if other.layers != self.layers
             ],
             RoutingError,
         )
         self._config = get_model_config(chunks[0])
         self._device = next(chunks[0].parameters()).device
-        tokens = [local_tokens(layout, mesh) for layout in layouts]
-        self._places = [self._known.find(version, part) for part in tokens]
-        self._slots = [
-            _Slot(part, self._on_device(part.owner_t), self._on_device(place.is_found_t))
-            for part, place in zip(tokens, self._places, strict=True)
-        ]
-        self._numbers_lE = expert_numbers(self.layers, cache.num_codes, self._device)
-        self._accounts = Accounts(self.layers, [int(part.is_real_t.sum()) for part in tokens])
-        self._changes = Changes(len(self.layers), self._device)
+        self._microbatches = [self._prepared(local_tokens(layout, mesh)) for layout in layouts]
+        self._expert_hashes_lE = expert_hashes(self.layers, cache.num_codes, self._device)
+        num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
+        self._accounts = RouteAccounts(self.layers, num_tokens)
+        # Changed choices of each layer, and the sum of their gates.
+        self._changes_l2 = torch.zeros(len(self.layers), 2, dtype=torch.float64, device=self._device)
         self._mode: Literal["unused", "record", "impose", "observe"] = "unused"
         self._compares = self._is_finished = False
 
@@ -100,208 +126,255 @@ class RoutingTape:
     ) -> None:
         self.close()
         assert error is not None or self._is_finished, (
-            "the accounts of the pass were not closed: call finish()"
+            "the accounts of the pass were not checked: call finish()"
         )
 
     def record(self) -> Routing:
-        """Collective over the world; for `run_pass`: the first forward pass's choices are added to the cache."""
-        return self._start("record", compares=self._known is not self._cache)
+        """Collective over the world: return routing for `run_pass` that adds the live choices to the cache.
+
+        Raises RoutingError on all ranks when a sample has been recorded already.
+        """
+        return self._start("record", compares=self._compared_cache is not self._cache)
 
     def impose(self) -> Routing:
-        """Collective over the world; for `run_pass`: routers choose what the cache says."""
-        assert self._known is self._cache, "routes are imposed from the cache and compared with it"
+        """Collective over the world: return routing for `run_pass` that makes routers choose the cached experts.
+
+        Raises RoutingError on all ranks when the cache lacks a route.
+        """
+        assert self._compared_cache is self._cache, "routes are imposed from the cache and compared with it"
         return self._start("impose", compares=True)
 
     def observe(self) -> Routing:
-        """Collective over the world; for `run_pass`: routers choose for themselves, and are compared."""
+        """Collective over the world: return routing for `run_pass` that only compares live choices with the cache.
+
+        Raises RoutingError on all ranks when the cache lacks a route.
+        """
         return self._start("observe", compares=True)
 
     @property
     def accounts(self) -> list[LayerAccount]:
-        """Of this rank's layers and tokens, so far."""
+        """Accounts of this rank's layers and tokens so far."""
         return self._accounts.by_layer()
 
     def close(self) -> None:
-        """Every router chooses for itself again; `finish` does it too."""
-        for station in self._stations.values():
-            station.remove()
+        """Let every router choose for itself again; `finish` does it too."""
+        for routers in self._routers.values():
+            routers.remove()
 
     def finish(self, name: str = "routes") -> list[Metric]:
-        """Collective over the world, after the pass: `name`/... metrics, equal on all ranks.
+        """Collective over the world, after the pass: check its accounts and return its metrics.
 
-        RoutingError on all ranks alike, naming layer and samples, unless every router took the routes of every
-        microbatch once (and at most once more in recomputation), with the checksums of the record.
+        Args:
+            name: first part of the metrics' names.
+
+        Returns:
+            Metrics, equal on all ranks.
+
+        Raises:
+            RoutingError: on all ranks, naming layer and samples, unless every router took the routes of every
+                microbatch once in the forward pass and at most once in recomputation, with the recorded checksums.
         """
         assert self._mode != "unused", "the tape was not given to a pass"
         self.close()
         self._is_finished = True
-        sums = self._whole_sums()
-        problems = [*self._accounts.problems([slot.tokens.samples for slot in self._slots])]
+        checksums = self._sample_checksums()
+        problems = [*self._accounts.problems([one.tokens.samples for one in self._microbatches])]
         if self._mode != "record":
-            problems += self._mismatches(sums)
+            problems += self._mismatches(checksums)
         refuse_anywhere(problems, RoutingError)
-        totals = world_totals(self._counted(), self._config.num_layers, self._mesh)
-        if orphans := list(totals.problems(_routed(self._config))):
-            raise RoutingError("; ".join(orphans))
+        compared = sum(int(one.locations.has_routes_t.sum()) for one in self._microbatches)
+        totals = world_totals(
+            self._mesh,
+            self._config.num_layers,
+            layers=self.layers,
+            changes_l2=self._changes_l2,
+            consumed_l=[account.consumed for account in self.accounts],
+            is_changed_t=self._is_changed(),
+            compared_tokens=compared if self._compares else 0,
+            unknown_tokens=sum(self._accounts.num_tokens) - compared if self._compares else 0,
+            cached_bytes=self._cache.num_bytes,
+        )
+        # The sums are equal on all ranks, so that all of them raise.
+        if problems := list(totals.problems(_routed_layers(self._config))):
+            raise RoutingError("; ".join(problems))
         if self._mode == "record":
-            self._cache.seal(self._version, sums)
+            self._cache.set_checksums(self._version, checksums)
         return totals.metrics(name, self._cache.top_k, compares=self._compares)
 
+    def _prepared(self, tokens: LocalTokens) -> TapeMicrobatch:
+        locations = self._compared_cache.locate(self._version, tokens)
+        return TapeMicrobatch(
+            tokens,
+            locations,
+            sample_index_t=self._on_device(tokens.sample_index_t),
+            has_routes_t=self._on_device(locations.has_routes_t),
+        )
+
     def _start(self, mode: Literal["record", "impose", "observe"], *, compares: bool) -> Routing:
+        """Check that the pass can run on every rank, and install the hooks."""
         assert self._mode == "unused", f"the tape was used to {self._mode}; another pass needs another tape"
         if mode == "record":
             problems = [
                 f"sample {sample} of version {self._version} has been recorded already"
-                for slot in self._slots
-                for sample in slot.tokens.samples
-                if self._cache.sum_of(self._version, sample) is not None
+                for microbatch in self._microbatches
+                for sample in microbatch.tokens.samples
+                if self._cache.checksum_of(self._version, sample) is not None
             ]
         else:
-            problems = [problem for place in self._places for problem in place.problems]
-        counts = Counter(sample for slot in self._slots for sample in slot.tokens.samples)
+            problems = [problem for one in self._microbatches for problem in one.locations.problems]
+        counts = Counter(sample for one in self._microbatches for sample in one.tokens.samples)
         problems += [f"sample {n} is in {count} microbatches" for n, count in counts.items() if count > 1]
         refuse_anywhere(problems, RoutingError)
         self._mode, self._compares = mode, compares
-        for station in self._stations.values():
-            station.install()
+        for routers in self._routers.values():
+            routers.install()
         return self._armed
 
     @contextmanager
     def _armed(self, chunk: nn.Module, index: int) -> Iterator[None]:
-        station, slot = self._stations[chunk], self._slots[index]
-        visit = self._visit(chunk, index)
-        with station.forward(visit):
+        """Arm one chunk's routers for its forward pass of one microbatch, then account for what they chose."""
+        routers, microbatch = self._routers[chunk], self._microbatches[index]
+        in_chunk = self._in_chunk(chunk, index)
+        with routers.forward(in_chunk):
             yield
-        self._accounts.add(station.layers, visit)
-        slot.num_chunks += 1
-        if slot.weights_t is None:
-            slot.weights_t = self._weights(slot, visit)
-        self._settle(chunk, slot, visit)
-        visit.known_ltK = visit.scores_ltK = None
-        if self._mode == "record" and slot.num_chunks == len(self._stations):
-            assert slot.codes_tlK is not None
-            self._cache.add(self._version, slot.tokens, slot.codes_tlK)
-            slot.codes_tlK = None
+        self._accounts.add(routers.layers, in_chunk)
+        microbatch.num_chunks += 1
+        if microbatch.token_hashes_t is None:
+            microbatch.token_hashes_t = self._token_hashes(microbatch, in_chunk)
+        self._add_checksums(chunk, microbatch, in_chunk)
+        self._add_changes(chunk, microbatch, in_chunk)
+        # The backward pass needs `imposed_ltK` only.
+        in_chunk.cached_ltK = in_chunk.scores_ltK = None
+        if self._mode == "record":
+            self._add_recorded(chunk, microbatch, in_chunk)
 
-    def _visit(self, chunk: nn.Module, index: int) -> Visit:
-        slot, columns = self._slots[index], self._columns[chunk]
-        shape = (columns.stop - columns.start, len(slot.owner_t), self._cache.top_k)
-        known_ltK = is_free_t1 = None
+    def _in_chunk(self, chunk: nn.Module, index: int) -> ChunkMicrobatch:
+        """Read the cached routes of one microbatch for the layers of one chunk."""
+        microbatch, columns = self._microbatches[index], self._columns[chunk]
+        shape = (columns.stop - columns.start, len(microbatch.sample_index_t), self._cache.top_k)
+        cached_ltK = is_live_t1 = None
         if self._compares:
-            known_tLK = self._known.read(self._places[index], self._device)
-            # A damaged code must not stop the pass of one rank: the checksum tells all of them.
-            in_range_tlK = known_tLK[:, columns].clamp(0, self._cache.num_codes - 1)
-            known_ltK = in_range_tlK.transpose(0, 1).contiguous()
+            cached_tLK = self._compared_cache.read(microbatch.locations, self._device)
+            # A damaged code must not stop the pass on one rank only: the checksum reports it on all of them.
+            in_range_tlK = cached_tLK[:, columns].clamp(0, self._cache.num_codes - 1)
+            cached_ltK = in_range_tlK.transpose(0, 1).contiguous()
         imposes = self._mode == "impose"
-        if imposes and not bool(self._places[index].is_found_t.all()):
-            is_free_t1 = ~slot.known_t[:, None]
-        return Visit(
+        if imposes and not bool(microbatch.locations.has_routes_t.all()):
+            is_live_t1 = ~microbatch.has_routes_t[:, None]
+        return ChunkMicrobatch(
             index=index,
             num_experts=self._cache.num_experts,
-            imposed_ltK=known_ltK if imposes else None,
-            known_ltK=known_ltK,
-            is_free_t1=is_free_t1,
+            imposed_ltK=cached_ltK if imposes else None,
+            is_live_t1=is_live_t1,
             live_ltK=torch.zeros(shape, dtype=self._cache.dtype, device=self._device),
+            cached_ltK=cached_ltK,
             scores_ltK=torch.zeros(shape, device=self._device) if self._compares else None,
         )
 
-    def _settle(self, chunk: nn.Module, slot: _Slot, visit: Visit) -> None:
-        """Checksums, and changes, of one microbatch in one chunk."""
-        columns, station = self._columns[chunk], self._stations[chunk]
-        num, num_layers = len(slot.tokens.samples), len(self.layers)
-        routes_ltK = visit.live_ltK if self._mode == "record" else visit.known_ltK
-        assert routes_ltK is not None and slot.weights_t is not None
-        if slot.sums_Nl is None:
-            slot.sums_Nl = torch.zeros(num, num_layers, dtype=torch.int64, device=self._device)
-        slot.sums_Nl[:, columns] = route_sums(
-            routes_ltK, self._numbers_lE[columns], slot.weights_t, slot.owner_t, num
+    def _token_hashes(self, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> Tensor:
+        """Hash the token ids that the model was given, so that routes of other tokens have other checksums."""
+        assert in_chunk.ids_Bs is not None
+        ids_t = router_order(in_chunk.ids_Bs, self._mesh)
+        assert len(ids_t) == len(microbatch.sample_index_t), (
+            f"microbatch {in_chunk.index} has {len(ids_t)} tokens here, its layout {len(microbatch.sample_index_t)}"
         )
-        if self._mode == "record":
-            if slot.codes_tlK is None:
-                shape = (len(slot.owner_t), num_layers, self._cache.top_k)
-                slot.codes_tlK = torch.zeros(shape, dtype=self._cache.dtype, device=self._device)
-            slot.codes_tlK[:, columns] = visit.live_ltK.transpose(0, 1)
-        if visit.known_ltK is None or visit.scores_ltK is None or not station.layers:
+        records = self._mode == "record"
+        is_counted_t = microbatch.sample_index_t >= 0 if records else microbatch.has_routes_t
+        return token_hashes(ids_t, self._on_device(microbatch.tokens.position_t), is_counted_t)
+
+    def _add_checksums(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
+        routes_ltK = in_chunk.live_ltK if self._mode == "record" else in_chunk.cached_ltK
+        assert routes_ltK is not None and microbatch.token_hashes_t is not None
+        num_samples, columns = len(microbatch.tokens.samples), self._columns[chunk]
+        if microbatch.checksums_Nl is None:
+            shape = (num_samples, len(self.layers))
+            microbatch.checksums_Nl = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        microbatch.checksums_Nl[:, columns] = route_checksums(
+            routes_ltK,
+            self._expert_hashes_lE[columns],
+            microbatch.token_hashes_t,
+            microbatch.sample_index_t,
+            num_samples,
+        )
+
+    def _add_changes(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
+        """Compare the live choices with the cached ones."""
+        routers = self._routers[chunk]
+        live_ltK, cached_ltK, scores_ltK = in_chunk.live_ltK, in_chunk.cached_ltK, in_chunk.scores_ltK
+        if cached_ltK is None or scores_ltK is None or not routers.layers:
             return
-        live_ltK, known_ltK = visit.live_ltK, visit.known_ltK
-        if station.has_drops:
-            live_ltK, known_ltK = live_ltK % visit.num_experts, known_ltK % visit.num_experts
-        changed_Klt = changed(live_ltK, known_ltK, slot.known_t)
-        self._changes.add(columns, changed_Klt, live_gates(visit.scores_ltK, live_ltK, station.routers))
+        if routers.has_capacity:  # a choice counts as the same whether it was dropped or not
+            live_ltK, cached_ltK = live_ltK % in_chunk.num_experts, cached_ltK % in_chunk.num_experts
+        changed_Klt = changed_choices(live_ltK, cached_ltK, microbatch.has_routes_t)
+        gates_ltK = live_gates(scores_ltK, live_ltK, routers.routers)
+        moved_l = (gates_ltK.permute(2, 0, 1) * changed_Klt).sum((0, 2))
+        self._changes_l2[self._columns[chunk]] += torch.stack([changed_Klt.sum((0, 2)), moved_l], 1)
         here_t = changed_Klt.flatten(0, 1).any(0)
-        slot.is_changed_t = here_t if slot.is_changed_t is None else slot.is_changed_t | here_t
+        before_t = microbatch.is_changed_t
+        microbatch.is_changed_t = here_t if before_t is None else before_t | here_t
 
-    def _weights(self, slot: _Slot, visit: Visit) -> Tensor:
-        assert visit.ids_Bs is not None
-        ids_t = router_order(visit.ids_Bs, self._mesh)
-        assert len(ids_t) == len(slot.owner_t), (
-            f"microbatch {visit.index} has {len(ids_t)} tokens here, its layout {len(slot.owner_t)}"
-        )
-        is_counted_t = slot.owner_t >= 0 if self._mode == "record" else slot.known_t
-        return token_weights(ids_t, self._on_device(slot.tokens.position_t), is_counted_t)
+    def _add_recorded(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
+        """Collect a microbatch's codes over the chunks; the last chunk's complete them, and they go to the cache."""
+        if microbatch.recorded_tlK is None:
+            shape = (len(microbatch.sample_index_t), len(self.layers), self._cache.top_k)
+            microbatch.recorded_tlK = torch.zeros(shape, dtype=self._cache.dtype, device=self._device)
+        microbatch.recorded_tlK[:, self._columns[chunk]] = in_chunk.live_ltK.transpose(0, 1)
+        if microbatch.num_chunks == len(self._routers):
+            self._cache.add_recorded(self._version, microbatch.tokens, microbatch.recorded_tlK)
+            microbatch.recorded_tlK = None
 
-    def _whole_sums(self) -> dict[int, Tensor]:
-        """Collective over the ranks that hold parts of the same samples: the checksum `[l]` of each whole sample."""
-        samples = [sample for slot in self._slots for sample in slot.tokens.samples]
+    def _sample_checksums(self) -> dict[int, Tensor]:
+        """Collective over the ranks that have parts of the same samples: return each whole sample's checksum `[l]`."""
+        samples = [sample for one in self._microbatches for sample in one.tokens.samples]
         empty = torch.zeros(0, len(self.layers), dtype=torch.int64, device=self._device)
-        sums_Nl = torch.cat([empty, *(slot.sums_Nl for slot in self._slots if slot.sums_Nl is not None)])
-        if len(sums_Nl) < len(samples):  # a microbatch that was not run; the accounts tell which
+        parts = [one.checksums_Nl for one in self._microbatches if one.checksums_Nl is not None]
+        sums_Nl = torch.cat([empty, *parts])
+        if len(sums_Nl) < len(samples):  # a microbatch was not run: the accounts report it
             sums_Nl = torch.cat([sums_Nl, sums_Nl.new_zeros(len(samples) - len(sums_Nl), len(self.layers))])
         groups = self._mesh.groups
+        # Without sequence parallelism the tensor-parallel ranks have the same tokens, and would count them twice.
         dist.all_reduce(sums_Nl, group=groups.tp_cp if self._mesh.sequence_parallel else groups.cp)
         return dict(zip(samples, sums_Nl.cpu(), strict=True))
 
-    def _mismatches(self, sums: dict[int, Tensor]) -> Iterator[str]:
-        for sample, sum_l in sums.items():
-            expected_l = self._known.sum_of(self._version, sample)
-            if expected_l is not None and not torch.equal(sum_l, expected_l):
-                wrong = [
-                    layer
-                    for layer, is_wrong in zip(self.layers, sum_l != expected_l, strict=True)
-                    if is_wrong
-                ]
+    def _mismatches(self, checksums: Mapping[int, Tensor]) -> Iterator[str]:
+        for sample, checksum_l in checksums.items():
+            expected_l = self._compared_cache.checksum_of(self._version, sample)
+            if expected_l is not None and not torch.equal(checksum_l, expected_l):
+                is_wrong_l = (checksum_l != expected_l).tolist()
+                wrong = [layer for layer, is_wrong in zip(self.layers, is_wrong_l, strict=True) if is_wrong]
                 yield (
                     f"layers {wrong}, sample {sample} of version {self._version}: the routes are not the recorded ones "
                     "of these tokens (checksum)"
                 )
 
-    def _counted(self) -> Counted:
-        compared = sum(int(place.is_found_t.sum()) for place in self._places) if self._compares else 0
-        real = sum(self._accounts.num_tokens)
-        changed_t = [
-            torch.zeros(len(slot.owner_t), dtype=torch.bool, device=self._device)
-            if slot.is_changed_t is None
-            else slot.is_changed_t
-            for slot in self._slots
+    def _is_changed(self) -> Tensor:
+        """Return whether the choice of each token of all microbatches changed in any layer of this rank, uint8."""
+        is_changed = [
+            torch.zeros(len(one.sample_index_t), dtype=torch.bool, device=self._device)
+            if one.is_changed_t is None
+            else one.is_changed_t
+            for one in self._microbatches
         ]
-        return Counted(
-            layers=self.layers,
-            sums_l2=self._changes.sums_l2,
-            compared=compared,
-            consumed_l=[account.consumed for account in self.accounts],
-            is_changed_t=torch.cat(changed_t).to(torch.uint8),
-            unknown=real - compared if self._compares else 0,
-            cached_bytes=self._cache.num_bytes,
-        )
+        return torch.cat(is_changed).to(torch.uint8)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
 
 
-def _columns(stations: dict[nn.Module, Station]) -> tuple[dict[nn.Module, slice], tuple[int, ...]]:
-    """Where each chunk's layers are among this rank's, and these."""
+def _columns(routers: Mapping[nn.Module, ChunkRouters]) -> tuple[dict[nn.Module, slice], tuple[int, ...]]:
+    """Return where each chunk's layers are among this rank's layers, and these layers."""
     columns: dict[nn.Module, slice] = {}
     layers: list[int] = []
-    for chunk, station in stations.items():
-        columns[chunk] = slice(len(layers), len(layers) + len(station.layers))
-        layers += station.layers
-    assert layers == sorted(set(layers)), f"chunks in an order that is not that of the layers: {layers}"
+    for chunk, of_chunk in routers.items():
+        columns[chunk] = slice(len(layers), len(layers) + len(of_chunk.layers))
+        layers += of_chunk.layers
+    assert layers == sorted(set(layers)), f"the chunks are not in the order of their layers: {layers}"
     return columns, tuple(layers)
 
 
-def _routed(config: TransformerConfig) -> list[bool]:
-    """For each layer of the model, whether it routes tokens to experts."""
+def _routed_layers(config: TransformerConfig) -> list[bool]:
+    """Return for each layer of the model whether it routes tokens to experts."""
     frequency, num_layers = config.moe_layer_freq, config.num_layers
     if isinstance(frequency, int):
         return [layer % frequency == 0 for layer in range(num_layers)]
-    return [bool(routes) for routes in frequency]
+    return [bool(is_routed) for is_routed in frequency]

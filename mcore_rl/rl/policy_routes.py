@@ -1,4 +1,4 @@
-"""Whose choice of experts each pass over a rollout batch takes: the six lines of routing replay in one place."""
+"""Routing of every pass over a rollout batch: which passes record, impose or observe routes, and from which cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,8 +11,8 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.routers import unfuse_routers
 from mcore_rl.parallel.schedule import Routing, free_routing
 from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.from_rollouts import RolloutRoutes, fill
-from mcore_rl.replay.layouts import Layout, Span
+from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
+from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.batch import PolicyMicrobatch
 from mcore_rl.rl.rollout import Rollout
@@ -21,86 +21,99 @@ from mcore_rl.train.state import TrainState
 
 
 class PolicyRoutes:
-    """Routing of the passes over one rollout batch after the other; of a dense model every pass is free.
+    """Routing of the passes over rollout batches; in a dense model every pass routes freely.
 
-    | replay.kind | old logprobs         | updates                              | told of the updates         |
-    |-------------|----------------------|--------------------------------------|-----------------------------|
-    | none        | record               | free, compared with the recorded     | how many routes changed     |
-    | r2          | record               | the recorded imposed                 | how many would have changed |
-    | r3          | the engine's imposed | the engine's imposed                 | the same                    |
+    | replay.kind | pass for old logprobs             | updates                           | reference pass           |
+    |-------------|-----------------------------------|-----------------------------------|--------------------------|
+    | none        | records                           | compared with the recorded routes | free                     |
+    | r2          | records                           | recorded routes imposed           | free, or as the updates  |
+    | r3          | the rollout engine's imposed      | the rollout engine's imposed      | free, or as the updates  |
 
-    The first update of a rollout may have no pass for old logprobs before it: it is made by the very weights that the
-    old policy has, so that its free routes are the old policy's.
+    The first update of a rollout may have no pass for old logprobs before it (`is_old_policy`): its weights are those
+    of the old policy, so that its free routes are the old policy's by definition. With R3 it too is imposed.
+
+    A recording pass is compared with the rollout engine's routes where the engine returns them
+    (`replay.observe_rollout`).
 
     Every method is collective over the world.
     """
 
     def __init__(self, state: TrainState, config: RlRunConfig, folder: Path) -> None:
-        """`folder` is this rank's own, for routes that wait in files."""
+        """Create empty caches; `folder` is of this rank alone, for routes that are stored in files."""
         self._state, self._replay = state, config.replay
-        self._is_routed = config.model.is_moe
         self._metrics: list[Metric] = []
         self._version = 0
-        self._has_engine_routes = self._is_routed and config.wants_engine_routes
-        self._trained = self._engine = None
-        if self._is_routed:
+        self._recorded: RoutingCache | None = None
+        self._from_rollout: RoutingCache | None = None
+        if config.model.is_moe:
             unfuse_routers(state.chunks)
-            self._trained = RoutingCache(state.chunks, config.model, config.replay, folder / "trained")
-        if self._has_engine_routes:
-            self._engine = RoutingCache(state.chunks, config.model, config.replay, folder / "engine")
+            self._recorded = RoutingCache(state.chunks, config.model, config.replay, folder / "recorded")
+            if config.wants_engine_routes:
+                self._from_rollout = RoutingCache(
+                    state.chunks, config.model, config.replay, folder / "rollout"
+                )
 
     def begin(self, rollout: Rollout, microbatches: Sequence[PolicyMicrobatch]) -> None:
-        """A new rollout batch, in the microbatches in which this rank trains on it; the one before is forgotten."""
-        for cache in (self._trained, self._engine):
+        """Forget the rollout batch before, and fetch the engine's routes of this one from the ranks that generated it.
+
+        Args:
+            rollout: the completions that this rank's model generated.
+            microbatches: all microbatches in which this rank trains on the rollout batch.
+        """
+        for cache in (self._recorded, self._from_rollout):
             if cache is not None:
                 cache.drop(self._version)
         self._version = self._state.progress.step
-        if self._engine is None:
+        if self._from_rollout is None:
             return
-        size = rollout.rewards_PG.shape[1]
-        told = {
-            number * size + place: routes_of(group.prompt, completion)
-            for number, group in rollout.groups.items()
-            for place, completion in enumerate(group.completions)
+        group_size = rollout.rewards_PG.shape[1]
+        routes = {
+            group_index * group_size + index: routes_of(group.prompt, completion)
+            for group_index, group in rollout.groups.items()
+            for index, completion in enumerate(group.completions)
         }
-        generated = {number: routes for number, routes in told.items() if routes is not None}
-        fill(
-            self._engine, self._version, generated, [layout_of(one) for one in microbatches], self._state.mesh
-        )
+        generated = {sample: found for sample, found in routes.items() if found is not None}
+        layouts = [layout_of(microbatch) for microbatch in microbatches]
+        cache_rollout_routes(self._from_rollout, self._version, generated, layouts, self._state.mesh)
 
     def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
-        """Routing of a pass for old logprobs."""
+        """Return the routing of a pass for old logprobs."""
         if self._replay.kind == "r3":
-            return self._taped(microbatches, RoutingTape.impose, self._engine, "rollout_routes")
-        name = "rollout_routes" if self._has_engine_routes else None
-        return self._taped(microbatches, RoutingTape.record, self._trained, name, against=self._engine)
+            return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "rollout_routes")
+        name = None if self._from_rollout is None else "rollout_routes"
+        return self._taped(microbatches, RoutingTape.record, self._recorded, name, against=self._from_rollout)
 
     def update(
         self, microbatches: Sequence[PolicyMicrobatch], *, is_old_policy: bool
     ) -> AbstractContextManager[Routing]:
-        """Routing of an optimizer step; `is_old_policy`: the weights are the old policy's, and no pass was before."""
+        """Return the routing of an optimizer step.
+
+        Args:
+            microbatches: this rank's microbatches of the step.
+            is_old_policy: the weights are the old policy's, and no pass for old logprobs was made.
+        """
         if self._replay.kind == "r3":
-            return self._taped(microbatches, RoutingTape.impose, self._engine, "routes")
+            return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "routes")
         if is_old_policy:
             return nullcontext(free_routing)
         start = RoutingTape.observe if self._replay.kind == "none" else RoutingTape.impose
-        return self._taped(microbatches, start, self._trained, "routes")
+        return self._taped(microbatches, start, self._recorded, "routes")
 
     def reference(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
-        """Routing of a pass of the reference policy."""
+        """Return the routing of a pass of the reference policy."""
         if self._replay.reference == "live":
             return nullcontext(free_routing)
-        cache = self._engine if self._replay.kind == "r3" else self._trained
+        cache = self._from_rollout if self._replay.kind == "r3" else self._recorded
         return self._taped(microbatches, RoutingTape.impose, cache, None)
 
     def take_metrics(self) -> list[Metric]:
-        """Of the passes since the last call."""
+        """Return the metrics of the passes since the last call."""
         metrics, self._metrics = self._metrics, []
         return metrics
 
     def close(self) -> None:
-        """Forget everything, files too."""
-        for cache in (self._trained, self._engine):
+        """Forget all routes, and delete their files."""
+        for cache in (self._recorded, self._from_rollout):
             if cache is not None:
                 cache.close()
 
@@ -113,16 +126,21 @@ class PolicyRoutes:
         name: str | None,
         against: RoutingCache | None = None,
     ) -> Iterator[Routing]:
-        """Routing of one pass: `start` arms a tape on entry, and its accounts are checked on exit.
+        """Arm a tape with `start` on entry, and check its accounts on exit.
 
-        `name` begins the names of the pass's metrics; None: they are not reported.
+        Args:
+            microbatches: this rank's microbatches of the pass.
+            start: `RoutingTape.record`, `impose` or `observe`.
+            cache: what is recorded into or imposed from; None: the model is dense, and routing is free.
+            name: first part of the metrics' names; None: the metrics are not reported.
+            against: cache that a recording pass is compared with.
         """
         if cache is None:
             yield free_routing
             return
         state, phase = self._state, self._state.timers.phase
         with phase("routes"):
-            layouts = [layout_of(one) for one in microbatches]
+            layouts = [layout_of(microbatch) for microbatch in microbatches]
             tape = RoutingTape(state.chunks, state.mesh, layouts, cache, self._version, against)
         with tape:
             with phase("routes"):
@@ -133,18 +151,23 @@ class PolicyRoutes:
         self._metrics += metrics if name else []
 
 
-def layout_of(microbatch: PolicyMicrobatch) -> Layout:
-    """Of a row of samples as the trainer makes it."""
-    length = microbatch.shape[1]
-    spans = [Span(sample, *sizes) for sample, sizes in zip(microbatch.samples, microbatch.spans, strict=True)]
-    filled = sum(span.padded for span in spans)
-    if filled < length:
-        spans.append(Span(-1, 0, length - filled))
-    return Layout(rows=(tuple(spans),), row_length=length, packed=True)
+def layout_of(microbatch: PolicyMicrobatch) -> MicrobatchLayout:
+    """Return where the samples of a packed microbatch are; what is left of its row is padding."""
+    row_length = microbatch.shape[1]
+    spans = [
+        SampleSpan(sample, *sizes) for sample, sizes in zip(microbatch.samples, microbatch.spans, strict=True)
+    ]
+    filled = sum(span.num_positions for span in spans)
+    if filled < row_length:
+        spans.append(SampleSpan(-1, 0, row_length - filled))
+    return MicrobatchLayout(rows=(tuple(spans),), row_length=row_length, packed=True)
 
 
 def routes_of(prompt: Prompt, completion: Completion) -> RolloutRoutes | None:
-    """What an engine told; None: nothing. The last token enters no layer, in generation as in training."""
+    """Return the routes that the engine returned for a completion; None when it returned none.
+
+    The last token is left out: it enters no layer, in generation as in training.
+    """
     if completion.experts_TLK is None:
         return None
     tokens_T = torch.tensor((*prompt.tokens_T, *completion.tokens_T)[:-1])

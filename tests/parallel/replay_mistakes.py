@@ -5,33 +5,33 @@ from contextlib import contextmanager
 
 from mcore_rl.model.build import unwrap
 from mcore_rl.parallel.routers import replayed_routers
-from mcore_rl.replay.router_hooks import RouterHook, Station, Visit
+from mcore_rl.replay.router_hooks import ChunkMicrobatch, ChunkRouters, RouterHook
 from mcore_rl.train.state import TrainState
 
 
-def stations(state: TrainState) -> list[Station]:
+def stations(state: TrainState) -> list[ChunkRouters]:
     """Of the tape in place."""
     hooks = [router.router_replay for chunk in state.chunks for _, router in replayed_routers(chunk)]
     assert all(isinstance(hook, RouterHook) for hook in hooks)
-    return list({id(hook._station): hook._station for hook in hooks}.values())
+    return list({id(hook._chunk_routers): hook._chunk_routers for hook in hooks}.values())
 
 
 def arm_all_routers_of_the_process(state: TrainState) -> None:
     """Whichever chunk is armed last arms the others, whose recomputation then takes its routes."""
-    latest: list[Visit] = []
+    latest: list[ChunkMicrobatch] = []
 
-    def arming(station: Station) -> None:
+    def arming(station: ChunkRouters) -> None:
         original = station.forward
 
         @contextmanager
-        def forward(visit: Visit) -> Iterator[None]:
+        def forward(visit: ChunkMicrobatch) -> Iterator[None]:
             latest[:] = [visit]
             with original(visit):
                 yield
 
         current = station.current
         station.forward = forward  # type: ignore[method-assign]
-        station.current = lambda column: current(column) if station._forward else (latest[0], False)  # type: ignore[method-assign]
+        station.current = lambda column: current(column) if station._in_forward else (latest[0], False)  # type: ignore[method-assign]
 
     for station in stations(state):
         arming(station)
@@ -40,14 +40,14 @@ def arm_all_routers_of_the_process(state: TrainState) -> None:
 def recompute_with_the_latest_forward(state: TrainState) -> None:
     """Nothing is switched after the forward: recomputation takes the routes of a later microbatch."""
 
-    def keeping(station: Station) -> None:
+    def keeping(station: ChunkRouters) -> None:
         original = station.forward
 
         @contextmanager
-        def forward(visit: Visit) -> Iterator[None]:
+        def forward(visit: ChunkMicrobatch) -> Iterator[None]:
             with original(visit):
                 yield
-            station._backward = visit
+            station._in_backward = visit
 
         station.forward = forward  # type: ignore[method-assign]
         station._begin_backward = lambda visit: None  # type: ignore[method-assign]

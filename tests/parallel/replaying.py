@@ -23,8 +23,8 @@ from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.schedule import HeadOutput, free_routing, run_pass
 from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.exchange import Holding
-from mcore_rl.replay.layouts import Layout, Span
+from mcore_rl.replay.exchange import OfferedRoutes
+from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
@@ -55,7 +55,7 @@ class SavedRoutes(NamedTuple):
     num_tokens: int
     layers: tuple[int, ...]
     position_n: Tensor
-    sum_l: Tensor
+    checksum_l: Tensor
     codes_nlK: Tensor
 
 
@@ -101,32 +101,34 @@ def sample_tokens(sample: int, vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (LENGTHS[sample] + 1,), generator=generator)
 
 
-def layouts_of(packed: bool, dp_rank: int, dp_size: int) -> list[Layout]:
+def layouts_of(packed: bool, dp_rank: int, dp_size: int) -> list[MicrobatchLayout]:
     """This replica's microbatches: two samples each, in two padded rows or in one packed row with gaps."""
     pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
     mine = pairs[dp_rank * len(pairs) // dp_size : (dp_rank + 1) * len(pairs) // dp_size]
     if not packed:
         return [
-            Layout(tuple((Span(n, LENGTHS[n], ROW),) for n in pair), row_length=ROW, packed=False)
+            MicrobatchLayout(
+                tuple((SampleSpan(n, LENGTHS[n], ROW),) for n in pair), row_length=ROW, packed=False
+            )
             for pair in mine
         ]
     layouts = []
     for pair in mine:
-        spans = [Span(n, LENGTHS[n], -(-LENGTHS[n] // 4) * 4) for n in pair]
-        rest = WIDE - sum(span.padded for span in spans)
+        spans = [SampleSpan(n, LENGTHS[n], -(-LENGTHS[n] // 4) * 4) for n in pair]
+        rest = WIDE - sum(span.num_positions for span in spans)
         if rest:
-            spans.append(Span(-1, 0, rest))
-        layouts.append(Layout((tuple(spans),), row_length=WIDE, packed=True))
+            spans.append(SampleSpan(-1, 0, rest))
+        layouts.append(MicrobatchLayout((tuple(spans),), row_length=WIDE, packed=True))
     return layouts
 
 
-def microbatch_of(layout: Layout, state: TrainState) -> tuple[LocalMicrobatch, Tensor]:
+def microbatch_of(layout: MicrobatchLayout, state: TrainState) -> tuple[LocalMicrobatch, Tensor]:
     """This rank's part, and of each position sample * IDS + position, -1 for padding."""
     vocab = state.config.model.vocab_size
     columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "mask": [], "positions": [], "names": []}
     for span in layout.spans:
         count = span.num_tokens if span.sample >= 0 else 0
-        rest = span.padded - count
+        rest = span.num_positions - count
         tokens = sample_tokens(span.sample, vocab) if count else torch.zeros(1, dtype=torch.int64)
         mask = torch.ones(count)
         if count:
@@ -137,14 +139,14 @@ def microbatch_of(layout: Layout, state: TrainState) -> tuple[LocalMicrobatch, T
             "ids": torch.cat([tokens[:count], pads]),
             "labels": torch.cat([tokens[1 : count + 1], pads]),
             "mask": torch.cat([mask, pads.float()]),
-            "positions": torch.arange(span.padded),
+            "positions": torch.arange(span.num_positions),
             "names": torch.cat([names, pads - 1]),
         }.items():
             columns[name].append(values)
     rows = {name: torch.cat(values).view(-1, layout.row_length) for name, values in columns.items()}
     spans = None
     if layout.packed:
-        bounds = torch.tensor([0, *(span.padded for span in layout.spans)]).cumsum(0).int()
+        bounds = torch.tensor([0, *(span.num_positions for span in layout.spans)]).cumsum(0).int()
         spans = PackedSpans(cu_seqlens=bounds, max_length=int(bounds.diff().max()))
 
     def made(ids: Tensor) -> LocalMicrobatch:
@@ -167,7 +169,7 @@ class Run:
     state: TrainState
     cache: RoutingCache
     version: int
-    layouts: list[Layout]
+    layouts: list[MicrobatchLayout]
     microbatches: list[LocalMicrobatch]
     names: list[Tensor]
 
@@ -222,23 +224,23 @@ class Run:
                 held.num_tokens,
                 held.layers,
                 held.position_n,
-                held.sum_l,
+                held.checksum_l,
                 held.read(torch.arange(len(held.position_n))),
             )
-            for sample, held in self.cache.holdings(self.version).items()
+            for sample, held in self.cache.offers(self.version).items()
         }
 
     def load(self, saved: Mapping[int, SavedRoutes]) -> None:
         """Collective over the world: the cache then holds what this run needs of all ranks' `saved`, nothing else."""
         held = {sample: as_holding(routes) for sample, routes in saved.items()}
         mesh = self.state.mesh
-        self.cache.receive(self.version, held, self.cache.wants(self.layouts, mesh), mesh.world)
+        self.cache.receive(self.version, held, self.cache.needed_positions(self.layouts, mesh), mesh.world)
 
     def routes(self) -> dict[int, dict[int, list[Any]]]:
         """Layer -> token's name -> experts held here."""
         found: dict[int, dict[int, list[Any]]] = {layer: {} for layer in self.cache.layers}
         for sample in self.cache.samples(self.version):
-            entry = self.cache.entry(self.version, sample)
+            entry = self.cache.sample(self.version, sample)
             codes_nlK = self.cache.codes(entry, torch.arange(len(entry.position_n)))
             for position, codes_lK in zip(entry.position_n.tolist(), codes_nlK.tolist(), strict=True):
                 for layer, codes_K in zip(self.cache.layers, codes_lK, strict=True):
@@ -246,13 +248,13 @@ class Run:
         return found
 
 
-def as_holding(routes: SavedRoutes) -> Holding:
+def as_holding(routes: SavedRoutes) -> OfferedRoutes:
     """The saved routes of a sample as a cache gives them to other ranks."""
-    return Holding(
+    return OfferedRoutes(
         num_tokens=routes.num_tokens,
         layers=routes.layers,
         position_n=routes.position_n,
-        sum_l=routes.sum_l,
+        checksum_l=routes.checksum_l,
         read=lambda row_n: routes.codes_nlK[row_n],
     )
 

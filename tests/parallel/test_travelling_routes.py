@@ -54,7 +54,7 @@ def test_routes_replay_in_other_rows_and_under_other_meshes() -> None:
             assert_same_training(together([rank["facts"][replay] for rank in found]), reference)
         told = {rank["error"] for rank in found}
         assert len(told) == 1
-        assert "laid out otherwise" in min(told) or "there are no routes" in min(told)
+        assert "redistribute the cache first" in min(told) or "there are no routes" in min(told)
 
 
 def test_an_error_on_one_rank_is_told_by_all() -> None:

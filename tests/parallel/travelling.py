@@ -15,8 +15,8 @@ from mcore_rl.errors import RoutingError
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.replay.cache import RoutingCache
-from mcore_rl.replay.from_rollouts import RolloutRoutes, fill
-from mcore_rl.replay.layouts import Layout, Span
+from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
+from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.policy_routes import routes_of
 from mcore_rl.rl.sampling import Cut
@@ -97,9 +97,9 @@ def one_rollout(
     generated = {n: as_rollout(n, recorded, model.vocab_size) for n in mine}
     traffic = Traffic()
     with traffic.counted(mesh.dp_cp.rank):
-        fill(run.cache, run.version, generated, run.layouts, mesh)
+        cache_rollout_routes(run.cache, run.version, generated, run.layouts, mesh)
     # Of samples that other replicas generated: positions here, layers here, one byte a choice, and checksums.
-    entries = {n: run.cache.entry(run.version, n) for n in run.cache.samples(run.version)}
+    entries = {n: run.cache.sample(run.version, n) for n in run.cache.samples(run.version)}
     row_bytes = len(run.cache.layers) * run.cache.top_k
     foreign = sum(
         len(entry.position_n) * row_bytes + 8 * len(run.cache.layers)
@@ -118,15 +118,15 @@ def one_rollout(
     }
 
 
-def other_layouts(dp_rank: int, dp_size: int) -> list[Layout]:
+def other_layouts(dp_rank: int, dp_size: int) -> list[MicrobatchLayout]:
     """The samples in other rows, of other replicas."""
     rows = [(7, 4), (6, 1, 3), (0, 5), (2,)]
     mine = rows[(dp_size - 1 - dp_rank) * len(rows) // dp_size : (dp_size - dp_rank) * len(rows) // dp_size]
     layouts = []
     for row in mine:
-        spans = [Span(n, LENGTHS[n], -(-LENGTHS[n] // 8) * 8) for n in row]
-        rest = 48 - sum(span.padded for span in spans)
-        layouts.append(Layout(((*spans, Span(-1, 0, rest)),), row_length=48, packed=True))
+        spans = [SampleSpan(n, LENGTHS[n], -(-LENGTHS[n] // 8) * 8) for n in row]
+        rest = 48 - sum(span.num_positions for span in spans)
+        layouts.append(MicrobatchLayout(((*spans, SampleSpan(-1, 0, rest)),), row_length=48, packed=True))
     return layouts
 
 
@@ -146,7 +146,7 @@ def laid_out_otherwise(
         recorded = run.routes()
         other = rebatched(run, other_layouts(mesh.dp.rank, mesh.dp.size))
         error = refused(other)
-        run.cache.rearrange(run.version, other.layouts, mesh)
+        run.cache.redistribute(run.version, other.layouts, mesh)
         saved = run.saved()
         copy_in(run.state.chunks, perturbed(weights))
         facts = [replayed(other, None)]
@@ -159,7 +159,7 @@ def laid_out_otherwise(
     return results
 
 
-def rebatched(run: Run, layouts: list[Layout]) -> Run:
+def rebatched(run: Run, layouts: list[MicrobatchLayout]) -> Run:
     """The same model and cache, another batch."""
     made = [microbatch_of(layout, run.state) for layout in layouts]
     return Run(run.state, run.cache, run.version, layouts, [m for m, _ in made], [names for _, names in made])
@@ -183,8 +183,8 @@ def damaged_on_one_rank(model: ModelConfig) -> list[str]:
     cache: RoutingCache = run.cache
     is_second = run.state.mesh.dp.rank == 1
     if is_second:
-        entry = cache.entry(VERSION, 6)
-        cache._blocks._blocks[entry.block].rows_nw[entry.first, 3] ^= 1
+        entry = cache.sample(VERSION, 6)
+        cache._storage._blocks[entry.block].bytes_nw[entry.first, 3] ^= 1
     tape = run.tape()
     run.evaluate(tape.impose())
     errors = []
@@ -193,7 +193,7 @@ def damaged_on_one_rank(model: ModelConfig) -> list[str]:
     except RoutingError as error:
         errors.append(str(error))
     if is_second:
-        del cache._entries[VERSION, 7]
+        del cache._samples[VERSION, 7]
     errors.append(refused(run))
     destroy_mesh()
     return errors
@@ -228,7 +228,7 @@ def one_engine(mesh_config: MeshConfig, model: ModelConfig, weights: Tensors) ->
     lengths = {n: len(tokens) for n, tokens in said.items()}
     assert all(lengths[n] == min(LENGTHS[n], 15) for n in lengths), lengths
     run = with_words(run, said)
-    fill(run.cache, run.version, generated, run.layouts, mesh)
+    cache_rollout_routes(run.cache, run.version, generated, run.layouts, mesh)
     tape = run.tape()
     run.evaluate(tape.impose())
     metrics = {metric.name: float(metric.value) for metric in tape.finish("rollout_routes")}
@@ -239,10 +239,12 @@ def one_engine(mesh_config: MeshConfig, model: ModelConfig, weights: Tensors) ->
 def with_words(run: Run, said: dict[int, Tensor]) -> Run:
     """The same layouts, shortened to what was said, with its words in the samples' places."""
     layouts = [
-        Layout(
+        MicrobatchLayout(
             tuple(
                 tuple(
-                    Span(span.sample, len(said[span.sample]), span.padded) if span.sample >= 0 else span
+                    SampleSpan(span.sample, len(said[span.sample]), span.num_positions)
+                    if span.sample >= 0
+                    else span
                     for span in row
                 )
                 for row in layout.rows

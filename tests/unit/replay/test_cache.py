@@ -18,7 +18,7 @@ from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.routers import replayed_routers, routed_layers
-from mcore_rl.replay.from_rollouts import RolloutRoutes, fill
+from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.router_hooks import live_gates
 from tests.parallel.parity import assembled
 from tests.parallel.replaying import LENGTHS, VERSION, Case, Run, opened, perturbed, sample_tokens, tiny
@@ -136,8 +136,8 @@ def test_where_and_how_routes_are_kept_changes_nothing(replay: dict[str, Any], t
 def test_a_flipped_bit_in_memory_is_an_error_that_names_layer_and_sample(run: Run, bit: int) -> None:
     """Also one that makes it no expert's number."""
     recorded(run)
-    entry = run.cache.entry(run.version, 5)
-    run.cache._blocks._blocks[entry.block].rows_nw[entry.first, 0] ^= 1 << bit
+    entry = run.cache.sample(run.version, 5)
+    run.cache._storage._blocks[entry.block].bytes_nw[entry.first, 0] ^= 1 << bit
     with pytest.raises(RoutingError, match=r"layers \[0\], sample 5 of version 3: the routes are not"):
         imposed(run)
 
@@ -145,7 +145,7 @@ def test_a_flipped_bit_in_memory_is_an_error_that_names_layer_and_sample(run: Ru
 def test_routes_of_the_next_token_are_an_error(run: Run) -> None:
     """As padding for sequence parallelism shifts them when it is forgotten."""
     recorded(run)
-    run.cache.entry(run.version, 2).first -= 1
+    run.cache.sample(run.version, 2).first -= 1
     with pytest.raises(RoutingError, match=r"layers \[0, 1, 2, 3\], sample 2 of"):
         imposed(run)
 
@@ -153,8 +153,8 @@ def test_routes_of_the_next_token_are_an_error(run: Run) -> None:
 def test_routes_of_another_layer_are_an_error(run: Run) -> None:
     """As layers counted within an interleaved chunk, or within a pipeline stage, are taken for the model's."""
     recorded(run)
-    for block in run.cache._blocks._blocks.values():
-        routes = block.rows_nw.view(-1, 4, 2)
+    for block in run.cache._storage._blocks.values():
+        routes = block.bytes_nw.view(-1, 4, 2)
         routes[:, [1, 2]] = routes[:, [2, 1]]
     with pytest.raises(RoutingError, match=r"layers \[1, 2\], sample 0 of"):
         imposed(run)
@@ -243,7 +243,7 @@ def test_a_router_asked_between_passes_is_noticed(run: Run) -> None:
 def test_a_decoder_built_twice_is_refused(run: Run) -> None:
     model = unwrap(run.state.chunks[0])
     model.other_layer = another_layer(run)
-    with pytest.raises(ConfigError, match=r"routers of layers \[0, 1, 1, 2, 3\]: one twice"):
+    with pytest.raises(ConfigError, match=r"two routers of one layer: \[0, 1, 1, 2, 3\]"):
         run.tape()
 
 
@@ -273,7 +273,7 @@ def test_a_fused_router_is_refused(run: Run) -> None:
 
 def test_a_schedule_that_runs_two_microbatches_by_turns_is_refused(run: Run) -> None:
     routers_of(run)[0].config.overlap_moe_expert_parallel_comm = True
-    with pytest.raises(ConfigError, match="two microbatches by turns"):
+    with pytest.raises(ConfigError, match="two microbatches alternately"):
         run.tape()
 
 
@@ -362,7 +362,7 @@ def test_what_an_expert_dropped_is_dropped_again() -> None:
         for hook in hooks:
             hook.remove()
         # Padding is routed live.
-        is_real = [slot.known_t for slot in tape._slots for _ in range(4)]
+        is_real = [slot.has_routes_t for slot in tape._microbatches for _ in range(4)]
         first = [kept[8 * index + layer] for index in range(4) for layer in range(4)]
         again = [kept[8 * index + 4 + layer] for index in range(4) for layer in reversed(range(4))]
         for mask, expected, forward in zip(is_real, before, first, strict=True):
@@ -389,7 +389,7 @@ def test_routes_of_a_rollout_are_replayed(run: Run) -> None:
     free = recorded(run)
     generated = rollouts(run)
     run.cache.close()
-    fill(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+    cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
     with run.tape() as tape:
         assert run.evaluate(tape.impose()) == free
         assert reduced(tape.finish("rollout_routes"))["rollout_routes/changed_fraction"] == 0
@@ -404,7 +404,7 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
         generated = rollouts(made)
         del generated[3]
         made.cache.close()
-        fill(made.cache, VERSION, generated, made.layouts, made.state.mesh)
+        cache_rollout_routes(made.cache, VERSION, generated, made.layouts, made.state.mesh)
         if missing == "error":
             with pytest.raises(RoutingError, match="sample 3 of version 3"):
                 imposed(made)
@@ -419,10 +419,10 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda routes: routes[:-1], "the engine gave routes"),
-        (lambda routes: routes[:, :, :1], "the engine gave routes"),
+        (lambda routes: routes[:-1], "the engine returned routes"),
+        (lambda routes: routes[:, :, :1], "the engine returned routes"),
         (lambda routes: routes.index_fill(2, torch.tensor([1]), 8), r"layer 0, token 0: .* out of range"),
-        (lambda routes: routes[:, :, :1].expand(-1, -1, 2), "layer 0, token 0: .* is there twice"),
+        (lambda routes: routes[:, :, :1].expand(-1, -1, 2), "layer 0, token 0: .* appears twice"),
     ],
 )
 def test_routes_that_are_none_are_refused(run: Run, change: Any, told: str) -> None:
@@ -432,15 +432,15 @@ def test_routes_that_are_none_are_refused(run: Run, change: Any, told: str) -> N
     good = generated[4]
     generated[4] = RolloutRoutes(good.tokens_T, change(good.experts_TLK))
     with pytest.raises(RoutingError, match=f"sample 4.*{told}"):
-        fill(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+        cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
 
 
 def test_routes_in_bytes_of_many_experts_are_refused() -> None:
     case = Case(model="", mesh=MeshConfig(), layouts=PADDED)
     with on_one_rank(case, tiny("qwen3_moe", num_layers=2, num_experts=384)) as made:
         wrapped = RolloutRoutes(torch.zeros(13, dtype=torch.int64), torch.zeros(13, 2, 2, dtype=torch.uint8))
-        with pytest.raises(RoutingError, match="wraps the numbers of 384 experts"):
-            fill(made.cache, VERSION, {0: wrapped}, made.layouts, made.state.mesh)
+        with pytest.raises(RoutingError, match="indices of 384 experts wrap around"):
+            cache_rollout_routes(made.cache, VERSION, {0: wrapped}, made.layouts, made.state.mesh)
 
 
 def test_perturbing_changes_only_some_weights() -> None:

@@ -2,8 +2,8 @@
 
 import torch
 
-from mcore_rl.replay.accounts import changed
-from mcore_rl.replay.checksums import expert_numbers, route_sums, token_weights
+from mcore_rl.replay.accounts import changed_choices
+from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
 
 T, L, K, E = 40, 3, 4, 384
 LAYERS = (1, 2, 5)
@@ -16,8 +16,8 @@ POSITION_T = torch.arange(T) // 2
 
 
 def sums(codes=CODES_TLK, ids=IDS_T, owner=OWNER_T, position=POSITION_T, layers=LAYERS):  # type: ignore[no-untyped-def]
-    weights = token_weights(ids, position, torch.ones(len(ids), dtype=torch.bool))
-    return route_sums(codes.transpose(0, 1), expert_numbers(layers, E, CPU), weights, owner, 2)
+    weights = token_hashes(ids, position, torch.ones(len(ids), dtype=torch.bool))
+    return route_checksums(codes.transpose(0, 1), expert_hashes(layers, E, CPU), weights, owner, 2)
 
 
 def test_parts_add_up_in_any_order() -> None:
@@ -49,9 +49,9 @@ def test_routes_of_another_token_layer_or_id_are_told_apart() -> None:
 
 def test_padding_counts_nothing() -> None:
     is_real = torch.arange(T) < 30
-    weights = token_weights(IDS_T, POSITION_T, is_real)
+    weights = token_hashes(IDS_T, POSITION_T, is_real)
     owner = OWNER_T.where(is_real, -1)
-    whole = route_sums(CODES_TLK.transpose(0, 1), expert_numbers(LAYERS, E, CPU), weights, owner, 2)
+    whole = route_checksums(CODES_TLK.transpose(0, 1), expert_hashes(LAYERS, E, CPU), weights, owner, 2)
     assert torch.equal(whole, sums(CODES_TLK[:30], IDS_T[:30], OWNER_T[:30], POSITION_T[:30]))
 
 
@@ -60,4 +60,4 @@ def test_a_choice_is_changed_when_it_is_none_of_the_known_ones() -> None:
     known = torch.tensor([[[3, 1, 7], [6, 5, 4], [0, 1, 2]]])
     is_known = torch.tensor([True, True, False])
     expected = [[[False, True, False], [False] * 3, [False] * 3]]
-    assert changed(live, known, is_known).permute(1, 2, 0).tolist() == expected
+    assert changed_choices(live, known, is_known).permute(1, 2, 0).tolist() == expected

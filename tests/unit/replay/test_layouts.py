@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_rl.replay.layouts import Layout, Span, local_tokens
+from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan, local_tokens
 
 
 def mesh(cp: int = 1, tp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> SimpleNamespace:
@@ -17,16 +17,18 @@ def mesh(cp: int = 1, tp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> Simple
     )
 
 
-def named(layout: Layout, where: SimpleNamespace) -> list[str]:
+def named(layout: MicrobatchLayout, where: SimpleNamespace) -> list[str]:
     part = local_tokens(layout, where)  # type: ignore[arg-type]
     return [
         f"{part.samples[owner]}.{position}" if owner >= 0 else "-"
-        for owner, position in zip(part.owner_t.tolist(), part.position_t.tolist(), strict=True)
+        for owner, position in zip(part.sample_index_t.tolist(), part.position_t.tolist(), strict=True)
     ]
 
 
-PADDED = Layout(((Span(7, 3, 4),), (Span(9, 4, 4),)), row_length=4, packed=False)
-PACKED = Layout(((Span(7, 3, 4), Span(9, 6, 8), Span(-1, 0, 4)),), row_length=16, packed=True)
+PADDED = MicrobatchLayout(((SampleSpan(7, 3, 4),), (SampleSpan(9, 4, 4),)), row_length=4, packed=False)
+PACKED = MicrobatchLayout(
+    ((SampleSpan(7, 3, 4), SampleSpan(9, 6, 8), SampleSpan(-1, 0, 4)),), row_length=16, packed=True
+)
 
 
 def test_a_router_reads_position_by_position_not_row_by_row() -> None:
@@ -54,7 +56,7 @@ def test_sequence_parallelism_cuts_packed_rows_anywhere() -> None:
 
 
 @pytest.mark.parametrize("layout", [PADDED, PACKED])
-def test_every_token_is_on_one_rank(layout: Layout) -> None:
+def test_every_token_is_on_one_rank(layout: MicrobatchLayout) -> None:
     everywhere = [
         name
         for cp_rank in range(2)
@@ -74,4 +76,4 @@ def test_positions_of_a_sample_rise() -> None:
 
 def test_a_sample_is_in_a_microbatch_once() -> None:
     with pytest.raises(AssertionError, match="twice"):
-        Layout(((Span(7, 3, 4), Span(7, 3, 4)),), row_length=8, packed=True)
+        MicrobatchLayout(((SampleSpan(7, 3, 4), SampleSpan(7, 3, 4)),), row_length=8, packed=True)
