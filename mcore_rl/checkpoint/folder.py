@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_rl.config.migrate import translated
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import move_into_place, write_atomically
 
@@ -171,4 +172,6 @@ def _fault(path: Path) -> str | None:
 
 
 def _read_marker(path: Path) -> Marker:
-    return Marker(**json.loads((path / MARKER).read_text(encoding="utf-8")))
+    fields = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    # An earlier version may have written it, whose config had other names and values.
+    return Marker(**fields | {"model": translated(fields["model"], "model.", none=None)})

@@ -62,7 +62,7 @@ def _widths(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     if model.is_moe:
         split.append(("model.moe.ffn_hidden_size", moe.ffn_hidden_size, "etp", mesh.etp))
     if moe.shared_experts:
-        name = "shared_ffn_hidden_size" if moe.shared_ffn_hidden_size else "ffn_hidden_size"
+        name = "ffn_hidden_size" if moe.shared_ffn_hidden_size == "auto" else "shared_ffn_hidden_size"
         split.append((f"model.moe.shared_experts x model.moe.{name}", moe.shared_width, "tp", mesh.tp))
     for name, size, axis, ranks in split:
         if size % ranks:

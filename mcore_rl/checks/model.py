@@ -157,10 +157,10 @@ def _router(model: ModelConfig, family: Family) -> Iterator[str]:
 def _groups(model: ModelConfig, family: Family) -> Iterator[str]:
     moe = model.moe
     groups, chosen = moe.num_groups, moe.top_groups
-    settings = f"model.moe.num_groups={groups} and model.moe.top_groups={chosen}"
-    if not (groups and chosen):
+    settings = f"model.moe.num_groups={toml_value(groups)} and model.moe.top_groups={toml_value(chosen)}"
+    if groups is None or chosen is None:
         if groups or chosen:
-            yield f"{settings}: group-limited routing needs both. Set the other, or both to 0."
+            yield f'{settings}: group-limited routing needs both. Set the other, or both to "none".'
         return
     if moe.num_experts % groups:
         yield (

@@ -50,7 +50,7 @@ def _rollout(replay: ReplayConfig, model: ModelConfig, engine_gives_routes: bool
     if model.moe.capacity_factor:
         yield (
             f'replay.kind="r3" with model.moe.capacity_factor={model.moe.capacity_factor}: what is dropped depends '
-            "on the tokens that are computed together, which are others in a rollout. Set capacity_factor=0, or "
+            "on the tokens that are computed together, which are others in a rollout. Set capacity_factor=none, or "
             'replay.kind="r2", which carries what was dropped.'
         )
 

@@ -99,7 +99,7 @@ def _model(config: RlRunConfig) -> Iterator[str]:
     if config.model.is_moe and moe.capacity_factor and config.replay.kind == "none":
         yield (
             f'model.moe.capacity_factor={moe.capacity_factor} with replay.kind="none": each training pass would drop '
-            "other tokens than the pass for old logprobs, and the ratios would measure that. Set capacity_factor=0, "
+            "other tokens than the pass for old logprobs, and the ratios would measure that. Set capacity_factor=none, "
             'or replay.kind="r2", which imposes what that pass dropped.'
         )
     if config.replay.kind == "r2" and config.rl.update.old_logprobs == "rollout":

@@ -79,7 +79,7 @@ def section_of_run(cls: type[S], table: dict[str, Any], prefix: str) -> S:
     `table` is that section's; fields that it lacks have their defaults.
     """
     fields = {doc.key: doc for doc in describe(cls)}
-    return _validated(cls, fields, dict(_leaves(cls, translated(table, f"{prefix}."))))
+    return _validated(cls, fields, dict(_leaves(cls, translated(table, f"{prefix}.".lstrip(".")))))
 
 
 def dump_config(config: Section) -> str:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
@@ -41,6 +41,12 @@ CHANGED_VALUES: dict[str, tuple[Any, Any]] = {
     "mesh.dp": (0, "auto"),
     "mesh.first_stage_layers": (0, "none"),
     "mesh.last_stage_layers": (0, "none"),
+    "model.mla.q_lora_rank": (0, "none"),
+    "model.moe.capacity_factor": (0, "none"),
+    "model.moe.num_groups": (0, "none"),
+    "model.moe.shared_ffn_hidden_size": (0, "auto"),
+    "model.moe.top_groups": (0, "none"),
+    "model.sliding_window": (0, "none"),
     "node.cores": (0, "none"),
     "node.memory_gib": (0, "all"),
     "node.ranks": (0, "none"),
@@ -121,16 +127,23 @@ def field_changes(key: str, value: Any) -> Iterator[FieldChange]:
         yield change
 
 
-def translated(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the TOML tables of a config, or of its section `prefix` ("model."), with the names and values of today."""
-    new = {}
+def translated(
+    table: Mapping[str, Any], prefix: str = "", *, none: Literal["none"] | None = "none"
+) -> dict[str, Any]:
+    """Return the tables of a config, or of its section `prefix` ("model."), with the names and values of today.
+
+    `none` is written for an unset field: "none" in TOML, which has no null, None in JSON.
+    """
+    new: dict[str, Any] = {}
     for name, value in table.items():
         key = prefix + name
         if isinstance(value, Mapping):
-            new[name] = translated(value, f"{key}.")
+            new[name] = translated(value, f"{key}.", none=none)
+        elif change := _field_change(key, value):
+            is_unset = change.value == "none" and change.value != change.old_value
+            new[change.key.rpartition(".")[2]] = none if is_unset else change.value
         else:
-            change = _field_change(key, value)
-            new[change.key.rpartition(".")[2] if change else name] = change.value if change else value
+            new[name] = value
     return new
 
 

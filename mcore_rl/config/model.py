@@ -21,16 +21,16 @@ class MoEConfig(Section):
     """Inner width of one routed expert."""
     shared_experts: NonNegativeInt = 0
     """Number of experts that every token passes, built as one MLP."""
-    shared_ffn_hidden_size: NonNegativeInt = 0
-    """Inner width of one shared expert; 0: `ffn_hidden_size`."""
+    shared_ffn_hidden_size: PositiveInt | Literal["auto"] = "auto"
+    """Inner width of one shared expert; `auto`: `ffn_hidden_size`."""
     first_dense_layers: NonNegativeInt = 0
     """Number of first layers that have a dense MLP of width `model.ffn_hidden_size` instead of experts."""
     normalize_top_k: bool = True
     """The gates of the chosen experts sum to one (Hugging Face's `norm_topk_prob`)."""
-    num_groups: NonNegativeInt = 0
-    """Number of groups of experts in group-limited routing (arXiv 2405.04434); 0: no groups."""
-    top_groups: NonNegativeInt = 0
-    """Number of groups that a token may choose experts from; 0: no groups."""
+    num_groups: PositiveInt | None = None
+    """Number of groups of experts in group-limited routing (arXiv 2405.04434); `none`: no groups."""
+    top_groups: PositiveInt | None = None
+    """Number of groups that a token may choose experts from; `none`: no groups."""
     routed_scaling: PositiveFloat = 1.0
     """Factor on the routed experts' gates (Hugging Face's `routed_scaling_factor`)."""
     balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
@@ -43,22 +43,24 @@ class MoEConfig(Section):
     """Step of the expert bias at each update, the paper's u."""
     z_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the router z-loss (arXiv 2202.08906)."""
-    capacity_factor: NonNegativeFloat = 0.0
-    """Number of tokens that an expert takes, as a multiple of the even share; further ones are dropped. 0: none is."""
+    capacity_factor: PositiveFloat | None = None
+    """Number of tokens that an expert takes, as a multiple of the even share; further ones are dropped; `none`: an
+    expert takes all."""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
     """Exchange that sends tokens to their experts; `deepep` needs CUDA and the deep_ep package."""
 
     @property
     def shared_width(self) -> int:
         """Inner width of the MLP that all shared experts form together."""
-        return self.shared_experts * (self.shared_ffn_hidden_size or self.ffn_hidden_size)
+        each = self.ffn_hidden_size if self.shared_ffn_hidden_size == "auto" else self.shared_ffn_hidden_size
+        return self.shared_experts * each
 
 
 class MLAConfig(Section):
     """Widths of multi-head latent attention (arXiv 2405.04434); families with grouped queries ignore this section."""
 
-    q_lora_rank: NonNegativeInt = 0
-    """Rank of the query's down-projection; 0: queries are projected directly."""
+    q_lora_rank: PositiveInt | None = None
+    """Rank of the query's down-projection; `none`: queries are projected directly."""
     kv_lora_rank: PositiveInt = 512
     """Rank of the shared key-value latent."""
     qk_nope_head_dim: PositiveInt = 128
@@ -121,8 +123,8 @@ class ModelConfig(Section):
     """Length of the longest sequence that the model is meant for, in tokens."""
     norm_eps: PositiveFloat = 1e-6
     """Epsilon of every RMSNorm."""
-    sliding_window: NonNegativeInt = 0
-    """Number of positions, its own included, that a token sees in every second layer from the first on; 0: all."""
+    sliding_window: PositiveInt | None = None
+    """Number of positions, its own included, that a token sees in every second layer from the first on; `none`: all."""
     qkv_bias: Switch = "auto"
     """Biases of queries, keys and values; `auto`: the family's default."""
     qk_norm: Switch = "auto"

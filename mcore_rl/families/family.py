@@ -171,7 +171,7 @@ def latent_attention(model: ModelConfig) -> dict[str, Any]:
     yarn = rope.scaling == "yarn"
     return {
         "num_attention_heads": model.num_heads,
-        "q_lora_rank": mla.q_lora_rank or None,
+        "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_head_dim": mla.qk_nope_head_dim,
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
@@ -196,8 +196,8 @@ def routed_experts(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.top_k,
-        "moe_router_num_groups": moe.num_groups or None,
-        "moe_router_group_topk": moe.top_groups or None,
+        "moe_router_num_groups": moe.num_groups,
+        "moe_router_group_topk": moe.top_groups,
         "moe_router_topk_scaling_factor": moe.routed_scaling if moe.routed_scaling != 1 else None,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_width or None,
@@ -206,7 +206,7 @@ def routed_experts(model: ModelConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": moe.balance,
         "moe_aux_loss_coeff": 0.0 if moe.balance == "none" else moe.aux_loss_coeff,
         "moe_z_loss_coeff": moe.z_loss_coeff or None,
-        "moe_expert_capacity_factor": moe.capacity_factor or None,
+        "moe_expert_capacity_factor": moe.capacity_factor,
         # In bf16 the scores of close experts would be equal, and which of them is chosen an accident.
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,

@@ -83,7 +83,7 @@ class GptOss(Family):
             "num_local_experts": model.moe.num_experts,
             "num_experts_per_tok": model.moe.top_k,
             "router_aux_loss_coef": model.moe.aux_loss_coeff,
-            "sliding_window": window or None,
+            "sliding_window": window,
             "layer_types": ["full_attention" if i % 2 else first for i in range(model.num_layers)],
             "swiglu_limit": LIMIT,
         }

@@ -57,8 +57,8 @@ def grouped_experts(config: HfConfig) -> dict[str, Any]:
         "ffn_hidden_size": needed(config, "moe_intermediate_size"),
         "shared_experts": config.get("n_shared_experts") or 0,
         "first_dense_layers": needed(config, "first_k_dense_replace"),
-        "num_groups": groups if limited else 0,
-        "top_groups": chosen if limited else 0,
+        "num_groups": groups if limited else None,
+        "top_groups": chosen if limited else None,
         "routed_scaling": float(config.get("routed_scaling_factor") or 1.0),
     }
 
@@ -79,7 +79,7 @@ def qwen_experts(config: HfConfig) -> dict[str, Any]:
 def latents(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of MLAConfig: the widths of multi-head latent attention."""
     return {
-        "q_lora_rank": config.get("q_lora_rank") or 0,
+        "q_lora_rank": config.get("q_lora_rank") or None,
         "kv_lora_rank": needed(config, "kv_lora_rank"),
         "qk_nope_head_dim": needed(config, "qk_nope_head_dim"),
         "qk_rope_head_dim": needed(config, "qk_rope_head_dim"),

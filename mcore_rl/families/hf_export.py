@@ -62,7 +62,7 @@ def latents_to_hf(model: ModelConfig) -> dict[str, Any]:
         "attention_bias": False,
         # transformers calls the rotary part of a head its width here.
         "head_dim": mla.qk_rope_head_dim,
-        "q_lora_rank": mla.q_lora_rank or None,
+        "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_nope_head_dim": mla.qk_nope_head_dim,
         "qk_rope_head_dim": mla.qk_rope_head_dim,

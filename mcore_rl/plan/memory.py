@@ -206,7 +206,7 @@ class LayerActivations:
             mla = model.mla
             width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
             # Each latent is kept before and after its norm, cut as the residual stream is.
-            latents = 2 * mla.q_lora_rank + 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
+            latents = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
             yield "latents", self.residual * latents // model.hidden_size
             yield "queries_keys_values", each * heads * (2 * width + mla.v_head_dim)
             yield "attended", each * heads * mla.v_head_dim

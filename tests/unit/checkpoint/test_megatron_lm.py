@@ -67,4 +67,4 @@ def test_the_arguments_have_experts_dense_layers_and_mtp() -> None:
     args = model_args(model.model_copy(update={"mtp_layers": 1}))
     assert args.moe_layer_freq == [0, *[1] * (model.num_layers - 1)] and args.mtp_num_layers == 1
     assert args.moe_shared_expert_intermediate_size == model.moe.shared_width
-    assert args.q_lora_rank == (model.mla.q_lora_rank or None) and args.kv_lora_rank == model.mla.kv_lora_rank
+    assert args.q_lora_rank == model.mla.q_lora_rank and args.kv_lora_rank == model.mla.kv_lora_rank

@@ -228,7 +228,7 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             2,
             "model.moe.shared_experts x model.moe.shared_ffn_hidden_size = 63",
         ),
-        ("deepseek_v3", "model.moe.top_groups=0", 1, "needs both"),
+        ("deepseek_v3", "model.moe.top_groups=none", 1, "needs both"),
         ("deepseek_v3", "model.moe.num_groups=3", 1, "not a multiple of model.moe.num_groups=3"),
         ("deepseek_v3", "model.moe.top_groups=5", 1, "not so many groups"),
         (

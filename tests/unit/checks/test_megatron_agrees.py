@@ -76,7 +76,7 @@ def test_heads_are_cut_where_megatron_can_cut_them(tp):
         assert ours == megatrons, (heads, kv_heads)
 
 
-@pytest.mark.parametrize(("groups", "chosen"), [*itertools.product((0, 2, 3, 4), (0, 1, 2, 4))])
+@pytest.mark.parametrize(("groups", "chosen"), [*itertools.product((None, 2, 3, 4), (None, 1, 2, 4))])
 def test_groups_that_megatron_refuses_are_refused(groups, chosen):
     model = ModelConfig(
         family="deepseek_v3",
@@ -91,7 +91,7 @@ def test_groups_that_megatron_refuses_are_refused(groups, chosen):
         moe_ffn_hidden_size=8,
         moe_router_topk=2 * (chosen or 1),
         moe_router_score_function="sigmoid",
-        moe_router_num_groups=groups or None,
-        moe_router_group_topk=chosen or None,
+        moe_router_num_groups=groups,
+        moe_router_group_topk=chosen,
     )
     assert megatrons or list(model_violations(model))

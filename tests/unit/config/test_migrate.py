@@ -1,14 +1,25 @@
+import json
 import tomllib
+from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.load import load_config
+from mcore_rl.checkpoint.read import differences
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.describe import describe
+from mcore_rl.config.load import load_config, section_of_run
 from mcore_rl.config.migrate import CHANGED_VALUES, RENAMED_FIELDS, migrate_file, translated
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.study import StudyConfig
+from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.run.cli import main
 
+OLD_RUN = Path(__file__).parent / "run_of_an_earlier_version"
 OLD = """\
 # A run of an earlier version.
 run_dir = "runs/old"
@@ -120,3 +131,28 @@ def test_new_names_stay_in_their_section_and_exist():
 def test_tables_are_translated_in_memory():
     assert translated(tomllib.loads(OLD)) == tomllib.loads(NEW)
     assert translated(tomllib.loads(NEW)) == tomllib.loads(NEW)
+
+
+def test_every_changed_value_is_one_that_the_field_takes_today():
+    configs = (PretrainConfig, SFTConfig, RlRunConfig, ClusterConfig, PipelineConfig, StudyConfig)
+    config_of = {doc.key: config for config in configs for doc in describe(config)}
+    for key, (old, new) in CHANGED_VALUES.items():
+        load_config(config_of[key], None, [f"{key}={new}"])
+        with pytest.raises(ConfigError, match=f"{key} = .* is now {key} = "):
+            load_config(config_of[key], None, [f"{key}={toml_value(old)}"])
+
+
+def test_the_files_of_a_run_of_an_earlier_version_are_read():
+    config = tomllib.loads((OLD_RUN / "config.toml").read_text())
+    again = section_of_run(RlRunConfig, config, "")
+    assert (again.model.sliding_window, again.model.moe.capacity_factor, again.model.mla.q_lora_rank) == (
+        None,
+    ) * 3
+    assert again.model.moe.shared_ffn_hidden_size == "auto" and again.mesh.dp == "auto"
+    assert (again.checkpoint.keep, again.rl.loss.importance_sampling_low) == (2, 0.4)
+    (checkpoint,) = OLD_RUN.glob("iter_*")
+    marker = json.loads((checkpoint / "checkpoint.json").read_text())
+    assert marker["model"]["sliding_window"] == 0, "as that version wrote it"
+    model = translated(marker["model"], "model.", none=None)
+    assert ModelConfig.model_validate(model) == again.model
+    assert differences(model, again.model.model_dump(mode="json")) == []

@@ -173,13 +173,13 @@ def test_leading_dense_layers_of_qwen3_moe_are_read_from_either_key() -> None:
 
 def test_one_group_is_no_group() -> None:
     moe = checked_model_from_hf(PUBLISHED_DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1}).moe
-    assert (moe.num_groups, moe.top_groups) == (0, 0)
+    assert (moe.num_groups, moe.top_groups) == (None, None)
 
 
 def test_gpt_oss_may_have_no_window() -> None:
     config = oracle("gpt_oss").config
     assert checked_model_from_hf(config).sliding_window == 7
-    assert checked_model_from_hf(config | {"layer_types": ["full_attention"] * 3}).sliding_window == 0
+    assert checked_model_from_hf(config | {"layer_types": ["full_attention"] * 3}).sliding_window is None
 
 
 def test_the_published_config_of_gpt_oss() -> None:

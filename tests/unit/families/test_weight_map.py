@@ -78,7 +78,7 @@ PUBLISHED: dict[str, tuple[float, ModelConfig]] = {
             num_kv_heads=16,
             ffn_hidden_size=10944,
             vocab_size=102400,
-            mla=MLAConfig(q_lora_rank=0),
+            mla=MLAConfig(),
             moe=MoEConfig(
                 num_experts=64, top_k=6, ffn_hidden_size=1408, shared_experts=2, first_dense_layers=1
             ),
@@ -128,7 +128,7 @@ def variants() -> dict[str, ModelConfig]:
     for name, tiny in TINY.items():
         found[name] = tiny
         dense = 0 if name == "gpt_oss" else 2
-        experts = {"num_experts": 7, "first_dense_layers": dense, "num_groups": 0, "top_groups": 0}
+        experts = {"num_experts": 7, "first_dense_layers": dense, "num_groups": None, "top_groups": None}
         moe = tiny.moe.model_copy(update=experts) if tiny.is_moe else tiny.moe
         heads = 9 if FAMILIES[name].is_latent else 3
         odd = {"vocab_size": 1003, "num_heads": 9, "num_kv_heads": heads, "head_dim": 24, "moe": moe}
@@ -138,7 +138,7 @@ def variants() -> dict[str, ModelConfig]:
     found["deepseek_v3-alike"] = deepseek.model_copy(
         update={
             "moe": deepseek.moe.model_copy(update={"first_dense_layers": 0}),
-            "mla": deepseek.mla.model_copy(update={"q_lora_rank": 0}),
+            "mla": deepseek.mla.model_copy(update={"q_lora_rank": None}),
         }
     )
     return found

@@ -62,7 +62,7 @@ def deepseek(q_lora_rank):
         | {
             "num_key_value_heads": 4,
             "head_dim": 6,
-            "q_lora_rank": q_lora_rank or None,
+            "q_lora_rank": q_lora_rank,
             "n_routed_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 20,
@@ -118,7 +118,7 @@ CASES = {
         ),
     ),
     "deepseek_v3": lambda: deepseek(q_lora_rank=18),
-    "deepseek_v3 without a query rank": lambda: deepseek(q_lora_rank=0),
+    "deepseek_v3 without a query rank": lambda: deepseek(q_lora_rank=None),
 }
 
 
