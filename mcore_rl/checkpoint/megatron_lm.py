@@ -5,6 +5,7 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import family_of
+from mcore_rl.families.family import yarn
 
 
 def model_args(model: ModelConfig) -> Namespace:
@@ -38,23 +39,13 @@ def model_args(model: ModelConfig) -> Namespace:
 
 def _positions(model: ModelConfig, *, is_latent: bool) -> dict[str, Any]:
     rope = model.rope
-    # Latent attention has its YaRN in rope_type.
-    yarn = rope.scaling == "yarn" and not is_latent
+    # Latent attention has YaRN by rope_type.
+    is_yarn = rope.scaling == "yarn" and not is_latent
     settings: dict[str, Any] = {
-        "position_embedding_type": "yarn" if yarn else "rope",
+        "position_embedding_type": "yarn" if is_yarn else "rope",
         "rotary_base": rope.theta,
         "rotary_percent": rope.fraction,
         "use_rope_scaling": rope.scaling == "llama3",
         "rope_scaling_factor": rope.factor if rope.scaling == "llama3" else 8.0,
     }
-    if yarn:
-        settings |= {
-            "yarn_rotary_scaling_factor": rope.factor,
-            "yarn_original_max_position_embeddings": rope.original_length,
-            "yarn_beta_fast": rope.beta_fast,
-            "yarn_beta_slow": rope.beta_slow,
-            "yarn_mscale": rope.mscale,
-            "yarn_mscale_all_dim": rope.mscale_all_dim,
-            "yarn_correction_range_round_to_int": rope.truncate,
-        }
-    return settings
+    return settings | (yarn(model) if is_yarn else {})

@@ -168,7 +168,7 @@ class Family(ABC):
 def latent_attention(model: ModelConfig) -> dict[str, Any]:
     """Return Megatron's arguments of multi-head latent attention (arXiv 2405.04434)."""
     mla, rope = model.mla, model.rope
-    yarn = rope.scaling == "yarn"
+    is_yarn = rope.scaling == "yarn"
     return {
         "num_attention_heads": model.num_heads,
         "q_lora_rank": mla.q_lora_rank,
@@ -177,15 +177,29 @@ def latent_attention(model: ModelConfig) -> dict[str, Any]:
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim,
         "qk_layernorm": True,
-        "rope_type": "yarn" if yarn else "rope",
+        "rope_type": "yarn" if is_yarn else "rope",
         "rotary_base": rope.theta,
         # Megatron scales the softmax by these whatever rope_type says: 1 leaves it alone.
-        "rotary_scaling_factor": rope.factor if yarn else 1.0,
+        "rotary_scaling_factor": rope.factor if is_yarn else 1.0,
         "original_max_position_embeddings": rope.original_length,
         "beta_fast": rope.beta_fast,
         "beta_slow": rope.beta_slow,
-        "mscale": rope.mscale if yarn else 1.0,
-        "mscale_all_dim": rope.mscale_all_dim if yarn else 1.0,
+        "mscale": rope.mscale if is_yarn else 1.0,
+        "mscale_all_dim": rope.mscale_all_dim if is_yarn else 1.0,
+    }
+
+
+def yarn(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's names and values of YaRN without latent attention (arXiv 2309.00071)."""
+    rope = model.rope
+    return {
+        "yarn_rotary_scaling_factor": rope.factor,
+        "yarn_original_max_position_embeddings": rope.original_length,
+        "yarn_beta_fast": rope.beta_fast,
+        "yarn_beta_slow": rope.beta_slow,
+        "yarn_mscale": rope.mscale,
+        "yarn_mscale_all_dim": rope.mscale_all_dim,
+        "yarn_correction_range_round_to_int": rope.truncate,
     }
 
 

@@ -1,4 +1,4 @@
-"""Megatron's config of a model on a mesh and a platform."""
+"""Megatron's TransformerConfig of a model on a mesh and a platform."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,22 +15,27 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
-from mcore_rl.families.family import Family
+from mcore_rl.families.family import Family, yarn
 from mcore_rl.parallel.mesh import Mesh
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "quick_gelu": quick_gelu,
 }
-"""Functions behind the names that families, which import no torch, have for them."""
+"""Functions of the activations, which families name because they import no torch."""
 
 
 def transformer_config(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> TransformerConfig:
-    """The config that makes `model`'s chunks on this rank; the settings must have passed `config.checks`."""
+    """Return the config that makes `model`'s chunks on this rank; the run must have passed `mcore_rl.checks`.
+
+    Raises:
+        ConfigError: the model needs layers or packages that this platform does not have.
+    """
     family = family_of(model)
-    _refuse_full_norm(model, family, platform)
+    if platform.layers == "te":
+        _refuse_without_our_layers(model, family)
     arguments = (
         _common(model)
         | family.architecture(model)
@@ -41,19 +46,33 @@ def transformer_config(
     if model.is_moe:
         arguments |= _dispatch(model, platform)
     arguments["activation_func"] = ACTIVATIONS[family.activation]
-    # Experts of TransformerEngine do not take biases together with it.
+    # TransformerEngine's experts do not support this fusion together with biases.
     arguments["bias_dropout_fusion"] &= not arguments["add_bias_linear"]
-    # Megatron's fused kernel for latent attention knows YaRN only.
+    # Megatron's fused kernel for latent attention supports YaRN only.
     arguments["apply_rope_fusion"] = platform.layers == "te" and (
         not family.is_latent or model.rope.scaling == "yarn"
     )
     config = MLATransformerConfig(**arguments) if family.is_latent else TransformerConfig(**arguments)
-    if family.is_latent:
-        _set_latent_norm(config, model, platform)
+    # Our layers and Megatron's YaRN read these as plain attributes: the config has no fields for them.
     config.full_qk_norm = family.has_full_qk_norm
+    config.latent_norm_eps = model.mla.norm_eps
     if model.rope.scaling == "yarn" and not family.is_latent:
-        _set_yarn(config, model)
+        for name, value in yarn(model).items():
+            setattr(config, name, value)
     return config
+
+
+def _refuse_without_our_layers(model: ModelConfig, family: Family) -> None:
+    if family.has_full_qk_norm:
+        raise ConfigError(
+            f"{model.family} norms the queries and the keys of all heads at once, which Megatron's layers by "
+            'TransformerEngine do not. Set platform.layers="torch".'
+        )
+    if family.is_latent and model.mla.norm_eps != model.norm_eps:
+        raise ConfigError(
+            f"model.mla.norm_eps={model.mla.norm_eps} and model.norm_eps={model.norm_eps} differ, and "
+            'TransformerEngine\'s layers have one epsilon. Set platform.layers="torch", or make them equal.'
+        )
 
 
 def _common(model: ModelConfig) -> dict[str, Any]:
@@ -70,7 +89,7 @@ def _common(model: ModelConfig) -> dict[str, Any]:
         "init_method_std": model.init_std,
         "mtp_num_layers": model.mtp_layers or None,
         "mtp_loss_scaling_factor": model.mtp_loss_coeff,
-        # A loss is a sum and a count: divided once, by the world's tokens.
+        # A loss is a sum and a count, divided once by the world's number of tokens.
         "calculate_per_token_loss": True,
     }
 
@@ -89,7 +108,7 @@ def _parallel(mesh: Mesh) -> dict[str, Any]:
         "num_layers_in_first_pipeline_stage": config.first_stage_layers,
         "num_layers_in_last_pipeline_stage": config.last_stage_layers,
         "overlap_p2p_comm": overlap,
-        # Two batched messages between the same pair of ranks (pp = 2, interleaved) would be taken for each other.
+        # Two batched messages between the same two ranks (pp = 2, interleaved) would be confused with each other.
         "batch_p2p_comm": not overlap,
     }
 
@@ -102,7 +121,7 @@ def _numeric(platform: Platform, settings: PlatformConfig) -> dict[str, Any]:
         "bf16": platform.dtype == torch.bfloat16,
         "deterministic_mode": settings.deterministic,
         "fp8": None if settings.fp8 == "none" else settings.fp8,
-        # gloo sends from the tensor itself, asynchronously: a freed output would be sent as garbage.
+        # gloo sends from the tensor itself, asynchronously: a freed output would arrive as garbage.
         "deallocate_pipeline_outputs": platform.is_cuda,
         "bias_activation_fusion": platform.is_cuda,
         "bias_dropout_fusion": platform.is_cuda,
@@ -139,46 +158,12 @@ def _dispatch(model: ModelConfig, platform: Platform) -> dict[str, Any]:
     return {
         "moe_token_dispatcher_type": "flex" if deepep else model.moe.dispatcher,
         "moe_flex_dispatcher_backend": "deepep",
-        # Older versions of TransformerEngine lack these kernels; Megatron then has None under their names.
+        # Older versions of TransformerEngine lack these kernels; their names in Megatron are then None.
         "moe_permute_fusion": te and _has_kernels("fused_permute", "fused_unpermute"),
-        # The fused router returns before the hook of routing replay; RL builds its policy without it.
+        # The fused router returns before the hook of routing replay; RL therefore builds its policy without it.
         "moe_router_fusion": te and _has_kernels("fused_topk_with_score_function", "fused_moe_aux_loss"),
     }
 
 
 def _has_kernels(*names: str) -> bool:
     return all(getattr(moe_utils, name, None) is not None for name in names)
-
-
-def _set_latent_norm(config: TransformerConfig, model: ModelConfig, platform: Platform) -> None:
-    """The latents' own epsilon: a plain attribute for our norm; TransformerEngine's fused one has only the common."""
-    if platform.layers == "te" and model.mla.norm_eps != model.norm_eps:
-        raise ConfigError(
-            f"model.mla.norm_eps={model.mla.norm_eps} and model.norm_eps={model.norm_eps} differ, and "
-            'TransformerEngine\'s layers know one epsilon. Set platform.layers="torch", or make them equal.'
-        )
-    config.latent_norm_eps = model.mla.norm_eps
-
-
-def _refuse_full_norm(model: ModelConfig, family: Family, platform: Platform) -> None:
-    """Norms over all heads are a plain attribute for our layers; Megatron's specs with TransformerEngine have none."""
-    if platform.layers == "te" and family.has_full_qk_norm:
-        raise ConfigError(
-            f"{model.family} norms the queries and the keys of all heads at once, which Megatron's layers by "
-            'TransformerEngine do not. Set platform.layers="torch".'
-        )
-
-
-def _set_yarn(config: TransformerConfig, model: ModelConfig) -> None:
-    """YaRN of a model without latent attention: plain attributes of Megatron's config, not fields."""
-    rope = model.rope
-    for name, value in {
-        "yarn_rotary_scaling_factor": rope.factor,
-        "yarn_original_max_position_embeddings": rope.original_length,
-        "yarn_beta_fast": rope.beta_fast,
-        "yarn_beta_slow": rope.beta_slow,
-        "yarn_mscale": rope.mscale,
-        "yarn_mscale_all_dim": rope.mscale_all_dim,
-        "yarn_correction_range_round_to_int": rope.truncate,
-    }.items():
-        setattr(config, name, value)
