@@ -11,9 +11,13 @@ from mcore_rl.families.family import OPTIONAL_SETTINGS, Family
 from mcore_rl.families.hf_config import LLAMA3_CONSTANTS, HfConfig
 
 
-def checked_model_from_hf(config: HfConfig) -> ModelConfig:
-    """Return the model that a config.json describes; ConfigError for what Megatron cannot represent or run."""
-    model = model_from_hf(config)
+def checked_model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
+    """Return the model that a config.json describes, as `model_from_hf`, once it has passed the checks.
+
+    Raises:
+        ConfigError: Megatron cannot represent the model, or cannot run it.
+    """
+    model = model_from_hf(config, family)
     if violations := list(model_violations(model)):
         raise ConfigError("config.json describes a model that Megatron cannot run:\n" + "\n".join(violations))
     return model

@@ -51,6 +51,8 @@ class ImportOptions:
     """None: the grouping that training reads and writes."""
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of it; None: of model.vocab_multiple's default."""
+    family: str | None = None
+    """A family of the user's own, as `module:name`; None: the one that config.json names."""
 
 
 def plan_import(source: Path, folder: Path, options: ImportOptions, settings: CopySettings) -> Conversion:
@@ -58,7 +60,9 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
 
     Everything that can be refused is refused here, from headers alone (CheckpointError or ConfigError, with names).
     """
-    hf_model = open_hf_model(source, mtp=options.mtp, vocab_multiple=options.vocab_multiple)
+    hf_model = open_hf_model(
+        source, mtp=options.mtp, vocab_multiple=options.vocab_multiple, family=options.family
+    )
     layout = KeyLayout(options.keys, options.layers or native_layout(hf_model.model).layers)
     weights = KeyTranslation(hf_model.model, layout).weights(hf_model.weights)
     weights.prove()

@@ -51,7 +51,12 @@ class ComparedCheckpoint:
 
 
 def compare(
-    one: Path, other: Path, reference: Path | None, mtp: MtpLayers, progress: ByteProgress
+    one: Path,
+    other: Path,
+    reference: Path | None,
+    mtp: MtpLayers,
+    progress: ByteProgress,
+    family: str | None = None,
 ) -> list[Difference]:
     """Return all differences between the models of two checkpoints.
 
@@ -61,6 +66,7 @@ def compare(
         reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
         mtp: Whether layers for multi-token prediction are compared or left out.
         progress: Where progress is shown.
+        family: A family of the user's own, as `module:name`; None: the one that config.json names.
 
     Raises:
         CheckpointError: One of both cannot be read as a whole.
@@ -75,7 +81,7 @@ def compare(
                 *_compared(first, second, progress),
             ]
     models = [
-        open_model(path, reference or (other if is_hf(other) else one if is_hf(one) else None), mtp)
+        open_model(path, reference or (other if is_hf(other) else one if is_hf(one) else None), mtp, family)
         for path in (one, other)
     ]
     sides = [_as_hf_tensors(found) for found in models]
@@ -83,10 +89,12 @@ def compare(
     return [*found, *_compared(sides[0], sides[1], progress)]
 
 
-def open_model(path: Path, reference: Path | None, mtp: MtpLayers) -> HfModel | DistModel:
+def open_model(
+    path: Path, reference: Path | None, mtp: MtpLayers, family: str | None = None
+) -> HfModel | DistModel:
     """Return a checkpoint of either format; a Megatron one that does not name its family takes that of `reference`."""
     if is_hf(path):
-        return open_hf_model(path, mtp=mtp)
+        return open_hf_model(path, mtp=mtp, family=family)
     try:
         return open_dist_model(path, mtp=mtp)
     except CheckpointError:

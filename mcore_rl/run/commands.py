@@ -210,6 +210,11 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         help="import: pad the vocabulary to a multiple of N (default: model.vocab_multiple's)",
     )
     what.add_argument(
+        "--family",
+        metavar="MODULE:NAME",
+        help="import, verify: a model family of your own instead of the one that config.json names",
+    )
+    what.add_argument(
         "--reference",
         type=Path,
         metavar="HF_DIR",

@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
 def report_differences(one: Path, other: Path, args: argparse.Namespace, progress: ByteProgress) -> int:
     """List the differences of two checkpoints and return their number."""
-    found = compare(one, other, args.reference, args.mtp, progress)
+    found = compare(one, other, args.reference, args.mtp, progress, args.family)
     for difference in found[:MAX_LINES]:
         progress.message(str(difference))
     if len(found) > MAX_LINES:
@@ -55,7 +55,12 @@ def report_differences(one: Path, other: Path, args: argparse.Namespace, progres
 
 def _import(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
     options = ImportOptions(
-        dtype=args.dtype, mtp=args.mtp, keys=args.keys, layers=args.layers, vocab_multiple=args.vocab_multiple
+        dtype=args.dtype,
+        mtp=args.mtp,
+        keys=args.keys,
+        layers=args.layers,
+        vocab_multiple=args.vocab_multiple,
+        family=args.family,
     )
     return plan_import(source, output, options, settings)
 
@@ -93,7 +98,7 @@ def _bytes_by_rank(args: argparse.Namespace) -> list[str]:
     """Return the bytes of weights by pipeline stage, of the model as training loads it."""
     source, mesh = args.paths[0], MeshConfig(**args.mesh)
     if is_hf(source):
-        hf_model = open_hf_model(source, mtp=args.mtp, vocab_multiple=args.vocab_multiple)
+        hf_model = open_hf_model(source, mtp=args.mtp, vocab_multiple=args.vocab_multiple, family=args.family)
         targets = import_targets(hf_model, hf_model.weights, args.dtype)
         tensors = {target.name: (target.shape, target.dtype.itemsize) for target in targets}
         return list(mesh_lines(hf_model.model, tensors, mesh))
@@ -129,10 +134,10 @@ def _check(args: argparse.Namespace) -> None:
             f"convert {args.action} takes {' or '.join(map(str, wanted))} folders, got {len(args.paths)}."
         )
     allowed = {
-        "plan": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "reference", "mesh"},
-        "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple"},
+        "plan": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "reference", "mesh", "family"},
+        "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "family"},
         "export": {"dtype", "mtp", "reference"},
-        "verify": {"mtp", "reference", "logits"},
+        "verify": {"mtp", "reference", "logits", "family"},
         "relayout": {"keys", "layers", "reference"},
     }[args.action]
     defaults: dict[str, object] = {
@@ -144,6 +149,7 @@ def _check(args: argparse.Namespace) -> None:
         "reference": None,
         "mesh": {},
         "logits": False,
+        "family": None,
     }
     for name, default in defaults.items():
         if name not in allowed and getattr(args, name) != default:

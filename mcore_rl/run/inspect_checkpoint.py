@@ -16,5 +16,5 @@ def main(args: argparse.Namespace) -> int:
             for line in contents(args.path).lines():
                 progress.message(line)
             return 0
-        args.reference, args.mtp = None, "keep"
+        args.reference, args.mtp, args.family = None, "keep", None
         return int(report_differences(args.path, args.diff, args, progress) > 0)

@@ -56,13 +56,16 @@ class HfModel:
         return HfSource(self.folder, self.fp8_block)
 
 
-def open_hf_model(path: Path, *, mtp: MtpLayers = "keep", vocab_multiple: int | None = None) -> HfModel:
+def open_hf_model(
+    path: Path, *, mtp: MtpLayers = "keep", vocab_multiple: int | None = None, family: str | None = None
+) -> HfModel:
     """Return the model in a folder.
 
     Args:
         path: The folder.
         mtp: Whether layers for multi-token prediction are kept or left out.
         vocab_multiple: The vocabulary is padded to a multiple of it; None: of model.vocab_multiple's default.
+        family: A family of the user's own, as `module:name`; None: the one that config.json names.
 
     Raises:
         CheckpointError: Tensors are missing, left over, or of other shapes or types; each is named.
@@ -73,7 +76,9 @@ def open_hf_model(path: Path, *, mtp: MtpLayers = "keep", vocab_multiple: int | 
         raise CheckpointError(
             f"{path} has no config.json: what model is it? Take the one that belongs to the weights."
         )
-    model, layout = _model(folder.config, vocab_multiple), expert_layout(folder)
+    model, layout = checked_model_from_hf(folder.config, family), expert_layout(folder)
+    if vocab_multiple is not None:
+        model = model.model_copy(update={"vocab_multiple": vocab_multiple})
     kept = model.model_copy(update={"mtp_layers": 0}) if mtp == "drop" else model
     weights = weight_map(kept, layout)
     dropped: set[str] = set()
@@ -111,11 +116,6 @@ def check_copies(found: HfModel) -> None:
 def expert_layout(folder: HfFolder) -> ExpertLayout:
     """Return whether the experts of a layer are one tensor ("fused") or a tensor each."""
     return "fused" if any(name.endswith(".experts.gate_up_proj") for name in folder.tensors) else "each"
-
-
-def _model(config: dict[str, Any], vocab_multiple: int | None) -> ModelConfig:
-    model = checked_model_from_hf(config)
-    return model.model_copy(update={"vocab_multiple": vocab_multiple}) if vocab_multiple else model
 
 
 def _model_dtype(config: dict[str, Any]) -> torch.dtype:

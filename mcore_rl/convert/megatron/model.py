@@ -9,6 +9,7 @@ import torch
 
 from mcore_rl.checkpoint.read import setting_differences
 from mcore_rl.checks.model import checked_model_from_hf
+from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.hf.folder import read_json
 from mcore_rl.convert.hf.model import FLOATS, MtpLayers
@@ -112,7 +113,8 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
                 "the config.json of the same model: --reference HF_DIR."
             )
         return own
-    described = checked_model_from_hf(read_config(reference))
+    own_family = own.family if own is not None and is_extension(own.family) else None
+    described = checked_model_from_hf(read_config(reference), own_family)
     if own is None:
         return described.model_copy(update={"vocab_multiple": _vocab_multiple(folder, described, stored)})
     faults = disagreements(described, own)
