@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bench.clock import Clock, Peaks, contention, gflops
-from mcore_rl.backend.patches.table import megatron_version
+from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig

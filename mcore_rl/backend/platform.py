@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+import mcore_rl.backend.patches.table  # noqa: F401  # first: torch and Megatron are patched
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
-from mcore_rl.backend.patches.table import has_module, megatron_version
+from mcore_rl.backend.patches.versions import has_module, megatron_version
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 

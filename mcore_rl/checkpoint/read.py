@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from mcore_rl.backend.patches.table import megatron_version
+from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.checkpoint import pickles
 from mcore_rl.checkpoint.archives import FilePart, FileRange, damaged_record
 from mcore_rl.checkpoint.folder import (

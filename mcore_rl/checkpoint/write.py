@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mcore_rl.backend.patches.table import megatron_version, writer_choice
+from mcore_rl.backend.patches.versions import megatron_version, writer_choice
 from mcore_rl.checkpoint.folder import (
     COMMON,
     METADATA,

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from mcore_rl.backend.patches.table import as_experts_entry, with_moe_layer
+from mcore_rl.backend.patches.versions import as_experts_entry, with_moe_layer
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.cpu.moe import MoELayer
 from mcore_rl.model.layers.experts import GroupedExperts

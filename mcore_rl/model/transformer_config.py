@@ -9,7 +9,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from mcore_rl.backend.patches.table import has_module
+from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig

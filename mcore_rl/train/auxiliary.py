@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.backend.patches.table import router_loss_report
+from mcore_rl.backend.patches.versions import router_loss_report
 from mcore_rl.model.build import unwrap
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.train.state import TrainState

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mcore_rl.backend.patches.table import megatron_version
+from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.checkpoint.folder import (
     COMMON,
     DELETING,

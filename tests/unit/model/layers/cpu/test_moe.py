@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from mcore_rl.backend.patches.table import megatron_version
+from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.model.layers.cpu.moe import LocalDispatcher, MoELayer
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.parallel.mesh import Mesh
