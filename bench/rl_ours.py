@@ -14,13 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on 
 
 import psutil
 import torch
+from torch import Tensor
 
 from bench.turns import Turns
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.rl.learner import Advantages, Learner, Minibatch
+from mcore_rl.rl.learner import Learner, Minibatch
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.trainer import RlTrainer
@@ -30,9 +31,9 @@ from mcore_rl.run.rollouts import load_prompts, open_rollouts
 
 
 def cpu_s() -> float:
-    """Of this process and of those that judge for it."""
-    judges = (child.cpu_times() for child in psutil.Process().children(recursive=True))
-    return time.process_time() + float(sum(times.user + times.system for times in judges))
+    """CPU seconds of this process and of its reward workers."""
+    workers = (child.cpu_times() for child in psutil.Process().children(recursive=True))
+    return time.process_time() + float(sum(times.user + times.system for times in workers))
 
 
 class InTurns(RlTrainer):
@@ -54,13 +55,13 @@ class InTurns(RlTrainer):
     def _counted(self, rollout: Rollout) -> list[Minibatch]:
         shapes = rollout.shapes.values()
         self.turns.add("completions", len(shapes))
-        self.turns.add("completion_tokens", sum(shape.num_completion for shape in shapes))
-        self.turns.add("tokens", sum(shape.num_prompt + shape.num_completion for shape in shapes))
+        self.turns.add("completion_tokens", sum(shape.num_completion_tokens for shape in shapes))
+        self.turns.add("tokens", sum(shape.num_tokens for shape in shapes))
         self.turns.add("solved", int((rollout.rewards_PG >= 1).sum()))
         return self._minibatches(rollout)
 
-    def _scored(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
-        """The last thing before the updates."""
+    def _scored(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> dict[int, Tensor]:
+        """Return the advantages, which are the last thing before the updates."""
         advantages = self._advantages(rollout, minibatches)
         self.turns.add("rollout_and_scoring_s", cpu_s() - self._start_s)
         return advantages

@@ -96,12 +96,12 @@ def trace(folder: Path) -> Trips:
     write_tokenizer(folder / "tokenizer")
     trips, step = Trips(), RlTrainer._step
 
-    def traced(trainer: RlTrainer) -> None:
-        if trainer.state.progress.step < BATCHES - 1:
-            step(trainer)
+    def traced(self: RlTrainer) -> None:
+        if self.state.progress.step < BATCHES - 1:
+            step(self)
             return
         with trips.active():
-            step(trainer)
+            step(self)
 
     RlTrainer._step = traced  # type: ignore[method-assign]
     overrides = {

@@ -1,4 +1,4 @@
-"""Completions as the microbatches that this rank trains on."""
+"""Completions as the packed microbatches that this rank trains on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,116 +14,146 @@ from mcore_rl.data.packing import padded
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.sequence import zigzag_spans
-from mcore_rl.rl.plan import Rows
+from mcore_rl.rl.plan import PackingLimits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleShape:
+    """Lengths of a sample (a prompt with one completion), known to all ranks."""
+
+    replica_rank: int
+    """Rank, among the data- and context-parallel ones, of the replica that generated the completion."""
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    is_trained: bool
+    """Whether the completion takes part in the loss."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and completion."""
+        return self.num_prompt_tokens + self.num_completion_tokens
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions that enter the model: the last token is only a label."""
+        return self.num_tokens - 1
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens in the loss."""
+        return self.num_completion_tokens if self.is_trained else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedSample:
-    """One prompt with one completion, `T` tokens."""
+    """One prompt with one completion, `T` tokens, on the CPU."""
 
     tokens_T: Tensor
-    """int64, on the CPU."""
-    num_prompt: int
-    """Tokens of the prompt."""
-    engine_logprobs_C: Tensor
-    """float32: of the completion's tokens, as sampled."""
+    """int64: tokens of the prompt, then of the completion."""
+    num_prompt_tokens: int
+    rollout_logprobs_C: Tensor
+    """float32: logprob of each token of the completion when it was sampled."""
     is_trained: bool
-    """False: its tokens take no part in the loss."""
-
-    @property
-    def num_positions(self) -> int:
-        """The last token is only a label."""
-        return len(self.tokens_T) - 1
-
-    @property
-    def num_trained(self) -> int:
-        """Tokens in the loss."""
-        return len(self.engine_logprobs_C) if self.is_trained else 0
+    """Whether the completion takes part in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyMicrobatch:
-    """This rank's positions `T` of one row of samples, with all that the policy's objective needs.
+    """One packed sequence of samples: the `T` positions of it that this context-parallel rank has.
 
-    The fact of a token stands where the model predicts it, one position before it.
+    Index t of a tensor `[T]` belongs to token t + 1, the one predicted at t.
     """
 
     inputs: LocalMicrobatch
     samples: tuple[int, ...]
-    """Their numbers in the rollout batch, in the row's order."""
+    """Indices in the rollout batch, in the order of the packed sequence."""
     spans: tuple[tuple[int, int], ...]
-    """Of each sample in the whole row: positions, and with padding. What is left of the row belongs to nobody."""
+    """(positions, positions with padding) of each whole sample; what follows the last one is padding."""
     mask_T: Tensor
+    """bool: positions that are trained on."""
     sequence_T: Tensor
+    """int64: index in `samples` of the sample of each position; any where nothing is trained."""
     lengths_N: Tensor
-    """Trained tokens of each whole sample."""
-    engine_logprobs_T: Tensor
+    """int64: trained tokens of each whole sample, on all context-parallel ranks together."""
+    rollout_logprobs_T: Tensor
     old_logprobs_T: Tensor | None = None
-    """None: the policy's own are the old ones."""
+    """Logprobs under the old policy; None: the policy that is updated is the old one, or no stage needs them here."""
     reference_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
-    weights_T: Tensor | None = None
+    loss_weights_T: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See PassInput."""
+        """Rows (1) and length of the packed sequence before context parallelism cuts it."""
         return self.inputs.shape
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
-        """See PassInput."""
+        """Return the keyword arguments of a chunk's forward."""
         return self.inputs.model_inputs(with_labels=with_labels)
 
-    def weighted(self, advantages_N: Tensor, weights_N: Tensor) -> "PolicyMicrobatch":
-        """With the advantage and the weight of each of its samples, both on the CPU."""
-        if not self.samples:
-            zeros_T = torch.zeros_like(self.engine_logprobs_T)
-            return replace(self, advantages_T=zeros_T, weights_T=zeros_T)
-        mine = list(self.samples)
-        both_2N = torch.stack([advantages_N[mine], weights_N[mine]]).to(self.engine_logprobs_T)
-        advantages_T, weights_T = both_2N[:, self.sequence_T].where(self.mask_T, 0.0)
-        return replace(self, advantages_T=advantages_T, weights_T=weights_T)
+    def with_advantages(self, advantages: Mapping[int, Tensor], loss_weights_N: Tensor) -> "PolicyMicrobatch":
+        """Return the microbatch with the advantage and the loss weight of each trained position, zeros elsewhere.
 
-    def weighted_tokens(self, advantages: Mapping[int, Tensor], weights_N: Tensor) -> "PolicyMicrobatch":
-        """As `weighted`, with an advantage for each position of each of its samples, by their numbers."""
-        weighted = self.weighted(torch.zeros_like(weights_N), weights_N)
+        Args:
+            advantages: for each sample index, the advantages `[positions]` of the whole sample.
+            loss_weights_N: for each sample of the rollout batch, the weight of its tokens in the loss.
+        """
         if not self.samples:
-            return weighted
-        table_NP = pad_sequence([advantages[number] for number in self.samples], batch_first=True)
+            zeros_T = torch.zeros_like(self.rollout_logprobs_T)
+            return replace(self, advantages_T=zeros_T, loss_weights_T=zeros_T)
+        like = self.rollout_logprobs_T
+        table_NP = pad_sequence([advantages[sample] for sample in self.samples], batch_first=True).to(like)
+        # Positions of padding may lie beyond the longest sample; the mask removes what they read.
         positions_T = self.inputs.position_ids_Bs[0].clamp(max=table_NP.shape[1] - 1)
-        advantages_T = table_NP.to(self.engine_logprobs_T)[self.sequence_T, positions_T]
-        return replace(weighted, advantages_T=advantages_T.where(self.mask_T, 0.0))
+        weights_N = loss_weights_N[list(self.samples)].to(like)
+        return replace(
+            self,
+            advantages_T=table_NP[self.sequence_T, positions_T].where(self.mask_T, 0.0),
+            loss_weights_T=weights_N[self.sequence_T].where(self.mask_T, 0.0),
+        )
 
 
 def make_microbatch(
-    samples: Mapping[int, TrainedSample], numbers: Sequence[int], rows: Rows, cp: Axis, device: torch.device
+    samples: Mapping[int, TrainedSample],
+    indices: Sequence[int],
+    limits: PackingLimits,
+    cp: Axis,
+    device: torch.device,
 ) -> PolicyMicrobatch:
-    """One row of the samples with these numbers; without any, a row of padding."""
-    chosen = [samples[number] for number in numbers]
-    spans = [(sample.num_positions, padded(sample.num_positions, rows.span_multiple)) for sample in chosen]
-    filled = sum(span for _, span in spans)
-    length = rows.length if rows.equally_long else min(rows.length, padded(max(filled, 1), rows.unit))
-    ids_2S = torch.zeros(2, length, dtype=torch.int64)  # tokens, labels
-    positions_S, sequence_S = torch.zeros(2, length, dtype=torch.int64)
-    facts_2S = torch.zeros(2, length)  # mask, engine's logprobs
+    """Pack the samples with these indices end to end; without any, return a microbatch of padding only."""
+    chosen = [samples[index] for index in indices]
+    sizes = [len(sample.tokens_T) - 1 for sample in chosen]  # the last token is only a label
+    spans = [(size, padded(size, limits.sample_multiple)) for size in sizes]
+    num_filled = sum(span for _, span in spans)
+    length = min(limits.max_tokens, padded(max(num_filled, 1), limits.multiple))
+    if limits.is_fixed:
+        length = limits.max_tokens
+    tokens_S, labels_S, positions_S, sequence_S = torch.zeros(4, length, dtype=torch.int64)
+    mask_S, rollout_logprobs_S = torch.zeros(2, length)
     is_padding_S = torch.ones(length, dtype=torch.bool)
     begin = 0
-    for place, (sample, (num_positions, span)) in enumerate(zip(chosen, spans, strict=True)):
-        here = slice(begin, begin + num_positions)
-        ids_2S[0, here], ids_2S[1, here] = sample.tokens_T[:-1], sample.tokens_T[1:]
+    for index, (sample, (size, span)) in enumerate(zip(chosen, spans, strict=True)):
+        here = slice(begin, begin + size)
+        tokens_S[here], labels_S[here] = sample.tokens_T[:-1], sample.tokens_T[1:]
         is_padding_S[here] = False
-        said = slice(begin + sample.num_prompt - 1, begin + num_positions)
-        facts_2S[0, said], facts_2S[1, said] = float(sample.is_trained), sample.engine_logprobs_C
+        # The first token of the completion is predicted at the last position of the prompt.
+        completion = slice(begin + sample.num_prompt_tokens - 1, begin + size)
+        mask_S[completion], rollout_logprobs_S[completion] = (
+            float(sample.is_trained),
+            sample.rollout_logprobs_C,
+        )
         positions_S[begin : begin + span] = torch.arange(span)
-        sequence_S[begin : begin + span] = place
+        sequence_S[begin : begin + span] = index
         begin += span
     positions_S[begin:] = torch.arange(length - begin)
+    # What is left over is a span of its own, so that no sample attends to it.
     lengths = [span for _, span in spans] + ([length - begin] if begin < length else [])
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     inputs = localize(
         Microbatch(
-            tokens_BS=ids_2S[:1],
-            labels_BS=ids_2S[1:],
-            loss_mask_BS=facts_2S[:1],
+            tokens_BS=tokens_S[None],
+            labels_BS=labels_S[None],
+            loss_mask_BS=mask_S[None],
             position_ids_BS=positions_S[None],
             packed=PackedSpans(cu_seqlens=bounds, max_length=max(lengths)),
             is_padding_BS=is_padding_S[None],
@@ -132,86 +162,68 @@ def make_microbatch(
         device,
     )
 
-    def mine(full_S: Tensor) -> Tensor:
+    def on_this_rank(full_S: Tensor) -> Tensor:
         return zigzag_spans(full_S[None], lengths, cp)[0].to(device, non_blocking=True)
 
-    trained = [sample.num_trained for sample in chosen] or [0]
+    num_trained = [len(sample.rollout_logprobs_C) * sample.is_trained for sample in chosen] or [0]
     return PolicyMicrobatch(
         inputs=inputs,
-        samples=tuple(numbers),
+        samples=tuple(indices),
         spans=tuple(spans),
         mask_T=inputs.loss_mask_Bs[0] > 0,
-        sequence_T=mine(sequence_S),
-        lengths_N=torch.tensor(trained).to(device, non_blocking=True),
-        engine_logprobs_T=mine(facts_2S[1]),
+        sequence_T=on_this_rank(sequence_S),
+        lengths_N=torch.tensor(num_trained).to(device, non_blocking=True),
+        rollout_logprobs_T=on_this_rank(rollout_logprobs_S),
     )
 
 
-def deliver(
-    held: Mapping[int, TrainedSample],
-    shapes: Mapping[int, "SampleShape"],
+def exchange_samples(
+    generated: Mapping[int, TrainedSample],
+    shapes: Mapping[int, SampleShape],
     wanted: Sequence[Sequence[int]],
     dp_cp: Axis,
     device: torch.device,
 ) -> dict[int, TrainedSample]:
-    """Collective over `dp_cp`: the samples that this rank wants, from the ranks that hold them.
+    """Collective over `dp_cp`: bring each sample from the replica that generated it to the ranks that train on it.
 
-    `wanted` has the numbers for every rank of `dp_cp`; `shapes` is of all samples and equal on all ranks. A sample
-    goes only where it is wanted.
+    Args:
+        generated: this replica's samples, by index.
+        shapes: shapes of all samples, equal on all ranks, so that no sizes have to be sent.
+        wanted: sample indices for every rank of `dp_cp`.
+
+    Returns:
+        The samples of `wanted[dp_cp.rank]`, by index.
     """
     if dp_cp.size == 1:
-        return {number: held[number] for number in wanted[0]}
-    outgoing = [[number for number in numbers if number in held] for numbers in wanted]
+        return {index: generated[index] for index in wanted[0]}
+    outgoing = [[index for index in indices if index in generated] for indices in wanted]
     incoming = [
-        [number for number in wanted[dp_cp.rank] if shapes[number].holder == rank]
+        [index for index in wanted[dp_cp.rank] if shapes[index].replica_rank == rank]
         for rank in range(dp_cp.size)
     ]
-    sent = [_as_words(held[number]) for numbers in outgoing for number in numbers]
+
+    def num_words(index: int) -> int:
+        # In words of 4 bytes: all tokens, and a float32 logprob of each token of the completion.
+        return shapes[index].num_tokens + shapes[index].num_completion_tokens
+
+    sent = [
+        torch.cat([generated[index].tokens_T.int(), generated[index].rollout_logprobs_C.view(torch.int32)])
+        for indices in outgoing
+        for index in indices
+    ]
     words = torch.cat(sent) if sent else torch.zeros(0, dtype=torch.int32)
-    sizes_in = [sum(shapes[number].num_words for number in numbers) for numbers in incoming]
-    sizes_out = [sum(shapes[number].num_words for number in numbers) for numbers in outgoing]
+    sizes_in = [sum(map(num_words, indices)) for indices in incoming]
+    sizes_out = [sum(map(num_words, indices)) for indices in outgoing]
     received = torch.empty(sum(sizes_in), dtype=torch.int32, device=device)
     dist.all_to_all_single(received, words.to(device), sizes_in, sizes_out, group=dp_cp.group)
-    order = [number for numbers in incoming for number in numbers]
-    pieces = received.cpu().split([shapes[number].num_words for number in order])
-    return {number: _from_words(piece, shapes[number]) for number, piece in zip(order, pieces, strict=True)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleShape:
-    """What all ranks know of a sample."""
-
-    holder: int
-    """Rank, of the data- and context-parallel ones, whose replica made it."""
-    num_prompt: int
-    num_completion: int
-    is_trained: bool
-
-    @property
-    def num_positions(self) -> int:
-        """See TrainedSample."""
-        return self.num_prompt + self.num_completion - 1
-
-    @property
-    def num_trained(self) -> int:
-        """See TrainedSample."""
-        return self.num_completion if self.is_trained else 0
-
-    @property
-    def num_words(self) -> int:
-        """Of 4 bytes, on the way."""
-        return self.num_prompt + 2 * self.num_completion
-
-
-def _as_words(sample: TrainedSample) -> Tensor:
-    return torch.cat([sample.tokens_T.int(), sample.engine_logprobs_C.view(torch.int32)])
-
-
-def _from_words(words: Tensor, shape: SampleShape) -> TrainedSample:
-    num_tokens = shape.num_prompt + shape.num_completion
-    return TrainedSample(
-        tokens_T=words[:num_tokens].long(),
-        num_prompt=shape.num_prompt,
-        engine_logprobs_C=words[num_tokens:].clone().view(torch.float32),
-        is_trained=shape.is_trained,
-    )
+    order = [index for indices in incoming for index in indices]
+    parts = received.cpu().split([num_words(index) for index in order])
+    return {
+        index: TrainedSample(
+            tokens_T=part[: shapes[index].num_tokens].long(),
+            num_prompt_tokens=shapes[index].num_prompt_tokens,
+            rollout_logprobs_C=part[shapes[index].num_tokens :].clone().view(torch.float32),
+            is_trained=shapes[index].is_trained,
+        )
+        for index, part in zip(order, parts, strict=True)
+    }

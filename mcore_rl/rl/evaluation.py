@@ -7,41 +7,46 @@ from math import comb
 from mcore_rl.config.rl import EvalConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.prompts import HELD_OUT_SEED
-from mcore_rl.rl.rollout import GroupFacts, Rollouts, sample_seed
+from mcore_rl.rl.rollout import GroupSummary, Rollouts, sample_seed
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Group, Prompt
 
 
 def evaluate_policy(
     rollouts: Rollouts, prompts: Sequence[Prompt], config: EvalConfig
-) -> tuple[dict[int, Group], list[GroupFacts]]:
-    """Collective over the world: this replica's answers by the place of their prompt, and facts of all prompts'."""
+) -> tuple[dict[int, Group], list[GroupSummary]]:
+    """Collective over the world: answer the prompts, with seeds that no rollout uses.
+
+    Returns:
+        This replica's answers by the index of their prompt, and summaries of the answers to all prompts.
+    """
     sampling = replace(rollouts.sampling, cut=Cut(temperature=config.temperature), with_routes=False)
     seed = rollouts.config.train.seed
     seeds_PG = [
-        [sample_seed(seed, HELD_OUT_SEED + place, number) for number in range(config.samples)]
-        for place in range(len(prompts))
+        [sample_seed(seed, HELD_OUT_SEED + p, g) for g in range(config.samples)] for p in range(len(prompts))
     ]
-    groups, facts, _ = rollouts.judged(prompts, sampling, seeds_PG)
-    return groups, facts
+    groups, summaries, _ = rollouts.generate_and_score(prompts, sampling, seeds_PG)
+    return groups, summaries
 
 
-def evaluation_metrics(facts: Sequence[GroupFacts]) -> Iterator[Metric]:
-    """Means over all answers; pass@k where there are several a prompt."""
-    rewards = [reward for one in facts for reward in one.rewards_G]
-    solved = [is_solved for one in facts for is_solved in one.solved_G]
-    yield Metric("eval/accuracy", sum(solved), len(solved))
+def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
+    """Yield means over all answers, and pass@k for powers of two up to the number of answers to a prompt."""
+    rewards = [reward for one in summaries for reward in one.rewards_G]
+    correct = [is_correct for one in summaries for is_correct in one.correct_G]
+    yield Metric("eval/accuracy", sum(correct), len(correct))
     yield Metric("eval/reward", sum(rewards), len(rewards))
-    yield Metric("eval/completion_tokens", sum(sum(one.lengths_G) for one in facts), len(solved))
-    yield Metric("eval/truncated_fraction", sum(sum(one.truncated_G) for one in facts), len(solved))
-    num_samples = len(facts[0].solved_G)
+    yield Metric("eval/completion_tokens", sum(sum(one.lengths_G) for one in summaries), len(correct))
+    yield Metric("eval/truncated_fraction", sum(sum(one.truncated_G) for one in summaries), len(correct))
+    num_samples = len(summaries[0].correct_G)
     k = 2
     while k <= num_samples:
-        passes = [pass_at_k(sum(one.solved_G), num_samples, k) for one in facts]
+        passes = [pass_at_k(sum(one.correct_G), num_samples, k) for one in summaries]
         yield Metric(f"eval/pass_at_{k}", sum(passes), len(passes))
         k *= 2
 
 
-def pass_at_k(num_solved: int, num_samples: int, k: int) -> float:
-    """Probability that one of k samples, drawn from these without replacement, is right (arXiv 2107.03374, eq. 1)."""
-    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
+def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
+    """Return the probability that one of k samples, drawn from these without replacement, is correct
+    (arXiv 2107.03374, equation 1).
+    """
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)

@@ -1,4 +1,6 @@
-"""Which completion is trained on where: from lengths alone, so that every rank finds the same."""
+"""Which completion is trained on by which rank, in which microbatch: from lengths alone, so that every rank finds the
+same plan without a message.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,65 +10,77 @@ from mcore_rl.data.packing import pack, padded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """How completions are laid into the rows of tokens of a forward pass."""
+class PackingLimits:
+    """Lengths of the packed sequences into which completions with their prompts are laid, one for each microbatch."""
 
-    length: int
-    """Positions of a row at the most."""
-    unit: int
-    """A row is a multiple of this, or `length` long."""
-    span_multiple: int
-    """So is a completion with its prompt of this: context parallelism cuts each by itself."""
+    max_tokens: int
+    """Longest packed sequence."""
+    multiple: int
+    """Every packed sequence is a multiple of this long, or `max_tokens` long."""
+    sample_multiple: int
+    """Each sample is padded to a multiple of this, because context parallelism cuts each sample by itself."""
     microbatch_multiple: int = 1
-    """So is the number of rows, with interleaved pipeline stages."""
-    equally_long: bool = False
-    """All rows are `length` long: pipeline stages exchange tensors of one shape."""
+    """Multiple of which the number of microbatches is; interleaved pipeline stages need it."""
+    is_fixed: bool = False
+    """All packed sequences are `max_tokens` long, because pipeline stages exchange tensors of one shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MinibatchPlan:
-    """One optimizer step: for each data-parallel rank its rows, as many as the others', of sample numbers."""
+    """Samples of one optimizer step: for each data-parallel rank its microbatches, for each of these sample indices.
 
-    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    All ranks have the same number of microbatches, some of which may be empty.
+    """
 
-    def samples_of(self, rank: int) -> list[int]:
-        """All sample numbers of a data-parallel rank."""
-        return [sample for row in self.rows[rank] for sample in row]
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def samples_of(self, dp_rank: int) -> list[int]:
+        """Return the indices of all samples of a data-parallel rank."""
+        return [sample for microbatch in self.microbatches[dp_rank] for sample in microbatch]
 
 
 def plan_minibatches(
-    lengths_N: Sequence[int], num_minibatches: int, dp_size: int, rows: Rows
+    lengths_N: Sequence[int], num_minibatches: int, dp_size: int, limits: PackingLimits
 ) -> list[MinibatchPlan]:
-    """Runs of samples in order, of sizes that differ by at most one; each sample is in one row of one rank."""
-    size, larger = divmod(len(lengths_N), num_minibatches)
-    minibatches, begin = [], 0
+    """Cut the samples, in order, into minibatches whose sizes differ by at most one, and lay each out.
+
+    Args:
+        lengths_N: positions of each sample of the rollout batch.
+
+    Returns:
+        A plan for each optimizer step. Every sample lies in one microbatch of one rank; ranks have about as many
+        positions as each other, and so have the microbatches of a rank.
+    """
+    size, num_larger = divmod(len(lengths_N), num_minibatches)
+    plans, begin = [], 0
     for index in range(num_minibatches):
-        end = begin + size + (index < larger)
-        minibatches.append(_plan(range(begin, end), lengths_N, dp_size, rows))
+        end = begin + size + (index < num_larger)
+        lengths = {sample: padded(lengths_N[sample], limits.sample_multiple) for sample in range(begin, end)}
+        plans.append(_lay_out(lengths, dp_size, limits))
         begin = end
-    return minibatches
+    return plans
 
 
-def _plan(samples: range, lengths_N: Sequence[int], dp_size: int, rows: Rows) -> MinibatchPlan:
-    padded_lengths = {sample: padded(lengths_N[sample], rows.span_multiple) for sample in samples}
-    shares = _balanced(padded_lengths, dp_size)
-    packed = [_packed(share, padded_lengths, rows.length) for share in shares]
-    num_rows = padded(max(1, *map(len, packed)), rows.microbatch_multiple)
-    laid_out = []
-    for share, dense in zip(shares, packed, strict=True):
-        even = _balanced({sample: padded_lengths[sample] for sample in share}, num_rows)
-        fits = all(sum(padded_lengths[sample] for sample in row) <= rows.length for row in even)
-        laid_out.append(even if fits else dense + [[]] * (num_rows - len(dense)))
-    return MinibatchPlan(rows=tuple(tuple(tuple(sorted(row)) for row in of_rank) for of_rank in laid_out))
+def _lay_out(lengths: dict[int, int], dp_size: int, limits: PackingLimits) -> MinibatchPlan:
+    samples_of_ranks = _balance(lengths, dp_size)
+    packed = []
+    for samples in samples_of_ranks:
+        bins = pack([lengths[sample] for sample in samples], limits.max_tokens)
+        packed.append([[samples[index] for index in indices] for indices in bins])
+    # Every rank makes as many microbatches as the fullest one: all enter the same collectives.
+    num_microbatches = padded(max(1, *map(len, packed)), limits.microbatch_multiple)
+    microbatches = []
+    for samples, dense in zip(samples_of_ranks, packed, strict=True):
+        even = _balance({sample: lengths[sample] for sample in samples}, num_microbatches)
+        # Equally long microbatches keep pipeline stages busy, but packing alone is sure to stay within the limit.
+        fits = all(sum(lengths[sample] for sample in indices) <= limits.max_tokens for indices in even)
+        chosen = even if fits else dense + [[]] * (num_microbatches - len(dense))
+        microbatches.append(tuple(tuple(sorted(indices)) for indices in chosen))
+    return MinibatchPlan(microbatches=tuple(microbatches))
 
 
-def _packed(share: Sequence[int], lengths: dict[int, int], row_length: int) -> list[list[int]]:
-    packed = pack([lengths[sample] for sample in share], row_length)
-    return [[share[place] for place in row] for row in packed]
-
-
-def _balanced(lengths: dict[int, int], num_parts: int) -> list[list[int]]:
-    """Longest first, each to the part with the least so far."""
+def _balance(lengths: dict[int, int], num_parts: int) -> list[list[int]]:
+    """Deal the samples out, longest first, each to the part with the fewest positions so far."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [(0, part) for part in range(num_parts)]
     for sample in sorted(lengths, key=lambda sample: (-lengths[sample], sample)):

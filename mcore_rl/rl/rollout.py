@@ -1,11 +1,10 @@
-"""Prompts to judged completions, over all replicas of the model."""
+"""From prompts to scored completions, over all replicas of the model."""
 
 import hashlib
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,244 +18,233 @@ from mcore_rl.rl.batch import SampleShape, TrainedSample
 from mcore_rl.rl.engines.base import Engine, Sampling
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
 from mcore_rl.rl.prompts import PromptSource
-from mcore_rl.rl.rewards.judged import TextStep
+from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.types import Completion, Group, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """The groups that a step learns from, numbered alike on all ranks; sample g of group p is number p * G + g."""
+    """The scored groups of one rollout batch. Completion g of group p is the sample with index p * G + g.
+
+    Groups and samples have the same indices on all ranks; texts, tokens and logprobs stay on the replica that generated
+    them until `exchange_samples`.
+    """
 
     groups: dict[int, Group]
-    """Those that this replica made."""
+    """Groups that this replica generated, by index."""
     rewards_PG: Tensor
-    """float64: of all groups."""
+    """float64: rewards of all groups."""
     shapes: dict[int, SampleShape]
-    """Of all samples."""
+    """Shapes of all samples, by index."""
     num_prompts: int
-    """Taken from the source."""
+    """Prompts taken from the source, with those whose groups dynamic sampling left out."""
     metrics: list[Metric]
-    """Of all replicas."""
+    """Metrics of all replicas."""
     steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
-    """Of all groups; empty unless rl.advantage.kind="steps"."""
+    """Rewards of the steps of each completion; empty unless rl.advantage.kind="steps"."""
 
     def samples(self) -> dict[int, TrainedSample]:
-        """This replica's, to train on."""
-        size = self.rewards_PG.shape[1]
+        """Return the samples that this replica generated, by index."""
+        group_size = self.rewards_PG.shape[1]
         return {
-            number * size + place: TrainedSample(
+            (index := p * group_size + g): TrainedSample(
                 tokens_T=torch.tensor(group.prompt.tokens_T + completion.tokens_T),
-                num_prompt=len(group.prompt.tokens_T),
-                engine_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
-                is_trained=self.shapes[number * size + place].is_trained,
+                num_prompt_tokens=len(group.prompt.tokens_T),
+                rollout_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
+                is_trained=self.shapes[index].is_trained,
             )
-            for number, group in self.groups.items()
-            for place, completion in enumerate(group.completions)
+            for p, group in self.groups.items()
+            for g, completion in enumerate(group.completions)
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupFacts:
-    """What all ranks are told of a group."""
+class GroupSummary:
+    """What all ranks know of a group."""
 
-    place: int
-    """Of its prompt among those taken."""
-    holder: int
-    """Rank, of the data- and context-parallel ones, whose replica made it."""
-    num_prompt: int
+    index: int
+    """Index of its prompt among those taken for this rollout batch."""
+    replica_rank: int
+    """Rank, among the data- and context-parallel ones, of the replica that generated it."""
+    num_prompt_tokens: int
     lengths_G: list[int]
+    """Tokens of each completion."""
     truncated_G: list[bool]
     rewards_G: list[float]
-    solved_G: list[bool]
-    """Where the first part of the reward is 1 or more."""
+    correct_G: list[bool]
+    """Whether the first part of the reward is 1 or more."""
     steps_GI: Sequence[Sequence[StepReward]] = ()
-    """Steps of each completion; empty unless rl.advantage.kind="steps"."""
-
-
-class _Times(NamedTuple):
-    rollout_s: float
-    reward_s: float
+    """Rewards of the steps of each completion; empty unless rl.advantage.kind="steps"."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Rollouts:
-    """Makes and judges groups. Every method is collective over the world."""
+    """Generates and scores groups. Every method is collective over the world."""
 
     engine: Engine
     reward: Reward | None
-    """On one rank of each replica (`judges`), which tells the others."""
+    """Reward functions, on the one rank of each replica that runs them (`runs_rewards`)."""
     prompts: PromptSource
     sampling: Sampling
     mesh: Mesh
     config: RlRunConfig
 
     def take(self, cursor: int) -> Rollout:
-        """The groups of the prompts from `cursor` on; with dynamic sampling of as many more as are needed."""
+        """Return scored groups of the prompts from `cursor` on; with dynamic sampling (DAPO, arXiv 2503.14476) those
+        of further prompts replace groups whose rewards are all equal.
+        """
         rollout = self.config.rl.rollout
-        wanted = rollout.prompts_per_step
-        made: dict[int, Group] = {}
-        told: list[GroupFacts] = []
+        num_groups = rollout.prompts_per_step
+        groups: dict[int, Group] = {}
+        summaries: list[GroupSummary] = []
         metrics: list[Metric] = []
-        most_waves = 1 + (rollout.max_refills if rollout.dynamic_sampling else 0)
-        for wave in range(most_waves):
-            first = wave * wanted
+        for refill in range(1 + (rollout.max_refills if rollout.dynamic_sampling else 0)):
+            first = refill * num_groups
+            indices = range(cursor + first, cursor + first + num_groups)
             seeds_PG = [
-                [
-                    sample_seed(self.config.train.seed, cursor + first + p, g)
-                    for g in range(rollout.group_size)
-                ]
-                for p in range(wanted)
+                [sample_seed(self.config.train.seed, index, g) for g in range(rollout.group_size)]
+                for index in indices
             ]
-            prompts = self.prompts.take(cursor + first, wanted)
-            groups, facts, measured = self.judged(prompts, self.sampling, seeds_PG, first)
-            made |= groups
-            told += facts
+            prompts = self.prompts.take(cursor + first, num_groups)
+            generated, scored, measured = self.generate_and_score(prompts, self.sampling, seeds_PG, first)
+            groups |= generated
+            summaries += scored
             metrics += measured
-            chosen = list(range(len(told)))
+            chosen = summaries
             if rollout.dynamic_sampling:
-                chosen = groups_to_train_on(_rewards(told), wanted)
-            if len(chosen) >= wanted:
+                chosen = [
+                    summaries[index] for index in groups_to_train_on(_rewards_PG(summaries), num_groups)
+                ]
+            if len(chosen) == num_groups:
                 break
         if rollout.dynamic_sampling:
-            metrics += [
-                Metric("rollout/refills", wave),
-                Metric("rollout/unused_groups", len(told) - len(chosen)),
-            ]
-        return self._numbered(made, [told[index] for index in chosen], len(told), metrics)
-
-    def judged(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]], first: int = 0
-    ) -> tuple[dict[int, Group], list[GroupFacts], list[Metric]]:
-        """This replica's groups by the places (from `first`) of their prompts; facts of all groups, in order; metrics
-        of all replicas.
-        """
-        replica = self.mesh.dp_cp
-        places = range(replica.rank, len(prompts), replica.size)
-        started_s = time.perf_counter()
-        groups = self.engine.generate(
-            [prompts[place] for place in places], sampling, [seeds_PG[place] for place in places]
-        )
-        rolled_out_s = time.perf_counter()
-        scores = on_every_rank(lambda: self.reward(groups) if self.reward and groups else None)
-        times = _Times(rolled_out_s - started_s, time.perf_counter() - rolled_out_s)
-        mine = {first + place: group for place, group in zip(places, groups, strict=True)}
-        box = None
-        if scores is not None:
-            facts = _facts(mine, replica.rank, scores)
-            if self.config.rl.advantage.kind == "steps":
-                facts = [
-                    replace(one, steps_GI=_token_steps(group, steps_G, self.engine.decode))
-                    for one, group, steps_G in zip(facts, groups, scores.steps_PG, strict=True)
-                ]
-            box = facts, _portable([*scores.metrics(), *_metrics(facts, times)])
-        boxes: list[tuple[list[GroupFacts], list[tuple[str, float, float]]] | None]
-        boxes = [None] * self.mesh.world.size
-        dist.all_gather_object(boxes, box)
-        found = [one for one in boxes if one is not None]
-        told = sorted((fact for facts, _ in found for fact in facts), key=lambda fact: fact.place)
-        return mine, told, [Metric(*numbers) for _, metrics in found for numbers in metrics]
-
-    def _numbered(
-        self, groups: dict[int, Group], chosen: list[GroupFacts], taken: int, metrics: list[Metric]
-    ) -> Rollout:
-        """The chosen groups, numbered in order."""
-        mask_truncated = self.config.rl.loss.mask_truncated
-        size = self.config.rl.rollout.group_size
-        shapes = {
-            number * size + place: SampleShape(
-                holder=facts.holder,
-                num_prompt=facts.num_prompt,
-                num_completion=length,
-                is_trained=not (mask_truncated and truncated),
-            )
-            for number, facts in enumerate(chosen)
-            for place, (length, truncated) in enumerate(zip(facts.lengths_G, facts.truncated_G, strict=True))
-        }
-        rewards_PG = _rewards(chosen).view(len(chosen), size)
-        without = constant_groups(rewards_PG).sum()
+            metrics.append(Metric("rollout/refills", refill))
+            metrics.append(Metric("rollout/unused_groups", len(summaries) - len(chosen)))
+        rewards_PG = _rewards_PG(chosen).view(len(chosen), rollout.group_size)
+        num_chosen = max(1, len(chosen))
+        num_constant = constant_groups(rewards_PG).sum()
+        metrics.append(Metric("reward/groups_without_signal_fraction", num_constant, num_chosen))
+        metrics.append(Metric("reward/group_std", rewards_PG.std(dim=1, correction=0).sum(), num_chosen))
         return Rollout(
-            groups={n: groups[facts.place] for n, facts in enumerate(chosen) if facts.place in groups},
+            groups={p: groups[one.index] for p, one in enumerate(chosen) if one.index in groups},
             rewards_PG=rewards_PG,
-            shapes=shapes,
-            num_prompts=taken,
-            metrics=[
-                *metrics,
-                Metric("reward/groups_without_signal_fraction", without, max(1, len(chosen))),
-                Metric("reward/group_std", rewards_PG.std(dim=1, correction=0).sum(), max(1, len(chosen))),
-            ],
-            steps_PGI=[facts.steps_GI for facts in chosen if facts.steps_GI],
+            shapes={
+                p * rollout.group_size + g: SampleShape(
+                    replica_rank=one.replica_rank,
+                    num_prompt_tokens=one.num_prompt_tokens,
+                    num_completion_tokens=one.lengths_G[g],
+                    is_trained=not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
+                )
+                for p, one in enumerate(chosen)
+                for g in range(rollout.group_size)
+            },
+            num_prompts=len(summaries),
+            metrics=metrics,
+            steps_PGI=[one.steps_GI for one in chosen if one.steps_GI],
         )
 
+    def generate_and_score(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]], first: int = 0
+    ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
+        """Generate a completion for each seed of each prompt, and score them.
 
-def judges(mesh: Mesh) -> bool:
+        Args:
+            first: index of the first prompt.
+
+        Returns:
+            This replica's groups by index; summaries of all groups, in order; metrics of all replicas.
+        """
+        replicas = self.mesh.dp_cp
+        # Context-parallel ranks are replicas of their own here: generation does not cut sequences.
+        own = range(replicas.rank, len(prompts), replicas.size)
+        start_s = time.perf_counter()
+        groups = self.engine.generate([prompts[p] for p in own], sampling, [seeds_PG[p] for p in own])
+        generated_s = time.perf_counter()
+        # An error in the scoring of one replica is raised on all ranks, which would otherwise wait for it.
+        scores = on_every_rank(lambda: self.reward(groups) if self.reward and groups else None)
+        scored_s = time.perf_counter()
+        by_index = {first + p: group for p, group in zip(own, groups, strict=True)}
+        local: tuple[list[GroupSummary], list[tuple[str, float, float]]] = ([], [])
+        if scores is not None:
+            summaries = self._summaries(by_index, scores)
+            metrics = [
+                *scores.metrics(),
+                *_rollout_metrics(summaries, generated_s - start_s),
+                Metric("time/reward_s", scored_s - generated_s),
+            ]
+            local = summaries, [(one.name, float(one.value), float(one.count)) for one in metrics]
+        gathered = [local] * self.mesh.world.size
+        dist.all_gather_object(gathered, local)
+        return (
+            by_index,
+            sorted((one for summaries, _ in gathered for one in summaries), key=lambda one: one.index),
+            [Metric(*numbers) for _, metrics in gathered for numbers in metrics],
+        )
+
+    def _summaries(self, groups: dict[int, Group], scores: Scores) -> list[GroupSummary]:
+        correct_PG = (next(iter(scores.parts.values())) >= 1).tolist()
+        rewards_PG = scores.rewards_PG.tolist()
+        has_steps = self.config.rl.advantage.kind == "steps"
+        return [
+            GroupSummary(
+                index=index,
+                replica_rank=self.mesh.dp_cp.rank,
+                num_prompt_tokens=len(group.prompt.tokens_T),
+                lengths_G=[len(completion.tokens_T) for completion in group.completions],
+                truncated_G=[completion.is_truncated for completion in group.completions],
+                rewards_G=rewards_PG[p],
+                correct_G=correct_PG[p],
+                steps_GI=[
+                    [token_step(completion, step, self.engine.decode) for step in steps]
+                    for completion, steps in zip(group.completions, scores.steps_PG[p], strict=True)
+                ]
+                if has_steps
+                else (),
+            )
+            for p, (index, group) in enumerate(groups.items())
+        ]
+
+
+def runs_rewards(mesh: Mesh) -> bool:
     """Whether this rank runs the reward functions of its replica."""
     return mesh.tp.rank == 0 and mesh.pp.rank == 0
 
 
-def sample_seed(seed: int, prompt_number: int, place: int) -> int:
-    """Of one completion: the same in a run that resumes, another for every prompt number and place."""
-    digest = hashlib.blake2b(f"{seed}/{prompt_number}/{place}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def sample_seed(seed: int, prompt_index: int, index: int) -> int:
+    """Return the seed of one completion: the same when a run resumes, another for every prompt index and index in
+    the group.
+    """
+    digest = hashlib.blake2b(f"{seed}/{prompt_index}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # a seed is a positive int64
 
 
 def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequence[int]], str]) -> StepReward:
-    """The step by its last token: the first with which the text is as long as the step; of a step that ends with the
-    text the completion's last token.
+    """Return the step by its last token: the first one with which the text is as long as the step. A step that ends
+    with the text ends with the completion's last token.
     """
     tokens_T = completion.tokens_T
     if step.end >= len(completion.text):
         return StepReward(len(tokens_T) - 1, step.value)
-    # Prefixes grow with their tokens, so few of them need to be decoded.
+    # A prefix's text grows with its tokens, so a bisection decodes few of them.
     end = bisect_left(
-        range(len(tokens_T) - 1), step.end, key=lambda place: len(decode(tokens_T[: place + 1]))
+        range(len(tokens_T) - 1), step.end, key=lambda index: len(decode(tokens_T[: index + 1]))
     )
     return StepReward(end, step.value)
 
 
-def _token_steps(
-    group: Group, steps_G: Sequence[Sequence[TextStep]], decode: Callable[[Sequence[int]], str]
-) -> list[list[StepReward]]:
-    return [
-        [token_step(completion, step, decode) for step in steps]
-        for completion, steps in zip(group.completions, steps_G, strict=True)
-    ]
+def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:
+    return torch.tensor([one.rewards_G for one in summaries], dtype=torch.float64)
 
 
-def _rewards(facts: Sequence[GroupFacts]) -> Tensor:
-    return torch.tensor([one.rewards_G for one in facts], dtype=torch.float64)
-
-
-def _facts(groups: Mapping[int, Group], holder: int, scores: Scores) -> list[GroupFacts]:
-    correctness_PG = next(iter(scores.parts.values()))
-    judged = zip(groups.items(), scores.rewards_PG.tolist(), (correctness_PG >= 1).tolist(), strict=True)
-    return [
-        GroupFacts(
-            place=place,
-            holder=holder,
-            num_prompt=len(group.prompt.tokens_T),
-            lengths_G=[len(completion.tokens_T) for completion in group.completions],
-            truncated_G=[completion.is_truncated for completion in group.completions],
-            rewards_G=rewards_G,
-            solved_G=solved_G,
-        )
-        for (place, group), rewards_G, solved_G in judged
-    ]
-
-
-def _metrics(facts: Sequence[GroupFacts], times: _Times) -> list[Metric]:
-    lengths = [length for one in facts for length in one.lengths_G]
-    truncated = sum(is_truncated for one in facts for is_truncated in one.truncated_G)
+def _rollout_metrics(summaries: Sequence[GroupSummary], generation_s: float) -> list[Metric]:
+    lengths = [length for one in summaries for length in one.lengths_G]
+    num_truncated = sum(sum(one.truncated_G) for one in summaries)
     return [
         Metric("rollout/completion_tokens", sum(lengths), len(lengths)),
         Metric("rollout/longest_completion_tokens", max(lengths)),
-        Metric("rollout/prompt_tokens", sum(one.num_prompt for one in facts), len(facts)),
-        Metric("rollout/truncated_fraction", truncated, len(lengths)),
-        Metric("rollout/tokens_per_s_per_replica", sum(lengths), times.rollout_s),
-        Metric("time/rollout_s", times.rollout_s),
-        Metric("time/reward_s", times.reward_s),
+        Metric("rollout/prompt_tokens", sum(one.num_prompt_tokens for one in summaries), len(summaries)),
+        Metric("rollout/truncated_fraction", num_truncated, len(lengths)),
+        Metric("rollout/tokens_per_s_per_replica", sum(lengths), generation_s),
+        Metric("time/rollout_s", generation_s),
     ]
-
-
-def _portable(metrics: Sequence[Metric]) -> list[tuple[str, float, float]]:
-    return [(metric.name, float(metric.value), float(metric.count)) for metric in metrics]

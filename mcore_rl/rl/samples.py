@@ -1,4 +1,4 @@
-"""Completions for people to read."""
+"""Completions for people to read: JSON lines of a whole rollout batch, and a table of a few in the log."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,11 @@ WIDTH = 60
 
 
 def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
-    """Collective over the data- and context-parallel ranks: on the first, all samples with their rewards, in order."""
-    mine = {
-        number: [
+    """Collective over the data- and context-parallel ranks: return all samples with their rewards, in order, on the
+    first rank, and an empty list on the others.
+    """
+    samples_of_groups = {
+        index: [
             {
                 "problem": group.prompt.problem.problem_id,
                 "prompt": group.prompt.problem.prompt,
@@ -29,19 +31,21 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
                 "finish": completion.finish,
                 "policy_version": completion.policy_version,
             }
-            for completion, reward in zip(group.completions, rollout.rewards_PG[number].tolist(), strict=True)
+            for completion, reward in zip(group.completions, rollout.rewards_PG[index].tolist(), strict=True)
         ]
-        for number, group in rollout.groups.items()
+        for index, group in rollout.groups.items()
     }
-    axis = mesh.dp_cp
-    boxes: list[Mapping[int, list[dict[str, Any]]] | None] = [None] * axis.size
-    dist.gather_object(mine, boxes if axis.rank == 0 else None, group=axis.group, group_dst=0)
-    found = {number: samples for box in boxes if box for number, samples in box.items()}
-    return [sample for number in sorted(found) for sample in found[number]]
+    dp_cp = mesh.dp_cp
+    gathered: list[Mapping[int, list[dict[str, Any]]] | None] = [None] * dp_cp.size
+    dist.gather_object(
+        samples_of_groups, gathered if dp_cp.rank == 0 else None, group=dp_cp.group, group_dst=0
+    )
+    groups = {index: samples for part in gathered if part for index, samples in part.items()}
+    return [sample for index in sorted(groups) for sample in groups[index]]
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:
-    """`folder/step_<step>.jsonl`, all of it at once."""
+    """Write `folder/step_<step>.jsonl` in one move, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:07d}.jsonl"
     lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples]
@@ -49,17 +53,17 @@ def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]])
     return path
 
 
-def shown(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:
-    """Lines of a table: `count` samples spread over all, the best and the worst among them."""
+def table_lines(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:
+    """Yield a line for each of `count` samples, spread evenly from the best reward to the worst."""
     ordered = sorted(samples, key=lambda sample: -sample["reward"])
     count = min(count, len(ordered))
-    places = [round(index * (len(ordered) - 1) / max(1, count - 1)) for index in range(count)]
-    for sample in (ordered[place] for place in places):
-        texts = (_short(sample[name]) for name in ("prompt", "completion", "answer"))
-        prompt, completion, answer = texts
+    # Both ends are among them: the first index is 0, the last one len - 1.
+    indices = [round(row * (len(ordered) - 1) / max(1, count - 1)) for row in range(count)]
+    for sample in (ordered[index] for index in indices):
+        prompt, completion, answer = (_shortened(sample[name]) for name in ("prompt", "completion", "answer"))
         yield f"reward {sample['reward']:6.3f} | {prompt} -> {completion} | answer {answer}"
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= WIDTH else flat[: WIDTH - 3] + "..."

@@ -1,4 +1,4 @@
-"""Reinforcement learning: roll out, judge, learn, hand the new weights to the engine."""
+"""Reinforcement learning: generate and score completions, learn from them, give the engine the new weights."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.rl.learner import Learner, Minibatch
-from mcore_rl.rl.objectives.diagnostics import loss_metrics
+from mcore_rl.rl.objectives.diagnostics import update_metrics
 from mcore_rl.rl.rollout import Rollout, Rollouts
-from mcore_rl.rl.samples import gather_samples, shown, write_samples
+from mcore_rl.rl.samples import gather_samples, table_lines, write_samples
 from mcore_rl.rl.types import Prompt
 from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.loop import Run, Trainer
@@ -23,8 +23,8 @@ from mcore_rl.train.step import StepReport
 
 
 class RlTrainer(Trainer):
-    """A unit of work is a rollout batch: it is made, learned from, and forgotten. A run that resumes makes the next
-    one from the same prompts with the same seeds and weights.
+    """Training by reinforcement learning. A unit of work is a rollout batch, of which nothing stays but the weights: a
+    run that resumes generates the next one from the same prompts with the same seeds and weights.
     """
 
     def __init__(
@@ -52,25 +52,40 @@ class RlTrainer(Trainer):
         super().run()
 
     def _step(self) -> None:
-        """One rollout batch: as many optimizer steps as it has minibatches, times the epochs."""
-        progress, started_s = self.state.progress, time.perf_counter()
+        """Do one rollout batch: as many optimizer steps as it has minibatches, times the epochs."""
+        progress, learner, start_s = self.state.progress, self.learner, time.perf_counter()
+
+        # Prompts, a group of completions for each, and their rewards; with the prompts the cursor moves on.
         rollout = self.rollouts.take(progress.consumed_prompts)
         progress.consumed_prompts += rollout.num_prompts
-        minibatches = self.learner.with_logprobs(self.learner.minibatches(rollout))
-        advantages = self.learner.advantages(rollout, minibatches)
-        self._tell_samples(rollout)
-        last = self.config.rl.update.epochs * len(minibatches)
-        for number in range(1, last + 1):
-            minibatch = minibatches[(number - 1) % len(minibatches)]
-            since_s = time.perf_counter()
-            report = self.learner.update(minibatch, advantages)
-            took_s = time.perf_counter() - since_s
-            metrics = list(self._update_metrics(minibatch, report, took_s)) if report else []
-            metrics += self.learner.routes.take_metrics()
-            if number == last:
+        self._log_samples(rollout)
+
+        # This rank's packed microbatches. The routes of their passes are recorded and imposed by `learner.routes`.
+        minibatches = learner.minibatches(rollout)
+        learner.routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+
+        # Passes without gradient, then advantages, which a KL in the reward makes depend on both.
+        minibatches = learner.with_old_logprobs(minibatches)
+        minibatches = learner.with_reference_logprobs(minibatches)
+        advantages = learner.advantages(rollout, minibatches)
+
+        num_microbatches = 0
+        updates = minibatches * self.config.rl.update.epochs
+        for index, minibatch in enumerate(updates):
+            update_start_s = time.perf_counter()
+            report = learner.update(minibatch, advantages)
+            update_s = time.perf_counter() - update_start_s
+            metrics: list[Metric] = []
+            if report is not None:
+                metrics += self._update_metrics(minibatch, report, update_s)
+                num_microbatches += len(minibatch.microbatches)
+            metrics += learner.routes.take_metrics()
+            if index == len(updates) - 1:
+                # The next rollout is sampled by the policy as it is now.
                 self.rollouts.engine.update_weights(progress.step)
-                self.learner.refresh_reference()
-                metrics += [*rollout.metrics, *self._rollout_metrics(time.perf_counter() - started_s)]
+                learner.refresh_reference()
+                metrics += rollout.metrics
+                metrics += self._rollout_metrics(time.perf_counter() - start_s, num_microbatches)
             self.log.write(progress.step, metrics)
             if report is None:
                 self.log.message(
@@ -80,55 +95,53 @@ class RlTrainer(Trainer):
                 self._check_skipped(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
+        """Log how the policy answers the held-out prompts."""
         if not self.held_out:
             return
         with self.state.timers.phase("eval"):
-            _, facts = evaluate_policy(self.rollouts, self.held_out, self.config.rl.eval)
-        self.log.write_now(self.state.progress.step, evaluation_metrics(facts))
+            _, summaries = evaluate_policy(self.rollouts, self.held_out, self.config.rl.eval)
+        self.log.write_now(self.state.progress.step, evaluation_metrics(summaries))
 
-    def _tell_samples(self, rollout: Rollout) -> None:
-        """Written and shown every so many rollout batches."""
-        samples, step = self.config.rl.samples, self.state.progress.step
-        if not samples.interval or step // self.config.updates_per_rollout % samples.interval:
+    def _log_samples(self, rollout: Rollout) -> None:
+        """Write the samples of every `rl.samples.interval`-th rollout batch, and show some of them in the log."""
+        config, step = self.config.rl.samples, self.state.progress.step
+        if not config.interval or step // self.config.updates_per_rollout % config.interval:
             return
-        of_all = gather_samples(rollout, self.state.mesh)
-        if self.state.platform.rank == 0 and of_all:
-            write_samples(self.folder.path / "samples", step, of_all)
-            for line in shown(of_all, samples.shown):
+        samples = gather_samples(rollout, self.state.mesh)
+        if self.state.platform.rank == 0 and samples:
+            write_samples(self.folder.path / "samples", step, samples)
+            for line in table_lines(samples, config.shown):
                 self.log.message(line)
 
-    def _update_metrics(self, minibatch: Minibatch, report: StepReport, took_s: float) -> Iterator[Metric]:
-        """Of one optimizer step."""
+    def _update_metrics(self, minibatch: Minibatch, report: StepReport, update_s: float) -> Iterator[Metric]:
+        """Yield the metrics of one optimizer step."""
         state = self.state
         yield Metric("train/lr", report.learning_rate)
         yield Metric("train/skipped_steps", state.progress.skipped_steps)
         yield Metric("train/consumed_samples", state.progress.consumed_samples)
         yield Metric("train/consumed_tokens", state.progress.consumed_tokens)
-        flops = train_flops_per_token(self.config.model, minibatch.mean_length)
+        flops_per_token = train_flops_per_token(self.config.model, minibatch.mean_length)
         yield from speed_metrics(
-            minibatch.num_positions, took_s, state.mesh.world.size, flops, self._peak_flops
+            minibatch.num_positions, update_s, state.mesh.world.size, flops_per_token, self._peak_flops
         )
         if report.skipped:
             return
         yield Metric("train/grad_norm", report.grad_norm)
         maxima = {name.removeprefix(MAX): x for name, x in report.sums.items() if name.startswith(MAX)}
-        yield from loss_metrics(report.sums, maxima)
+        yield from update_metrics(report.sums, maxima)
 
-    def _rollout_metrics(self, took_s: float) -> list[Metric]:
-        """Collective over the world: what is measured once a rollout batch."""
-        state, updates = self.state, self.config.updates_per_rollout
+    def _rollout_metrics(self, step_s: float, num_microbatches: int) -> list[Metric]:
+        """Collective over the world: metrics of one rollout batch, whose updates had so many microbatches here."""
+        state = self.state
         metrics = [
-            Metric("rl/step_s", took_s),
-            Metric("rl/rollouts", state.progress.step // updates),
+            Metric("rl/step_s", step_s),
+            Metric("rl/rollouts", state.progress.step // self.config.updates_per_rollout),
             Metric("rl/consumed_prompts", state.progress.consumed_prompts),
             *state.timers.take(),
             *memory_metrics(state.platform.device),
-            *self._auxiliary_losses(),
         ]
+        if num_microbatches:
+            metrics += take_auxiliary_losses(state, num_microbatches)
         if self._load is not None:
             metrics += self._load.gather(state.mesh).metrics()
         return metrics
-
-    def _auxiliary_losses(self) -> list[Metric]:
-        num_microbatches = self.learner.take_num_microbatches()
-        return take_auxiliary_losses(self.state, num_microbatches) if num_microbatches else []

@@ -1,4 +1,4 @@
-"""What travels between the stages of an RL step."""
+"""Records that travel between the stages of an RL step: Problem -> Prompt -> Completion -> Group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,17 +11,18 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """A prompt in words, with what a right answer is."""
+    """Text of a prompt, with its reference answer."""
 
     problem_id: str
-    """The same in every run: of a built-in task its seed and number, of a file its name and line."""
+    """Identity that is the same in every run: seed and index in a built-in task, or name and line of a file."""
     prompt: str
-    """Of a conversation, its last turn."""
+    """Text of the prompt; of a conversation its last turn."""
     answer: str
+    """Reference answer; empty where the prompt came without one."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The turns of a conversation; empty: `prompt` is the one turn of the user."""
+    """Turns of a conversation, each with "role" and "content"; empty: `prompt` is the user's only turn."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else came with it, for reward functions."""
+    """All other fields that came with the prompt, for reward functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,28 +35,29 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What an engine returns for one prompt. `logprobs_T[t]` is of `tokens_T[t]` as it was sampled."""
+    """What an engine returns for one prompt. `logprobs_T[t]` belongs to `tokens_T[t]`."""
 
     text: str
     tokens_T: tuple[int, ...]
-    """With the token that ended it, if one did."""
+    """Sampled tokens, with the one that ended the completion, if one did."""
     logprobs_T: tuple[float, ...]
-    """Under the tempered distribution, before top-k, top-p and min-p cut it."""
+    """Logprobs at the sampling temperature, before top-k, top-p and min-p cut the distribution, in nats."""
     policy_version: int
-    """Of the weights; those of its first token when they changed on the way."""
+    """Version (optimizer step) of the weights that sampled the first token."""
     finish: FinishReason
+    """`stop`: a stop token or string ended it; `length`: it reached the largest number of new tokens."""
     untempered_logprobs_T: tuple[float, ...] | None = None
-    """The same at temperature 1; None: the engine does not tell."""
+    """Logprobs at temperature 1; None: the engine does not report them."""
     experts_TLK: Tensor | None = None
-    """Routes of prompt + completion without the last token, which enters no layer, for all layers that route or for
-    those of this pipeline stage; None: not asked for."""
+    """Experts of each token of prompt and completion but the last, which enters no layer, for all layers that route
+    or for those of this pipeline stage; None: not asked for."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.logprobs_T), (len(self.tokens_T), len(self.logprobs_T))
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it reached the longest length without an end."""
+        """Whether it reached the largest number of new tokens without an end."""
         return self.finish == "length"
 
 

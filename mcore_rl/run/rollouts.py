@@ -14,7 +14,7 @@ from mcore_rl.rl.engines.base import sampling_of
 from mcore_rl.rl.engines.make import make_engine
 from mcore_rl.rl.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.rollout import Rollouts, judges
+from mcore_rl.rl.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
 from mcore_rl.run.trained_model import load_matching_tokenizer
 
@@ -56,7 +56,7 @@ def open_rollouts(
     rl, tokenizer = config.rl, prompts.tokenizer
     with ExitStack() as stack:
         reward = None
-        if judges(mesh):
+        if runs_rewards(mesh):
             reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.rollout.max_new_tokens))
         yield Rollouts(
             engine=make_engine(config, chunks, mesh, tokenizer.decode),

@@ -52,9 +52,9 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
                 )
             )
             shapes[number * SIZE + place] = SampleShape(
-                holder=number % dp_cp_size,
-                num_prompt=len(prompt.tokens_T),
-                num_completion=len(said),
+                replica_rank=number % dp_cp_size,
+                num_prompt_tokens=len(prompt.tokens_T),
+                num_completion_tokens=len(said),
                 is_trained=(number, place) != (2, 1),
             )
         if number % dp_cp_size == dp_cp_rank:
@@ -67,7 +67,10 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
         num_prompts=GROUPS,
         metrics=[],
         steps_PGI=[
-            [steps_of(shapes[p * SIZE + g].num_completion, rewards_PG[p, g].item()) for g in range(SIZE)]
+            [
+                steps_of(shapes[p * SIZE + g].num_completion_tokens, rewards_PG[p, g].item())
+                for g in range(SIZE)
+            ]
             for p in range(GROUPS)
         ],
     )
@@ -114,10 +117,12 @@ def updates(
         routes = PolicyRoutes(state, varied, folder / f"{number}-{mesh.world.rank}")
         learner = Learner(state, varied, reference, routes)
         rollout = rollout_of(varied, mesh.dp_cp.rank, mesh.dp_cp.size)
-        minibatches = learner.with_logprobs(learner.minibatches(rollout))
-        advantages_N = learner.advantages(rollout, minibatches)
+        minibatches = learner.minibatches(rollout)
+        routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+        minibatches = learner.with_reference_logprobs(learner.with_old_logprobs(minibatches))
+        advantages = learner.advantages(rollout, minibatches)
         reports = [
-            learner.update(minibatch, advantages_N)
+            learner.update(minibatch, advantages)
             for _ in range(varied.rl.update.epochs)
             for minibatch in minibatches
         ]
@@ -140,7 +145,7 @@ def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, 
     told = []
     for minibatch in minibatches:
         for one in minibatch.microbatches:
-            weighted = one.weighted_tokens(advantages, minibatch.weights_N)
+            weighted = one.with_advantages(advantages, minibatch.loss_weights_N)
             for t in one.mask_T.nonzero().flatten().tolist():
                 sample = one.samples[int(one.sequence_T[t])]
                 told.append((sample, int(one.inputs.position_ids_Bs[0, t]), float(weighted.advantages_T[t])))

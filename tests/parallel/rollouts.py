@@ -13,7 +13,7 @@ from mcore_rl.parallel.mesh import build_mesh
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.prompts import TaskProblems, TaskPrompts
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.rollout import Rollouts, judges
+from mcore_rl.rl.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt
 
 PROMPTS, SIZE = 4, 4
@@ -71,7 +71,7 @@ def taken(mesh: MeshConfig, cursors: Sequence[int], rollout: dict[str, Any]) -> 
     problems = TaskProblems(config=task, seed=1, held_out=frozenset())
     source = TaskPrompts(problems=problems, encode=encoded)
     told = []
-    judge = Reward(reward, max_new_tokens=7) if judges(built) else None
+    judge = Reward(reward, max_new_tokens=7) if runs_rewards(built) else None
     rollouts = Rollouts(
         engine=ScriptedEngine(),
         reward=judge,
@@ -90,7 +90,10 @@ def taken(mesh: MeshConfig, cursors: Sequence[int], rollout: dict[str, Any]) -> 
         told.append(
             {
                 "rewards": one.rewards_PG.tolist(),
-                "shapes": {n: (s.num_prompt, s.num_completion, s.is_trained) for n, s in one.shapes.items()},
+                "shapes": {
+                    n: (s.num_prompt_tokens, s.num_completion_tokens, s.is_trained)
+                    for n, s in one.shapes.items()
+                },
                 "prompts": {n: group.prompt.problem.problem_id for n, group in one.groups.items()},
                 "lengths": {n: len(sample.tokens_T) for n, sample in one.samples().items()},
                 "taken": one.num_prompts,

@@ -1,4 +1,4 @@
-"""From rewards to advantages: what a completion is worth beside the others of its prompt."""
+"""From rewards to advantages: how much better a completion is than the others of its prompt."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,15 +11,8 @@ from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.errors import ConfigError
 
 
-class Advantages(NamedTuple):
-    """Advantages `[P, G]`, and which groups carry no signal `[P]`: those have zeros."""
-
-    advantages_PG: Tensor
-    constant_P: Tensor
-
-
-def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Advantages:
-    """Of finite rewards, the advantages that `config` names."""
+def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
+    """Return the advantages `[P, G]` that `config` names, of finite rewards; groups of equal rewards have zeros."""
     assert rewards_PG.isfinite().all(), "a reward is not finite; scoring counts such as errors"
     constant_P = constant_groups(rewards_PG)
     advantages_PG = choose("rl.advantage.kind", config.kind, ADVANTAGES)(rewards_PG, config)
@@ -35,38 +28,41 @@ def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Advantages:
             f'rl.advantage.kind="{config.kind}" returned numbers that are not finite for the rewards '
             f"{rewards_PG.tolist()}. Correct the function."
         )
-    return Advantages(advantages_PG, constant_P)
+    return advantages_PG
 
 
 def constant_groups(rewards_PG: Tensor) -> Tensor:
-    """Groups `[P]` whose rewards are all the same number: nothing can be learned from them."""
+    """Return which groups, bool `[P]`, have rewards that are all equal: nothing can be learned from them."""
     return (rewards_PG == rewards_PG[:, :1]).all(dim=1)
 
 
-def groups_to_train_on(rewards_PG: Tensor, wanted: int) -> list[int]:
-    """The first `wanted` groups with a signal, in order; fewer when there are not so many (dynamic sampling)."""
+def groups_to_train_on(rewards_PG: Tensor, num_groups: int) -> list[int]:
+    """Return the indices of the first `num_groups` groups whose rewards differ; fewer when there are not as many
+    (dynamic sampling, arXiv 2503.14476).
+    """
     indices: list[int] = (~constant_groups(rewards_PG)).nonzero().flatten().tolist()
-    return indices[:wanted]
+    return indices[:num_groups]
 
 
 def group_centered(rewards_PG: Tensor) -> Tensor:
-    """Each reward minus its prompt's mean, so that every row sums to zero."""
+    """Subtract each prompt's mean reward, so that every row sums to zero (arXiv 2503.20783)."""
     return rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
 
 
 def group_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor:
-    """`group_centered` over (the row's standard deviation + eps)."""
+    """Divide `group_centered` by the row's standard deviation + eps (arXiv 2402.03300)."""
     return group_centered(rewards_PG) / (rewards_PG.std(dim=1, correction=ddof, keepdim=True) + eps)
 
 
 def leave_one_out(rewards_PG: Tensor) -> Tensor:
-    """Each reward minus the mean of the others of its prompt: `group_centered` times G / (G - 1)."""
+    """Subtract from each reward the mean of the others of its prompt (RLOO, arXiv 2402.14740)."""
     group_size = rewards_PG.shape[1]
+    # r - (sum - r) / (G - 1) = (r - mean) G / (G - 1)
     return group_centered(rewards_PG) * (group_size / (group_size - 1))
 
 
 def leave_one_out_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor:
-    """`leave_one_out` over (the others' standard deviation + eps); where the others are all equal, undivided."""
+    """Divide `leave_one_out` by the others' standard deviation + eps, except where the others are all equal."""
     group_size = rewards_PG.shape[1]
     off_diagonal = ~torch.eye(group_size, dtype=torch.bool, device=rewards_PG.device)
     others_PGO = rewards_PG[:, None, :].expand(-1, group_size, -1)[:, off_diagonal]
@@ -88,7 +84,7 @@ ADVANTAGES: dict[str, Callable[[Tensor, AdvantageConfig], Tensor]] = {
 
 
 class StepReward(NamedTuple):
-    """The reward of a step of a completion, whose last token is the `end`-th (from 0)."""
+    """Reward of a step of a completion; `end` is the index of the step's last token in the completion."""
 
     end: int
     value: float
@@ -97,8 +93,12 @@ class StepReward(NamedTuple):
 def step_advantages(
     steps_GI: Sequence[Sequence[StepReward]], lengths_G: Sequence[int], *, ddof: int, eps: float
 ) -> list[Tensor]:
-    """Advantages `[T]` of each completion of one prompt: at a token, the sum of the z-scores of the steps that end
-    there or later (arXiv 2402.03300, process supervision). Mean and deviation are those of all the group's steps.
+    """Return the advantages `[tokens]`, float32, of each completion of one prompt: at a token, the sum of the z-scores
+    of the steps that end there or later (arXiv 2402.03300, process supervision).
+
+    Args:
+        steps_GI: steps of each completion; mean and deviation are taken over all of the group.
+        lengths_G: tokens of each completion.
     """
     values_I = torch.tensor([step.value for steps in steps_GI for step in steps], dtype=torch.float64)
     assert values_I.isfinite().all(), "a step's reward is not finite"
@@ -111,16 +111,18 @@ def step_advantages(
             at_end_T[step.end] += 0.0 if constant else step.value - values_I.mean()
         if not constant:
             at_end_T /= values_I.std(correction=ddof) + eps
-        advantages.append(at_end_T.flip(0).cumsum(0).flip(0).float())
+        advantages.append(at_end_T.flip(0).cumsum(0).flip(0).float())  # sum from each token to the end
     return advantages
 
 
 def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """What is added to the rewards: 0 up to max - buffer tokens, falling linearly to -penalty at max (DAPO)."""
+    """Return what is added to each reward: 0 up to max - buffer tokens, then falling linearly to -penalty at max
+    (DAPO, arXiv 2503.14476).
+    """
     excess_N = lengths_N - (max_tokens - buffer_tokens)
     return -penalty * (excess_N / buffer_tokens).clamp(0.0, 1.0)
 
 
 def kl_penalised(rewards_PG: Tensor, kl_sums_PG: Tensor, *, coeff: float) -> Tensor:
-    """Rewards less `coeff` times the completion's summed KL to the reference."""
+    """Subtract from each reward `coeff` times the completion's summed KL to the reference."""
     return rewards_PG - coeff * kl_sums_PG

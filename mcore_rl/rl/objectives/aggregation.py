@@ -1,4 +1,4 @@
-"""How tokens make one number, so that no cut of the batch into ranks, microbatches or rows can change it."""
+"""How the losses of tokens become one number that no cut of the batch into ranks and microbatches can change."""
 
 from typing import NamedTuple
 
@@ -11,43 +11,41 @@ from mcore_rl.parallel.mesh import Axis
 
 
 class BatchTotals(NamedTuple):
-    """Of all sequences of one optimizer step, over the world: those with a trained token, and these tokens."""
+    """Totals of one optimizer step over the world."""
 
     num_tokens: int
+    """Trained tokens."""
     num_sequences: int
+    """Sequences with a trained token."""
 
 
-def batch_totals(lengths_N: Tensor, dp: Axis) -> BatchTotals:
-    """Collective over `dp` (without context parallelism: `lengths` are of whole sequences)."""
-    totals = torch.stack([lengths_N.sum(), (lengths_N > 0).sum()])
-    if dp.size > 1:
-        dist.all_reduce(totals, group=dp.group)
-    num_tokens, num_sequences = totals.tolist()
-    return BatchTotals(num_tokens, num_sequences)
-
-
-def sequence_weights(
+def loss_weights(
     lengths_N: Tensor, totals: BatchTotals, aggregation: Aggregation, *, norm_tokens: int
 ) -> Tensor:
-    """The weight of every token of each sequence: the world's weighted sum over `totals.num_tokens`, the one
-    division that is made, is the mean that `aggregation` names. 0 for a sequence without a trained token.
+    """Return the loss weight of every token of each sequence, float64 `[N]`; 0 for sequences without a trained token.
+
+    The world's sum of weighted losses, divided once by `totals.num_tokens`, is then the mean that `aggregation` names.
+
+    Args:
+        lengths_N: trained tokens of each sequence.
+        norm_tokens: constant by which "seq_mean_token_sum_norm" divides a sequence's sum (arXiv 2503.20783).
     """
     if aggregation == "token_mean":
-        weights_N = torch.ones_like(lengths_N, dtype=torch.float64)
+        loss_weights_N = torch.ones_like(lengths_N, dtype=torch.float64)
     elif aggregation == "seq_mean_token_mean":
-        weights_N = totals.num_tokens / (totals.num_sequences * lengths_N.double())
+        loss_weights_N = totals.num_tokens / (totals.num_sequences * lengths_N.double())
     else:
-        weights_N = torch.full_like(
+        loss_weights_N = torch.full_like(
             lengths_N, totals.num_tokens / (totals.num_sequences * norm_tokens), dtype=torch.float64
         )
-    return weights_N.where(lengths_N > 0, 0.0)
+    return loss_weights_N.where(lengths_N > 0, 0.0)
 
 
 @torch.no_grad()
 def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int, cp: Axis) -> Tensor:
-    """Collective over `cp`: the sum over each whole sequence, of which this rank may hold a part; no gradient.
+    """Collective over `cp`: the sum over each whole sequence, of which this rank may have a part; no gradient.
 
-    In float64, so that it does not depend on how the sequence is cut.
+    Sums are float64 `[N]`, so that they do not depend on how the sequence is cut.
     """
     sums_N = torch.zeros(num_sequences, dtype=torch.float64, device=values_T.device)
     sums_N.index_add_(0, sequence_T, values_T.double())
@@ -59,8 +57,8 @@ def sequence_sums(values_T: Tensor, sequence_T: Tensor, num_sequences: int, cp: 
 def anchored_means(values_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, cp: Axis) -> Tensor:
     """Collective over `cp`: at each token the mean of its whole sequence, with the gradient of the token itself.
 
-    For f of a sequence's mean, the sum over its tokens of f(anchored mean) / length has f's value and, as each
-    token gives its own share, f's gradient: the backward needs no word with other ranks.
+    For a function f of a sequence's mean, the sum over its tokens of f(anchored mean) / length has f's value and, as
+    each token contributes its own part, f's gradient: the backward needs no collective.
     """
     means_N = sequence_sums(values_T, sequence_T, len(lengths_N), cp) / lengths_N.clamp(min=1)
     return means_N[sequence_T].to(values_T.dtype) + (values_T - values_T.detach())

@@ -1,7 +1,6 @@
-"""What is told of a policy update: how far the policy went, and what was clipped."""
+"""Statistics of a policy update: how far the policy moved from the old one and the reference, and what was clipped."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,54 +11,59 @@ from mcore_rl.rl.objectives.aggregation import sequence_sums
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
 
 
-class LossFacts(NamedTuple):
-    """Of one microbatch on one rank: what is added up over the world, and what the maximum is taken of."""
-
-    sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
-
-
 def kl_estimate(logprobs_T: Tensor, other_T: Tensor, estimator: str) -> Tensor:
-    """KL(p || q) from tokens that p gave, with d = log q / p: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d."""
+    """Return an estimate of KL(p || q) for each token that p sampled, with d = log q / p: k1 = -d, k2 = d^2 / 2,
+    k3 = e^d - 1 - d (http://joschu.net/blog/kl-approx.html).
+    """
     difference_T = other_T - logprobs_T
     if estimator == "k1":
         return -difference_T
+    # expm1(d) - d: e^d - 1 would lose the small differences of a policy that has hardly moved.
     return difference_T.square() / 2 if estimator == "k2" else difference_T.expm1() - difference_T
 
 
 @torch.no_grad()
-def loss_facts(tokens: PolicyTokens, token_loss: TokenLoss, mismatch_T: Tensor | None, cp: Axis) -> LossFacts:
-    """Collective over `cp`: sums over trained tokens; a sequence counts 1 / length a token, so that it may lie on
-    several ranks.
+def update_statistics(
+    tokens: PolicyTokens, token_loss: TokenLoss, correction_T: Tensor | None, cp: Axis
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Collective over `cp`: statistics of one microbatch on this rank.
+
+    Args:
+        correction_T: importance-sampling weights that correct for the rollout engine; None: there is no correction.
+
+    Returns:
+        Sums over trained tokens, to be added up over the world, and values whose maximum over the world is wanted.
     """
-    drift_T = tokens.log_ratio_T.expm1()
+    ratio_minus_1_T = tokens.log_ratio_T.expm1()
+    # A sequence counts 1 / length for each of its tokens, so that it may lie on several ranks.
     share_T = 1.0 / tokens.lengths_N.clamp(min=1)[tokens.sequence_T].double()
     sums = {
         "count": tokens.mask_T.sum(),
         "sequences": tokens.total(share_T),
         "entropy": tokens.total(tokens.entropy_T),
         "kl_old": tokens.total(kl_estimate(tokens.old_logprobs_T, tokens.logprobs_T, "k3")),
-        "drift": tokens.total(drift_T),
-        "drift_squared": tokens.total(drift_T.square()),
+        "ratio_minus_1": tokens.total(ratio_minus_1_T),
+        "ratio_minus_1_squared": tokens.total(ratio_minus_1_T.square()),
     }
-    for name, clipped_T in (("low", token_loss.clipped_low_T), ("high", token_loss.clipped_high_T)):
+    for side, clipped_T in (("low", token_loss.clipped_low_T), ("high", token_loss.clipped_high_T)):
         counts_N = sequence_sums(clipped_T & tokens.mask_T, tokens.sequence_T, len(tokens.lengths_N), cp)
-        sums[f"{name}_tokens"] = tokens.total(clipped_T.double())
-        sums[f"{name}_sequences"] = tokens.total(share_T * (counts_N > 0)[tokens.sequence_T])
-    trained = torch.where(tokens.mask_T, 0.0, -torch.inf)
+        sums[f"clipped_{side}"] = tokens.total(clipped_T.double())
+        sums[f"clipped_{side}_sequences"] = tokens.total(share_T * (counts_N > 0)[tokens.sequence_T])
+    untrained_T = torch.where(tokens.mask_T, 0.0, -torch.inf)
     maxima = {
-        "log_ratio": (tokens.log_ratio_T + trained).max(),
-        "minus_log_ratio": (trained - tokens.log_ratio_T).max(),
+        "log_ratio": (tokens.log_ratio_T + untrained_T).max(),
+        # A minimum as the maximum of the negative, because the world's reduction knows sums and maxima only.
+        "minus_log_ratio": (untrained_T - tokens.log_ratio_T).max(),
     }
     if tokens.reference_logprobs_T is not None:
         sums["kl_reference"] = tokens.total(kl_estimate(tokens.logprobs_T, tokens.reference_logprobs_T, "k3"))
-    if tokens.engine_logprobs_T is not None:
-        gap_T = tokens.old_logprobs_T - tokens.engine_logprobs_T
-        sums["mismatch_kl"] = tokens.total(gap_T.expm1() - gap_T)
-        maxima["mismatch"] = gap_T.abs().where(tokens.mask_T, 0.0).max()
-    if mismatch_T is not None:
-        sums["mismatch_dropped"] = tokens.total((mismatch_T == 0).double())
-    return LossFacts(sums, maxima)
+    if tokens.rollout_logprobs_T is not None:
+        difference_T = tokens.old_logprobs_T - tokens.rollout_logprobs_T
+        sums["mismatch_kl"] = tokens.total(difference_T.expm1() - difference_T)
+        maxima["mismatch"] = difference_T.abs().where(tokens.mask_T, 0.0).max()
+    if correction_T is not None:
+        sums["correction_masked"] = tokens.total((correction_T == 0).double())
+    return sums, maxima
 
 
 TOKEN_MEANS = {
@@ -68,25 +72,26 @@ TOKEN_MEANS = {
     "entropy": "policy/entropy_nats",
     "kl_old": "policy/kl_old_nats",
     "kl_reference": "policy/kl_reference_nats",
-    "low_tokens": "policy/clip_ratio_low",
-    "high_tokens": "policy/clip_ratio_high",
+    "clipped_low": "policy/clip_ratio_low",
+    "clipped_high": "policy/clip_ratio_high",
     "mismatch_kl": "rollout/mismatch_kl_nats",
-    "mismatch_dropped": "rollout/importance_sampling_masked_fraction",
+    "correction_masked": "rollout/importance_sampling_masked_fraction",
 }
+"""Metric of each sum that is reported as a mean over trained tokens."""
 
 
-def loss_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Iterator[Metric]:
-    """Metrics from a step's sums and maxima over the world and all microbatches."""
+def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield the metrics of an update from its statistics over the world and all microbatches."""
     count, sequences = sums["count"], sums["sequences"]
     for name, metric in TOKEN_MEANS.items():
         if name in sums:
             yield Metric(metric, sums[name], count)
     for side in ("low", "high"):
-        yield Metric(f"policy/clip_ratio_{side}_sequences", sums[f"{side}_sequences"], sequences)
-    mean = sums["drift"] / count
-    yield Metric("policy/ratio_mean", count + sums["drift"], count)
-    # About 1, so that the small variance of numbers near 1 is not lost in rounding.
-    yield Metric("policy/ratio_variance", sums["drift_squared"] - count * mean**2, count)
+        yield Metric(f"policy/clip_ratio_{side}_sequences", sums[f"clipped_{side}_sequences"], sequences)
+    mean = sums["ratio_minus_1"] / count
+    yield Metric("policy/ratio_mean", count + sums["ratio_minus_1"], count)
+    # Moments about 1, so that the small variance of numbers near 1 is not lost in rounding.
+    yield Metric("policy/ratio_variance", sums["ratio_minus_1_squared"] - count * mean**2, count)
     yield Metric("policy/log_ratio_max", maxima["log_ratio"])
     yield Metric("policy/log_ratio_min", -maxima["minus_log_ratio"])
     if "mismatch" in maxima:

@@ -1,4 +1,4 @@
-"""What a pass makes of the policy's logits: logprobs of what was said, or the objective of an update."""
+"""Heads of a pass over the policy: logprobs of the completions' tokens, or the loss of an update."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 
 
 class LogprobHead:
-    """Keeps `logprobs` `[T]` of trained tokens under the tempered distribution; zeros elsewhere."""
+    """Keeps `logprobs` `[T]` of trained tokens at the sampling temperature, in nats; zeros elsewhere."""
 
     wants_losses = False
 
@@ -23,7 +23,7 @@ class LogprobHead:
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def statistics(self, microbatch: PolicyMicrobatch, output: Tensor) -> TokenStatistics:
+    def logprobs_and_entropy(self, microbatch: PolicyMicrobatch, output: Tensor) -> TokenStatistics:
         """Collective over the tensor-parallel ranks: logprobs and entropy `[T]` from logits `[1, T, v]`."""
         targets_T = microbatch.inputs.labels_Bs[0].where(microbatch.mask_T, IGNORED_TARGET)
         return logprobs_and_entropy(
@@ -36,16 +36,16 @@ class LogprobHead:
         )
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
-        """See Head; there is no loss."""
+        """Return the logprobs of one microbatch; there is no loss."""
         zero = output.new_zeros((), dtype=torch.float32)
-        logprobs_T = self.statistics(microbatch, output).logprobs_T.detach()
+        logprobs_T = self.logprobs_and_entropy(microbatch, output).logprobs_T.detach()
         return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
 
 
 class PolicyHead:
-    """The objective that rl.loss names, over the logprobs of `LogprobHead`.
+    """Computes the loss that `rl.loss` names from the logprobs of `LogprobHead`.
 
-    A microbatch without old logprobs is the old policy's own: its ratios are 1, with the policy's gradient.
+    A microbatch without old logprobs is on-policy: its ratios are 1, with the policy's gradient.
     """
 
     wants_losses = False
@@ -56,32 +56,23 @@ class PolicyHead:
         self._config = config
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
-        """See Head; the sums and maxima of `loss_metrics` are kept."""
-        statistics = self._logprobs.statistics(microbatch, output)
-        if not self._config.entropy_coeff:
-            statistics = TokenStatistics(statistics.logprobs_T, statistics.entropy_T.detach())
-        loss = policy_loss(policy_tokens(microbatch, statistics), self._config, self._mesh.cp)
+        """Return the loss of one microbatch, and output the sums and maxima of `update_statistics`."""
+        assert microbatch.advantages_T is not None and microbatch.loss_weights_T is not None
+        logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output)
+        old_logprobs_T = microbatch.old_logprobs_T
+        tokens = PolicyTokens(
+            logprobs_T=logprobs_T,
+            # Without an entropy bonus the entropy is only reported, and its backward would cost a pass over the logits.
+            entropy_T=entropy_T if self._config.entropy_coeff else entropy_T.detach(),
+            old_logprobs_T=logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T,
+            reference_logprobs_T=microbatch.reference_logprobs_T,
+            rollout_logprobs_T=microbatch.rollout_logprobs_T,
+            advantages_T=microbatch.advantages_T,
+            mask_T=microbatch.mask_T,
+            loss_weights_T=microbatch.loss_weights_T,
+            sequence_T=microbatch.sequence_T,
+            lengths_N=microbatch.lengths_N,
+        )
+        loss = policy_loss(tokens, self._config, self._mesh.cp)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}
         return HeadOutput(loss=loss.loss, count=loss.count, outputs=loss.sums | maxima)
-
-
-def policy_tokens(microbatch: PolicyMicrobatch, statistics: TokenStatistics) -> PolicyTokens:
-    """What the objective is computed from."""
-    old_T, advantages_T, weights_T = (
-        microbatch.old_logprobs_T,
-        microbatch.advantages_T,
-        microbatch.weights_T,
-    )
-    assert advantages_T is not None and weights_T is not None, "the microbatch has no advantages yet"
-    return PolicyTokens(
-        logprobs_T=statistics.logprobs_T,
-        entropy_T=statistics.entropy_T,
-        old_logprobs_T=statistics.logprobs_T.detach() if old_T is None else old_T,
-        reference_logprobs_T=microbatch.reference_logprobs_T,
-        engine_logprobs_T=microbatch.engine_logprobs_T,
-        advantages_T=advantages_T,
-        mask_T=microbatch.mask_T,
-        weights_T=weights_T,
-        sequence_T=microbatch.sequence_T,
-        lengths_N=microbatch.lengths_N,
-    )

@@ -1,7 +1,7 @@
-"""Objectives of the policy, to be minimised: a sum over tokens with weights, and a count.
+"""Objectives of the policy, to be minimised: a weighted sum over tokens, and a count.
 
-Each is the closed form of the paper that config/rl.py names. A ratio is that of the probabilities of a token under
-the policy and under the old policy, which the completions come from.
+Each is the closed form of the paper that config/rl.py names. The ratio r of a token is its probability under the policy
+over that under the old policy, which the completions come from; A is its advantage, sg stops the gradient.
 """
 
 from collections.abc import Callable
@@ -14,26 +14,32 @@ from mcore_rl.config.extension import choose
 from mcore_rl.config.rl import Clip, LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import anchored_means
-from mcore_rl.rl.objectives.diagnostics import kl_estimate, loss_facts
+from mcore_rl.rl.objectives.diagnostics import kl_estimate, update_statistics
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """Loss and count of a microbatch on this rank; what to add up over the world; what to take the maximum of."""
+    """Loss of one microbatch on this rank, and what is reported of it."""
 
     loss: Tensor
+    """Weighted sum over the trained tokens, with gradient."""
     count: Tensor
+    """int32: trained tokens, by whose number over the world the sum is divided once."""
     sums: dict[str, Tensor]
+    """Statistics to be added up over the world."""
     maxima: dict[str, Tensor]
+    """Statistics whose maximum over the world is wanted."""
 
 
 def policy_loss(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> PolicyLoss:
-    """Collective over `cp` (forward only): the objective that `config` names, with KL, entropy and corrections."""
+    """Collective over `cp` (in the forward only): the loss that `config` names, corrected for a rollout engine whose
+    logprobs differ, plus the KL penalty, minus the entropy bonus.
+    """
     token_loss = choose("rl.loss.kind", config.kind, LOSSES)(tokens, config, cp)
-    mismatch_T = mismatch_weights(tokens, config, cp)
-    loss_T = token_loss.loss_T if mismatch_T is None else token_loss.loss_T * mismatch_T
-    objective = tokens.total(loss_T * tokens.weights_T)
+    correction_T = importance_sampling_weights(tokens, config, cp)
+    loss_T = token_loss.loss_T if correction_T is None else token_loss.loss_T * correction_T
+    objective = tokens.total(loss_T * tokens.loss_weights_T)
     if config.kl_coeff and config.kl_in == "loss":
         assert tokens.reference_logprobs_T is not None, "rl.loss.kl_coeff needs the reference's logprobs"
         kl_T = kl_penalty(
@@ -42,32 +48,39 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> PolicyLos
         loss_T = loss_T + config.kl_coeff * kl_T
     if config.entropy_coeff:
         loss_T = loss_T - config.entropy_coeff * tokens.entropy_T
-    loss = tokens.total(loss_T * tokens.weights_T)
-    facts = loss_facts(tokens, token_loss, mismatch_T, cp)
-    sums = facts.sums | {"loss": loss.detach(), "objective": objective.detach()}
-    return PolicyLoss(loss=loss, count=sums["count"].to(torch.int), sums=sums, maxima=facts.maxima)
+    loss = tokens.total(loss_T * tokens.loss_weights_T)
+    sums, maxima = update_statistics(tokens, token_loss, correction_T, cp)
+    sums |= {"loss": loss.detach(), "objective": objective.detach()}
+    return PolicyLoss(loss=loss, count=sums["count"].to(torch.int), sums=sums, maxima=maxima)
 
 
 def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip: float | None) -> TokenLoss:
-    """-min(r A, clip(r) A); with `dual_clip`, where A < 0, at most -dual_clip A."""
+    """-min(r A, clip(r) A) (PPO, arXiv 1707.06347); with `dual_clip`, where A < 0, at most -dual_clip A
+    (arXiv 1912.09729).
+    """
     ratio_T = log_ratio_T.exp()
     objective_T = torch.minimum(
         ratio_T * advantages_T, ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T
     )
+    # The minimum takes the clipped side, which has no gradient, only where the ratio has moved with the advantage.
+    low_T = (ratio_T < 1 - clip.low) & (advantages_T < 0)
     high_T = (ratio_T > 1 + clip.high) & (advantages_T > 0)
     if dual_clip:
         bounded_T = torch.maximum(objective_T, dual_clip * advantages_T)
         objective_T = bounded_T.where(advantages_T < 0, objective_T)
         high_T = high_T | ((ratio_T > dual_clip) & (advantages_T < 0))
-    return TokenLoss(-objective_T, (ratio_T < 1 - clip.low) & (advantages_T < 0), high_T)
+    return TokenLoss(-objective_T, low_T, high_T)
 
 
 def weighted_logprob(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, clip: Clip) -> TokenLoss:
     """-sg[clip(r)] A log p: a token outside the clip weighs less but keeps its gradient."""
     ratio_T = log_ratio_T.detach().exp()
     loss_T = -ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T * logprobs_T
-    counts_T = advantages_T != 0
-    return TokenLoss(loss_T, (ratio_T < 1 - clip.low) & counts_T, (ratio_T > 1 + clip.high) & counts_T)
+    # A token without an advantage has no gradient that a clip could change.
+    has_signal_T = advantages_T != 0
+    return TokenLoss(
+        loss_T, (ratio_T < 1 - clip.low) & has_signal_T, (ratio_T > 1 + clip.high) & has_signal_T
+    )
 
 
 def squared_error(log_ratio_of_sequence_T: Tensor, advantages_T: Tensor, *, tau: float) -> TokenLoss:
@@ -83,18 +96,18 @@ def _grpo(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
 def _gspo_token(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
     """s_t = sg[s] p_t / sg[p_t]: the sequence's ratio, with each token's own gradient and advantage.
 
-    With one advantage a sequence, this is GSPO in value and gradient.
+    With one advantage for each sequence, this is GSPO in value and gradient.
     """
     log_ratio_T = anchored_means(tokens.log_ratio_T, tokens.sequence_T, tokens.lengths_N, cp)
     return clipped(log_ratio_T, tokens.advantages_T, config.clip, dual_clip=config.dual_clip)
 
 
 def _kimi_k2(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
-    """The mean over the sequences of (A - tau R)^2, in shares of 1 / length a token."""
+    """Mean over sequences of (A - tau R)^2, to which each token contributes 1 / length."""
     means_T = anchored_means(tokens.log_ratio_T, tokens.sequence_T, tokens.lengths_N, cp)
-    return squared_error(
-        means_T * tokens.lengths_N[tokens.sequence_T], tokens.advantages_T, tau=config.tau_in_use
-    )
+    # The sum R is the mean times the length; the aggregation divides the gradient by the length again.
+    log_ratio_of_sequence_T = means_T * tokens.lengths_N[tokens.sequence_T]
+    return squared_error(log_ratio_of_sequence_T, tokens.advantages_T, tau=config.tau_in_use)
 
 
 def _cispo(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
@@ -102,8 +115,8 @@ def _cispo(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
 
 
 Loss = Callable[[PolicyTokens, LossConfig, Axis], TokenLoss]
-"""A policy loss: from the tokens of a microbatch and `rl.loss` to the loss of each token. Collective over the axis, the
-context-parallel ranks, in the forward only."""
+"""Function from the tokens of a microbatch, `rl.loss` and the context-parallel ranks to the loss of each token.
+Collective over these ranks, in the forward only."""
 LOSSES: dict[str, Loss] = {
     "grpo": _grpo,
     "gspo": _gspo_token,
@@ -114,28 +127,30 @@ LOSSES: dict[str, Loss] = {
 
 
 def kl_penalty(logprobs_T: Tensor, reference_T: Tensor, estimator: str, gradient: str) -> Tensor:
-    """KL(policy || reference) at sampled tokens: `estimator`'s value, with its own or k2's gradient."""
+    """Return KL(policy || reference) at sampled tokens: the value of `estimator`, with its own gradient or k2's."""
     value_T = kl_estimate(logprobs_T, reference_T, estimator)
     if gradient == "estimator":
         return value_T
     k2_T = kl_estimate(logprobs_T, reference_T, "k2")
-    return value_T.detach() + (k2_T - k2_T.detach())
+    return value_T.detach() + (k2_T - k2_T.detach())  # zero in value, k2 in the gradient
 
 
 @torch.no_grad()
-def mismatch_weights(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> Tensor | None:
-    """Collective over `cp`: weights that make up for an engine whose logprobs are not the old policy's."""
+def importance_sampling_weights(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> Tensor | None:
+    """Collective over `cp`: weight of each token that corrects for a rollout engine whose logprobs are not those of
+    the old policy, by the ratio of the two; None: no correction is asked for.
+
+    `truncate` caps the weights (truncated importance sampling), `mask` sets those outside the bounds to 0 (masked
+    importance sampling); both take a token's ratio, or with `sequence_` the geometric mean of its sequence.
+    """
     if config.importance_sampling == "none":
         return None
-    assert tokens.engine_logprobs_T is not None, (
-        f'rl.loss.importance_sampling="{config.importance_sampling}" needs engine logprobs'
-    )
-    log_weight_T = (tokens.old_logprobs_T - tokens.engine_logprobs_T).where(tokens.mask_T, 0.0)
+    assert tokens.rollout_logprobs_T is not None, "rl.loss.importance_sampling needs the rollout's logprobs"
+    log_weight_T = (tokens.old_logprobs_T - tokens.rollout_logprobs_T).where(tokens.mask_T, 0.0)
     if config.importance_sampling.startswith("sequence"):
         log_weight_T = anchored_means(log_weight_T, tokens.sequence_T, tokens.lengths_N, cp)
     weight_T = log_weight_T.exp()
+    low, high = config.importance_sampling_low, config.importance_sampling_high
     if config.importance_sampling.endswith("truncate"):
-        return weight_T.clamp(max=config.importance_sampling_high)
-    return weight_T.where(
-        (weight_T >= config.importance_sampling_low) & (weight_T <= config.importance_sampling_high), 0.0
-    )
+        return weight_T.clamp(max=high)
+    return weight_T.where((weight_T >= low) & (weight_T <= high), 0.0)

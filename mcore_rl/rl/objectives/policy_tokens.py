@@ -1,4 +1,4 @@
-"""What a policy objective is computed from, and what it is token by token."""
+"""What a policy loss is computed from, and what it returns, token by token."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,35 +10,37 @@ from torch import Tensor
 class PolicyTokens:
     """This rank's positions `T` of one microbatch, flat, in parts of `N` sequences.
 
-    Under context parallelism a sequence lies on all ranks of `cp`; each has the same `lengths_N`. What stands at
-    positions that are not trained on is finite and takes no part.
+    Under context parallelism a sequence lies on all ranks of `cp`, each of which has the same `lengths_N`. Values at
+    positions that are not trained on are finite and take no part.
     """
 
     logprobs_T: Tensor
-    """Of the policy, with gradient."""
+    """Logprobs under the policy, with gradient."""
     entropy_T: Tensor
-    """Of the policy's next token, with gradient where there is an entropy bonus."""
+    """Entropy of the policy's next token in nats, with gradient where there is an entropy bonus."""
     old_logprobs_T: Tensor
+    """Logprobs under the old policy, which the completions are taken to come from."""
     reference_logprobs_T: Tensor | None
-    engine_logprobs_T: Tensor | None
-    """As sampled; None: not compared."""
+    """Logprobs under the reference policy; None: there is none."""
+    rollout_logprobs_T: Tensor | None
+    """Logprobs as the rollout engine reported them; None: they are not compared."""
     advantages_T: Tensor
     mask_T: Tensor
-    """Which positions are trained on."""
-    weights_T: Tensor
-    """From `sequence_weights`, of the whole step's batch."""
+    """bool: positions that are trained on."""
+    loss_weights_T: Tensor
+    """Weight of each position in the sum, from `loss_weights` over the whole minibatch."""
     sequence_T: Tensor
-    """To which of the N sequences a position belongs; any where the mask is false."""
+    """int64: sequence (0 ... N - 1) of each position; any where the mask is false."""
     lengths_N: Tensor
-    """Trained tokens of each whole sequence."""
+    """int64: trained tokens of each whole sequence."""
 
     @property
     def log_ratio_T(self) -> Tensor:
-        """log of policy / old policy; 0 where nothing is trained."""
+        """log(policy / old policy) of each token; 0 where nothing is trained."""
         return (self.logprobs_T - self.old_logprobs_T).where(self.mask_T, 0.0)
 
     def total(self, values_T: Tensor) -> Tensor:
-        """The sum over trained positions."""
+        """Return the sum over trained positions."""
         return values_T.where(self.mask_T, 0.0).sum()
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from math_verify import parse, verify  # type: ignore[import-untyped]
 
-from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.rules import GSM8K_MARKER, after_marker, answered
 
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
-def math_equal(judged: Judged, *, answer_pattern: str) -> float:
+def math_equal(judged: RewardInput, *, answer_pattern: str) -> float:
     """1 when the answer equals the reference. Without `answer_pattern` and `####`, the answer is what math-verify
     finds in the text: a boxed expression, what follows "answer is", or the last expression.
     """

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 
-from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.rewards.interface import RewardInput
 
 # A number with or without thousands' commas. What a letter or digit stands right before is part of a name.
 NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?![\w])")
@@ -29,12 +29,12 @@ def after_marker(text: str) -> str:
     return text.rpartition(GSM8K_MARKER)[2].strip()
 
 
-def exact(judged: Judged, *, answer_pattern: str) -> float:
+def exact(judged: RewardInput, *, answer_pattern: str) -> float:
     """1 when the answer is the reference to the letter, white space around apart."""
     return float(answered(judged.completion, answer_pattern) == judged.answer.strip())
 
 
-def positions(judged: Judged, *, answer_pattern: str) -> float:
+def positions(judged: RewardInput, *, answer_pattern: str) -> float:
     """1 when the answer is the reference, otherwise half the share of its characters that stand where they should:
     a slope towards the exact answer. Missing characters and those in excess count as wrong.
     """
@@ -45,7 +45,7 @@ def positions(judged: Judged, *, answer_pattern: str) -> float:
     return 0.5 * right / max(len(given), len(wanted))
 
 
-def numeric(judged: Judged, *, answer_pattern: str) -> float:
+def numeric(judged: RewardInput, *, answer_pattern: str) -> float:
     """1 when the last number of the answer is the reference's last number, as in 1,000 = 1000.0."""
     wanted = last_number(after_marker(judged.answer))
     if wanted is None:
@@ -59,17 +59,17 @@ def last_number(text: str) -> Fraction | None:
     return Fraction(matches[-1].replace(",", "").replace("$", "")) if matches else None
 
 
-def format_matches(judged: Judged, *, pattern: str) -> float:
+def format_matches(judged: RewardInput, *, pattern: str) -> float:
     """1 when the whole completion, white space around apart, matches; a dot matches a line's end too."""
     return float(re.fullmatch(pattern, judged.completion.strip(), re.DOTALL) is not None)
 
 
-def regex_found(judged: Judged, *, pattern: str) -> float:
+def regex_found(judged: RewardInput, *, pattern: str) -> float:
     """1 when the pattern is found anywhere."""
     return float(re.search(pattern, judged.completion, re.DOTALL) is not None)
 
 
-def length_within(judged: Judged, *, min_tokens: int, max_tokens: int | None) -> float:
+def length_within(judged: RewardInput, *, min_tokens: int, max_tokens: int | None) -> float:
     """0 from `min_tokens` to `max_tokens` (None: no limit); outside minus the share that is missing or in excess, down
     to -1.
     """
@@ -88,7 +88,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 MAX_EXPRESSION = 200
 
 
-def countdown(judged: Judged, *, answer_pattern: str) -> float:
+def countdown(judged: RewardInput, *, answer_pattern: str) -> float:
     """1 when the answer is an expression with + - * / of exactly the prompt's numbers that makes its target; both
     are fields of the prompt. What follows an equals sign is not read.
     """

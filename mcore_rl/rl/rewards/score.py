@@ -14,8 +14,8 @@ from mcore_rl.config.rl import RewardConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
-from mcore_rl.rl.rewards.judged import Judged, RewardFunction, TextStep
-from mcore_rl.rl.rewards.worker import Failure, Job, Judges
+from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
+from mcore_rl.rl.rewards.worker import Failure, Job, RewardWorkers
 from mcore_rl.rl.types import Completion, Group, Problem
 
 
@@ -55,7 +55,7 @@ class FailedPart:
 
 
 class Reward:
-    """Judges completions in processes of its own; close it, or use it in a `with`."""
+    """RewardWorkers completions in processes of its own; close it, or use it in a `with`."""
 
     def __init__(self, config: RewardConfig, *, max_new_tokens: int) -> None:
         self._config = config
@@ -63,7 +63,7 @@ class Reward:
         self._weights = config.weights or (1.0,) * len(config.parts)
         # Found, and their modules imported, before the processes are forked.
         functions = [part_function(name, config) for name in config.parts]
-        self._judges = Judges(functions, workers=config.workers, timeout_s=config.timeout_s)
+        self._judges = RewardWorkers(functions, workers=config.workers, timeout_s=config.timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -162,8 +162,8 @@ def _total(outcome: float | tuple[TextStep, ...]) -> float:
     return sum(step.value for step in outcome) if isinstance(outcome, tuple) else outcome
 
 
-def _judged(problem: Problem, completion: Completion) -> Judged:
-    return Judged(
+def _judged(problem: Problem, completion: Completion) -> RewardInput:
+    return RewardInput(
         prompt=problem.prompt,
         completion=completion.text,
         answer=problem.answer,

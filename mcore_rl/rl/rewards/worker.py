@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
-from mcore_rl.rl.rewards.judged import Judged, RewardFunction, TextStep
+from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
 
 GRACE_S = 1.0
 """A worker ends itself when its time is over; one that switched that off is killed so much later."""
@@ -28,7 +28,7 @@ class Job(NamedTuple):
     """Apply the `function`-th function to a completion."""
 
     function: int
-    judged: Judged
+    judged: RewardInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Failure:
 Outcome = float | tuple[TextStep, ...] | Failure
 
 
-class Judges:
+class RewardWorkers:
     """Forked processes that share the jobs; one whose job takes longer than `timeout_s` is replaced."""
 
     def __init__(
@@ -193,7 +193,7 @@ def _serve(
         pipe.send(outcome)
 
 
-def _judge(function: RewardFunction, judged: Judged) -> Outcome:
+def _judge(function: RewardFunction, judged: RewardInput) -> Outcome:
     with _Guard() as guard:
         told: Any = function(judged)
         if isinstance(told, Sequence) and not isinstance(told, str):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.rl.objectives.aggregation import batch_totals, sequence_weights
+from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 
 ALONE = Axis(None, 0, 1)
@@ -27,7 +27,7 @@ def batch(spread=0.3, seed=0):
         "old_logprobs": old,
         "logprobs": old + normal(spread),
         "reference_logprobs": old + normal(0.4),
-        "engine_logprobs": old + normal(0.4),
+        "rollout_logprobs": old + normal(0.4),
         "entropy": normal(1.0).abs(),
         "advantages": normal(1.0)[:, :1].expand(-1, PADDED),
         "token_advantages": normal(1.0),
@@ -35,12 +35,17 @@ def batch(spread=0.3, seed=0):
     return {name: values.where(mask, 0.5) for name, values in rows.items()} | {"mask": mask}
 
 
+def totals_of(lengths) -> BatchTotals:
+    """Totals of sequences with so many trained tokens."""
+    return BatchTotals(int(lengths.sum()), int((lengths > 0).sum()))
+
+
 def tokens_of(
     rows, aggregation="seq_mean_token_mean", *, sequences=None, norm_tokens=20, advantages="advantages"
 ):
     """The sequences (all, or these) end to end, with the weights of the whole batch."""
     lengths = rows["mask"].sum(1)
-    weights = sequence_weights(lengths, batch_totals(lengths, ALONE), aggregation, norm_tokens=norm_tokens)
+    weights = loss_weights(lengths, totals_of(lengths), aggregation, norm_tokens=norm_tokens)
     picked = torch.arange(len(lengths)) if sequences is None else torch.tensor(sequences)
     flat = {name: values[picked].flatten() for name, values in rows.items()}
     sequence = torch.arange(len(picked)).repeat_interleave(PADDED)
@@ -49,10 +54,10 @@ def tokens_of(
         entropy_T=flat["entropy"],
         old_logprobs_T=flat["old_logprobs"],
         reference_logprobs_T=flat["reference_logprobs"],
-        engine_logprobs_T=flat["engine_logprobs"],
+        rollout_logprobs_T=flat["rollout_logprobs"],
         advantages_T=flat[advantages],
         mask_T=flat["mask"],
-        weights_T=weights[picked][sequence],
+        loss_weights_T=weights[picked][sequence],
         sequence_T=sequence,
         lengths_N=lengths[picked],
     )

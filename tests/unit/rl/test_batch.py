@@ -1,11 +1,11 @@
-"""Microbatches of completions: what stands at each position."""
+"""Microbatches of completions: what lies at each position."""
 
 import pytest
 import torch
 
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.batch import TrainedSample, make_microbatch
-from mcore_rl.rl.plan import Rows
+from mcore_rl.rl.plan import PackingLimits
 
 ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
 CPU = torch.device("cpu")
@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 def sample(prompt: list[int], said: list[int], *, is_trained: bool = True) -> TrainedSample:
     return TrainedSample(
         tokens_T=torch.tensor(prompt + said),
-        num_prompt=len(prompt),
-        engine_logprobs_C=-torch.tensor(said, dtype=torch.float32),
+        num_prompt_tokens=len(prompt),
+        rollout_logprobs_C=-torch.tensor(said, dtype=torch.float32),
         is_trained=is_trained,
     )
 
@@ -27,16 +27,16 @@ SAMPLES = {
 }
 
 
-def test_a_token_s_facts_stand_where_it_is_predicted() -> None:
-    rows = Rows(length=16, unit=4, span_multiple=2)
-    batch = make_microbatch(SAMPLES, [3, 5, 8], rows, ALONE, CPU)
+def test_index_t_belongs_to_the_token_that_is_predicted_there() -> None:
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=2)
+    batch = make_microbatch(SAMPLES, [3, 5, 8], limits, ALONE, CPU)
     # 4 + 1 + 4 positions, padded to 4 + 2 + 4, and the row to 12.
     assert batch.shape == (1, 12)
     assert batch.spans == ((4, 4), (1, 2), (4, 4))
     assert batch.inputs.tokens_Bs.tolist() == [[11, 12, 21, 22, 13, 0, 14, 15, 16, 25, 0, 0]]
     assert batch.inputs.position_ids_Bs.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 0, 1]]
     assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 25, 26]
-    assert batch.engine_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -25, -26]
+    assert batch.rollout_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -25, -26]
     assert batch.sequence_T[batch.mask_T].tolist() == [0, 0, 0, 2, 2]
     assert batch.lengths_N.tolist() == [3, 0, 2]
     assert batch.inputs.is_padding_Bs is not None
@@ -44,48 +44,50 @@ def test_a_token_s_facts_stand_where_it_is_predicted() -> None:
     assert batch.inputs.packed is not None and batch.inputs.packed.lengths == (4, 2, 4, 2)
 
 
-def test_advantages_and_weights_come_by_the_samples_numbers() -> None:
-    batch = make_microbatch(SAMPLES, [8, 3], Rows(length=16, unit=1, span_multiple=1), ALONE, CPU)
-    advantages_N = torch.arange(10, dtype=torch.float64)
-    weighted = batch.weighted(advantages_N, 10 * advantages_N)
-    assert weighted.advantages_T is not None and weighted.weights_T is not None
+def test_advantages_and_loss_weights_come_by_the_samples_indices() -> None:
+    batch = make_microbatch(
+        SAMPLES, [8, 3], PackingLimits(max_tokens=16, multiple=1, sample_multiple=1), ALONE, CPU
+    )
+    numbers_N = torch.arange(10, dtype=torch.float64)
+    weighted = batch.with_advantages({3: numbers_N[3].expand(4), 8: numbers_N[8].expand(4)}, 10 * numbers_N)
+    assert weighted.advantages_T is not None and weighted.loss_weights_T is not None
     assert weighted.advantages_T.tolist() == [0, 0, 8, 8, 0, 3, 3, 3]
-    assert weighted.weights_T.tolist() == [0, 0, 80, 80, 0, 30, 30, 30]
+    assert weighted.loss_weights_T.tolist() == [0, 0, 80, 80, 0, 30, 30, 30]
 
 
-def test_advantages_of_tokens_stand_where_the_tokens_are_predicted() -> None:
-    rows = Rows(length=16, unit=4, span_multiple=4)
+def test_advantages_of_tokens_lie_where_the_tokens_are_predicted() -> None:
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=4)
     by_position = {8: torch.tensor([0.0, 0.0, 4.0, 5.0]), 3: torch.tensor([0.0, 1.0, 2.0, 3.0])}
     held = []
     for rank in (0, 1):
-        batch = make_microbatch(SAMPLES, [8, 3], rows, Axis(None, rank, 2), CPU)  # type: ignore[arg-type]
-        weighted = batch.weighted_tokens(by_position, torch.ones(10))
+        batch = make_microbatch(SAMPLES, [8, 3], limits, Axis(None, rank, 2), CPU)  # type: ignore[arg-type]
+        weighted = batch.with_advantages(by_position, torch.ones(10))
         assert weighted.advantages_T is not None
         labels = batch.inputs.labels_Bs[0][batch.mask_T].tolist()
         held += zip(labels, weighted.advantages_T[batch.mask_T].tolist(), strict=True)
     assert sorted(held) == [(21, 1), (22, 2), (23, 3), (25, 4), (26, 5)]
-    whole = make_microbatch(SAMPLES, [8, 3], rows, ALONE, CPU).weighted_tokens(by_position, torch.ones(10))
+    whole = make_microbatch(SAMPLES, [8, 3], limits, ALONE, CPU).with_advantages(by_position, torch.ones(10))
     assert whole.advantages_T is not None and whole.advantages_T.tolist()[:8] == [0, 0, 4, 5, 0, 1, 2, 3]
 
 
-def test_a_row_of_nobody_is_padding_that_counts_for_nothing() -> None:
-    for equally_long, length in ((False, 4), (True, 16)):
-        rows = Rows(length=16, unit=4, span_multiple=1, equally_long=equally_long)
-        batch = make_microbatch({}, [], rows, ALONE, CPU).weighted(torch.ones(3), torch.ones(3))
+def test_a_microbatch_without_samples_is_padding_that_counts_for_nothing() -> None:
+    for is_fixed, length in ((False, 4), (True, 16)):
+        limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=1, is_fixed=is_fixed)
+        batch = make_microbatch({}, [], limits, ALONE, CPU).with_advantages({}, torch.ones(3))
         assert batch.shape == (1, length)
         assert not batch.mask_T.any() and batch.inputs.is_padding_Bs is not None
         assert batch.inputs.is_padding_Bs.all()
-        assert batch.weights_T is not None and batch.weights_T.sum() == 0
+        assert batch.loss_weights_T is not None and batch.loss_weights_T.sum() == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_context_parallel_ranks_hold_their_chunks_of_each_sample(rank: int) -> None:
-    rows = Rows(length=16, unit=4, span_multiple=4)
-    batch = make_microbatch(SAMPLES, [3, 8], rows, Axis(None, rank, 2), CPU)  # type: ignore[arg-type]
-    whole = make_microbatch(SAMPLES, [3, 8], rows, ALONE, CPU)
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=4)
+    batch = make_microbatch(SAMPLES, [3, 8], limits, Axis(None, rank, 2), CPU)  # type: ignore[arg-type]
+    whole = make_microbatch(SAMPLES, [3, 8], limits, ALONE, CPU)
     places = [0, 3, 4, 7] if rank == 0 else [1, 2, 5, 6]
     assert batch.shape == whole.shape == (1, 8)
     assert batch.inputs.tokens_Bs[0].tolist() == whole.inputs.tokens_Bs[0][places].tolist()
-    assert batch.engine_logprobs_T.tolist() == whole.engine_logprobs_T[places].tolist()
+    assert batch.rollout_logprobs_T.tolist() == whole.rollout_logprobs_T[places].tolist()
     assert batch.mask_T.tolist() == whole.mask_T[places].tolist()
     assert batch.lengths_N.tolist() == [3, 2], "of whole samples"

@@ -1,31 +1,38 @@
-"""Plans of updates: every sample once, rows within bounds, ranks in step."""
+"""Plans of updates: every sample once, packed sequences within bounds, ranks in step."""
 
 import random
 
 import pytest
 
-from mcore_rl.rl.plan import Rows, plan_minibatches
+from mcore_rl.rl.plan import PackingLimits, plan_minibatches
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_sample_is_in_one_row_of_one_rank_and_rows_hold_it(seed: int) -> None:
+def test_each_sample_is_in_one_microbatch_of_one_rank_within_the_limits(seed: int) -> None:
     draw = random.Random(seed)
     multiple = draw.choice([1, 2, 4])
-    rows = Rows(length=64, unit=4, span_multiple=multiple, microbatch_multiple=draw.choice([1, 2, 3]))
+    limits = PackingLimits(
+        max_tokens=64, multiple=4, sample_multiple=multiple, microbatch_multiple=draw.choice([1, 2, 3])
+    )
     lengths = [draw.randint(1, 64 - multiple) for _ in range(draw.randint(1, 60))]
     dp_size, num_minibatches = draw.randint(1, 4), draw.randint(1, 5)
-    plans = plan_minibatches(lengths, num_minibatches, dp_size, rows)
+    plans = plan_minibatches(lengths, num_minibatches, dp_size, limits)
     assert len(plans) == num_minibatches
     in_order = []
     for plan in plans:
-        assert len(plan.rows) == dp_size
-        assert len({len(of_rank) for of_rank in plan.rows}) == 1, "ranks must compute as many microbatches"
-        assert len(plan.rows[0]) % rows.microbatch_multiple == 0 and len(plan.rows[0]) >= 1
-        for of_rank in plan.rows:
-            for row in of_rank:
-                assert sum(-(-lengths[sample] // multiple) * multiple for sample in row) <= rows.length
-        numbers = sorted(sample for rank in range(dp_size) for sample in plan.samples_of(rank))
-        in_order += numbers
+        assert len(plan.microbatches) == dp_size
+        assert len({len(of_rank) for of_rank in plan.microbatches}) == 1, (
+            "ranks must compute as many microbatches"
+        )
+        assert len(plan.microbatches[0]) % limits.microbatch_multiple == 0 and len(plan.microbatches[0]) >= 1
+        for of_rank in plan.microbatches:
+            for microbatch in of_rank:
+                assert (
+                    sum(-(-lengths[sample] // multiple) * multiple for sample in microbatch)
+                    <= limits.max_tokens
+                )
+        indices = sorted(sample for rank in range(dp_size) for sample in plan.samples_of(rank))
+        in_order += indices
     assert in_order == list(range(len(lengths))), "minibatches are runs of samples in order"
     sizes = [sum(len(plan.samples_of(rank)) for rank in range(dp_size)) for plan in plans]
     assert max(sizes) - min(sizes) <= 1
@@ -34,13 +41,13 @@ def test_each_sample_is_in_one_row_of_one_rank_and_rows_hold_it(seed: int) -> No
 def test_ranks_are_balanced_to_within_one_sample() -> None:
     draw = random.Random(1)
     lengths = [draw.randint(1, 100) for _ in range(256)]
-    (plan,) = plan_minibatches(lengths, 1, 8, Rows(length=1024, unit=1, span_multiple=1))
+    (plan,) = plan_minibatches(lengths, 1, 8, PackingLimits(max_tokens=1024, multiple=1, sample_multiple=1))
     totals = [sum(lengths[sample] for sample in plan.samples_of(rank)) for rank in range(8)]
     assert max(totals) - min(totals) <= 100
-    # By the integral packing bound no plan has fewer rows than the tokens of the fullest rank need.
-    assert len(plan.rows[0]) == -(-max(totals) // 1024)
+    # By the integral packing bound no plan has fewer microbatches than the tokens of the fullest rank need.
+    assert len(plan.microbatches[0]) == -(-max(totals) // 1024)
 
 
-def test_a_rank_without_samples_gets_empty_rows() -> None:
-    (plan,) = plan_minibatches([5], 1, 3, Rows(length=8, unit=1, span_multiple=1))
-    assert sorted(plan.rows) == [((),), ((),), ((0,),)]
+def test_a_rank_without_samples_gets_empty_microbatches() -> None:
+    (plan,) = plan_minibatches([5], 1, 3, PackingLimits(max_tokens=8, multiple=1, sample_multiple=1))
+    assert sorted(plan.microbatches) == [((),), ((),), ((0,),)]

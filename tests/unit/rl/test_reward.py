@@ -14,9 +14,9 @@ from mcore_rl.config.rl import RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.rl.objectives.advantages import StepReward
-from mcore_rl.rl.rewards.judged import Judged, TextStep
+from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.rewards.worker import Failure, Job, Judges
+from mcore_rl.rl.rewards.worker import Failure, Job, RewardWorkers
 from mcore_rl.rl.rollout import token_step
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt
 
@@ -185,14 +185,16 @@ def obey(judged):
 
 def jobs(*texts):
     return [
-        Job(0, Judged(prompt="", completion=text, answer="", num_tokens=1, is_truncated=False, fields={}))
+        Job(
+            0, RewardInput(prompt="", completion=text, answer="", num_tokens=1, is_truncated=False, fields={})
+        )
         for text in texts
     ]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
-    with Judges([obey], workers=workers, timeout_s=0.4, grace_s=0.8) as judges:
+    with RewardWorkers([obey], workers=workers, timeout_s=0.4, grace_s=0.8) as judges:
         texts = ["a", "hang", "bb", "hang in C", "ccc", "ignore the alarm", "crash", "exit", "quit", "dddd"]
         outcomes = judges.run(jobs(*texts))
     kinds = [outcome.kind if isinstance(outcome, Failure) else outcome for outcome in outcomes]
@@ -201,7 +203,7 @@ def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
 
 
 def test_a_judge_that_died_between_two_batches_is_replaced():
-    with Judges([obey], workers=1, timeout_s=5.0) as judges:
+    with RewardWorkers([obey], workers=1, timeout_s=5.0) as judges:
         (pid,) = judges.run(jobs("pid"))
         os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.05)
@@ -216,7 +218,7 @@ def test_judges_end_with_the_process_that_started_them(then):
     ours, theirs = context.Pipe()
 
     def start_and_hang():
-        judges = Judges([obey], workers=1, timeout_s=0.5, grace_s=60.0)
+        judges = RewardWorkers([obey], workers=1, timeout_s=0.5, grace_s=60.0)
         theirs.send([int(pid) for pid in judges.run(jobs("pid"))])
         if then != "idle":
             judges.run(jobs(then))
@@ -243,6 +245,6 @@ def is_running(pid):
 
 
 def test_many_jobs_keep_their_order():
-    with Judges([obey], workers=3, timeout_s=5.0) as judges:
+    with RewardWorkers([obey], workers=3, timeout_s=5.0) as judges:
         outcomes = judges.run(jobs(*["x" * (number % 17) for number in range(300)]))
     assert torch.tensor(outcomes).tolist() == [number % 17 for number in range(300)]

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.mathematics import math_equal
 from mcore_rl.rl.rewards.rules import (
     answered,
@@ -22,7 +22,7 @@ TAG = r"<answer>(.*?)</answer>"
 
 
 def judged(completion, answer="", num_tokens=5, **fields):
-    return Judged(
+    return RewardInput(
         prompt="?",
         completion=completion,
         answer=answer,

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config.rl import PromptConfig, RewardConfig
 from mcore_rl.errors import DataError
-from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.rewards.score import part_function
 from mcore_rl.rl.tasks import TASKS, make_problem, read_problems
 
@@ -22,7 +22,7 @@ PARTS = {
 
 
 def as_judged(problem, completion):
-    return Judged(
+    return RewardInput(
         prompt=problem.prompt,
         completion=completion,
         answer=problem.answer,

@@ -7,7 +7,7 @@ import torch
 from torch import tensor
 
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.rl.objectives.aggregation import BatchTotals, anchored_means, batch_totals, sequence_weights
+from mcore_rl.rl.objectives.aggregation import BatchTotals, anchored_means, loss_weights
 
 ALONE = Axis(None, 0, 1)
 LENGTHS = tensor([4, 0, 2, 1])
@@ -21,12 +21,11 @@ MEANS = {
 
 @pytest.mark.parametrize("aggregation", MEANS)
 def test_the_weighted_sum_over_the_number_of_tokens_is_the_mean_on_any_cut(aggregation):
-    totals = batch_totals(LENGTHS, ALONE)
-    assert totals == BatchTotals(num_tokens=7, num_sequences=3)
+    totals = BatchTotals(num_tokens=7, num_sequences=3)
     for cut in ([0, 4], [0, 1, 4], [0, 2, 3, 4]):
         total = 0.0
         for start, end in itertools.pairwise(cut):
-            weights = sequence_weights(LENGTHS[start:end], totals, aggregation, norm_tokens=8)
+            weights = loss_weights(LENGTHS[start:end], totals, aggregation, norm_tokens=8)
             assert weights.isfinite().all()
             total += sum(
                 weight * values.sum() for weight, values in zip(weights, VALUES[start:end], strict=True)

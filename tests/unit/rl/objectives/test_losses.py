@@ -6,7 +6,7 @@ from torch import tensor
 
 from mcore_rl.config.rl import LossConfig
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.rl.objectives.diagnostics import loss_metrics
+from mcore_rl.rl.objectives.diagnostics import update_metrics
 from mcore_rl.rl.objectives.losses import policy_loss
 from tests.unit.rl.ragged import ALONE, batch, over_sequences, responses, tokens_of, with_gradient
 
@@ -220,7 +220,7 @@ def test_tokens_are_weighted_for_the_engine_that_sampled_them(kind, mismatch):
 
     def closed_form(response):
         loss = grpo_token(response) if kind == "grpo" else gspo_sequence(response, 0.05, 0.07)
-        log_weight = response["old_logprobs"] - response["engine_logprobs"]
+        log_weight = response["old_logprobs"] - response["rollout_logprobs"]
         weight = torch.exp(log_weight.mean() if "sequence" in mismatch else log_weight)
         if "mask" in mismatch:
             return (loss * weight * ((weight >= low) & (weight <= high))).mean()
@@ -264,7 +264,7 @@ def test_on_fresh_completions_ratios_are_one_and_the_kl_to_an_equal_reference_ze
     rows = batch(spread=0.0)
     rows["reference_logprobs"] = rows["logprobs"]
     result = policy_loss(tokens_of(rows), LossConfig(kind=kind, kl_coeff=0.1), ALONE)
-    metrics = reduced(loss_metrics(numbers(result.sums), numbers(result.maxima)))
+    metrics = reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
     assert metrics["policy/ratio_mean"] == 1
     exact = ("ratio_variance", "log_ratio_max", "log_ratio_min", "kl_old_nats", "kl_reference_nats")
     assert [metrics[f"policy/{name}"] for name in exact] == [0] * 5
@@ -282,7 +282,7 @@ def test_metrics_equal_counting_by_hand(kind):
         kind=kind, clip_low=0.1, clip_high=0.15, importance_sampling="mask", importance_sampling_low=0.8
     )
     result = policy_loss(tokens_of(rows, config.aggregation_in_use), config, ALONE)
-    got = reduced(loss_metrics(numbers(result.sums), numbers(result.maxima)))
+    got = reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
     ratios, low, high, kl, reference, mismatch = [], [], [], [], [], []
     for response in responses(rows):
         log_ratio = response["logprobs"] - response["old_logprobs"]
@@ -293,7 +293,7 @@ def test_metrics_equal_counting_by_hand(kind):
         ratios.append(log_ratio.exp())
         kl.append(log_ratio.exp() - 1 - log_ratio)
         reference.append(KL["k3"](response["reference_logprobs"] - response["logprobs"]))
-        mismatch.append(response["old_logprobs"] - response["engine_logprobs"])
+        mismatch.append(response["old_logprobs"] - response["rollout_logprobs"])
     ratio, gap = torch.cat(ratios), torch.cat(mismatch)
     wanted = {
         "policy/ratio_mean": ratio.mean(),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class RewardInput:
     """One completion with what it answers."""
 
     prompt: str
@@ -27,7 +27,7 @@ class TextStep(NamedTuple):
     value: float
 
 
-RewardFunction = Callable[[Judged], float | Sequence[tuple[int, float]]]
+RewardFunction = Callable[[RewardInput], float | Sequence[tuple[int, float]]]
 """A finite number, or the completion's steps as `TextStep`s, their ends rising from 1 at the least to the length of the
 text at the most: then the reward is the sum of their values.
 A user's own is named `module:function` in the config. It runs in a process of its own."""
