@@ -9,7 +9,7 @@ PIPELINE = "pipeline"
 
 
 def launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """A config, a cluster, and what else Slurm should know."""
+    """Declare a config, a cluster, and options of the job."""
     parser.add_argument(
         "config",
         type=Path,
@@ -36,17 +36,17 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the script that would be submitted, and what Slurm would say to it; write nothing",
+        help="print the script that would be submitted and Slurm's answer to it; write nothing",
     )
     _slurm(parser.add_argument_group("the job"))
     _servers(
         parser.add_argument_group("a heterogeneous job: rollout servers beside the trainer, one task a node")
     )
-    _leave(parser.add_argument_group("what looks wrong, and is wanted"))
+    _allowances(parser.add_argument_group("what is refused unless it is allowed"))
 
 
 def jobs_arguments(parser: argparse.ArgumentParser) -> None:
-    """Runs."""
+    """Declare the runs to list."""
     parser.add_argument(
         "runs",
         type=Path,
@@ -70,40 +70,46 @@ def _slurm(job: argparse._ArgumentGroup) -> None:
         "--array-field",
         default="train.seed",
         metavar="KEY",
-        help="the field that gets the index (default train.seed)",
+        help="field that gets the index (default train.seed)",
     )
     job.add_argument(
-        "--dependency", default="", metavar="afterok:ID", help="start when those jobs have ended so"
+        "--dependency", default="", metavar="afterok:ID", help="start when those jobs have ended as stated"
     )
-    job.add_argument("--exclude", default="", metavar="NODES", help="not on these nodes")
-    job.add_argument("--nodelist", default="", metavar="NODES", help="on these nodes")
+    job.add_argument("--exclude", default="", metavar="NODES", help="nodes to avoid")
+    job.add_argument("--nodelist", default="", metavar="NODES", help="nodes to use")
     for name in ("reservation", "partition", "account", "qos"):
         job.add_argument(f"--{name}", default="", metavar="NAME", help=f"as sbatch's --{name}")
 
 
 def _servers(servers: argparse._ArgumentGroup) -> None:
-    servers.add_argument("--servers", type=positive, default=0, metavar="N", help="nodes of servers")
-    servers.add_argument("--server-command", default="", metavar="LINE", help="what runs on each of them")
+    servers.add_argument("--servers", type=positive, default=0, metavar="N", help="number of server nodes")
+    servers.add_argument(
+        "--server-command", default="", metavar="LINE", help="command that runs on each server node"
+    )
     servers.add_argument(
         "--server-field",
         default="",
         metavar="KEY",
-        help="the config's field that gets their host names, with commas; they are in SERVER_HOSTS in any case",
+        help="field of the config that gets their host names, separated by commas; SERVER_HOSTS always has them",
     )
 
 
-def _leave(leave: argparse._ArgumentGroup) -> None:
-    leave.add_argument("--force", action="store_true", help="an estimate of memory above what a GPU has")
-    leave.add_argument(
-        "--allow-tp-across-nodes", action="store_true", help="tensor-parallel groups that leave a node"
+def _allowances(allowances: argparse._ArgumentGroup) -> None:
+    allowances.add_argument(
+        "--force", action="store_true", help="allow a memory estimate above what a GPU has"
     )
-    leave.add_argument(
-        "--allow-dirty", action="store_true", help="code that is not committed: its difference is kept"
+    allowances.add_argument(
+        "--allow-tp-across-nodes", action="store_true", help="allow tensor-parallel groups across nodes"
+    )
+    allowances.add_argument(
+        "--allow-dirty",
+        action="store_true",
+        help="allow code that is not committed; its difference is recorded",
     )
 
 
 def positive(text: str) -> int:
-    """A number above 0."""
+    """Return the text as a whole number above 0; ValueError when it is not one."""
     number = int(text)
     if number < 1:
         raise ValueError(text)

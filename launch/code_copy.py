@@ -1,4 +1,4 @@
-"""The code that a job runs: a copy of its own, so that editing the checkout changes no job that waits or restarts."""
+"""Copy of the code for each job, so that editing the checkout changes no job that waits or restarts."""
 
 import os
 import shutil
@@ -16,35 +16,35 @@ from mcore_rl.errors import ConfigError
 
 PACKAGES = ("mcore_rl", "launch")
 CODE = (*PACKAGES, ":!launch/recipes", ":!launch/clusters")
-"""What git is asked about: configs are edited for every run, and the job has a resolved one."""
+"""Paths in which git looks for changes: not in configs, which differ for every run; the job has a resolved one."""
 SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Where the running code comes from."""
+    """Source of the running code."""
 
     root: Path
-    """The folder that holds its packages."""
+    """Folder with its packages."""
     commit: str
-    """Of its git repository; empty when it was installed without one."""
+    """Commit of its git repository; empty for an installed package."""
     changed: tuple[str, ...]
-    """Files that are not as in the commit."""
+    """Files that differ from the commit."""
 
     def describe(self) -> str:
-        """One line for people and for the job's folder."""
+        """Return one line that names the code."""
         if not self.commit:
             return f"mcore-rl {mcore_rl.__version__}, installed"
         return f"{self.commit}{' and code.patch' if self.changed else ''}"
 
 
 def this_code() -> Code:
-    """The code that is running now."""
+    """Return the code that is running."""
     return code_at(Path(mcore_rl.__file__).resolve().parents[1])
 
 
 def code_at(root: Path) -> Code:
-    """The code whose packages are in `root`."""
+    """Return the code whose packages are in `root`."""
     if not (root / ".git").exists():
         return Code(root, "", ())
     try:
@@ -58,19 +58,19 @@ def code_at(root: Path) -> Code:
 
 
 def refuse_changes(code: Code) -> None:
-    """ConfigError when the commit alone would not say what ran."""
+    """Raise ConfigError when the code differs from its commit."""
     if not code.changed:
         return
     names = ", ".join(code.changed[:SHOWN])
     more = f" and {len(code.changed) - SHOWN} more" if len(code.changed) > SHOWN else ""
     raise ConfigError(
-        f"{code.root} is not as in its last commit: {names}{more}. Commit, or give --allow-dirty to run it as it is "
-        "(the difference is then kept as code.patch)."
+        f"{code.root} differs from its last commit: {names}{more}. Commit, or give --allow-dirty to run it as it is "
+        "(the difference is then recorded in code.patch)."
     )
 
 
 def copy_code(code: Code, folder: Path) -> None:
-    """Make `folder/code` what runs now, `folder/commit.txt`, and `folder/code.patch` where it is not the commit."""
+    """Write the running code to `folder/code`, its commit to commit.txt and its changes to code.patch."""
     target = folder / "code"
     (folder / "commit.txt").write_text(code.describe() + "\n", encoding="utf-8")
     if not code.commit:
@@ -92,9 +92,9 @@ def copy_code(code: Code, folder: Path) -> None:
 
 @contextmanager
 def _current_tree(code: Code) -> Iterator[tuple[str, dict[str, str]]]:
-    """A tree of the packages as they are now, without what git ignores, and the environment in which git knows it.
+    """Yield a git tree of the packages as they are now, without ignored files, and the environment of git for it.
 
-    Index and new objects are elsewhere than the checkout's, which stays as it is and need not be writable.
+    Index and new objects are written outside the checkout, which stays as it is and need not be writable.
     """
     if not code.changed:
         yield code.commit, {}
@@ -122,6 +122,6 @@ def _git(root: Path, *words: str, environment: Mapping[str, str] | None = None) 
             env=os.environ | (environment or {}),
         )
     except subprocess.CalledProcessError as error:
-        told = error.stderr.decode(errors="replace").strip()
-        raise ConfigError(f"git {words[0]} in {root} failed: {told}") from None
+        message = error.stderr.decode(errors="replace").strip()
+        raise ConfigError(f"git {words[0]} in {root} failed: {message}") from None
     return done.stdout

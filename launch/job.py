@@ -1,11 +1,11 @@
-"""One Slurm job as a value, and the job script that it is.
+"""One Slurm job as a value, and the job script of it.
 
-`render(JobScript(...))` is a plain bash script; launch/templates/job.sbatch.j2 is where to read what it does. What it
-leaves in the run's folder:
+`render(JobScript(...))` returns a plain bash script; launch/templates/job.sbatch.j2 is the place to read what it does.
+The job writes to the run's folder:
 
-logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failure.json: one folder an attempt
-logs/<job>.tries            how often in a row it started without a new checkpoint
-logs/holder                 the job that has the run, while it runs
+logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failure.json: one folder per attempt
+logs/<job>.tries            number of starts in a row without a new checkpoint
+logs/holder                 id of the job that runs
 attempts.jsonl              a line at the start and at the end of every attempt: see ATTEMPT_FIELDS
 STOP, DONE, writer.json     see mcore_rl/train/run_folder.py
 """
@@ -43,32 +43,32 @@ STATUS: Mapping[str, int] = MappingProxyType(
 """Exit statuses of a job script; those of a program that is no training are the program's."""
 MEANING: Mapping[int, str] = MappingProxyType(
     {
-        0: "all is done",
-        2: "config, data or checkpoint are not as they should be: mend them, and submit again",
-        10: "somebody made the STOP file: saved, to be gone on with by the same sbatch",
+        0: "all steps are done",
+        2: "config, data or checkpoint are wrong: correct them and submit again",
+        10: "stopped by the STOP file with a checkpoint: the same sbatch resumes",
         11: "gave up: attempts without a new checkpoint, the last of which crashed",
         12: "gave up: attempts without a new checkpoint, the last of which hung",
-        13: "gave up: no node is fit, or a fit one was not found in all attempts",
-        14: "Slurm did not take the job back into the queue",
-        15: "another job that runs is the writer of this run",
+        13: "gave up: no fit nodes were found in any attempt",
+        14: "Slurm refused to requeue the job",
+        15: "another running job writes to this run",
         16: "gave up: attempts without a new checkpoint, the last of which was ended by the time limit, by "
-        "preemption or with its node",
+        "preemption or by the loss of its node",
         143: "cancelled, or ended by Slurm, which requeues after the loss of a node",
     }
 )
-"""What each status tells a person."""
+"""Exit status -> its meaning for a user."""
 ATTEMPT_FIELDS = (
     "event",  # "start" or "end"
     "time",  # seconds since 1970
     "job",
-    "attempt",  # restarts before
+    "attempt",  # number of restarts before
     "nodes",  # as Slurm writes them: n[1-4]
     "step",  # of the last complete checkpoint
     "status",  # at the end: of srun; null where the program did not start
-    "why",  # at the end: finished, limit, term, stop, crash, hang, refused, unfit, ended, lost, in_use
+    "why",  # at the end, the reason: finished, limit, term, stop, crash, hang, refused, unfit, ended, lost, in_use
     "then",  # at the end: "requeue", "orphan" (Slurm had ended the attempt) or the script's exit status
 )
-"""Keys of a line of attempts.jsonl. Of several ends of an attempt (TERM, and what came of it) the last counts."""
+"""Keys of a line of attempts.jsonl. When an attempt has several ends (TERM, then the end itself) the last counts."""
 
 WORD = re.compile(r"[^\s\"'`$\\;&|<>]*")
 PLACE = re.compile(r"[\w./\-]*(\$\{?\w+\}?[\w./\-]*)*", re.ASCII)
@@ -76,56 +76,56 @@ PLACE = re.compile(r"[\w./\-]*(\$\{?\w+\}?[\w./\-]*)*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Container:
-    """Where the program runs inside of."""
+    """Container in which the program runs."""
 
     kind: Literal["pyxis", "apptainer"]
     image: str
     mounts: tuple[str, ...] = ()
-    """from:to[:flags]."""
+    """Mounts as from:to[:flags]."""
     options: tuple[str, ...] = ()
-    """Further words of srun (pyxis) or `apptainer exec`."""
+    """Further options of srun (pyxis) or `apptainer exec`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """Another part of a heterogeneous job, such as rollout servers: it starts first and ends with the program."""
+    """Another part of a heterogeneous job, such as rollout servers, which starts first and ends with the program."""
 
     name: str
-    """Lower-case letters and `_`; its hosts are in the environment of the program as <NAME>_HOSTS, with commas."""
+    """Name of lower-case letters and `_`; the program finds its hosts, separated by commas, in <NAME>_HOSTS."""
     nodes: int
     command: str
-    """One line of bash, run once on each of its nodes."""
+    """Line of bash that runs once on each of its nodes."""
     sbatch: tuple[str, ...] = ()
-    """Its #SBATCH options: `--gpus-per-node=8`, `--partition=...`."""
-    program_words: tuple[str, ...] = ()
-    """Arguments that the program gets because of it; {hosts} stands for its hosts, with commas."""
+    """#SBATCH options of the component: `--gpus-per-node=8`, `--partition=...`."""
+    program_arguments: tuple[str, ...] = ()
+    """Arguments that it adds to the program; {hosts} stands for its hosts, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobScript:
-    """Everything that the template needs. Empty texts and zeros leave a thing to Slurm or to the program."""
+    """All inputs of the template. Empty texts and zeros leave a setting to Slurm or to the program."""
 
     name: str
     program: str
-    """Of config.programs.PROGRAMS, or any other name for a program that is no training (convert)."""
+    """Name in PROGRAMS of checks/programs.py, or another name for a program that is not a training (convert)."""
     module: str
-    """What `python -m` starts: PROGRAMS[program].module, or mcore_rl.run.cli."""
-    words: tuple[str, ...]
-    """Its arguments: CONFIG.toml and fields. Those of a training get `run_dir=` and `train.hang_s=` from the script."""
+    """Module for `python -m`: PROGRAMS[program].module, or mcore_rl.run.cli."""
+    arguments: tuple[str, ...]
+    """Arguments of the program: a config and fields. The script adds `run_dir=` and `train.hang_s=` for a training."""
     run_dir: str
-    """Absolute; an array's elements run in <run_dir>/<index>. Its logs/ must exist before sbatch."""
+    """Absolute path; elements of an array run in <run_dir>/<index>. Its logs/ must exist before sbatch."""
     is_training: bool = True
-    """Knows STOP and DONE, has checkpoints and is requeued until DONE; else the program's status is the job's."""
+    """Whether the program knows STOP and DONE and is requeued until DONE; else its exit status is that of the job."""
 
     nodes: int = 1
     ranks_per_node: int = 1
     starter: Literal["torchrun", "srun", "once"] = "torchrun"
-    """`torchrun`: one task a node; `srun`: one task a rank; `once`: one task on the first node, no ranks."""
+    """`torchrun`: one task per node; `srun`: one task per rank; `once`: one task on the first node, no ranks."""
     cores_per_node: int = 0
     time: str = "1-00:00:00"
-    """Limit of one attempt, as sbatch takes it."""
+    """Time limit of one attempt, in sbatch's format."""
     signal_s: int = 600
-    """Ahead of the limit, when the run is asked to save."""
+    """Seconds before the limit at which the run is asked to save."""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -134,49 +134,49 @@ class JobScript:
     nodelist: str = ""
     exclude: str = ""
     dependency: str = ""
-    """As sbatch takes it, `afterok:12:13`; a job whose dependency can never be fulfilled is cancelled by Slurm."""
+    """Dependency in sbatch's format, `afterok:12:13`; Slurm cancels a job whose dependency can never be fulfilled."""
     array: str = ""
-    """Indices as sbatch takes them, `0-3%2`; empty: no array."""
+    """Indices in sbatch's format, `0-3%2`; empty for no array."""
     array_field: str = "train.seed"
-    """The field that gets an element's index."""
+    """Field that gets the index of an element."""
     sbatch: tuple[str, ...] = ()
-    """Further options: `--exclusive`, `--gpus-per-node=h100:8`, `--mem=0`."""
+    """Further options of sbatch: `--exclusive`, `--gpus-per-node=h100:8`, `--mem=0`."""
     components: tuple[Component, ...] = ()
 
     work_dir: str
-    """Absolute; where the program runs, and where relative paths of its config begin."""
+    """Absolute path of the program's working folder, to which relative paths of its config refer."""
     code_dir: str = ""
-    """Absolute; a copy of the code that is imported instead of what is installed."""
+    """Absolute path of a copy of the code that is imported instead of the installed package."""
     python: str = "python"
-    """Words that start Python."""
+    """Command that starts Python."""
     setup: tuple[str, ...] = ()
-    """Lines of bash before Python, on every node, outside of apptainer and inside of a pyxis container."""
+    """Lines of bash that run before Python on every node, outside an apptainer and inside a pyxis container."""
     container: Container | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    """NCCL's, UCX's, CUDA_DEVICE_MAX_CONNECTIONS ...; OMP_NUM_THREADS is 1 unless it is here."""
+    """Environment variables, as NCCL's and CUDA_DEVICE_MAX_CONNECTIONS; OMP_NUM_THREADS is 1 unless it is here."""
     scratch: str = ""
-    """A folder made on every node and given as TMPDIR; may hold $SLURM_JOB_ID."""
+    """Folder that is created on every node as TMPDIR; it may contain $SLURM_JOB_ID."""
     cache: str = ""
-    """TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR are in it; may hold variables as well."""
+    """Folder of TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR; it may contain variables too."""
 
     node_check: bool = True
-    """Run mcore_rl.run.node_check on all nodes first."""
+    """Whether mcore_rl.run.node_check runs on all nodes first."""
     gpus_per_node: int = 0
-    """Of the check: how many it must find, 0: none are looked for."""
+    """Number of GPUs that the check must find; 0 skips them."""
     gpu_memory_gib: float = 0.0
-    """Of the check: how much memory each GPU must have free."""
+    """Free memory that the check demands of each GPU."""
     min_bandwidth_gbps: float = 0.0
-    """Of the check: the slowest bus bandwidth of an all-reduce, in Gbit/s; 0: it is only told."""
+    """Least bus bandwidth of an all-reduce in the check, in Gbit/s; 0 only reports it."""
     check_timeout_s: int = 300
     pre_node: tuple[str, ...] = ()
-    """Lines of bash on every node before the program; a node where they fail is unfit."""
+    """Lines of bash that run on every node before the program; a node where they fail is unfit."""
     post_node: tuple[str, ...] = ()
-    """Lines of bash on every node after each attempt; their status is told."""
+    """Lines of bash that run on every node after each attempt; their status is reported."""
 
     max_attempts: int = 3
-    """Starts in a row without a new checkpoint before the job gives up."""
+    """Number of starts in a row without a new checkpoint after which the job gives up."""
     hang_s: int = 0
-    """train.hang_s of a training; 0: as its config says."""
+    """train.hang_s of a training; 0 keeps that of its config."""
 
     def __post_init__(self) -> None:
         if violations := list(_violations(self)):
@@ -184,17 +184,17 @@ class JobScript:
 
     @property
     def tasks_per_node(self) -> int:
-        """What srun starts on each node."""
+        """Number of tasks that srun starts on each node."""
         return self.ranks_per_node if self.starter == "srun" else 1
 
     @property
     def cores_per_task(self) -> int:
-        """0: as Slurm gives them."""
+        """Cores of a task; 0 leaves them to Slurm."""
         return self.cores_per_node // self.tasks_per_node
 
     @property
     def srun_options(self) -> tuple[str, ...]:
-        """Of every step: pyxis takes the container from them."""
+        """Options of every srun, from which pyxis takes the container."""
         if self.container is None or self.container.kind != "pyxis":
             return ()
         return (
@@ -206,7 +206,7 @@ class JobScript:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """What stands before Python: the words that go into an apptainer container."""
+        """Command before Python that enters an apptainer container."""
         if self.container is None or self.container.kind != "apptainer":
             return ()
         gpus = ("--nv",) if self.gpus_per_node else ()
@@ -216,17 +216,17 @@ class JobScript:
     @property
     def _mounts(self) -> tuple[str, ...]:
         assert self.container is not None
-        own = dict.fromkeys(path for path in (self.work_dir, self.run_dir, self.code_dir) if path)
-        return (*(f"{path}:{path}" for path in own), *self.container.mounts)
+        needed = dict.fromkeys(path for path in (self.work_dir, self.run_dir, self.code_dir) if path)
+        return (*(f"{path}:{path}" for path in needed), *self.container.mounts)
 
     @property
     def log_file(self) -> str:
-        """Of the script itself, as sbatch writes its name."""
+        """Log of the script itself, with sbatch's placeholders."""
         return f"{self.run_dir}/logs/{'%A_%a' if self.array else '%j'}.log"
 
     @property
     def sbatch_options(self) -> tuple[str, ...]:
-        """The options that are asked for, in order, without those that every job has."""
+        """Options of sbatch in order, without those that every job has."""
         named = (
             "partition",
             "account",
@@ -247,7 +247,7 @@ class JobScript:
 
 
 def render(job: JobScript) -> str:
-    """The text of the job script."""
+    """Return the text of the job script."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -263,22 +263,22 @@ def render(job: JobScript) -> str:
 
 
 def _violations(job: JobScript) -> Iterator[str]:
-    """What would make a script that does not run, as sentences."""
+    """Yield a sentence for each value with which the script would not run."""
     for what in ("run_dir", "work_dir", "code_dir"):
         path = getattr(job, what)
         if not path.startswith("/") and (path or what != "code_dir"):
-            yield f'{what}="{path}" is not absolute. Give the whole path: nodes start elsewhere.'
+            yield f'{what}="{path}" is not absolute. Give the whole path: nodes start in another folder.'
     for text in (job.name, job.run_dir, job.work_dir, *job.sbatch_options):
         if not WORD.fullmatch(text):
             yield f'"{text}" cannot stand in an #SBATCH line. Leave out blanks and quotes.'
     for what in ("scratch", "cache"):
         if not PLACE.fullmatch(getattr(job, what)):
-            yield f'{what}="{getattr(job, what)}" is no path with variables such as $SLURM_JOB_ID.'
+            yield f'{what}="{getattr(job, what)}" is not a path, in which variables such as $SLURM_JOB_ID are allowed.'
     yield from _unfit_parts(job)
 
 
 def _unfit_parts(job: JobScript) -> Iterator[str]:
-    """The same, of things that do not go together."""
+    """Yield a sentence for each combination of values with which the script would not run."""
     for component in job.components:
         if not re.fullmatch(r"[a-z_]+", component.name):
             yield f'"{component.name}" cannot name a component. Use lower-case letters and _.'

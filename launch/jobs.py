@@ -1,4 +1,4 @@
-"""`mcore-rl jobs`: how runs are doing, from Slurm and from what they leave in their folders."""
+"""`mcore-rl jobs`: state of launched runs, from Slurm and from the files in their folders."""
 
 import argparse
 import sys
@@ -13,51 +13,53 @@ from launch.records import FOLDER, Submission, done, last_step, submissions, tai
 from mcore_rl.errors import ConfigError
 
 TAIL_BYTES = 1_000_000
-"""Of metrics.jsonl: tables of the experts' load make long lines."""
+"""Size of the end of metrics.jsonl that is read; tables of the experts' load are long lines."""
 LEVELS = 3
-"""Folders of runs are looked for so deep."""
+"""Depth to which folders are searched for runs."""
 COLUMNS = ("run", "job", "state", "attempts", "step", "tokens/s/rank", "checkpoint", "age", "nodes", "why")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """What is known of a run."""
+    """State of one run."""
 
     run: str
     job: str
     state: str
     attempts: int
-    """How often it was started."""
+    """Number of starts."""
     step: float | None
     tokens_per_s_per_rank: float | None
     checkpoint: int | None
-    """Step of the newest complete one."""
+    """Step of the newest complete checkpoint."""
     age_s: float | None
-    """Since the run last said something."""
+    """Seconds since the run last wrote a record."""
     nodes: str
     why: str
-    """Why it waits, or why its last attempt ended."""
+    """Reason for which it waits, or for which its last attempt ended."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """A line for each run."""
+    """Print a line for each run."""
     runs = list(dict.fromkeys(run for path in args.runs for run in found_runs(path)))
     if not runs:
-        told = ", ".join(map(str, args.runs))
-        raise ConfigError(f"{told}: no run in it was launched. Name the run_dir of one, or a folder of them.")
+        folders = ", ".join(map(str, args.runs))
+        raise ConfigError(
+            f"{folders}: no run in it was launched. Name the run_dir of one, or a folder of them."
+        )
     latest = {run: entry for run in runs if (entry := _latest(run)) is not None}
     queued = {}
     if slurm.has("squeue"):
         queued = slurm.in_queue(list(dict.fromkeys(entry.job for entry in latest.values())))
     else:
-        sys.stderr.write("squeue is not on the PATH: states are as the runs' folders tell\n")
+        sys.stderr.write("squeue is not on the PATH: states come from the runs' folders alone\n")
     rows = [_row(status_of(run, entry, queued)) for run, entry in latest.items()]
     sys.stdout.write("\n".join(table([COLUMNS, *rows])) + "\n")
     return 0
 
 
 def found_runs(path: Path) -> Iterator[Path]:
-    """The run at `path`, or those below it; of an array its elements."""
+    """Yield the run at `path`, or those below it; for an array, its elements."""
     for level in range(LEVELS + 1):
         pattern = "/".join(["*"] * level + [FOLDER, "*", "submission.json"])
         for file in sorted(path.glob(pattern)):
@@ -69,12 +71,12 @@ def found_runs(path: Path) -> Iterator[Path]:
 
 
 def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.QueuedJob]) -> RunStatus:
-    """What Slurm (`queued`: what waits or runs) and the folder say of a run."""
+    """Return the state of a run from Slurm and from its folder; `queued` are the jobs that wait or run, by id."""
     attempts = list(tail(run / "attempts.jsonl", TAIL_BYTES))
     if not submission.array:
         attempts = [entry for entry in attempts if str(entry.get("job")) == submission.job]
     newest_attempt = max((_number(entry, "attempt") or 0 for entry in attempts), default=0)
-    # An orphan is heard of after the attempt that goes on without it.
+    # The record of an orphan may come after the start of the attempt that replaced it.
     orphans = [entry for entry in attempts if entry.get("then") == "orphan"]
     attempts = [entry for entry in attempts if entry not in orphans or entry.get("attempt") == newest_attempt]
     metrics = list(tail(run / "metrics.jsonl", TAIL_BYTES))
@@ -97,30 +99,30 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
 
 
 def _why(run: Path, job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]]) -> str:
-    """Why it waits or has ended; how the attempt before ended, of a job that was requeued."""
-    if said := done(run):
-        return said
-    told = [job.reason] if job and job.reason else []
+    """Return why a run waits or ended; for a job that was requeued and runs, how the attempt before ended."""
+    if done_text := done(run):
+        return done_text
+    reasons = [job.reason] if job and job.reason else []
     last = attempts[0] if attempts else {}
     if job and job.state == "RUNNING" and last.get("event") == "start":
         last = next((entry for entry in attempts if entry.get("event") == "end"), {})
         return f"before: {last['why']} at step {last.get('step')}" if last else ""
     if last.get("event") == "end":
-        told.append(f"{last.get('why')}: {_consequence(str(last.get('then')))}")
+        reasons.append(f"{last.get('why')}: {_consequence(str(last.get('then')))}")
     elif last.get("event") == "start" and not (job and job.is_alive):
-        told.append("its last attempt said nothing more: see logs/latest")
-    return "; ".join(told)
+        reasons.append("its last attempt ended without a record: see logs/latest")
+    return "; ".join(reasons)
 
 
 def _consequence(then: str) -> str:
-    """What became of the job after an attempt, in words."""
+    """Return what became of the job after an attempt."""
     if then.isdecimal():
         return MEANING.get(int(then), f"status {then}")
     return {"requeue": "requeued", "orphan": MEANING[STATUS["cancelled"]]}.get(then, then)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns, of which the last is as long as it is."""
+    """Return lines with aligned columns; the last column is not padded."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
@@ -156,7 +158,7 @@ def _shown(number: float | None) -> str:
 
 
 def _latest(run: Path) -> Submission | None:
-    """The last submission of a run; of an array's element that of the array."""
+    """Return the last submission of a run; for an element of an array, that of the array."""
     found = submissions(run) or submissions(run.parent)
     return found[-1] if found else None
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a job before it waits in the queue."""
+"""Checks of a job before it is submitted."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -19,30 +19,31 @@ from mcore_rl.plan.memory import GIB, Memory, memory_of_fullest_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leave:
-    """What the user allows although it looks wrong."""
+class Allowances:
+    """Problems that the user allows."""
 
     force: bool = False
-    """A memory estimate above what a GPU has."""
+    """Whether a memory estimate above the memory of a GPU is allowed."""
     tp_across_nodes: bool = False
+    """Whether tensor-parallel groups across nodes are allowed."""
     promised: frozenset[Path] = frozenset()
-    """What is not there yet, but will be: earlier jobs make it."""
+    """Paths that do not exist yet, because earlier jobs write them."""
     absent: bool = False
-    """What is not there is told, not refused: another job makes it, or nothing will be submitted."""
+    """Whether missing inputs are warnings, not errors: another job writes them, or nothing will be submitted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """What the pre-flight has to say when nothing is wrong."""
+    """Result of the checks when nothing is wrong: lines and warnings for the user."""
 
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
 def check_training(
-    program: Program, config: RunConfig, cluster: ClusterConfig, nodes: int, leave: Leave
+    program: Program, config: RunConfig, cluster: ClusterConfig, nodes: int, allowances: Allowances
 ) -> Checked:
-    """ConfigError that lists what is wrong with running `config` on so many nodes of `cluster`."""
+    """Check a training on `nodes` nodes of `cluster`; ConfigError lists everything that is wrong."""
     per_node = cluster.node.ranks_per_node
     world = nodes * per_node
     try:
@@ -51,43 +52,45 @@ def check_training(
         raise ConfigError(f"on {nodes} nodes of {per_node} ranks:\n{error}") from None
     placed = placement(config.model, config.mesh, per_node, world)
     memory = memory_of_fullest_rank(config, world, program.seq_length(config))
-    missing = [*_missing_inputs(config, cluster.container, leave), *image_violations(cluster.container)]
+    missing = [*_missing_inputs(config, cluster.container, allowances), *image_violations(cluster.container)]
     refuse(
         [
-            *(() if leave.tp_across_nodes else placed.refused),
-            *(() if leave.force else _too_large(memory, cluster)),
-            *(() if leave.absent else missing),
+            *(() if allowances.tp_across_nodes else placed.refused),
+            *(() if allowances.force else _too_large(memory, cluster)),
+            *(() if allowances.absent else missing),
             *folder_violations(Path(config.run_dir)),
         ]
     )
-    warnings = [*placed.warnings, *(missing if leave.absent else ())]
-    if leave.tp_across_nodes:
+    warnings = [*placed.warnings, *(missing if allowances.absent else ())]
+    if allowances.tp_across_nodes:
         warnings += placed.refused
-    if leave.force:
+    if allowances.force:
         warnings += _too_large(memory, cluster)
-    return Checked(lines=(_layout(config, nodes, per_node), _told(memory, cluster)), warnings=tuple(warnings))
+    return Checked(
+        lines=(_layout(config, nodes, per_node), _memory_line(memory, cluster)), warnings=tuple(warnings)
+    )
 
 
 def image_violations(container: ContainerConfig) -> Iterator[str]:
-    """Whether the container's image, where it is a file, is there."""
+    """Yield a sentence when the container's image is a file that does not exist."""
     image = container.image or ""
     is_file = image.startswith(("/", "./", "../")) if container.kind == "pyxis" else "://" not in image
     if container.kind != "none" and is_file and not Path(image).exists():
-        yield f'container.image="{image}" is not there. Make it (enroot import, apptainer build), or correct the path.'
+        yield f'container.image="{image}" does not exist. Make it (enroot import, apptainer build) or correct the path.'
 
 
 def folder_violations(run_dir: Path) -> Iterator[str]:
-    """Whether a new job may write to the folder of a run."""
+    """Yield a sentence for each reason for which a new job may not write to the folder of a run."""
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         yield f'run_dir="{run_dir}" cannot be written: {existing} is no folder that you may write to. Choose another.'
-    if said := records.done(run_dir):
-        yield f'run_dir="{run_dir}": {said}. Delete its DONE to go on, with a larger train.steps, or choose another.'
+    if done_text := records.done(run_dir):
+        yield f'run_dir="{run_dir}": {done_text}. Delete its DONE and raise train.steps to train on, or choose another.'
     yield from _in_use(run_dir)
 
 
 def _in_use(run_dir: Path) -> Iterator[str]:
-    """Jobs that wait or run for the same folder: those submitted for it, and the one that its fence names."""
+    """Yield a sentence for each job that waits or runs for the same folder: submitted for it, or named by its fence."""
     jobs = dict.fromkeys([entry.job for entry in records.submissions(run_dir)])
     if writer := records.writing_job(run_dir):
         jobs[writer] = None
@@ -102,21 +105,21 @@ def _in_use(run_dir: Path) -> Iterator[str]:
             )
 
 
-def _missing_inputs(config: RunConfig, container: ContainerConfig, leave: Leave) -> Iterator[str]:
+def _missing_inputs(config: RunConfig, container: ContainerConfig, allowances: Allowances) -> Iterator[str]:
     for name, path, what in inputs_of(config):
         whole = path.absolute()
-        if path.exists() or not leave.promised.isdisjoint((whole, *whole.parents)):
+        if path.exists() or not allowances.promised.isdisjoint((whole, *whole.parents)):
             if container.kind != "none" and not _is_mounted(whole, container.mounts, config):
                 yield (
-                    f"{name}: {whole} is outside of what the container sees. Add it to container.mounts, as "
+                    f"{name}: {whole} is outside the mounts of the container. Add it to container.mounts, as "
                     f'"{whole.parent}:{whole.parent}".'
                 )
         else:
-            yield f"{name} names {what} {path}, which is not there. Make it, or correct the path."
+            yield f"{name} names {what} {path}, which does not exist. Make it, or correct the path."
 
 
 def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
-    """The field, the path, and what it should be, of everything that a run reads."""
+    """Yield field, path and kind of everything that a run reads."""
     if config.checkpoint.load:
         yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
     data = getattr(config, "data", None)
@@ -132,7 +135,7 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
 
 
 def _files(data: object) -> Iterator[tuple[str, str]]:
-    """The splits of a dataset, and every file of each."""
+    """Yield split and path of every file of a dataset."""
     if isinstance(data, DataConfig):
         for split in ("train", "valid", "test"):
             for prefix in getattr(data, split):
@@ -152,7 +155,7 @@ def _prompt_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
 
 
 def _is_mounted(path: Path, mounts: Sequence[str], config: RunConfig) -> bool:
-    """Whether the container has `path` under its own name; it also has the working and the run's folder."""
+    """Return whether the container has `path` under the same name; it also has the working and the run's folder."""
     seen = [Path.cwd(), Path(config.run_dir).absolute()]
     for mount in mounts:
         source, _, rest = mount.partition(":")
@@ -170,11 +173,11 @@ def _too_large(memory: Memory, cluster: ClusterConfig) -> list[str]:
         f"the estimate is {memory.describe()}, but a GPU of {cluster.name} has {room:.0f} GiB for it "
         f"(node.gpu_memory_gib={node.gpu_memory_gib:g} - reserved_gib={node.reserved_gib:g}). Use more nodes (the "
         "optimizer is cut over data-parallel ranks), more mesh.ep, pp or tp, platform.recompute, a smaller "
-        "train.micro_batch, or start it all the same (--force)."
+        "train.micro_batch, or submit it nevertheless (--force)."
     ]
 
 
-def _told(memory: Memory, cluster: ClusterConfig) -> str:
+def _memory_line(memory: Memory, cluster: ClusterConfig) -> str:
     of = f" of {cluster.node.gpu_memory_gib:g}" if cluster.node.gpus else ""
     return f"memory, estimated: {memory.describe()}{of}"
 
@@ -184,12 +187,12 @@ def _layout(config: RunConfig, nodes: int, per_node: int) -> str:
     world = nodes * per_node
     dp = world // mesh.model_parallel
     sizes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": dp}
-    told = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
     if config.model.is_moe:
         copies = world // (mesh.etp * mesh.ep * mesh.pp)
-        told += f"; experts: ep {mesh.ep}{f' x etp {mesh.etp}' if mesh.etp > 1 else ''}, {copies} copies"
+        layout += f"; experts: ep {mesh.ep}{f' x etp {mesh.etp}' if mesh.etp > 1 else ''}, {copies} copies"
     batch = f"batch of {train.global_batch} = {dp} data-parallel ranks x micro-batch {train.micro_batch} x "
     batch += str(train.global_batch // (train.micro_batch * dp))
     if isinstance(config, RlRunConfig):
-        batch = f"{config.rollout_size} completions a rollout, {train.global_batch} an update, {dp} data-parallel ranks"
-    return f"{nodes} x {per_node} = {world} ranks: {told}; {batch}"
+        batch = f"{config.rollout_size} completions per rollout, {train.global_batch} per update, dp {dp}"
+    return f"{nodes} x {per_node} = {world} ranks: {layout}; {batch}"

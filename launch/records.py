@@ -1,4 +1,4 @@
-"""What a launch leaves in a run's folder, and what a run says there of itself.
+"""Files that a launch leaves in a run's folder, and those of a run that its job reads.
 
 launch/<n>/     job.sbatch, config.toml, cluster.toml, commit.txt, code/ (code.patch), submission.json: see `Submission`
 """
@@ -22,35 +22,35 @@ class Submission:
     """One job that was submitted for a run."""
 
     job: str
-    """Slurm's id."""
+    """Id of the job in Slurm."""
     program: str
     name: str
     cluster: str
     nodes: int
     ranks_per_node: int
     time: str
-    """When, ISO 8601."""
+    """Time of the submission, ISO 8601."""
     code: str
-    """Commit or version."""
+    """Commit of the code, or version of the installed package."""
     array: str = ""
     dependency: str = ""
 
 
 def next_folder(run_dir: Path) -> Path:
-    """Where the next launch of a run is kept; it is not made."""
+    """Return the folder of the next launch of a run, which is not created."""
     folder = run_dir / FOLDER
     numbers = [int(path.name) for path in _listed(folder) if path.name.isdecimal()]
     return folder / str(max(numbers, default=-1) + 1)
 
 
 def record(folder: Path, submission: Submission) -> None:
-    """Keep the submission in its launch's folder."""
+    """Write the submission to the folder of its launch."""
     text = json.dumps(asdict(submission), indent=1) + "\n"
     write_atomically(folder / RECORD, text)
 
 
 def submissions(run_dir: Path) -> list[Submission]:
-    """Those of a run, the oldest first; what cannot be read is left out."""
+    """Return the submissions of a run, the oldest first; what cannot be read is left out."""
     folders = [path for path in _listed(run_dir / FOLDER) if path.name.isdecimal()]
     read = (_read(path / RECORD) for path in sorted(folders, key=lambda path: int(path.name)))
     known = {field.name for field in fields(Submission)}
@@ -58,12 +58,12 @@ def submissions(run_dir: Path) -> list[Submission]:
 
 
 def writing_job(run_dir: Path) -> str:
-    """The job that the fence names as the one that writes to the run; empty: none, or no job of Slurm."""
+    """Return the job that the fence names as the writer of the run; empty for none, and for no job of Slurm."""
     return str(_read(run_dir / "writer.json").get("job", ""))
 
 
 def last_step(run_dir: Path) -> int | None:
-    """Of the newest complete checkpoint."""
+    """Return the step of the newest complete checkpoint."""
     steps = [
         int(path.name.removeprefix("iter_"))
         for path in _listed(run_dir / "checkpoints")
@@ -73,7 +73,7 @@ def last_step(run_dir: Path) -> int | None:
 
 
 def done(run_dir: Path) -> str:
-    """What DONE says; empty: the run is not done."""
+    """Return the text of DONE; empty while the run is not done."""
     try:
         return (run_dir / "DONE").read_text(encoding="utf-8").strip()
     except OSError:
@@ -81,7 +81,7 @@ def done(run_dir: Path) -> str:
 
 
 def tail(path: Path, num_bytes: int) -> Iterator[dict[str, object]]:
-    """The records of the last `num_bytes` of a file of JSON lines, the newest first."""
+    """Yield the records in the last `num_bytes` of a file of JSON lines, the newest first."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

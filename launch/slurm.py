@@ -1,4 +1,4 @@
-"""The one door to Slurm's commands. Their plain text is read: what `--json` writes differs between versions."""
+"""The only file that runs Slurm's commands. It parses their plain text: what `--json` writes differs by version."""
 
 import shutil
 import subprocess
@@ -28,39 +28,39 @@ ALIVE = {
 
 
 class SlurmError(McoreRlError):
-    """A command of Slurm that is missing, refused, or does not answer."""
+    """A command of Slurm is missing, was refused, or does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuedJob:
-    """What Slurm tells of a job."""
+    """State of a job in Slurm."""
 
     job: str
     state: str
-    """As RUNNING, PENDING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL."""
+    """State in Slurm's words: RUNNING, PENDING, COMPLETED, FAILED, CANCELLED, TIMEOUT, NODE_FAIL."""
     reason: str = ""
-    """Why it waits, or which status it ended with."""
+    """Reason for which it waits, or status with which it ended."""
     nodes: str = ""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the job waits or runs."""
         return self.state in ALIVE
 
 
 def has(command: str) -> bool:
-    """Whether the command can be found."""
+    """Return whether the command is on the PATH."""
     return shutil.which(command) is not None
 
 
-def submit(words: Sequence[str]) -> str:
-    """The id of the job that `sbatch *words` makes."""
-    answer = _ask(["sbatch", "--parsable", *words])
+def submit(arguments: Sequence[str]) -> str:
+    """Submit a job with `sbatch *arguments` and return its id."""
+    answer = _ask(["sbatch", "--parsable", *arguments])
     return answer.strip().splitlines()[-1].partition(";")[0]  # id[;cluster]
 
 
 def would_start(script: str) -> str:
-    """What the controller says to a job script, without taking it: when and where it would start."""
+    """Return the controller's answer to a job script that is not submitted: when and where it would start."""
     command = ["sbatch", "--test-only"]
     return " ".join(_run(command, script).stderr.split())
 
@@ -71,7 +71,7 @@ def cancel(job: str) -> None:
 
 
 def in_queue(jobs: Sequence[str]) -> dict[str, QueuedJob]:
-    """The jobs among `jobs` that wait or run, by id; of an array also its elements that Slurm lists, as 12_3."""
+    """Return the jobs among `jobs` that wait or run, by id; also elements of arrays that Slurm lists, as 12_3."""
     if not jobs:
         return {}
     layout = SEPARATOR.join(("%F", "%K", "%T", "%r", "%N"))
@@ -86,20 +86,20 @@ def in_queue(jobs: Sequence[str]) -> dict[str, QueuedJob]:
     for line in answer.splitlines():
         job, element, state, reason, nodes = (line.split(SEPARATOR) + [""] * 5)[:5]
         for key in (job, f"{job}_{element}"):
-            # Of an array or a heterogeneous job as a whole: it runs when a part of it does.
+            # An array or a heterogeneous job as a whole runs when a part of it does.
             if key not in found or state == "RUNNING":
-                told = reason if state == "PENDING" else ""
-                found[key] = QueuedJob(job=key, state=state, reason=told, nodes=nodes)
+                why = reason if state == "PENDING" else ""
+                found[key] = QueuedJob(job=key, state=state, reason=why, nodes=nodes)
     return found
 
 
 def ended(job: str) -> QueuedJob | None:
-    """What is remembered of a job that is not in the queue: by accounting, else by the controller for some minutes."""
-    return _of_accounting(job) or _of_controller(job)
+    """Return the state of a job that has left the queue, from accounting, else from the controller for some minutes."""
+    return _from_accounting(job) or _from_controller(job)
 
 
-def _of_accounting(job: str) -> QueuedJob | None:
-    """The last of the job's starts; None without accounting."""
+def _from_accounting(job: str) -> QueuedJob | None:
+    """Return the job's last start; None without accounting."""
     if not has("sacct"):
         return None
     fields = "JobID,State,ExitCode,NodeList"
@@ -121,7 +121,8 @@ def _of_accounting(job: str) -> QueuedJob | None:
     )
 
 
-def _of_controller(job: str) -> QueuedJob | None:
+def _from_controller(job: str) -> QueuedJob | None:
+    """Return the job as the controller remembers it; None when it has forgotten it."""
     try:
         answer = _ask(["scontrol", "--oneliner", "show", "job", job])
     except SlurmError:
@@ -136,7 +137,7 @@ def _of_controller(job: str) -> QueuedJob | None:
 
 
 def _status(text: str) -> str:
-    """Slurm's `status:signal` in words; nothing for 0:0."""
+    """Return Slurm's `status:signal` as text; empty for 0:0."""
     status, _, number = text.partition(":")
     if number not in ("", "0"):
         return f"signal {number}"
@@ -144,12 +145,12 @@ def _status(text: str) -> str:
 
 
 def _ask(command: Sequence[str]) -> str:
-    """What the command writes."""
+    """Return the standard output of a command."""
     return _run(command).stdout
 
 
 def _run(command: Sequence[str], text: str | None = None) -> "subprocess.CompletedProcess[str]":
-    """The command has succeeded; SlurmError with its own words when not. `text` is its standard input."""
+    """Run a command with `text` as its standard input; SlurmError with its own message when it fails."""
     if not has(command[0]):
         raise SlurmError(
             f"{command[0]} is not on the PATH: this machine has no Slurm, or its module is not loaded."
@@ -168,6 +169,6 @@ def _run(command: Sequence[str], text: str | None = None) -> "subprocess.Complet
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} has not answered for {TIMEOUT_S} s. Try again later.") from None
     if done.returncode:
-        told = " ".join(done.stderr.split()) or f"status {done.returncode}"
-        raise SlurmError(f"{command[0]} refused: {told}")
+        message = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise SlurmError(f"{command[0]} refused: {message}")
     return done

@@ -1,4 +1,4 @@
-"""`mcore-rl launch`: check, write the job's folder, submit."""
+"""`mcore-rl launch`: check a job, write its folder, submit it."""
 
 import argparse
 import shutil
@@ -12,8 +12,8 @@ from launch import slurm
 from launch.arguments import PIPELINE
 from launch.code_copy import Code, copy_code, refuse_changes, this_code
 from launch.job import render
-from launch.planning import Plan, Wishes, plan_conversion, plan_training
-from launch.preflight import Leave
+from launch.planning import JobOptions, PlannedJob, plan_conversion, plan_training
+from launch.preflight import Allowances
 from launch.records import SCRIPT, Submission, record
 from mcore_rl.checks.cluster import check_cluster
 from mcore_rl.checks.programs import PROGRAMS
@@ -23,16 +23,20 @@ from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingSt
 from mcore_rl.errors import ConfigError, McoreRlError
 
 OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}
-"""Names of config files that are not their program's."""
+"""First word of a config file's name -> its program, where the two differ."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Submit what the arguments say, or show it: exit status 0; 2 when it cannot be."""
+    """Submit the jobs, or show them with --dry-run.
+
+    Returns:
+        The exit status 0; errors of the user are raised.
+    """
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
     plans = list(_plans(args, cluster))
     for plan in plans:
-        _tell(plan)
+        _report(plan)
     code = this_code()
     if args.dry_run:
         return _show(plans, code)
@@ -41,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     if not slurm.has("sbatch"):
         _show_scripts(plans)
         raise slurm.SlurmError(
-            "sbatch is not on the PATH, so nothing was submitted and nothing written; above is what would have been. "
+            "sbatch is not on the PATH, so nothing was submitted and nothing written; above is the script. "
             "Load Slurm's module, or launch on a login node."
         )
     _submit_all(plans, code)
@@ -49,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def program_of(path: Path, chosen: str | None) -> str:
-    """The program that reads a config file: the one chosen, or the first word of the file's name."""
+    """Return the program that reads a config: the chosen one, or the first word of the file's name."""
     if chosen:
         return chosen
     word = path.name.replace("_", ".").replace("-", ".").partition(".")[0]
@@ -57,87 +61,89 @@ def program_of(path: Path, chosen: str | None) -> str:
     if word in PROGRAMS or word == PIPELINE:
         return word
     raise ConfigError(
-        f"{path.name} does not begin with the name of a program. Say which reads it: --program "
+        f"{path.name} does not begin with the name of a program. Choose the one that reads it: --program "
         f"{', '.join([*PROGRAMS, PIPELINE])}."
     )
 
 
-def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Plan]:
+def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[PlannedJob]:
     program = program_of(args.config, args.program)
-    wishes = Wishes(**{wish.name: getattr(args, wish.name) for wish in fields(Wishes)})
-    leave = Leave(
+    options = JobOptions(**{option.name: getattr(args, option.name) for option in fields(JobOptions)})
+    allowances = Allowances(
         force=args.force,
         tp_across_nodes=args.allow_tp_across_nodes,
         absent=bool(args.dependency) or args.dry_run,
     )
     if program == PIPELINE:
         pipeline = load_config(PipelineConfig, args.config, args.overrides)
-        yield from _pipeline(pipeline, args, cluster, wishes, leave)
+        yield from _pipeline(pipeline, args, cluster, options, allowances)
         return
     if not args.nodes:
-        raise ConfigError("How many nodes? Say --nodes N.")
+        raise ConfigError("The number of nodes is missing. Give --nodes N.")
     config = load_config(PROGRAMS[program].config, args.config, args.overrides)
-    yield plan_training(program, config, cluster, args.nodes, wishes=wishes, leave=leave)
+    yield plan_training(program, config, cluster, args.nodes, options=options, allowances=allowances)
 
 
 def _pipeline(
     pipeline: PipelineConfig,
     args: argparse.Namespace,
     cluster: ClusterConfig,
-    wishes: Wishes,
-    leave: Leave,
-) -> Iterator[Plan]:
-    """A plan for each stage, waiting for the stage before by that one's name in the place of its job."""
-    refused = [name for name in ("array", "servers") if getattr(wishes, name)]
+    options: JobOptions,
+    allowances: Allowances,
+) -> Iterator[PlannedJob]:
+    """Yield the job of each stage; its dependency names the stage before, whose job id is not known yet."""
+    refused = [name for name in ("array", "servers") if getattr(options, name)]
     if args.nodes or refused:
         option = "nodes" if args.nodes else refused[0]
         raise ConfigError(
-            f"--{option} is of one job, and a pipeline has several. Set it in the pipeline's stages."
+            f"--{option} applies to one job, and a pipeline has several. Set it in the pipeline's stages."
         )
     stages = list(pipeline.stages)
     if not stages:
         raise ConfigError(f"{args.config} has no stage. Give one, as pretrain.config.")
     before = ""
     for name, stage in stages:
-        own = replace(
-            wishes,
-            name=f"{wishes.name or pipeline.name}-{name}",
-            time=stage.time or wishes.time,
-            dependency=f"afterok:{before}" if before else wishes.dependency,
+        stage_options = replace(
+            options,
+            name=f"{options.name or pipeline.name}-{name}",
+            time=stage.time or options.time,
+            dependency=f"afterok:{before}" if before else options.dependency,
         )
         if isinstance(stage, ConversionStage):
             folder = Path(pipeline.run_dir) / name
-            yield plan_conversion(stage, folder, cluster, wishes=own, leave=leave)
-            made = {Path(word).absolute() for word in stage.arguments}
+            yield plan_conversion(stage, folder, cluster, options=stage_options, allowances=allowances)
+            outputs = {Path(word).absolute() for word in stage.arguments}
         else:
-            plan = _stage(name, stage, cluster, own, leave)
-            made = {Path(plan.job.run_dir)}
-            if made & leave.promised:
+            plan = _stage(name, stage, cluster, stage_options, allowances)
+            outputs = {Path(plan.job.run_dir)}
+            if outputs & allowances.promised:
                 raise ConfigError(
-                    f'{name}: run_dir="{plan.job.run_dir}" is that of a stage before. Give each its own, as '
+                    f'{name}: run_dir="{plan.job.run_dir}" is that of an earlier stage too. Give each its own, as '
                     f'{name}.fields = ["run_dir=runs/{name}"].'
                 )
             yield plan
-        leave = replace(leave, promised=leave.promised | made)
+        allowances = replace(allowances, promised=allowances.promised | outputs)
         before = name
 
 
-def _stage(name: str, stage: TrainingStage, cluster: ClusterConfig, wishes: Wishes, leave: Leave) -> Plan:
+def _stage(
+    name: str, stage: TrainingStage, cluster: ClusterConfig, options: JobOptions, allowances: Allowances
+) -> PlannedJob:
     assert stage.config is not None, "a pipeline yields the stages that have one"
     config = load_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
-    return plan_training(name, config, cluster, stage.nodes, wishes=wishes, leave=leave)
+    return plan_training(name, config, cluster, stage.nodes, options=options, allowances=allowances)
 
 
-def _tell(plan: Plan) -> None:
-    """On standard error, so that a script on standard output stays one."""
+def _report(plan: PlannedJob) -> None:
+    """Print on standard error, so that standard output is only the script."""
     for line in plan.checked.lines:
         sys.stderr.write(f"{plan.job.name}: {line}\n")
     for warning in plan.checked.warnings:
         sys.stderr.write(f"{plan.job.name}: warning: {warning}\n")
 
 
-def _show(plans: Sequence[Plan], code: Code) -> int:
-    """A dry run: the scripts, and what Slurm says to the first, for which nobody has to wait."""
+def _show(plans: Sequence[PlannedJob], code: Code) -> int:
+    """Show the scripts, and Slurm's answer to the first one, which has no dependency on another stage."""
     _show_scripts(plans)
     if code.changed:
         sys.stderr.write(
@@ -150,11 +156,11 @@ def _show(plans: Sequence[Plan], code: Code) -> int:
     return 0
 
 
-def _show_scripts(plans: Iterable[Plan]) -> None:
+def _show_scripts(plans: Iterable[PlannedJob]) -> None:
     sys.stdout.write("\n".join(render(plan.job) for plan in plans))
 
 
-def _submit_all(plans: Sequence[Plan], code: Code) -> None:
+def _submit_all(plans: Sequence[PlannedJob], code: Code) -> None:
     """Each waits for the one before. When one is not taken, those that were are cancelled."""
     jobs: list[str] = []
     for index, plan in enumerate(plans):
@@ -171,8 +177,8 @@ def _submit_all(plans: Sequence[Plan], code: Code) -> None:
         sys.stderr.write(f"{job.name}: job {jobs[-1]}{waits}; {plan.folder / SCRIPT}\n")
 
 
-def _submit(plan: Plan, code: Code) -> str:
-    """The job's id. A job that Slurm refuses leaves no folder."""
+def _submit(plan: PlannedJob, code: Code) -> str:
+    """Submit a job and return its id. A job that Slurm refuses leaves no folder."""
     try:
         (Path(plan.job.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
         plan.folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`mcore-rl report`: one HTML page about runs."""
+"""`mcore-rl report`: write one HTML page about runs."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from mcore_rl.report.page import write_report
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write it and say where it is and what it warns of; `args` as `mcore-rl report` declares them."""
+    """Write the page and print its path and the number of warnings; `args` as `mcore-rl report` declares them."""
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         found = write_report(args.runs, args.output)
@@ -18,9 +18,9 @@ def main(args: argparse.Namespace) -> int:
             f"--output {args.output} cannot be written: {error.strerror}. Choose another."
         ) from None
     levels = Counter(notice.level for notice in found)
-    told = ", ".join(f"{number} {level}{'s' * (number > 1)}" for level, number in levels.items())
+    counts = "".join(f"; {number} {level}{'s' * (number > 1)}" for level, number in levels.items())
     size_kib = args.output.stat().st_size / 1024
     sys.stdout.write(
-        f"{args.output}: {len(args.runs)} run{'s' * (len(args.runs) > 1)}, {size_kib:.0f} KiB{told and f'; {told}'}\n"
+        f"{args.output}: {len(args.runs)} run{'s' * (len(args.runs) > 1)}, {size_kib:.0f} KiB{counts}\n"
     )
     return 0

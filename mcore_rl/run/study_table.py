@@ -1,4 +1,4 @@
-"""What the runs of a study came to, as one table that grows with arms and seeds."""
+"""Results of the runs of a study as one table, with a row for each arm."""
 
 import json
 import math
@@ -14,7 +14,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def mean_of(*names: str) -> Callable[[Records], float]:
-    """Mean over the records that have them, of the sum of these metrics; nan: none has."""
+    """Return a column: the mean, over records that have these metrics, of their sum; nan when no record has them."""
 
     def column(records: Records) -> float:
         sums = [sum(record[name] for name in names) for record in records if all(n in record for n in names)]
@@ -24,7 +24,7 @@ def mean_of(*names: str) -> Callable[[Records], float]:
 
 
 def last_of(name: str) -> Callable[[Records], float]:
-    """The last value of a metric."""
+    """Return a column: the last value of a metric, nan when no record has it."""
 
     def column(records: Records) -> float:
         return next((record[name] for record in reversed(records) if name in record), math.nan)
@@ -46,18 +46,18 @@ COLUMNS: dict[str, Callable[[Records], float]] = {
     "rollout s": mean_of("rl/step_s"),
     "routes MiB": lambda records: mean_of("routes/cached_bytes")(records) / 2**20,
 }
-"""Of a run's metrics.jsonl: the last evaluation, means over all updates or all rollout batches, and costs."""
+"""Column -> its value from a run's metrics.jsonl: last evaluation, means over updates or rollout batches, costs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One arm: the numbers of each of its seeds."""
+class StudyRow:
+    """One arm with the numbers of each of its seeds."""
 
     arm: str
     seeds: Mapping[int, Mapping[str, float]]
 
-    def told(self, column: str) -> str:
-        """Mean over the seeds, with the standard deviation where there are several."""
+    def cell(self, column: str) -> str:
+        """Return the mean over the seeds as text, with the standard deviation when there are several."""
         values = [numbers[column] for numbers in self.seeds.values() if not math.isnan(numbers[column])]
         if not values:
             return "-"
@@ -65,24 +65,24 @@ class Row:
         return f"{fmean(values):.4g}{spread}"
 
 
-def row_of(arm: str, folders: Mapping[int, Path]) -> Row:
-    """The numbers of an arm from the run folder of each seed."""
-    return Row(arm, {seed: numbers_of(folder) for seed, folder in folders.items()})
+def row_of(arm: str, folders: Mapping[int, Path]) -> StudyRow:
+    """Return the row of an arm from the run folder of each seed."""
+    return StudyRow(arm, {seed: numbers_of(folder) for seed, folder in folders.items()})
 
 
 def numbers_of(folder: Path) -> dict[str, float]:
-    """Each column of one run."""
+    """Return every column of one run."""
     records = list(read_records(folder / FILE_NAME))
     return {name: column(records) for name, column in COLUMNS.items()}
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    """A row an arm."""
+def as_markdown(rows: Sequence[StudyRow]) -> str:
+    """Return the table in Markdown."""
     lines = ["| arm | " + " | ".join(COLUMNS) + " |", "|---|" + "--:|" * len(COLUMNS)]
-    lines += ["| " + " | ".join([row.arm, *map(row.told, COLUMNS)]) + " |" for row in rows]
+    lines += ["| " + " | ".join([row.arm, *map(row.cell, COLUMNS)]) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def as_json(rows: Sequence[Row]) -> str:
-    """Every seed's numbers, to go on from."""
+def as_json(rows: Sequence[StudyRow]) -> str:
+    """Return the numbers of every seed in JSON, for further use."""
     return json.dumps({row.arm: row.seeds for row in rows}, indent=1) + "\n"

@@ -66,7 +66,7 @@ def test_a_heterogeneous_job_tells_the_program_its_servers_and_ends_them_with_it
         nodes=2,
         command=f"exec {cluster.python} -m http.server 8123",
         sbatch=("--time=30",),
-        program_words=(f"data.cache_dir={cluster.shared}/cache_of_{{hosts}}",),
+        program_arguments=(f"data.cache_dir={cluster.shared}/cache_of_{{hosts}}",),
     )
     script: JobScript = job(cluster, "servers", "train.steps=4", **ONE_RANK, components=(server,))
     id_ = submit(cluster, script)

@@ -94,7 +94,7 @@ def job(cluster: Cluster, name: str, *overrides: str, **fields: Any) -> JobScrip
         "name": name,
         "program": "pretrain",
         "module": "mcore_rl.run.pretrain",
-        "words": (str(cluster.shared / "data/pretrain.toml"), *overrides),
+        "arguments": (str(cluster.shared / "data/pretrain.toml"), *overrides),
         "run_dir": str(cluster.shared / name),
         "work_dir": str(cluster.shared),
         "code_dir": str(cluster.code),

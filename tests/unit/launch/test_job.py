@@ -12,7 +12,7 @@ JOB = {
     "name": "moe",
     "program": "pretrain",
     "module": "mcore_rl.run.pretrain",
-    "words": ("config.toml", "data.train=['a b']"),
+    "arguments": ("config.toml", "data.train=['a b']"),
     "run_dir": "/runs/moe",
     "work_dir": "/home",
 }

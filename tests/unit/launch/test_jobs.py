@@ -58,7 +58,7 @@ def run(home):
     return Run(home / "runs/a")
 
 
-def told(capsys, *words):
+def listed(capsys, *words):
     """By run: the cells of its line, by column."""
     assert main(["jobs", *map(str, words)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -74,7 +74,7 @@ def told(capsys, *words):
     return {row["run"].rpartition("/")[2]: row for row in cells}
 
 
-def test_a_running_job_is_told_with_step_speed_checkpoint_and_how_the_attempt_before_ended(
+def test_a_running_job_is_listed_with_step_speed_checkpoint_and_how_the_attempt_before_ended(
     run, slurm, capsys
 ):
     slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
@@ -84,15 +84,15 @@ def test_a_running_job_is_told_with_step_speed_checkpoint_and_how_the_attempt_be
     run.metrics({"step": 12, "train/tokens_per_s_per_rank": 4321.5}, {"step": 13, "event": "saved"})
     run.checkpoint(10)
     run.checkpoint(13, complete=False)
-    row = told(capsys)["a"]
+    row = listed(capsys)["a"]
     assert (row["job"], row["state"], row["attempts"], row["nodes"]) == ("12", "RUNNING", "2", "n[1-2]")
     assert (row["step"], row["tokens/s/rank"], row["checkpoint"]) == ("13", "4,322", "10")
     assert row["why"] == "before: hang at step 10" and row["age"].endswith(" s")
 
 
-def test_a_waiting_job_is_told_with_its_reason(run, slurm, capsys):
+def test_a_waiting_job_is_listed_with_its_reason(run, slurm, capsys):
     slurm.says("squeue", "12|N/A|PENDING|Resources|\n")
-    row = told(capsys, "runs/a")["a"]
+    row = listed(capsys, "runs/a")["a"]
     assert (row["state"], row["why"], row["step"], row["age"]) == ("PENDING", "Resources", "-", "-")
 
 
@@ -107,48 +107,48 @@ def test_a_waiting_job_is_told_with_its_reason(run, slurm, capsys):
 )
 def test_of_an_ended_job_accounting_is_asked(run, slurm, capsys, sacct, state, why):
     slurm.says("sacct", sacct)
-    row = told(capsys)["a"]
+    row = listed(capsys)["a"]
     assert (row["state"], row.get("why", "")) == (state, why)
 
 
 def test_without_accounting_the_controller_is_asked(run, slurm, capsys):
     slurm.fails("sacct", "Slurm accounting storage is disabled")
     slurm.says("scontrol", "JobId=12 JobName=a JobState=FAILED Restarts=1 ExitCode=11:0 NodeList=n[1-2]\n")
-    row = told(capsys)["a"]
+    row = listed(capsys)["a"]
     assert (row["state"], row["why"], row["nodes"]) == ("FAILED", "status 11", "n[1-2]")
 
 
-def test_why_it_ended_is_told_in_the_words_of_its_exit_status(run, slurm, capsys):
+def test_the_reason_of_the_end_is_the_meaning_of_its_exit_status(run, slurm, capsys):
     run.attempt("start")
     run.attempt("end", why="crash", then=str(STATUS["crash_loop"]), status=1)
-    assert told(capsys)["a"]["why"].startswith("crash: gave up: attempts without a new checkpoint")
+    assert listed(capsys)["a"]["why"].startswith("crash: gave up: attempts without a new checkpoint")
 
 
-def test_an_attempt_that_said_nothing_more_is_told(run, slurm, capsys):
+def test_an_attempt_that_ended_without_a_record_is_reported(run, slurm, capsys):
     run.attempt("start")
-    assert "its last attempt said nothing more" in told(capsys)["a"]["why"]
+    assert "its last attempt ended without a record" in listed(capsys)["a"]["why"]
 
 
-def test_the_end_of_an_orphan_says_nothing_of_the_attempt_that_goes_on(run, slurm, capsys):
+def test_the_end_of_an_orphan_is_not_that_of_the_attempt_that_runs(run, slurm, capsys):
     slurm.says("squeue", "12|N/A|RUNNING||n3\n")
     run.attempt("start")
     run.attempt("start", 1)
     run.attempt("end", why="crash", then="orphan", step=10)
-    row = told(capsys)["a"]
+    row = listed(capsys)["a"]
     assert (row["attempts"], row.get("why", "")) == ("2", "")
 
 
-def test_an_attempt_that_slurm_ended_is_told_so(run, slurm, capsys):
+def test_an_attempt_that_slurm_ended_is_listed_as_such(run, slurm, capsys):
     slurm.says("sacct", "12|CANCELLED by 7|0:15|n1\n")
     run.attempt("start")
     run.attempt("end", why="crash", then="orphan")
-    assert told(capsys)["a"]["why"].startswith("signal 15 by its user; crash: cancelled, or ended by Slurm")
+    assert listed(capsys)["a"]["why"].startswith("signal 15 by its user; crash: cancelled, or ended by Slurm")
 
 
-def test_a_run_that_is_done_is_told_so_whatever_slurm_remembers(run, slurm, capsys):
+def test_a_run_that_is_done_is_listed_as_done_whatever_slurm_remembers(run, slurm, capsys):
     slurm.says("sacct", "12|COMPLETED|0:0|n1\n")
     (run.path / "DONE").write_text("all 300 steps are done since yesterday\n")
-    row = told(capsys)["a"]
+    row = listed(capsys)["a"]
     assert (row["state"], row["why"]) == ("DONE", "all 300 steps are done since yesterday")
 
 
@@ -156,7 +156,7 @@ def test_attempts_of_earlier_jobs_of_the_run_are_not_counted(run, slurm, capsys)
     run.attempt("start", job="11")
     run.attempt("end", job="11", why="crash", then="11")
     run.attempt("start")
-    assert told(capsys)["a"]["attempts"] == "1"
+    assert listed(capsys)["a"]["attempts"] == "1"
 
 
 def test_the_elements_of_an_array_have_a_line_each(home, slurm, capsys):
@@ -164,32 +164,32 @@ def test_the_elements_of_an_array_have_a_line_each(home, slurm, capsys):
     run.attempt("start", element="0", job="13")
     run.attempt("start", element="1", job="12")
     slurm.says("squeue", "12|0|RUNNING||n1\n12|1|PENDING|Priority|\n")
-    rows = told(capsys)
+    rows = listed(capsys)
     assert [(rows[name]["job"], rows[name]["state"]) for name in "01"] == [
         ("12_0", "RUNNING"),
         ("12_1", "PENDING"),
     ]
 
 
-def test_without_slurm_the_folders_are_told(run, slurm, capsys):
+def test_without_slurm_the_folders_are_read(run, slurm, capsys):
     slurm.lacks("squeue", "sacct", "scontrol")
     run.metrics({"step": 3})
-    row = told(capsys)["a"]
+    row = listed(capsys)["a"]
     assert (row["state"], row["step"]) == ("ended", "3")
 
 
-def test_torn_and_long_lines_of_metrics_are_no_hindrance(run, slurm, capsys):
+def test_torn_and_long_lines_of_metrics_are_skipped(run, slurm, capsys):
     run.metrics(
         {"step": 1, "train/tokens_per_s_per_rank": 5.0}, {"step": 2, "moe/expert_load": [[1] * 1000] * 500}
     )
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "train')
-    assert told(capsys)["a"]["step"] == "-"  # the last megabyte holds no whole line
+    assert listed(capsys)["a"]["step"] == "-"  # the last megabyte holds no whole line
     run.metrics({}, {"step": 4, "train/tokens_per_s_per_rank": 6.0})
-    assert (row := told(capsys)["a"])["step"] == "4" and row["tokens/s/rank"] == "6"
+    assert (row := listed(capsys)["a"])["step"] == "4" and row["tokens/s/rank"] == "6"
 
 
-def test_a_folder_without_runs_is_told(home, slurm, capsys):
+def test_a_folder_without_runs_is_an_error(home, slurm, capsys):
     assert main(["jobs", "runs"]) == 2
     assert "runs: no run in it was launched" in capsys.readouterr().err
 

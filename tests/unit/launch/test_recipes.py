@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from launch.preflight import Leave, check_training, inputs_of
+from launch.preflight import Allowances, check_training, inputs_of
 from launch.submit import program_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
@@ -43,7 +43,7 @@ def load(path):
 def test_every_recipe_passes_the_preflight_on_the_nodes_that_it_names(path, home):
     program, config = load(path)
     promised = frozenset(file.absolute() for _, file, _ in inputs_of(config))
-    checked = check_training(program, config, H100, documented_nodes(path), Leave(promised=promised))
+    checked = check_training(program, config, H100, documented_nodes(path), Allowances(promised=promised))
     assert all("over the network" in warning for warning in checked.warnings)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from launch.job import render
-from launch.planning import Wishes, plan_conversion, plan_training
-from launch.preflight import Leave
+from launch.planning import JobOptions, plan_conversion, plan_training
+from launch.preflight import Allowances
 from launch.submit import program_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
@@ -23,7 +23,7 @@ from tests.unit.launch.conftest import ROOT
 GOLDEN = ROOT / "tests/golden/launch"
 RENEW = bool(os.environ.get("RENEW_GOLDEN"))
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
-ALL = Wishes(
+ALL = JobOptions(
     array="0-3%2",
     dependency="afterok:17",
     exclude="n[1-2]",
@@ -32,14 +32,14 @@ ALL = Wishes(
     qos="high",
     time="8:00:00",
 )
-SERVERS = Wishes(servers=2, server_command="serve --port 8000")
+SERVERS = JobOptions(servers=2, server_command="serve --port 8000")
 CASES = {
-    "h100_pretrain": ("example_h100", "qwen3_30b_a3b/pretrain.toml", 16, Wishes()),
-    "a100_sft": ("example_a100_apptainer", "qwen3_30b_a3b/sft.toml", 8, Wishes()),
-    "venv_grpo": ("example_venv", "qwen3_235b_a22b/grpo_r2.toml", 16, Wishes()),
+    "h100_pretrain": ("example_h100", "qwen3_30b_a3b/pretrain.toml", 16, JobOptions()),
+    "a100_sft": ("example_a100_apptainer", "qwen3_30b_a3b/sft.toml", 8, JobOptions()),
+    "venv_grpo": ("example_venv", "qwen3_235b_a22b/grpo_r2.toml", 16, JobOptions()),
     "venv_array": ("example_venv", "qwen3_30b_a3b/gspo.toml", 4, ALL),
     "h100_servers": ("example_h100", "qwen3_30b_a3b/gspo.toml", 4, SERVERS),
-    "cpu_pretrain": ("example_cpu", "tiny_moe/pretrain.toml", 2, Wishes()),
+    "cpu_pretrain": ("example_cpu", "tiny_moe/pretrain.toml", 2, JobOptions()),
 }
 
 
@@ -48,17 +48,23 @@ def cluster_of(name):
 
 
 def script(case):
-    leave = Leave(absent=True)
+    allowances = Allowances(absent=True)
     if case == "h100_convert":
         stage = ConversionStage(arguments=("export", "runs/a b", "out/model", "--workers", "8"))
         plan = plan_conversion(
-            stage, Path("runs/pipeline"), cluster_of("example_h100"), wishes=Wishes(), leave=leave
+            stage,
+            Path("runs/pipeline"),
+            cluster_of("example_h100"),
+            options=JobOptions(),
+            allowances=allowances,
         )
         return render(plan.job)
-    cluster, recipe, nodes, wishes = CASES[case]
+    cluster, recipe, nodes, options = CASES[case]
     program = program_of(Path(recipe), None)
     config = load_config(PROGRAMS[program].config, ROOT / "launch/recipes" / recipe)
-    return render(plan_training(program, config, cluster_of(cluster), nodes, wishes=wishes, leave=leave).job)
+    return render(
+        plan_training(program, config, cluster_of(cluster), nodes, options=options, allowances=allowances).job
+    )
 
 
 @pytest.fixture(params=[*CASES, "h100_convert"])

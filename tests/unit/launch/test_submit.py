@@ -60,8 +60,8 @@ def test_a_dry_run_shows_the_script_where_data_and_container_are_not_there(home,
     assert launch("--dry-run", 'data.train=["gone"]', cluster=H100) == 0
     shown = capsys.readouterr()
     assert "#SBATCH --gpus-per-node=8" in shown.out
-    assert "warning: data.train names the file gone.bin, which is not there" in shown.err
-    assert 'warning: container.image="/shared/images/pytorch.sqsh" is not there' in shown.err
+    assert "warning: data.train names the file gone.bin, which does not exist" in shown.err
+    assert 'warning: container.image="/shared/images/pytorch.sqsh" does not exist' in shown.err
 
 
 def test_without_sbatch_the_script_is_shown_nothing_is_written_and_the_status_is_2(home, slurm, capsys):
@@ -120,8 +120,8 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--servers", "2"], "--servers 2 without --server-command"),
-        (["--server-command", "serve"], "without --servers N"),
+        (["--servers", "2"], "--servers 2 needs --server-command"),
+        (["--server-command", "serve"], "need --servers N"),
         (
             ["--servers", "1", "--server-command", "s", "--server-field", "log.wandb"],
             "Did you mean log.wandb_project?",
@@ -131,8 +131,11 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
         (["mesh.ep=3"], "is not a multiple of mesh.ep=3"),
         (["mesh.tpp=3"], "Did you mean mesh.tp?"),
         (["data.train=[]"], "data.train is empty"),
-        (['data.train=["data/gone"]'], "data.train names the file data/gone.bin, which is not there"),
-        (["checkpoint.load=runs/gone"], "checkpoint.load names the checkpoint runs/gone, which is not there"),
+        (['data.train=["data/gone"]'], "data.train names the file data/gone.bin, which does not exist"),
+        (
+            ["checkpoint.load=runs/gone"],
+            "checkpoint.load names the checkpoint runs/gone, which does not exist",
+        ),
         (["run_dir=/dev/null/x"], "cannot be written"),
         (["--time", "1:00"], "signal_s=120"),
     ],
@@ -180,7 +183,7 @@ def test_an_estimate_above_the_gpus_memory_is_refused_with_its_parts_unless_forc
 
 def test_a_container_that_is_not_there_is_refused(home, slurm, capsys):
     assert launch(DATA, cluster=H100) == 2
-    assert 'container.image="/shared/images/pytorch.sqsh" is not there. Make it' in capsys.readouterr().err
+    assert 'container.image="/shared/images/pytorch.sqsh" does not exist. Make it' in capsys.readouterr().err
 
 
 def test_data_that_the_container_does_not_see_is_told_with_the_mount_that_is_missing(
@@ -234,7 +237,7 @@ def test_a_run_that_is_done_is_not_started_again(home, slurm, capsys):
 def test_the_program_is_known_by_the_files_name_or_said(home, slurm, capsys):
     (home / "mine.toml").write_text(f'extends = "{RECIPE}"\ndata.train = ["data/train"]\n')
     assert launch(recipe=home / "mine.toml") == 2
-    assert "Say which reads it: --program pretrain, sft" in capsys.readouterr().err
+    assert "Choose the one that reads it: --program pretrain, sft" in capsys.readouterr().err
     assert launch("--program", "pretrain", recipe=home / "mine.toml") == 0
     (home / "sft_long.toml").write_text(
         f'extends = "{RECIPE.with_name("sft.toml")}"\ndata.train = ["data/train.jsonl"]\ncheckpoint.load = "data"\n'
@@ -321,12 +324,14 @@ def test_two_stages_in_one_run_dir_are_refused(pipeline, slurm, capsys):
     )
     pipeline["recipe"].write_text(text)
     assert launch(**pipeline) == 2
-    assert 'runs/tiny_moe" is that of a stage before' in capsys.readouterr().err and slurm.submitted == []
+    assert (
+        'runs/tiny_moe" is that of an earlier stage too' in capsys.readouterr().err and slurm.submitted == []
+    )
 
 
 def test_what_is_of_one_job_is_refused_of_a_pipeline(pipeline, slurm, capsys):
     assert launch("--array", "0-1", **pipeline) == 2
-    assert "--array is of one job" in capsys.readouterr().err
+    assert "--array applies to one job" in capsys.readouterr().err
     assert launch("pretrain.nods=3", **pipeline) == 2
     assert "Did you mean pretrain.nodes?" in capsys.readouterr().err
 

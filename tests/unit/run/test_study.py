@@ -24,7 +24,7 @@ def test_every_arm_is_run_with_every_seed_in_a_folder_of_its_own() -> None:
     assert [(run.arm, run.seed) for run in runs[:3]] == [("GRPO", 1), ("GRPO", 2), ("GRPO + R2", 1)]
     assert len({run.folder for run in runs}) == 8
     r3 = next(run for run in runs if run.arm == "GRPO + R3")
-    assert {"replay.kind=r3", "train.seed=1", f"run_dir={r3.folder}"} <= set(r3.words)
+    assert {"replay.kind=r3", "train.seed=1", f"run_dir={r3.folder}"} <= set(r3.arguments)
     assert r3.ranks == 2
 
 
@@ -56,12 +56,12 @@ def test_the_table_has_means_over_the_run_and_over_seeds(tmp_path: Path) -> None
     )
     two = write(tmp_path / "2", {"step": 1, "policy/kl_old_nats": 4.0, "eval/accuracy": 0.6})
     row = row_of("GRPO", {7: one, 8: two})
-    assert row.told("eval accuracy") == "0.5 ± 0.14", "the last ones of both"
-    assert row.told("KL old -> new") == "2.5 ± 2.1", "of 1 and 4"
-    assert row.told("clipped tokens") == "0.3"
-    assert row.told("reward") == "0.5"
-    assert row.told("routes MiB") == "1"
-    assert row.told("grad norm") == "-"
+    assert row.cell("eval accuracy") == "0.5 ± 0.14", "the last ones of both"
+    assert row.cell("KL old -> new") == "2.5 ± 2.1", "of 1 and 4"
+    assert row.cell("clipped tokens") == "0.3"
+    assert row.cell("reward") == "0.5"
+    assert row.cell("routes MiB") == "1"
+    assert row.cell("grad norm") == "-"
     lines = as_markdown([row]).splitlines()
     assert len(lines) == 3 and all(line.count("|") == len(COLUMNS) + 2 for line in lines)
     assert json.loads(as_json([row]))["GRPO"]["7"]["eval accuracy"] == 0.4
