@@ -59,7 +59,7 @@ class DeepseekV2(Family):
         )
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
-        """Yield a sentence for gates that are made to sum to one."""
+        """Yield a sentence for gates that are normalized to sum to one."""
         if model.moe.normalize_top_k:
             yield (
                 f"model.moe.normalize_top_k=true: the gates of {self.model_type} are the softmax's probabilities "

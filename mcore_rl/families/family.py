@@ -126,7 +126,7 @@ class Family(ABC):
         return arguments
 
     def rules(self, model: ModelConfig, experts: ExpertLayout) -> Iterator[WeightRule]:
-        """Yield how each of Megatron's tensors is made of Hugging Face's; an export reads the same rules backwards."""
+        """Yield a rule for each of Megatron's tensors or slices of one; an export reads the same rules backwards."""
         yield from outer(model)
         for layer in (*decoder_layers(model), *mtp_layers(model)):
             yield from self.attention_rules(model, layer)

@@ -97,8 +97,8 @@ def needed(config: HfConfig, name: str) -> Any:
     value = config.get(name)
     if value is None:
         raise ConfigError(
-            f"config.json lacks {name}. Take the config.json that belongs to the weights, or add what they were "
-            "made with."
+            f"config.json lacks {name}. Take the config.json that belongs to the weights, or add the "
+            "value that they were trained with."
         )
     return value
 

@@ -1,3 +1,3 @@
-"""Families of models, the layers they are made of without TransformerEngine, and how a rank builds its chunks."""
+"""Building a rank's chunks of a model, and the layers that replace TransformerEngine's."""
 
 import mcore_rl.backend.patches.table  # noqa: F401  # first: Megatron is patched before it is imported

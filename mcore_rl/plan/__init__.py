@@ -1,1 +1,1 @@
-"""What a run takes, in closed form: weights, memory, FLOPs. Imports no torch."""
+"""Estimates of a run's weights, memory and FLOPs in closed form, without torch."""

@@ -73,4 +73,6 @@ def _logits(mesh: Mesh, model: ModelConfig, tensors: Tensors, tokens_BS: Tensor)
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():
-        return [kept["logits"] for kept in run_pass(chunks, microbatches, LogitsHead(mesh), backward=False)]
+        return [
+            outputs["logits"] for outputs in run_pass(chunks, microbatches, LogitsHead(mesh), backward=False)
+        ]

@@ -51,11 +51,11 @@ def on_ranks(ranks: int, case: dict[str, Any]) -> list[Tensor]:
     lengths = case.get("lengths")
     whole = tensors(case["length"], 1 if lengths else 2, case.get("value_width", 8))
 
-    def mine(full: Tensor) -> Tensor:
+    def local(full: Tensor) -> Tensor:
         sequences = full.split(lengths or [case["length"]])
         return torch.cat([zigzag(sequence, mesh.cp, dim=0) for sequence in sequences])
 
-    query, key, value, weights = (mine(tensor) for tensor in whole)
+    query, key, value, weights = (local(tensor) for tensor in whole)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     window = case.get("window")
     config = small_config(context_parallel_size=ranks, window_size=window and (window, 0))
@@ -209,6 +209,6 @@ def latent_without_sequence_parallelism() -> str:
     return "nothing"
 
 
-def test_latent_attention_over_tensor_ranks_wants_sequence_parallelism() -> None:
+def test_latent_attention_over_tensor_ranks_needs_sequence_parallelism() -> None:
     answers = run_ranks(latent_without_sequence_parallelism, 2)
     assert all("mesh.sequence_parallel=true" in answer for answer in answers)

@@ -63,7 +63,7 @@ class Logits:
     wants_losses = False
 
     def __call__(self, microbatch: LocalMicrobatch, output: torch.Tensor) -> HeadOutput:
-        """Of each position."""
+        """The logits of each position."""
         return HeadOutput(loss=output.sum(), count=torch.tensor(1), outputs={"logits": output.detach()})
 
 
@@ -114,8 +114,8 @@ def loss_and_gradients(
     examples = conversations(config.model.vocab_size)
     microbatches = packed(state, examples) if are_packed else one_by_one(state, examples)
     with torch.no_grad():
-        kept = run_pass(state.chunks, microbatches, NextTokenHead(), backward=False)
-    return world_sums(kept, state.mesh, state.platform.device), gradients_of(state, microbatches)
+        outputs = run_pass(state.chunks, microbatches, NextTokenHead(), backward=False)
+    return world_sums(outputs, state.mesh, state.platform.device), gradients_of(state, microbatches)
 
 
 def on(
@@ -160,7 +160,7 @@ def changes_of_logits(config: PretrainConfig) -> list[tuple[int, float]]:
     with torch.no_grad():
         logits = [
             torch.cat(
-                [kept["logits"][0] for kept in run_pass(state.chunks, inputs, Logits(), backward=False)]
+                [outputs["logits"][0] for outputs in run_pass(state.chunks, inputs, Logits(), backward=False)]
             )
             for inputs in both
         ]

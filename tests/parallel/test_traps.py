@@ -87,7 +87,7 @@ def poisoned_step(config: PretrainConfig) -> tuple[object, object]:
 
 
 def facts(state) -> object:  # type: ignore[no-untyped-def]
-    """What a skipped step must leave alone."""
+    """State that a skipped step must leave unchanged."""
     weights = [shard.data.double().sum().item() for shard in local_shards(state.chunks)]
     return weights, state.schedule.num_steps, [g["step"] for g in state.optimizer.param_groups]
 

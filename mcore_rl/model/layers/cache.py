@@ -46,7 +46,7 @@ class StepTokens:
     def visible(self, window: int | None) -> Tensor:
         """Return which keys each decoding slot's query attends to, bool `[num_decode, 1, 1, longest]`.
 
-        The mask is made once for all layers with the same window.
+        The mask is computed once for all layers with the same window.
         """
         if window not in self._visible:
             positions_L = torch.arange(self.longest, device=self.positions_T.device)

@@ -251,7 +251,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("case", "change", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_what_megatron_has_otherwise_is_refused_by_name(
+def test_settings_that_megatron_lacks_are_refused_by_name(
     case: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

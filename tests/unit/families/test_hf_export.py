@@ -1,4 +1,4 @@
-"""A config.json that is made from ours describes the same model, to us and to transformers."""
+"""An exported config.json describes the same model, to us and to transformers."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ MEGATRONS_OWN = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_
 
 
 def architecture(model: ModelConfig) -> dict[str, Any]:
-    """What makes the logits."""
-    made = FAMILIES[model.family].architecture(model)
-    return {name: value for name, value in made.items() if name not in MEGATRONS_OWN}
+    """The arguments of Megatron's config that the logits depend on."""
+    arguments = FAMILIES[model.family].architecture(model)
+    return {name: value for name, value in arguments.items() if name not in MEGATRONS_OWN}
 
 
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES])
-def test_what_is_written_is_read_as_the_same_model(case: str) -> None:
+def test_a_written_config_is_read_as_the_same_model(case: str) -> None:
     model = oracle(case).ours if case in CASES else TINY[case]
     again = checked_model_from_hf(hf_config(model))
     assert architecture(again) == architecture(model)

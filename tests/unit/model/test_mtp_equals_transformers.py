@@ -58,7 +58,7 @@ def named(main: Any, mtp: Any) -> dict[str, Tensor]:
 
 
 def gradients_of_transformers(main: Any, mtp: Any, tokens_BT: Tensor) -> Tensors:
-    """Of the summed losses: the next token's, and at depth k, with a weight, that of the token k further on."""
+    """Gradients of the summed losses: the next token's and, at depth k, the weighted one of the token k further on."""
     inputs_BS, labels_BS = tokens_BT[:, :-1], tokens_BT[:, 1:]
     length = inputs_BS.shape[1]
     hidden_BSD = main.model(inputs_BS).last_hidden_state
@@ -85,7 +85,7 @@ def total_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 
 def gradients_of_megatron(model: ModelConfig, weights: Tensors, tokens_BT: Tensor, mesh: Mesh) -> Tensors:
-    """Of its loss per token and of what it adds by itself, as global tensors."""
+    """Gradients of Megatron's loss per token, MTP loss included, as global tensors."""
     chunk = build_model(model, mesh, start(PlatformConfig()), PlatformConfig())[0]
     copy_in([chunk], weights)
     losses_BS = chunk(

@@ -1,4 +1,4 @@
-"""Counts of a real model on one rank, against counts made by hand from what the routers read."""
+"""Counts of a real model on one rank agree with counts by hand from the routers' inputs."""
 
 import math
 import re
@@ -62,7 +62,7 @@ class HandCount:
     """Reads what goes into each router, and chooses its experts again: the top k of the scores."""
 
     def __init__(self, chunk):
-        # On one rank the names of the parameters tell the layer.
+        # On one rank the names of the parameters contain the index of the layer.
         names = re.compile(r".*(decoder|mtp)\.layers\.(\d+)\..*router$")
         named = {names.fullmatch(name): module for name, module in chunk.named_modules()}
         first = {"decoder": 0, "mtp": chunk.config.num_layers}
@@ -113,12 +113,12 @@ def test_dense_layers_stay_zero_and_mtp_layers_come_last():
     choices = 2 * ROWS * LENGTH * DEEPSEEK.moe.top_k
     assert sorted(by_hand) == [layer for layer, moe in enumerate(is_moe) if moe]
     assert gathered.tokens_LE.sum(1).tolist() == [choices * moe for moe in is_moe]
-    told = reduced(gathered.metrics())
-    assert len(told["moe/expert_load"]) == DEEPSEEK.num_layers
-    assert len(told["mtp/expert_load"]) == DEEPSEEK.mtp_layers
-    assert f"moe/layer_{DEEPSEEK.num_layers - 1:02d}/load_entropy" in told
-    assert "moe/layer_00/load_entropy" not in told
-    assert "mtp/layer_00/load_entropy" in told
+    metrics = reduced(gathered.metrics())
+    assert len(metrics["moe/expert_load"]) == DEEPSEEK.num_layers
+    assert len(metrics["mtp/expert_load"]) == DEEPSEEK.mtp_layers
+    assert f"moe/layer_{DEEPSEEK.num_layers - 1:02d}/load_entropy" in metrics
+    assert "moe/layer_00/load_entropy" not in metrics
+    assert "mtp/layer_00/load_entropy" in metrics
 
 
 def test_an_even_load_is_one_and_a_load_on_one_expert_is_the_number_of_experts():
@@ -131,10 +131,10 @@ def test_an_even_load_is_one_and_a_load_on_one_expert_is_the_number_of_experts()
 
 def test_metrics_are_means_over_the_layers_that_route():
     loads = ExpertLoads(torch.tensor([[0, 0], [30, 10], [20, 20]]), torch.tensor([0, 5, 15]), num_layers=3)
-    told = reduced(loads.metrics())
-    assert told["moe/layer_01/load_max_over_mean"] == 1.5
-    assert told["moe/load_max_over_mean"] == (1.5 + 1.0) / 2
-    assert told["moe/dropped_tokens"] == 20
-    assert told["moe/dropped_fraction"] == 0.2
-    assert told["moe/expert_load"] == [[0, 0], [30, 10], [20, 20]]
-    assert not any(name.startswith("mtp/") for name in told)
+    metrics = reduced(loads.metrics())
+    assert metrics["moe/layer_01/load_max_over_mean"] == 1.5
+    assert metrics["moe/load_max_over_mean"] == (1.5 + 1.0) / 2
+    assert metrics["moe/dropped_tokens"] == 20
+    assert metrics["moe/dropped_fraction"] == 0.2
+    assert metrics["moe/expert_load"] == [[0, 0], [30, 10], [20, 20]]
+    assert not any(name.startswith("mtp/") for name in metrics)

@@ -168,7 +168,7 @@ def test_padding_of_the_vocabulary_is_not_the_model():
     )
 
 
-def test_speed_is_of_one_rank_and_pools_over_steps():
+def test_speed_of_one_rank_is_the_mean_over_steps():
     metrics = speed_metrics(1000, 2.0, num_ranks=4, flops_per_token=1e9, peak_flops=1e12)
     metrics += speed_metrics(3000, 2.0, num_ranks=4, flops_per_token=1e9, peak_flops=1e12)
     assert reduced(metrics) == {

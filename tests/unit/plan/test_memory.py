@@ -165,7 +165,7 @@ def test_the_output_and_its_logits_are_the_last_stages():
     assert first.activations == 2 * second.activations
 
 
-def test_the_words_name_the_stage_and_the_parts():
+def test_the_message_names_the_stage_and_the_parts():
     memory = memory_of_fullest_rank(config(), 16, 4096)
     assert memory.describe().startswith(
         f"{memory.total / GIB:.1f} GiB on a rank of pipeline stage 0 (weights 8.2, "

@@ -50,20 +50,20 @@ class _CausalAttention(torch.autograd.Function):
         ctx.shapes, ctx.scale = (query.shape, key.shape, value.shape), scale
         output = queries.new_empty(*queries.shape[:2], value.shape[3])
         blocks = _blocks(query.shape, key.shape)
-        kept = []
+        saved_weights = []
         for query_g, key_g, value_g, output_g in zip(queries, keys, values, output, strict=True):
             for rows, seen, hidden in blocks:
                 weights = _attend(query_g[rows], key_g[:seen], hidden)
                 output_g[rows] = product(weights, value_g[:seen].t())
                 if key.shape[0] <= KEPT_LENGTH:
-                    kept.append(weights)
-        ctx.save_for_backward(queries, keys, values, *kept)
+                    saved_weights.append(weights)
+        ctx.save_for_backward(queries, keys, values, *saved_weights)
         return _by_head(output, (*query.shape[:3], value.shape[3]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        queries, keys, values, *kept = ctx.saved_tensors
+        queries, keys, values, *saved_weights = ctx.saved_tensors
         query_shape, key_shape, value_shape = ctx.shapes
         wanted = _by_group(gradient, key_shape[2])
         d_queries, d_keys, d_values = (
@@ -72,12 +72,12 @@ class _CausalAttention(torch.autograd.Function):
             torch.empty_like(values),
         )
         blocks = _blocks(query_shape, key_shape)
-        kept_weights = iter(kept)
+        next_weights = iter(saved_weights)
         for g in range(queries.shape[0]):
             query, key, value = queries[g], keys[g], values[g]
             d_key, d_value = torch.zeros_like(key.t()), torch.zeros_like(value.t())
             for rows, seen, hidden in blocks:
-                weights = next(kept_weights) if kept else _attend(query[rows], key[:seen], hidden)
+                weights = next(next_weights) if saved_weights else _attend(query[rows], key[:seen], hidden)
                 d_output = wanted[g, rows]
                 d_value[:, :seen] += product(d_output.t().contiguous(), weights.t())
                 d_weights = product(d_output, value[:seen])

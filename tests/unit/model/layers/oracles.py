@@ -1,4 +1,4 @@
-"""What the layers compute, written out in float64."""
+"""The layers' formulas, written out in float64."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def experts(rows: Tensor, gates: Tensor, chosen: list[int], fc1: Tensor, fc2: Te
 
 
 def gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Of a loss that weighs every element of `output` differently, in float64."""
+    """Gradients of a loss that weights every element of `output` differently, in float64."""
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     for input in inputs:
         input.grad = None

@@ -223,7 +223,7 @@ def test_what_it_does_not_have_is_refused_by_name(
         SDPAttention(small_config(**changes), 1, AttnMaskType.causal, attention_type)
 
 
-def test_packed_lengths_that_context_parallelism_cannot_cut_are_told(one_rank: Mesh) -> None:
+def test_packed_lengths_that_context_parallelism_cannot_cut_are_refused(one_rank: Mesh) -> None:
     packed = packed_params((5, 3), torch.device("cpu"))
     with pytest.raises(AssertionError, match=r"\(5, 3\)"):
         lengths_of(packed, 8, 4)
