@@ -1,13 +1,13 @@
-"""Rewrite, in docs/*.md, what stands between a mark and `<!-- end -->` from the docstrings of the code.
+"""Rewrite the text between a mark and `<!-- end -->` in docs/*.md from the docstrings of the code.
 
 <!-- fields of NAME -->                  every field of the config NAME
 <!-- fields of NAME beyond OTHER -->     of its sections that OTHER's config does not have, or has otherwise
 <!-- statuses -->                        exit statuses of jobs
-<!-- metrics -->                         what a run tells
+<!-- metrics -->                         the metrics of a run
 <!-- commands -->                        the commands of mcore-rl
 
 python tools/document_fields.py           # write what has changed
-python tools/document_fields.py --check   # say what has; status 1 when something has
+python tools/document_fields.py --check   # name the pages that would change; status 1 when there are any
 """
 
 import re
@@ -34,23 +34,23 @@ CONFIGS: dict[str, type[Section]] = {
 }
 
 
-def main(words: list[str]) -> int:
-    """0; 1 when `--check` finds a page that is not as the docstrings."""
+def main(arguments: list[str]) -> int:
+    """Return 0, or 1 when `--check` finds a page that differs from the docstrings."""
     changed = []
     for page in sorted(DOCS.glob("*.md")):
         before = page.read_text(encoding="utf-8")
         after = REGION.sub(lambda region: region[1] + content(region) + "<!-- end -->", before)
         if after != before:
             changed.append(page.name)
-            if "--check" not in words:
+            if "--check" not in arguments:
                 page.write_text(after, encoding="utf-8")
     for name in changed:
         print(f"docs/{name}: its tables are not those of the docstrings; run python tools/document_fields.py")
-    return int(bool(changed) and "--check" in words)
+    return int(bool(changed) and "--check" in arguments)
 
 
 def content(region: re.Match[str]) -> str:
-    """What belongs into a region."""
+    """Return the text that belongs into a region."""
     if region["mark"] == "statuses":
         return table("exit status | meaning", ((str(key), text) for key, text in MEANING.items()))
     if region["mark"] == "metrics":
@@ -61,11 +61,13 @@ def content(region: re.Match[str]) -> str:
         return table("command | what it does", rows)
     sections = describe_sections(CONFIGS[region["name"]])
     known = describe_sections(CONFIGS[region["other"]]) if region["other"] else []
-    return "\n" + "".join(_section(one) for one in sections if one.fields and one not in known)
+    return "\n" + "".join(
+        _section(section) for section in sections if section.fields and section not in known
+    )
 
 
 def table(heads: str, rows: Iterator[tuple[str, ...]]) -> str:
-    """A table in Markdown; `heads` are divided by bars."""
+    """Return a table in Markdown; `heads` are divided by bars."""
     lines = (f"| {' | '.join(map(_cell, row))} |\n" for row in rows)
     return f"\n| {heads} |\n|{'---|' * (heads.count('|') + 1)}\n{''.join(lines)}\n"
 

@@ -1,1 +1,1 @@
-"""Whether a run can work, told before ranks start: one file a section, each violation with its reason and remedy."""
+"""Checks that a run can work, made before ranks start: one file per section, each violation with reason and remedy."""

@@ -1,4 +1,4 @@
-"""Whether a model can be laid out on a mesh."""
+"""Checks that a model can be laid out on a mesh."""
 
 from collections.abc import Iterator
 from math import lcm
@@ -13,7 +13,7 @@ from mcore_rl.families import family_of
 def mesh_violations(
     model: ModelConfig, mesh: MeshConfig, seq_length: int, field: str = "data.seq_length"
 ) -> Iterator[str]:
-    """One sentence for each reason why `mesh` cannot hold `model` and sequences as long as `field` says."""
+    """Yield one sentence for each reason why `mesh` cannot hold `model` and sequences as long as `field` says."""
     yield from _experts(model, mesh)
     yield from _widths(model, mesh)
     yield from _heads(model, mesh)
@@ -94,7 +94,7 @@ def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 
 def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Megatron's rule: first and last stage as given, the others alike, each cut into vpp equal chunks."""
+    """Apply Megatron's rule: first and last stage as given, the others alike, each cut into vpp equal chunks."""
     # A stage without layers of its own counts among the others, so that 0 is right below.
     first, last, stages = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0, mesh.pp
     if mesh.pp == 1 and (first or last):

@@ -1,4 +1,4 @@
-"""The trainings that run on ranks: by name, what starts a rank, what its config is, and how that is checked."""
+"""The trainings that run on ranks, by name: the module of a rank, its config, and the check of that config."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ class Program:
     """A training that runs on ranks."""
 
     module: str
-    """`python -m module CONFIG.toml key=value ...` is one rank."""
+    """Module of which `python -m module CONFIG.toml key=value ...` is one rank."""
     config: type[RunConfig]
     check: Callable[[Any, int], None]
-    """Of such a config and a number of ranks."""
+    """Check of such a config on a number of ranks; it raises a ConfigError."""
     seq_length: Callable[[Any], int]
-    """Of such a config: positions of a row of tokens, as memory is needed for."""
+    """Number of positions of one sequence, packed or not, that memory is needed for with such a config."""
 
     def checked_config(
         self, path: Path, overrides: Sequence[str], ranks: int | None
     ) -> tuple[RunConfig, int]:
-        """The config and the number of ranks it was checked for; None: the fewest that the mesh needs."""
+        """Return the config and the number of ranks it was checked for, by default the fewest that the mesh needs."""
         config = load_config(self.config, path, overrides)
         ranks = ranks or config.mesh.smallest_world
         self.check(config, ranks)

@@ -1,4 +1,4 @@
-"""Whether the settings of RL agree with each other, and are what their names say; the reason where not."""
+"""Checks that the settings of the section `rl` agree with each other, and do what their names say."""
 
 import math
 import re
@@ -20,7 +20,7 @@ NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown")
 
 
 def rl_violations(rl: RlConfig) -> Iterator[str]:
-    """One sentence for each reason why `rl` cannot be run as it is."""
+    """Yield one sentence for each reason why `rl` cannot be run as it is."""
     yield from _prompts(rl.prompts)
     yield from _sampling(rl.rollout)
     yield from _group(rl.rollout, rl.advantage)
@@ -171,7 +171,7 @@ def _kl(loss: LossConfig) -> Iterator[str]:
 
 
 def _importance_sampling(loss: LossConfig) -> Iterator[str]:
-    """The correction for rollouts whose logprobs are not the trainer's."""
+    """Check the correction for rollouts whose logprobs are not the trainer's."""
     kind, low, high = loss.importance_sampling, loss.importance_sampling_low, loss.importance_sampling_high
     if loss.kind == "gspo" and kind in ("truncate", "mask"):
         yield (

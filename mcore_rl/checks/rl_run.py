@@ -1,4 +1,4 @@
-"""Whether the settings of a reinforcement-learning run agree with each other."""
+"""Checks that the settings of a reinforcement-learning run agree with each other, beyond the section `rl`."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 
 
 def check_rl(config: RlRunConfig, world_size: int) -> None:
-    """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
+    """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
     length_field = (
         "rl.prompts.max_tokens + max_new_tokens"
         if config.rl.update.max_tokens_per_microbatch == "auto"
@@ -65,7 +65,7 @@ def _batches(config: RlRunConfig) -> Iterator[str]:
 
 
 def _intervals(config: RlRunConfig) -> Iterator[str]:
-    """A rollout batch is the smallest thing that is saved, evaluated, or ended after."""
+    """Check that steps are whole rollout batches, between which alone a run saves, evaluates and ends."""
     updates, train = config.updates_per_rollout, config.train
     if not updates:
         return  # _batches reports it

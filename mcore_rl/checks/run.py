@@ -1,7 +1,7 @@
-"""Whether the settings of a run agree with each other, with the reason and the remedy where they do not.
+"""Checks that the settings of a run agree with each other; a violation names the reason and the remedy.
 
 Megatron keeps most of these rules in scripts that its package does not contain, and some of them it would
-break without a word. Each function is one topic and yields a message for each violation.
+break without an error. Each function is one topic and yields a message for each violation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from mcore_rl.families import family_of
 
 
 def check(config: PretrainConfig, world_size: int) -> None:
-    """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
+    """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
     refuse(
         [
             *run_violations(config, world_size, config.data.seq_length, "data.seq_length"),
@@ -31,13 +31,13 @@ def check(config: PretrainConfig, world_size: int) -> None:
 
 
 def refuse(violations: Sequence[str]) -> None:
-    """ConfigError that lists the violations, if there are any."""
+    """Raise a ConfigError that lists the violations, if there are any."""
     if violations:
         raise ConfigError("\n".join(f"- {violation}" for violation in violations))
 
 
 def run_violations(config: RunConfig, world_size: int, seq_length: int, field: str) -> Iterator[str]:
-    """What is wrong in the sections that all training programs share; `field` gives the sequences' length."""
+    """Yield what is wrong in the sections that all trainings share; `field` gives the sequences' length."""
     model, mesh = config.model, config.mesh
     yield from model_violations(model)
     yield from mesh_violations(model, mesh, seq_length, field)
@@ -48,7 +48,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
 
 
 def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
-    """What is wrong with naming a tokenizer like this."""
+    """Yield what is wrong with the section of the tokenizer."""
     if tokenizer.kind != "none" and not tokenizer.path:
         yield f'data.tokenizer.kind="{tokenizer.kind}" has no path. Set data.tokenizer.path.'
     if tokenizer.kind == "none" and tokenizer.path:
@@ -59,7 +59,7 @@ def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
 
 
 def chat_violations(tokenizer: TokenizerConfig, chat_template: str, text: str) -> Iterator[str]:
-    """What is wrong with making tokens of `text` (what it is, in a word) with these."""
+    """Yield what is wrong with making tokens of `text` ("prompts") with this tokenizer and template."""
     yield from tokenizer_violations(tokenizer)
     if tokenizer.kind == "none":
         yield f'data.tokenizer.kind="none", but {text} are text. Set it, and data.tokenizer.path.'
@@ -95,7 +95,7 @@ def _world(mesh: MeshConfig, model: ModelConfig, world_size: int) -> Iterator[st
 
 
 def batch_violations(train: TrainConfig, mesh: MeshConfig, world_size: int) -> Iterator[str]:
-    """What is wrong with a batch of rows, of which every data-parallel rank has as many."""
+    """Yield what is wrong with a batch of sequences, of which every data-parallel rank has as many."""
     yield from _ramp(train)
     dp, rest = divmod(world_size, mesh.model_parallel)
     if rest or mesh.dp not in ("auto", dp):

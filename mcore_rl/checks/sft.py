@@ -1,4 +1,4 @@
-"""Whether the settings of a fine-tuning run agree with each other."""
+"""Checks that the settings of a fine-tuning run agree with each other."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from mcore_rl.config.sft import SFTConfig, SFTDataConfig
 
 
 def check_sft(config: SFTConfig, world_size: int) -> None:
-    """ConfigError that lists everything wrong with running `config` on `world_size` ranks; else nothing."""
+    """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
     data = config.data
     refuse(
         [
@@ -34,6 +34,6 @@ def _spans(config: SFTConfig) -> Iterator[str]:
         )
     elif config.data.span_multiple != "auto" and seq_length % multiple:
         yield (
-            f"data.seq_length={seq_length} is not a multiple of data.span_multiple={multiple}: the rest of a row is "
-            f"padding like a conversation. Use {max(1, seq_length // multiple) * multiple}, or change the multiple."
+            f"data.seq_length={seq_length} is not a multiple of data.span_multiple={multiple}: the rest is "
+            f"padded like a conversation. Use {max(1, seq_length // multiple) * multiple}, or change the multiple."
         )
