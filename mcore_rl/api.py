@@ -1,0 +1,228 @@
+"""What a Python program imports of mcore_rl: trainings, their metrics, conversions. docs/api.md says what is stable."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mcore_rl.backend.launcher import launch_local, under_launcher
+from mcore_rl.backend.processes import rank_guard
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.load import dump_config
+from mcore_rl.config.load import load_config as load_config_file
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.toml import toml_value
+from mcore_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    McoreRlError,
+    RoutingError,
+    TrainingError,
+)
+from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.run import cli
+from mcore_rl.run.log_folders import next_log_dir
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "McoreRlError",
+    "RoutingError",
+    "TrainingError",
+    "export_checkpoint",
+    "import_checkpoint",
+    "is_done",
+    "load_config",
+    "preprocess",
+    "read_metrics",
+    "train",
+    "train_tokenizer",
+]
+
+ProgramName = Literal["pretrain", "sft", "rl"]
+Settings = Mapping[str, Any]
+"""Values of config fields: by dotted key, `{"mesh.tp": 2}`, or in sections, `{"mesh": {"tp": 2}}`."""
+
+
+def load_config(
+    program: ProgramName, config: str | Path | Settings, overrides: Settings | None = None
+) -> RunConfig:
+    """Load the config of a training, as `mcore-rl <program> CONFIG key=value ...` does.
+
+    Args:
+        program: The training whose config it is.
+        config: A TOML file, the name of a recipe such as "tiny_moe/grpo", or the fields themselves.
+        overrides: Fields on top of `config`.
+
+    Returns:
+        The frozen config. Whether it can run on the ranks at hand is checked when it does.
+
+    Raises:
+        ConfigError: with all unknown fields and wrong values.
+    """
+    path, fields = (Path(config), {}) if isinstance(config, str | Path) else (None, config)
+    settings = {**fields, **(overrides or {})}
+    written = [
+        f"{key}={toml_value(str(value) if isinstance(value, Path) else value)}"
+        for key, value in settings.items()
+    ]
+    return load_config_file(PROGRAMS[program].config, path, written)
+
+
+def train(
+    program: ProgramName,
+    config: str | Path | Settings,
+    overrides: Settings | None = None,
+    *,
+    ranks: int | None = None,
+) -> Path:
+    """Train as `mcore-rl <program>` does; a run that was stopped resumes, one that is done is left as it is.
+
+    Without a launcher, start the ranks on this machine and wait for them; call it in the main thread. Under torchrun or
+    srun this process is one rank, and every rank makes this call, once in its life.
+
+    Args:
+        program: "pretrain", "sft" or "rl".
+        config: As of `load_config`.
+        overrides: As of `load_config`.
+        ranks: Number of local ranks; None: the fewest that the mesh needs. A launcher has chosen it already.
+
+    Returns:
+        The folder of the run, `run_dir`.
+
+    Raises:
+        ConfigError: when the config cannot run; nothing has been started then.
+        TrainingError: when a rank failed; its message is on stderr. Under a launcher the process ends instead.
+    """
+    if under_launcher():
+        if ranks is not None:
+            raise ConfigError(f"ranks={ranks}, but a launcher has started the ranks. Leave it out.")
+        with rank_guard():
+            loaded = load_config(program, config, overrides)
+            importlib.import_module(PROGRAMS[program].module).train(loaded)
+        return Path(loaded.run_dir)
+    loaded = load_config(program, config, overrides)
+    ranks = ranks or loaded.mesh.smallest_world
+    PROGRAMS[program].check(loaded, ranks)
+    log_dir = next_log_dir(Path(loaded.run_dir))
+    file = log_dir / "config.toml"
+    file.write_text(dump_config(loaded), encoding="utf-8")
+    if status := launch_local(PROGRAMS[program].module, [str(file)], ranks, log_dir):
+        raise TrainingError(
+            f"{program} ended with status {status}. The output of its ranks is in {log_dir}; correct the cause and "
+            "call train again, which resumes the run from its last checkpoint."
+        )
+    return Path(loaded.run_dir)
+
+
+def is_done(run_dir: str | Path) -> bool:
+    """Return whether all steps of a run are done; one that was asked to stop, or failed, is not."""
+    return Path(run_dir, "DONE").exists()
+
+
+def read_metrics(run_dir: str | Path) -> dict[str, dict[int, Any]]:
+    """Read the metrics of a run, also of one that is running.
+
+    Returns:
+        Metric name -> step -> value, such as `read_metrics(run)["train/loss_nats"][20]`. docs/fields.md explains every
+        name; a value is a number, or for a matrix a list of lists.
+
+    Raises:
+        DataError: when the run has logged nothing yet.
+    """
+    metrics: dict[str, dict[int, Any]] = {}
+    for record in read_records(Path(run_dir, FILE_NAME)):
+        if "event" in record:
+            continue
+        step = int(str(record["step"]))
+        for name, value in record.items():
+            if name not in ("step", "time"):
+                # JSON has no number that is not finite: the file has its name.
+                is_name = value in ("nan", "inf", "-inf")
+                metrics.setdefault(name, {})[step] = float(str(value)) if is_name else value
+    return metrics
+
+
+def train_tokenizer(inputs: Sequence[str | Path], output: str | Path, *, vocab_size: int) -> Path:
+    """Train a sentencepiece tokenizer on JSON lines or text files, as `mcore-rl data tokenizer` does.
+
+    Returns:
+        `output`, for `data.tokenizer.path` and `preprocess`.
+
+    Raises:
+        DataError: when a file cannot be read, or `output` exists.
+    """
+    cli.run(
+        ["data", "tokenizer", *map(str, inputs), "--output", str(output), "--vocab-size", str(vocab_size)]
+    )
+    return Path(output)
+
+
+def preprocess(
+    inputs: Sequence[str | Path], output: str | Path, tokenizer: str | Path, *, workers: int = 1
+) -> Path:
+    """Encode JSON lines or text files as OUTPUT.bin, .idx and .json, as `mcore-rl data preprocess` does.
+
+    Returns:
+        `output`, a prefix for `data.train`.
+
+    Raises:
+        DataError: when a file cannot be read, or the dataset exists.
+    """
+    options = ["--output", str(output), "--tokenizer", str(tokenizer), "--workers", str(workers)]
+    cli.run(["data", "preprocess", *map(str, inputs), *options])
+    return Path(output)
+
+
+def import_checkpoint(
+    hf_folder: str | Path,
+    output: str | Path,
+    *,
+    dtype: Literal["keep", "bf16", "fp32"] = "keep",
+    workers: int = 2,
+) -> Path:
+    """Convert safetensors of Hugging Face's format to a checkpoint, as `mcore-rl convert import` does.
+
+    Returns:
+        `output`, which `checkpoint.load` takes on every mesh.
+
+    Raises:
+        McoreRlError: when the model is not supported, a tensor is missing or left over, or `output` exists.
+    """
+    return _convert("import", hf_folder, output, "--dtype", dtype, "--workers", str(workers))
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    reference: str | Path | None = None,
+    dtype: Literal["keep", "bf16", "fp32"] = "keep",
+    workers: int = 2,
+) -> Path:
+    """Convert a checkpoint, or the newest one of a run, to a folder for transformers and vLLM.
+
+    Args:
+        checkpoint: A checkpoint of any mesh, or the folder of a run.
+        output: The folder to write.
+        reference: A folder of the same model, whose config and tokenizer are copied; None: neither is.
+        dtype: Type of the weights; biases of experts stay float32.
+        workers: Number of processes.
+
+    Returns:
+        `output`.
+
+    Raises:
+        McoreRlError: when the family has no such model in transformers, or `output` exists.
+    """
+    options = [] if reference is None else ["--reference", str(reference)]
+    return _convert("export", checkpoint, output, "--dtype", dtype, "--workers", str(workers), *options)
+
+
+def _convert(action: str, source: str | Path, output: str | Path, *options: str) -> Path:
+    cli.run(["convert", action, str(source), str(output), *options])
+    return Path(output)

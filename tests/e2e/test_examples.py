@@ -1,0 +1,154 @@
+"""The examples: each does what it promises, in numbers made by hand, and in a training that names it."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import tensor
+
+from examples.advantage import median_centered
+from examples.family import BiasedQwen3Moe
+from examples.loss import soft_clipped
+from examples.reward import brevity
+from examples.task import count_ones
+from mcore_rl.api import is_done, read_metrics
+from mcore_rl.config.rl import AdvantageConfig, LossConfig
+from mcore_rl.families import family_of
+from mcore_rl.parallel.mesh import Axis
+from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
+from mcore_rl.rl.rewards.judged import Judged
+from tests.e2e.conftest import Finished
+from tests.e2e.test_rl import rl_file  # noqa: F401  # a fixture
+from tests.tiny_models import TINY
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ALONE = ("mesh.tp=1", "mesh.ep=1")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 40
+
+
+def test_brevity_falls_from_1_at_the_reference_to_0_at_four_times_its_length() -> None:
+    def reward(completion: str, is_truncated: bool = False) -> float:
+        return brevity(
+            Judged(
+                prompt="",
+                completion=completion,
+                answer="ab",
+                num_tokens=1,
+                is_truncated=is_truncated,
+                fields={},
+            )
+        )
+
+    assert [reward("x" * length) for length in (1, 2, 5, 8, 20)] == [1.0, 1.0, 0.5, 0.0, 0.0]
+    assert reward("ab", is_truncated=True) == 0.0
+
+
+def test_the_soft_clip_has_the_gradient_of_grpo_at_ratio_1_and_less_elsewhere() -> None:
+    logprobs_T = tensor([0.0, 1.0, -1.0], requires_grad=True)
+    tokens = PolicyTokens(
+        logprobs_T=logprobs_T,
+        entropy_T=torch.zeros(3),
+        old_logprobs_T=torch.zeros(3),
+        reference_logprobs_T=None,
+        engine_logprobs_T=None,
+        advantages_T=tensor([2.0, 2.0, 2.0]),
+        mask_T=torch.ones(3, dtype=torch.bool),
+        weights_T=torch.ones(3),
+        sequence_T=torch.zeros(3, dtype=torch.long),
+        lengths_N=tensor([3]),
+    )
+    loss = soft_clipped(tokens, LossConfig(), Axis(None, 0, 1))  # type: ignore[arg-type]
+    loss.loss_T.sum().backward()
+    assert logprobs_T.grad is not None
+    assert logprobs_T.grad[0] == -2.0
+    grpo_T = -2.0 * logprobs_T.exp()
+    assert (logprobs_T.grad[1:].abs() < grpo_T[1:].abs()).all()
+    assert not loss.clipped_low_T.any() and not loss.clipped_high_T.any()
+
+
+def test_the_median_is_the_zero_of_the_advantages() -> None:
+    rewards_PG = tensor([[0.0, 1.0, 5.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
+    wanted_PG = tensor([[-0.6, 0.0, 2.4], [0.0, 0.0, 3.0]], dtype=torch.float64)
+    torch.testing.assert_close(median_centered(rewards_PG, AdvantageConfig(eps=0.0)), wanted_PG)
+
+
+def test_ones_are_counted() -> None:
+    problems = [count_ones(random.Random(seed), 6) for seed in range(5)]
+    assert all(problem.answer == str(problem.prompt.count("1")) for problem in problems)
+    assert {len(problem.prompt) for problem in problems} == {7}
+
+
+def test_the_family_has_biases_where_its_base_has_none() -> None:
+    model = TINY["qwen3_moe"].model_copy(update={"family": "examples.family:BiasedQwen3Moe"})
+    family = family_of(model)
+    assert isinstance(family, BiasedQwen3Moe)
+    assert family.architecture(model)["add_qkv_bias"]
+    assert family.to_hf(model)["attention_bias"] is False
+
+
+def test_an_rl_run_uses_and_records_all_of_them(
+    rl_file: Path,  # noqa: F811
+    mcore_rl: Callable[..., Finished],
+    tmp_path: Path,
+) -> None:
+    fields = {
+        "model.family": "examples.family:BiasedQwen3Moe",
+        "rl.prompts.task": "examples.task:count_ones",
+        "rl.reward.parts": '["length", "examples.reward:brevity"]',
+        "rl.advantage.kind": "examples.advantage:median_centered",
+        "rl.loss.kind": "examples.loss:soft_clipped",
+    }
+    words = [f"{key}={value}" for key, value in fields.items()]
+    finished = mcore_rl("rl", rl_file, *ALONE, "train.steps=4", *words)
+    assert finished.returncode == 0, finished.stderr
+    metrics = read_metrics(tmp_path / "rl")
+    assert metrics["reward/part/examples.reward:brevity"].keys() == {2, 4}
+    assert set(metrics["policy/clip_ratio_low"].values()) == {0.0}
+    samples = (tmp_path / "rl/samples/step_0000000.jsonl").read_text().splitlines()
+    assert set(json.loads(samples[0])["prompt"]) <= set("01=")
+    recorded = json.loads((tmp_path / "rl/run.json").read_text())[-1]["extensions"]
+    for name in ("advantage", "family", "loss", "reward", "task"):
+        digest = hashlib.sha256((ROOT / f"examples/{name}.py").read_bytes()).hexdigest()
+        assert [found for key, found in recorded.items() if key.startswith(f"examples.{name}:")] == [digest]
+
+
+def test_a_training_from_python_learns(tmp_path: Path) -> None:
+    texts = [ROOT / "README.md", ROOT / "docs/slurm.md"]
+    script = [sys.executable, str(ROOT / "examples/train.py"), str(tmp_path), *map(str, texts)]
+    done = subprocess.run(
+        script, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = read_metrics(tmp_path / "run")["train/loss_nats"]
+    assert is_done(tmp_path / "run")
+    assert losses[20] < losses[1] - 0.5
+    assert done.stdout.endswith(f"{losses[20]:.3f} nats a token\n")
+
+
+def test_under_a_launcher_every_rank_calls_train(config_file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train_on_rank.py"
+    script.write_text(
+        "import sys\nfrom mcore_rl.api import train\n"
+        "train('pretrain', sys.argv[1], {'train.steps': 2, 'train.eval_batches': None})\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    done = subprocess.run(
+        [*torchrun, str(script), str(config_file)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert is_done(tmp_path / "run") and read_metrics(tmp_path / "run")["train/loss_nats"].keys() == {1, 2}

@@ -1,0 +1,60 @@
+"""The Python API: configs from names, files and mappings; metrics; errors before anything is started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.api import ConfigError, DataError, is_done, load_config, read_metrics, train
+from mcore_rl.config.load import load_config as load_config_file
+from mcore_rl.config.run import PretrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_recipe_a_file_and_a_mapping_are_one_config() -> None:
+    file = ROOT / "launch/recipes/tiny_moe/pretrain.toml"
+    wanted = load_config_file(PretrainConfig, file, ["mesh.tp=1", "mesh.ep=4", "run_dir=elsewhere"])
+    overrides = {"mesh.tp": 1, "mesh": {"ep": 4}, "run_dir": Path("elsewhere")}
+    assert load_config("pretrain", "tiny_moe/pretrain", overrides) == wanted
+    assert load_config("pretrain", file, overrides) == wanted
+    assert load_config("pretrain", wanted.model_dump(mode="json")) == wanted
+    assert load_config("pretrain", {"train": {"eval_batches": None}}).train.eval_batches is None
+
+
+def test_errors_of_a_config_come_before_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"Did you mean mesh\.tp"):
+        load_config("rl", "tiny_moe/grpo", {"mesh.tpp": 2})
+    with pytest.raises(ConfigError, match="The world has 3 ranks"):
+        train("pretrain", "tiny_moe/pretrain", {"run_dir": tmp_path / "run"}, ranks=3)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="a launcher has started the ranks"):
+        train("pretrain", "tiny_moe/pretrain", ranks=2)
+
+
+def test_metrics_are_by_name_and_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1.0, "train/loss_nats": 5.5, "moe/expert_load": [[1, 2]]}\n'
+        '{"step": 1, "time": 2.0, "event": "checkpoint saved"}\n'
+        '{"step": 2, "time": 3.0, "train/loss_nats": "inf"}\n'
+        '{"step": 3, "ti'
+    )
+    metrics = read_metrics(tmp_path)
+    assert metrics == {"train/loss_nats": {1: 5.5, 2: float("inf")}, "moe/expert_load": {1: [[1, 2]]}}
+    with pytest.raises(DataError, match="is not there"):
+        read_metrics(tmp_path / "none")
+
+
+def test_a_run_is_done_when_its_folder_says_so(tmp_path: Path) -> None:
+    assert not is_done(tmp_path)
+    (tmp_path / "DONE").touch()
+    assert is_done(tmp_path)
+
+
+def test_the_api_imports_no_megatron() -> None:
+    code = "import sys, mcore_rl.api; sys.exit('megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
