@@ -3,13 +3,13 @@
 It runs in a process of its own, with a time limit, and gets one completion at a time.
 """
 
-from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.rewards.interface import RewardInput
 
 LONGEST = 4.0
 """Length, in multiples of the reference answer, from which an answer earns nothing."""
 
 
-def brevity(scored: Judged) -> float:
+def brevity(scored: RewardInput) -> float:
     """Return 1 for a completion no longer than the reference answer, falling linearly to 0 at LONGEST times that."""
     if scored.is_truncated:
         return 0.0

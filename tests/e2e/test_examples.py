@@ -23,7 +23,7 @@ from mcore_rl.config.rl import AdvantageConfig, LossConfig
 from mcore_rl.families import family_of
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
-from mcore_rl.rl.rewards.judged import Judged
+from mcore_rl.rl.rewards.interface import RewardInput
 from tests.e2e.conftest import Finished
 from tests.e2e.test_rl import rl_file  # noqa: F401  # a fixture
 from tests.tiny_models import TINY
@@ -41,7 +41,7 @@ def test_an_example_is_short(path: Path) -> None:
 def test_brevity_falls_from_1_at_the_reference_to_0_at_four_times_its_length() -> None:
     def reward(completion: str, is_truncated: bool = False) -> float:
         return brevity(
-            Judged(
+            RewardInput(
                 prompt="",
                 completion=completion,
                 answer="ab",
@@ -62,10 +62,10 @@ def test_the_soft_clip_has_the_gradient_of_grpo_at_ratio_1_and_less_elsewhere() 
         entropy_T=torch.zeros(3),
         old_logprobs_T=torch.zeros(3),
         reference_logprobs_T=None,
-        engine_logprobs_T=None,
+        rollout_logprobs_T=None,
         advantages_T=tensor([2.0, 2.0, 2.0]),
         mask_T=torch.ones(3, dtype=torch.bool),
-        weights_T=torch.ones(3),
+        loss_weights_T=torch.ones(3),
         sequence_T=torch.zeros(3, dtype=torch.long),
         lengths_N=tensor([3]),
     )
