@@ -1,4 +1,4 @@
-"""Where the output of the ranks of an attempt goes."""
+"""Folders for the output of the ranks of an attempt."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from mcore_rl.errors import ConfigError
 
 
 def next_log_dir(run_dir: Path) -> Path:
-    """A new folder `run_dir/logs/<n>`, so that no attempt overwrites the output of an earlier one."""
+    """Make and return a new folder `run_dir/logs/<n>`: no attempt overwrites the output of an earlier one."""
     logs = run_dir / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)

@@ -18,13 +18,13 @@ GIB = 2**30
 MESSAGE_BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
 REPEATS = 5
 ROUND_S = 60.0
-"""How long a round may take; a later one waits for the earlier ones of the neighbour."""
+"""Time limit of a round; a later round waits for the earlier ones of the neighbour."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes {"faults": [...], "outcomes": [...]} to stdout."""
+    """Check as one rank, and write {"faults": [...], "outcomes": [...]} to stdout."""
     parser = arguments()
-    parser.add_argument("--rank", type=int, required=True, help="of this node's")
+    parser.add_argument("--rank", type=int, required=True, help="rank among those of this node")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = {
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def gpu_faults(rank: int, gpus: int, memory_gib: float) -> list[str]:
-    """What is wrong with this rank's GPU: not there, too little free memory, products that are not right."""
+    """Return what is wrong with this rank's GPU: missing, too little free memory, wrong products."""
     found = torch.cuda.device_count() if gpus else 0
     if rank >= gpus:
         return []
@@ -53,7 +53,7 @@ def gpu_faults(rank: int, gpus: int, memory_gib: float) -> list[str]:
 
 
 def all_reduces(args: argparse.Namespace) -> list[Outcome]:
-    """Collective over the ranks of this node and its neighbours: what came of every link, as this rank sees it."""
+    """Collective over the ranks of this node and its neighbours: return the outcome of every link on this rank."""
     links = rounds(args.node, len(args.hosts))
     if not links and args.ranks > 1:
         links = [(0, args.node, args.node)]
@@ -65,7 +65,7 @@ def all_reduces(args: argparse.Namespace) -> list[Outcome]:
 
 
 def _all_reduce(args: argparse.Namespace, link: tuple[int, int, int], partner: str) -> Outcome:
-    """Over all ranks of both nodes: whether the sum is right, and how fast it was."""
+    """Collective over all ranks of both nodes: return whether the sum is right, and its bandwidth."""
     number, left, right = link
     world_size = args.ranks * (1 if left == right else 2)
     rank = args.rank if args.node == left else args.ranks + args.rank
@@ -95,7 +95,7 @@ def _all_reduce(args: argparse.Namespace, link: tuple[int, int, int], partner: s
 
 
 def _seconds_of_all_reduce(numbers: torch.Tensor) -> float:
-    """Of one of `REPEATS`."""
+    """Return the mean time of one all-reduce."""
     if numbers.is_cuda:
         torch.cuda.synchronize()
     begin_s = time.perf_counter()

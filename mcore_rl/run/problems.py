@@ -12,8 +12,8 @@ from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.files import written_atomically
 from mcore_rl.rl.prompts import TaskProblems, held_out_problems
 
-FIRST = 2**32
-"""Reinforcement learning counts its problems from 0: these are others."""
+FIRST_INDEX = 2**32
+"""Index of the first problem; reinforcement learning counts its problems from 0, so that these are others."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -29,8 +29,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         with written_atomically(args.output) as unfinished, unfinished.open("w", encoding="utf-8") as file:
-            for number in range(FIRST, FIRST + args.count):
-                problem = problems[number]
+            for index in range(FIRST_INDEX, FIRST_INDEX + args.count):
+                problem = problems[index]
                 line = {"prompt": problem.prompt, "response": problem.answer, "answer": problem.answer}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     except OSError as error:

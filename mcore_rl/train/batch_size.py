@@ -1,4 +1,4 @@
-"""The global batch of each step when it grows at the start of a run."""
+"""Global batch of each step of a run whose batch grows at the start."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ def global_batch_at(train: TrainConfig, consumed_samples: int) -> int:
 
 
 def batches(train: TrainConfig) -> Iterator[tuple[int, int]]:
-    """For every step of the run: the samples consumed before it, and its global batch."""
+    """Yield for every step of the run the samples consumed before it, and its global batch."""
     consumed_samples = 0
     for _ in range(train.steps):
         size = global_batch_at(train, consumed_samples)
@@ -30,5 +30,5 @@ def batches(train: TrainConfig) -> Iterator[tuple[int, int]]:
 
 
 def total_samples(train: TrainConfig) -> int:
-    """Sequences that the whole run reads."""
+    """Return the number of sequences that the whole run reads."""
     return sum(size for _, size in batches(train))

@@ -1,4 +1,4 @@
-"""A training state as shards to save, and back."""
+"""Translation of a training state to shards that are saved, and back."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,7 +25,7 @@ RANDOM = "mcore_rl.random_states"
 
 
 def settle_weights(chunks: Sequence[nn.Module]) -> None:
-    """Collective over the data-parallel ranks: every rank has the weights of the last optimizer step.
+    """Collective over the data-parallel ranks: give every rank the weights of the last optimizer step.
 
     With overlap_param_gather Megatron gathers them only in the next forward pass; whatever reads weights in
     between (checkpoints, weight sync) would get those of the step before.
@@ -37,14 +37,14 @@ def settle_weights(chunks: Sequence[nn.Module]) -> None:
 
 
 def full_state(state: TrainState) -> dict[str, Any]:
-    """Collective over the mesh: everything that a resumed run needs, as shards and common values.
+    """Collective over the mesh: return everything that a resumed run needs, as shards and common values.
 
     The common values are copies; the shards of weights share the weights' memory.
     """
     settle_weights(state.chunks)
     _initialize_optimizer(state)
     weights = weights_state(state.chunks, state.mesh)
-    # Megatron's optimizer adds to the dict that it is given.
+    # A copy, because Megatron's optimizer adds to the dict that it is given.
     moments = state.optimizer.sharded_state_dict(
         dict(weights), is_loading=False, metadata=sharding_metadata(state.mesh)
     )
@@ -63,7 +63,11 @@ def full_state(state: TrainState) -> dict[str, Any]:
 
 
 def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
-    """Collective over the mesh: `state` goes on from the checkpoint; lines for the log on what is not as it was."""
+    """Collective over the mesh: load a checkpoint into `state`.
+
+    Returns:
+        Lines for the log on what differs from the run that was saved.
+    """
     assert stored.marker is not None
     is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
     wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
@@ -76,19 +80,19 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     put_weights(state.chunks, loaded)
     _put_optimizer(state, loaded)
     state.progress = Progress(**loaded[OWN_ENTRY]["progress"])
-    there = loaded[OWN_ENTRY]["device"]
-    if is_same_mesh and there == state.platform.device.type:
+    saved_on = loaded[OWN_ENTRY]["device"]
+    if is_same_mesh and saved_on == state.platform.device.type:
         restore_random_states(loaded["random_states"])
         return []
     reseed(state.config.train.seed, state.progress.step)
     return [
         f"random states follow anew from train.seed={state.config.train.seed} and step {state.progress.step}: the "
-        f"checkpoint is of another mesh or device ({_sizes(stored.marker.mesh)}, {there})"
+        f"checkpoint is of another mesh or device ({_sizes(stored.marker.mesh)}, {saved_on})"
     ]
 
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
-    """Moments, main weights, the step count and the place in the schedule; all settings are those of the config."""
+    """Load moments, main weights, step count and position in the schedule; settings are those of the config."""
     inner = state.optimizer.chained_optimizers
     parts = (
         [loaded["optimizer"]]
@@ -97,8 +101,8 @@ def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
     )
     # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail to find its own there.
     groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
-    counted = [{"step": group["step"]} for group in groups if "step" in group]
-    step = counted[0] if counted else {}  # none before the first step
+    steps = [{"step": group["step"]} for group in groups if "step" in group]
+    step = steps[0] if steps else {}  # none before the first step
     for optimizer, part in zip(inner, parts, strict=True):
         part["optimizer"]["param_groups"] = [
             {name: value for name, value in group.items() if name != "params"} | step
@@ -106,12 +110,12 @@ def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
         ]
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
-    state.schedule.num_steps = 0  # Megatron adds the checkpoint's to it
+    state.schedule.num_steps = 0  # Megatron adds the checkpoint's number to it
     state.schedule.load_state_dict(loaded["opt_param_scheduler"])
 
 
 def _initialize_optimizer(state: TrainState) -> None:
-    """Zero moments where no step has made any, as before the first step: Megatron cannot save what is not there."""
+    """Make zero moments where no step has made any: Megatron cannot save moments that do not exist."""
     for optimizer in state.optimizer.chained_optimizers:
         if not optimizer.is_stub_optimizer:
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)

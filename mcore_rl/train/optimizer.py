@@ -20,7 +20,7 @@ QK_NORMS = ("q_layernorm.", "k_layernorm.")
 def build_optimizer(
     config: OptimConfig, mesh: MeshConfig, platform: Platform, chunks: Sequence[nn.Module]
 ) -> MegatronOptimizer:
-    """Collective over the world: AdamW over `chunks`, its state sharded over the data-parallel ranks."""
+    """Collective over the world: build AdamW over `chunks`, its state sharded over the data-parallel ranks."""
     settings = OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -34,7 +34,7 @@ def build_optimizer(
         params_dtype=platform.dtype,
         use_distributed_optimizer=True,
         overlap_param_gather=mesh.overlap_param_gather,
-        # A constant scale of one changes no gradient; it turns on Megatron's check for gradients that are not finite.
+        # A constant scale of 1 changes no gradient; it turns on Megatron's check for gradients that are not finite.
         loss_scale=1.0,
     )
     undecayed = ParamWithNamePredicate(
@@ -45,7 +45,7 @@ def build_optimizer(
 
 
 def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
-    """Whether weight decay applies: to matrices, to embeddings and query/key norms as the config says."""
+    """Return whether weight decay applies: to matrices always, to embeddings and query/key norms by the config."""
     if any(norm in name for norm in QK_NORMS):
         return config.decay_qk_norms
     if name.endswith(EMBEDDINGS):
@@ -54,7 +54,7 @@ def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
 
 
 def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:
-    """The learning rate of every step: linear warm-up from zero, then the schedule, in optimizer steps."""
+    """Build the learning rate of every step: linear warm-up from zero, then the schedule, in optimizer steps."""
     wsd_decay_steps = max(1, steps // 10) if config.wsd_decay_steps == "auto" else config.wsd_decay_steps
     return OptimizerParamScheduler(
         optimizer,

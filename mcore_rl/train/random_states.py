@@ -1,4 +1,4 @@
-"""The random states of a rank, for an exact resume."""
+"""Random states of a rank, for an exact resume."""
 
 import random
 from typing import Any
@@ -9,12 +9,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mcore_rl.parallel.mesh import seed_ranks
 
-APART = 1_000_003
-"""More than the seeds of one start lie apart from each other, so that a re-seed meets none of them."""
+SEED_DISTANCE = 1_000_003
+"""Distance between the seeds of two steps; more than between the ranks of one start, so that none meet."""
 
 
 def random_states() -> dict[str, Any]:
-    """Copies of every generator's state that training may draw from, as tensors and plain values."""
+    """Return copies of the states of all generators that training may use, as tensors and plain values."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -26,7 +26,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Go on from what `random_states` returned on the same place of the same mesh."""
+    """Restore what `random_states` returned on the same rank of the same mesh."""
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["torch"])
     get_cuda_rng_tracker().set_states(states["tracker"])
@@ -36,5 +36,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def reseed(seed: int, step: int) -> None:
-    """States for a mesh that the checkpoint of `step` has none for: they follow from the seed and the step alone."""
-    seed_ranks(seed + APART * (step + 1))
+    """Seed a mesh for which the checkpoint of `step` has no states, from the seed and the step alone."""
+    seed_ranks(seed + SEED_DISTANCE * (step + 1))

@@ -1,11 +1,11 @@
-"""The folder of a run: one writer at a time, and what it says to those who come later.
+"""Folder of a run, which has one writer at a time.
 
-config.toml, metrics.jsonl ...      of the loop
-run.json                            every start: see obs/attempts.py
-checkpoints/                        see checkpoint/folder.py
-writer.json                         the attempt that may write here: the fence
-STOP                                made by anybody: finish the step, save, end
-DONE                                all steps are done
+config.toml, metrics.jsonl ...      files of the training
+run.json                            every start: see obs/attempts_file.py
+checkpoints/                        complete checkpoints: see checkpoint/folder.py
+writer.json                         the attempt that may write here, the fence
+STOP                                a request by anybody to finish the step, save and end
+DONE                                the record that all steps are done
 """
 
 import json
@@ -20,7 +20,7 @@ from mcore_rl.parallel.agree import on_rank_zero
 
 
 class RunFolder:
-    """Paths in a run's folder, and its DONE."""
+    """Paths in the folder of a run, its fence, and its record of being done."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class RunFolder:
         self._fence: Fence | None = None
 
     def done(self) -> str | None:
-        """Collective over the world: what a start after the last step says instead of training; None: not done."""
+        """Collective over the world: return the message of a start after the last step; None: the run is not done."""
 
         def read() -> str | None:
             with checkpoint_errors_explained(self._done, "reading"):
@@ -41,7 +41,7 @@ class RunFolder:
         return on_rank_zero(read)
 
     def mark_done(self, step: int) -> None:
-        """Collective over the world, by the writer: all steps are done and saved."""
+        """Collective over the world, by the writer: record that all steps are done and saved."""
 
         def write() -> None:
             assert self._fence is not None, "claim the folder first"
@@ -53,7 +53,7 @@ class RunFolder:
         on_rank_zero(write)
 
     def claim(self) -> "Fence":
-        """Collective over the world: this run becomes the folder's one writer; a STOP from before is forgotten.
+        """Collective over the world: make this run the one writer of the folder, and delete an earlier STOP.
 
         CheckpointError when a living process of this host is the writer, or a later attempt of the same Slurm job:
         this one is then an orphan. An earlier attempt is taken over wherever it is; so is a process of another host,
@@ -77,7 +77,7 @@ class RunFolder:
         return me
 
     def _refuse(self, me: Attempt, writer: Attempt) -> None:
-        """CheckpointError where `writer` may not be taken over by `me`."""
+        """Raise CheckpointError where `me` may not take the folder over from `writer`."""
         if writer.supersedes(me):
             raise CheckpointError(
                 f"{self.path} is written by {writer.describe()}, and this is {me.describe()}: an orphan of an earlier "
@@ -91,18 +91,18 @@ class RunFolder:
 
 
 class Fence:
-    """The right to write to a run's folder: lost when another attempt has claimed it."""
+    """Right to write to a run's folder, which is lost when another attempt claims it."""
 
     def __init__(self, path: Path, me: Attempt) -> None:
         self._path = path
         self._me = me
 
     def check(self) -> None:
-        """Collective over the world: CheckpointError on all ranks when this run is no longer the writer."""
+        """Collective over the world: raise CheckpointError on all ranks when this run is no longer the writer."""
         on_rank_zero(self.check_here)
 
     def check_here(self) -> None:
-        """The same on rank 0 alone, where rank 0 acts for all or a guard makes its error everybody's."""
+        """Raise CheckpointError on this rank when this run is not the writer; for rank 0 where it acts for all."""
         with checkpoint_errors_explained(self._path, "reading"):
             writer = read_writer(self._path)
         if writer != self._me:
@@ -113,7 +113,7 @@ class Fence:
             )
 
     def release(self) -> None:
-        """Collective over the world: nobody is the writer any more."""
+        """Collective over the world: leave the folder without a writer."""
 
         def remove() -> None:
             with checkpoint_errors_explained(self._path, "removing"):
@@ -124,7 +124,7 @@ class Fence:
 
 
 def read_writer(path: Path) -> Attempt | None:
-    """The attempt in a fence's file; None when there is no file."""
+    """Read the attempt in a fence's file; None when there is no file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved while training goes on, complete or not at all, resumed exactly."""
+"""Checkpoints of a run: saved while training continues, complete or not at all, resumed exactly."""
 
 import gc
 import shutil
@@ -37,22 +37,22 @@ WAIT_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Save:
-    """A save that is being written."""
+    """Save that is being written."""
 
     step: int
     plan: SavePlan
     started: float
     writing: ForkedCall[WrittenFiles] | None = None
-    """This rank's part, in the background."""
+    """Background process that writes this rank's part; None: it is written here."""
     waited_s: float | None = None
-    """How long training stood still; None: all the time."""
+    """Time for which training waited; None: for the whole save."""
 
     def is_running(self) -> bool:
-        """Whether this rank's part is still being written."""
+        """Return whether this rank's part is still being written."""
         return self.writing is not None and self.writing.is_running()
 
     def written(self) -> WrittenFiles:
-        """This rank's part, written here or waited for; CheckpointError when that failed."""
+        """Write this rank's part, or wait for it; CheckpointError when that failed."""
         try:
             return self.writing.result() if self.writing else self.plan.write()
         except ForkedCallError as error:
@@ -62,10 +62,10 @@ class _Save:
 
 
 class Checkpoints:
-    """Saves and resumes one run. Every method but the first is a collective over the world.
+    """Saving and resuming of one run. Every method but the constructor is a collective over the world.
 
     A CheckpointError of `save`, `poll` and `finish` leaves the training state, this object and earlier checkpoints as
-    they were: training may go on, and a later save succeed.
+    they were: training may continue, and a later save succeed.
     """
 
     def __init__(self, state: TrainState, folder: Path, fence: Fence) -> None:
@@ -96,12 +96,12 @@ class Checkpoints:
         plan = self._planner.plan(full_state(self._state), path)
         save = _Save(step=step, plan=plan, started=started)
         if self._state.config.checkpoint.asynchronous:
-            self._pending = self._handed_over(save)
+            self._pending = self._hand_over(save)
         else:
             self._complete(save)
 
     def poll(self, *, blocking: bool = False) -> list[str]:
-        """Between steps: makes a checkpoint of a save that all ranks have written; lines for the log.
+        """Complete, between steps, a save that all ranks have written; return lines for the log.
 
         Costs one all-reduce while a save is being written, nothing otherwise.
         """
@@ -115,7 +115,7 @@ class Checkpoints:
         return lines
 
     def finish(self) -> list[str]:
-        """Wait until the last save is complete and what it superseded is deleted; lines for the log."""
+        """Wait until the last save is complete and what it superseded is deleted; return lines for the log."""
         lines = self.poll(blocking=True)
         on_rank_zero(self._wait_for_deletion)
         return lines + self.poll()
@@ -126,7 +126,7 @@ class Checkpoints:
         return metrics
 
     def resume(self) -> Path | None:
-        """Go on from this run's last checkpoint, else from config.checkpoint.load; where from, None: from nothing.
+        """Load this run's last checkpoint, else config.checkpoint.load; return the one loaded, None: there is none.
 
         CheckpointError when what should be loaded is not complete, damaged, foreign, or of another model.
         """
@@ -176,15 +176,15 @@ class Checkpoints:
         if pending is None:
             return
         since = time.monotonic()
-        told = self.poll(blocking=True)
+        lines = self.poll(blocking=True)
         self._lines += [
-            *told,
+            *lines,
             f"training waited {time.monotonic() - since:.1f} s for the save of step {pending.step}: saves take longer "
             "than checkpoint.interval lasts",
         ]
 
-    def _handed_over(self, save: _Save) -> _Save:
-        """The save with a background process that writes it."""
+    def _hand_over(self, save: _Save) -> _Save:
+        """Start the background processes that write `save`; return it without the data."""
         try:
             writing = on_every_rank(partial(_in_background, save.plan))
         except CheckpointError as error:
@@ -193,7 +193,7 @@ class Checkpoints:
         return replace(save, plan=save.plan.without_data(), writing=writing, waited_s=waited_s)
 
     def _complete(self, save: _Save) -> None:
-        """Make the checkpoint of what the ranks have written; on failure nothing of it is left."""
+        """Make a checkpoint of what the ranks have written; on failure delete all of it."""
         self._pending = None
         config = self._state.config
         try:
@@ -206,7 +206,7 @@ class Checkpoints:
         self._lines.append(line)
 
     def _publish(self, save: _Save, marker: Marker | None) -> str:
-        """On rank 0: the checkpoint gets its name, `latest` moves, superseded ones go."""
+        """Give the checkpoint its name, on rank 0, and start to delete superseded ones; return a line for the log."""
         assert marker is not None
         self._fence.check_here()
         final = path_of_step(self._folder, save.step)
@@ -230,7 +230,7 @@ class Checkpoints:
         )
 
     def _wait_for_deletion(self) -> None:
-        """On rank 0; what could not be deleted is told and left."""
+        """Wait, on rank 0, for the deletion of old checkpoints; what could not be deleted is logged and left."""
         if self._deleting is None:
             return
         call, self._deleting = self._deleting, None
@@ -240,7 +240,7 @@ class Checkpoints:
             self._lines.append(f"old checkpoints could not be deleted: {error}")
 
     def _make_room(self) -> Path:
-        """On rank 0: an empty folder to write to, under a name that no other attempt uses."""
+        """Make, on rank 0, an empty folder to write to, under a name that no other attempt uses."""
         self._fence.check_here()
         path = self._folder / f"{WRITING}{self._state.progress.step:07d}_{time.time_ns():x}"
         with checkpoint_errors_explained(path, "making"):
@@ -248,12 +248,12 @@ class Checkpoints:
         return path
 
     def _failure(self, save: _Save, error: CheckpointError) -> CheckpointError:
-        """What to raise when a save has failed, of which nothing is left."""
+        """Delete what a failed save has written; return the error to raise."""
         last = on_rank_zero(partial(self._discard, save.plan.path))
         return CheckpointError(f"step {save.step} is not saved: {error}. {last}")
 
     def _discard(self, path: Path) -> str:
-        """On rank 0: a failed save leaves nothing that takes room; a sentence on what there is."""
+        """Delete a failed save, on rank 0; return a sentence on the last complete checkpoint."""
         shutil.rmtree(path, ignore_errors=True)
         complete = complete_in(self._folder)
         return (

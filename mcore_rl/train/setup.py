@@ -1,4 +1,4 @@
-"""From a checked config to a model that can be trained."""
+"""Set-up of a model for training, from a checked config."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from mcore_rl.train.state import Progress, TrainState
 
 
 def set_up(config: RunConfig, platform: Platform) -> TrainState:
-    """Collective over the world: mesh, model with random weights, optimizer, schedule, at step 0."""
+    """Collective over the world: build mesh, model with random weights, optimizer and schedule, at step 0."""
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
     bare = build_model(config.model, mesh, platform, config.platform)
@@ -43,20 +43,21 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
 def wrap_for_data_parallelism(
     chunks: Sequence[nn.Module], config: MeshConfig, mesh: Mesh
 ) -> list[DistributedDataParallel]:
-    """Collective over the world: chunks whose gradients are summed in fp32 over the data-parallel ranks."""
+    """Collective over the world: wrap chunks so that gradients are summed in float32 over data-parallel ranks."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
     )
-    # Only the first chunk's reduction can hide behind later computation in pieces.
+    # The backward pass of the first chunk is the last one: only its reduction gains from buckets that start early.
     wrapped = [
         DistributedDataParallel(unwrap(chunk).config, settings, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
     if mesh.world.size > 1:
         for chunk in wrapped:
+            # Random states differ between ranks that must start with the same weights.
             chunk.broadcast_params()
     return wrapped
 
@@ -64,7 +65,7 @@ def wrap_for_data_parallelism(
 def connect(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, mesh: MeshConfig
 ) -> None:
-    """Tell the schedules, through the chunks' config, how gradients are finished and when not to reduce them."""
+    """Set in the chunks' config how Megatron's schedules finish gradients, and when they must not reduce them."""
     config = unwrap(chunks[0]).config
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

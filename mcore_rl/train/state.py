@@ -1,4 +1,4 @@
-"""What a training run carries from step to step."""
+"""State of a training run between steps."""
 
 from dataclasses import dataclass
 
@@ -14,29 +14,29 @@ from mcore_rl.parallel.mesh import Mesh
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """How far the run is; saved with every checkpoint."""
+    """Progress of the run; saved with every checkpoint."""
 
     step: int = 0
-    """Optimizer steps taken or skipped."""
+    """Optimizer steps, taken or skipped."""
     consumed_samples: int = 0
-    """Sequences read from the training set: the data cursor."""
+    """Sequences read from the training set, the cursor of the data."""
     consumed_tokens: int = 0
     """Tokens that counted in the loss."""
     consumed_prompts: int = 0
-    """Prompts that rollouts took: the cursor of reinforcement learning."""
+    """Prompts that rollouts took, the cursor of reinforcement learning."""
     skipped_steps: int = 0
-    """Steps whose loss or gradient was not finite."""
+    """Steps skipped because a loss or gradient was not finite."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainState:
-    """The model, its optimizer and schedule on this rank, and the run's progress."""
+    """Model, optimizer and schedule on this rank, and the progress of the run."""
 
     config: RunConfig
     platform: Platform
     mesh: Mesh
     chunks: list[DistributedDataParallel]
-    """This rank's part of the model, in pipeline order."""
+    """Parts of the model on this rank, in pipeline order."""
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     progress: Progress

@@ -1,4 +1,4 @@
-"""One update of the weights, and one evaluation: the same pass with and without a backward."""
+"""One optimizer step, and one evaluation: the same pass with and without a backward."""
 
 import math
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ Input = TypeVar("Input", bound=PassInput)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What one step did, equal on all ranks."""
+    """Result of one optimizer step, equal on all ranks."""
 
     loss: float
-    """Mean over the world's counted tokens; not finite when the step was skipped for that."""
+    """Mean loss over the world's counted tokens; not finite when the step was skipped because of it."""
     count: int
-    """Counted tokens."""
+    """Number of counted tokens of the world."""
     sums: dict[str, float]
-    """What the head kept, summed over the world's microbatches."""
+    """Outputs of the head, reduced over the world's microbatches by `world_sums`."""
     grad_norm: float
-    """Global, before clipping; nan when the step was skipped."""
+    """Norm of the whole model's gradient before clipping; nan when the step was skipped."""
     learning_rate: float
-    """That was used."""
+    """Learning rate of the step."""
     skipped: bool
-    """The gradient was not finite: weights, optimizer and schedule are as before."""
+    """True when the gradient was not finite: weights, optimizer and schedule are as before."""
 
 
 def train_step(
@@ -42,21 +42,29 @@ def train_step(
     *,
     routing: Routing = free_routing,
 ) -> StepReport:
-    """Collective over the mesh: gradients of `head` over all ranks' microbatches, and one optimizer step."""
+    """Collective over the mesh: do one optimizer step.
+
+    Args:
+        state: The model in training; weights, optimizer, schedule and `progress.step` change.
+        microbatches: This data-parallel rank's share of the batch, the same number on every rank.
+        head: The objective.
+        routing: Context of each chunk's forward, which may impose the experts of a rollout.
+    """
     for chunk in state.chunks:
         chunk.train()
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
     learning_rate = current_learning_rate(state)
     with state.timers.phase("forward_backward"):
-        kept = run_pass(state.chunks, microbatches, head, backward=True, routing=routing)
+        outputs = run_pass(state.chunks, microbatches, head, backward=True, routing=routing)
     with state.timers.phase("optimizer"):
         updated, grad_norm, _ = state.optimizer.step()
+    # A skipped step moves no schedule: the next one uses the same learning rate.
     if updated:
         state.schedule.step(1)
     state.progress.step += 1
     state.progress.skipped_steps += int(not updated)
-    sums = world_sums(kept, state.mesh, state.platform.device)
+    sums = world_sums(outputs, state.mesh, state.platform.device)
     return StepReport(
         loss=sums["loss"] / max(sums["count"], 1.0),
         count=int(sums["count"]),
@@ -71,37 +79,45 @@ def train_step(
 def evaluate(
     state: TrainState, microbatches: Sequence[LocalMicrobatch], head: Head[LocalMicrobatch]
 ) -> dict[str, float]:
-    """Collective over the mesh: what `head` kept, summed over all ranks' microbatches, without dropout."""
+    """Collective over the mesh: return the outputs of `head`, reduced by `world_sums`, without dropout."""
     for chunk in state.chunks:
         chunk.eval()
-    kept = run_pass(state.chunks, microbatches, head, backward=False)
+    outputs = run_pass(state.chunks, microbatches, head, backward=False)
     for chunk in state.chunks:
         chunk.train()
-    return world_sums(kept, state.mesh, state.platform.device)
+    return world_sums(outputs, state.mesh, state.platform.device)
 
 
 def current_learning_rate(state: TrainState) -> float:
-    """The rate that the next step uses."""
+    """Return the learning rate of the next step."""
     return float(state.optimizer.param_groups[0]["lr"])
 
 
-def world_sums(kept: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.device) -> dict[str, float]:
-    """Collective over the mesh: each kept scalar summed over microbatches and data- and context-parallel ranks; of
-    those whose name begins with MAX the largest.
+def world_sums(outputs: Sequence[dict[str, Tensor]], mesh: Mesh, device: torch.device) -> dict[str, float]:
+    """Collective over the mesh: reduce scalars over microbatches and data- and context-parallel ranks.
+
+    Args:
+        outputs: Outputs of the head for each microbatch, scalars; [] before the last pipeline stage.
+        mesh: The mesh.
+        device: Device for the reductions.
+
+    Returns:
+        For each name the sum in float64, for names that begin with MAX the largest; the same on all ranks.
     """
     values: dict[str, float] = {}
     if mesh.is_last_stage:
-        names = sorted(kept[0])
+        names = sorted(outputs[0])
         sums = [name for name in names if not name.startswith(MAX)]
         maxima = [name for name in names if name.startswith(MAX)]
         for chosen, operation in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
             if chosen:
-                table = torch.stack([torch.stack([k[name].double() for name in chosen]) for k in kept])
+                table = torch.stack([torch.stack([k[name].double() for name in chosen]) for k in outputs])
                 totals = (table.sum(0) if operation == dist.ReduceOp.SUM else table.amax(0)).to(device)
                 dist.all_reduce(totals, op=operation, group=mesh.dp_cp.group)
                 values |= dict(zip(chosen, totals.tolist(), strict=True))
     if mesh.pp.size == 1:
         return values
+    # Only the last stage has logits: it sends the sums to the stages before it.
     box = [values if mesh.is_last_stage else None]
     dist.broadcast_object_list(box, group=mesh.pp.group, group_src=mesh.pp.size - 1, device=device)
     assert box[0] is not None

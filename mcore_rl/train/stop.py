@@ -1,4 +1,4 @@
-"""Being asked to end early, and all ranks ending after the same step."""
+"""Requests to end a run early, on which all ranks agree after the same step."""
 
 import signal
 from collections.abc import Callable
@@ -11,23 +11,23 @@ import torch.distributed as dist
 from mcore_rl.parallel.agree import world_max
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-FILE = 1
-"""What the ranks exchange: nothing, the file, or a signal's number."""
+FILE_FOUND = 1
+"""Value that ranks exchange for the file; 0 stands for no request, larger values are numbers of signals."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopRequest:
-    """While entered, SIGTERM and SIGUSR1 are remembered, not obeyed; a file says the same to all ranks."""
+    """Context in which SIGTERM and SIGUSR1 are recorded and end nothing; a file is a request too."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._heard = 0
+        self._request = 0
         self._before: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> "StopRequest":
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._hear)
+            self._before[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -35,13 +35,13 @@ class StopRequest:
             signal.signal(number, handler)
 
     def agreed(self) -> str | None:
-        """Collective over the world, between steps: why to stop, the same on all ranks; None: go on."""
-        if not self._heard and dist.get_rank() == 0 and self._file.exists():
-            self._heard = FILE
-        heard = world_max(self._heard)
-        if heard == FILE:
+        """Collective over the world, between steps: return why to stop, the same on all ranks; None: no request."""
+        if not self._request and dist.get_rank() == 0 and self._file.exists():
+            self._request = FILE_FOUND
+        request = world_max(self._request)
+        if request == FILE_FOUND:
             return f"{self._file} was made"
-        return f"{signal.Signals(heard).name} came" if heard else None
+        return f"{signal.Signals(request).name} came" if request else None
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        self._heard = number
+    def _record(self, number: int, _: FrameType | None) -> None:
+        self._request = number
