@@ -2,10 +2,12 @@
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.recipes import config_file
 from mcore_rl.run.cli import parser_of, split_name
 from tests.documented import PAGES, ROOT, commands
 
@@ -29,8 +31,8 @@ ALL = [
 
 
 def checked(program, config, overrides, ranks):
-    """The config of a recipe passes all checks; one that is named only as an example is not looked for."""
-    path = ROOT / config
+    """The config passes all checks: a recipe by its name, or a file of the repository."""
+    path = ROOT / config if config.endswith(".toml") else config_file(Path(config))
     assert path.exists(), f"{config} is not in the repository"
     PROGRAMS[program].checked_config(path, overrides, ranks)
 
