@@ -96,7 +96,7 @@ def test_a_curve_lies_where_its_numbers_say(open_page):
 
 def test_grpo_and_gspo_are_laid_over_each_other(open_page):
     page = open_page().page
-    for title in ("Reward", "Entropy of the policy", "Clipped tokens", "Log ratio, least to largest"):
+    for title in ("Reward", "Entropy of the policy", "Clipped tokens", "Log ratio, smallest to largest"):
         figure, chart = figure_of(page, title)
         runs = {one["run"] for one in chart["series"]}
         assert {page.evaluate(f"DATA.runs[{run}].label") for run in runs} == {"GRPO", "GSPO"}
