@@ -60,7 +60,7 @@ class DeepseekV2(Family):
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
         """Yield a sentence for gates that are normalized to sum to one."""
-        if model.moe.normalize_top_k:
+        if model.is_moe and model.moe.normalize_top_k:
             yield (
                 f"model.moe.normalize_top_k=true: the gates of {self.model_type} are the softmax's probabilities "
                 "(times model.moe.routed_scaling). Set it to false."

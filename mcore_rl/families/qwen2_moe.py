@@ -44,7 +44,7 @@ class Qwen2Moe(Family):
 
     def violations(self, model: ModelConfig) -> Iterator[str]:
         """Yield a sentence for more or less than one shared expert."""
-        if model.moe.shared_experts != 1:
+        if model.is_moe and model.moe.shared_experts != 1:
             yield (
                 f"model.moe.shared_experts={model.moe.shared_experts}: {self.model_type} has one shared expert, "
                 "whose width is model.moe.shared_ffn_hidden_size. Set it to 1."
