@@ -29,7 +29,7 @@ class Clock:
 
     @property
     def median_s(self) -> float:
-        """Of the CPU seconds."""
+        """Median of the CPU seconds."""
         return median(self.cpu_s)
 
     @property

@@ -70,7 +70,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens of one step."""
         return self.length * self.batch
 
 
@@ -262,7 +262,7 @@ def row(
 
 
 def versions() -> dict[str, str]:
-    """What was measured, on what."""
+    """Describe the machine and the measurement."""
     import transformers
 
     return {

@@ -1,4 +1,4 @@
-"""What routing replay costs beside an RL step without it, and beside caching int64 in Megatron's RouterReplay.
+"""The cost of routing replay beside an RL step without it, and beside caching int64 in Megatron's RouterReplay.
 
     python -m bench.replay                 all models, bytes of the shape of Qwen3-30B-A3B; results/replay.json
 
@@ -116,7 +116,7 @@ class Bench:
         self.cache.drop(self.version)
 
     def int64(self) -> None:
-        """The same with Megatron's RouterReplay, chunk by chunk and microbatch by microbatch."""
+        """Replay with Megatron's RouterReplay, chunk by chunk and microbatch by microbatch."""
         from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
         replays = []

@@ -117,7 +117,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def versions(python: str, *packages: str) -> dict[str, str]:
-    """Of an environment."""
+    """Return the versions of the packages in an environment."""
     names = ", ".join(map(repr, ("torch", "transformers", *packages)))
     done = subprocess.run([python, "-c", VERSIONS % names], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout)

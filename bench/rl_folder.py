@@ -1,4 +1,4 @@
-"""What both trainers of `bench.rl` begin with: tokenizer, a fine-tuned model, prompts; made by mcore_rl's programs."""
+"""The start that both trainers of `bench.rl` share: tokenizer, a fine-tuned model, prompts; made by mcore_rl's programs."""
 
 import json
 import random
@@ -91,7 +91,7 @@ parts = ["positions"]
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What the other trainer is told; our own sizes."""
+    """Return the settings of the other trainer, with our own sizes."""
 
     model: str
     tokenizer: str
@@ -123,7 +123,7 @@ def build(folder: Path) -> None:
 
 
 def overrides(kind: str) -> list[str]:
-    """Of rl.toml."""
+    """Return the overrides of rl.toml."""
     return [f"rl.loss.kind={kind}", f"run_dir=rl_{kind}"]
 
 

@@ -46,7 +46,7 @@ class InTurns(TrainerCallback):  # type: ignore[misc]
 
 
 def reward(prompts: list[str], completions: list[str], answer: list[str], **facts: Any) -> list[float]:
-    """As `positions` of mcore_rl: 1 when exact, otherwise half the share of characters in their place."""
+    """Score a text as `positions` of mcore_rl does: 1 when exact, otherwise half the share of characters in their place."""
     scores = [score(*pair) for pair in zip(completions, answer, strict=True)]
     lengths = [len(ids) for ids in facts["completion_ids"]]
     TURNS.add("completions", len(lengths))
@@ -57,7 +57,7 @@ def reward(prompts: list[str], completions: list[str], answer: list[str], **fact
 
 
 def score(given: str, wanted: str) -> float:
-    """Of one completion."""
+    """Score one completion."""
     given = given.strip()
     if given == wanted:
         return 1.0

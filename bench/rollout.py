@@ -56,7 +56,7 @@ RESULTS = Path(__file__).parent / "results" / "rollout.json"
 
 @dataclass
 class Measured:
-    """What one of the two made in each round."""
+    """Results of one of the two, by round."""
 
     clock: Clock = field(default_factory=Clock)
     tokens: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ def our_engine(peer: nn.Module) -> MegatronEngine:
 
 
 def prompts_of(round_number: int, count: int) -> list[Prompt]:
-    """Of 8 to 24 random tokens."""
+    """Return prompts of 8 to 24 random tokens."""
     generator = torch.Generator().manual_seed(round_number)
     lengths = torch.randint(8, 25, (count,), generator=generator).tolist()
     return [
@@ -115,7 +115,7 @@ def prompts_of(round_number: int, count: int) -> list[Prompt]:
 
 
 def transformers_tokens(peer: Any, prompts: list[Prompt], sampling: Sampling) -> int:
-    """How many tokens `generate` makes before each row's end, prompts padded from the left, ROWS at a time."""
+    """Count the tokens that `generate` makes before each row's end, prompts padded from the left, ROWS at a time."""
     stops = sorted(sampling.stop_tokens)
     made = 0
     for begin in range(0, len(prompts), ROWS // GROUP):
@@ -139,7 +139,7 @@ def transformers_tokens(peer: Any, prompts: list[Prompt], sampling: Sampling) ->
 
 
 def engine_tokens(engine: MegatronEngine, prompts: list[Prompt], sampling: Sampling, seed: int) -> int:
-    """How many tokens the engine makes."""
+    """Count the tokens that the engine makes."""
     seeds_PG = [range(seed + GROUP * place, seed + GROUP * (place + 1)) for place in range(len(prompts))]
     groups = engine.generate(prompts, sampling, seeds_PG)
     return sum(len(completion.tokens_T) for group in groups for completion in group.completions)

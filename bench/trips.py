@@ -1,4 +1,4 @@
-"""How far a reader travels through one rollout batch of reinforcement learning: files, functions, changes of file.
+"""The way of a reader through one rollout batch of reinforcement learning: files, functions, changes of file.
 
     python -m bench.trips [--list]        a minute on one core; --list names every file with its calls
 

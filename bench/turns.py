@@ -27,7 +27,7 @@ class Turns:
         self._start: tuple[float, float] | None = None
 
     def next_step(self) -> bool:
-        """Whether to do one more step, waited for at the beginning of each; the turn before ends here."""
+        """Return whether to do one more step, waited for at the beginning of each; the turn before ends here."""
         if self._left == 0:
             self._answer()
             line = sys.stdin.readline()
