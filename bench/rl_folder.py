@@ -1,4 +1,4 @@
-"""The start that both trainers of `bench.rl` share: tokenizer, a fine-tuned model, prompts; made by mcore_rl's programs."""
+"""The start that both trainers of `bench.rl` share, made by mcore_rl's programs: tokenizer, fine-tuned model, prompts."""
 
 import json
 import random

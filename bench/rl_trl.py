@@ -46,7 +46,7 @@ class InTurns(TrainerCallback):  # type: ignore[misc]
 
 
 def reward(prompts: list[str], completions: list[str], answer: list[str], **facts: Any) -> list[float]:
-    """Score a text as `positions` of mcore_rl does: 1 when exact, otherwise half the share of characters in their place."""
+    """Score a text as `positions` of mcore_rl does: 1 when exact, else half the share of right characters."""
     scores = [score(*pair) for pair in zip(completions, answer, strict=True)]
     lengths = [len(ids) for ids in facts["completion_ids"]]
     TURNS.add("completions", len(lengths))
