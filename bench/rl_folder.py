@@ -1,4 +1,4 @@
-"""The start that both trainers of `bench.rl` share, made by mcore_rl's programs: tokenizer, fine-tuned model, prompts."""
+"""The start of both trainers of `bench.rl`, made by mcore_rl's programs: tokenizer, fine-tuned model, prompts."""
 
 import json
 import random
