@@ -109,11 +109,11 @@ def setting_differences(
     """Return `model.moe.num_experts is 16 there, 8 here` for each setting in which two model configs differ."""
     lines = []
     for name in sorted(there.keys() | here.keys()):
-        theirs, ours = there.get(name), here.get(name)
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            lines += setting_differences(theirs, ours, f"{prefix}{name}.")
-        elif ours != theirs:
-            lines.append(f"{prefix}{name} is {theirs} there, {ours} here")
+        value, own = there.get(name), here.get(name)
+        if isinstance(own, dict) and isinstance(value, dict):
+            lines += setting_differences(value, own, f"{prefix}{name}.")
+        elif own != value:
+            lines.append(f"{prefix}{name} is {value} there, {own} here")
     return lines
 
 
@@ -126,9 +126,9 @@ def find_checkpoint(path: Path) -> Path:
         or step_of(path) is not None
     ):
         return path
-    ours = [inside for inside in checkpoints_in(path) if (inside / MARKER).exists()]
-    if ours:
-        return ours[-1]
+    marked = [inside for inside in checkpoints_in(path) if (inside / MARKER).exists()]
+    if marked:
+        return marked[-1]
     if (path / LATEST).is_file():
         latest = (path / LATEST).read_text(encoding="utf-8").strip()
         return path / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)

@@ -15,11 +15,11 @@ from mcore_rl.convert.copying.copier import replace_folder
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.copying.regions import RegionCopy, copies_into_hf, sizes
-from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf
+from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf, read_config
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import DTYPES, OutputDtype
-from mcore_rl.convert.megatron.model import DistModel, open_dist_model, read_config
+from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.families import hf_config
 from mcore_rl.families.weight_map import DuplicateTensor
 

@@ -1,4 +1,4 @@
-"""A conversion as a plan: what is written from what, by which source and writer, within how much memory."""
+"""A conversion as a plan: targets and tasks, source and writer, and a forecast of its memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class TensorWriter(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopySettings:
-    """How a conversion is run; of these only the sizes of tasks and shards change a byte of the output."""
+    """Settings of running a conversion; only the sizes of tasks and shards change a byte of the output."""
 
     workers: int = 1
     max_ram_bytes: int | None = None
@@ -74,7 +74,7 @@ class CopySettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What is written from what, and what is added at the end."""
+    """A plan of one conversion: its tensors and their sources, and the steps that complete the output."""
 
     title: str
     final: Path

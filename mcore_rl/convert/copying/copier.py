@@ -41,8 +41,8 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
         progress.message(note)
     if workers < settings.workers and settings.max_ram_bytes is not None:
         progress.message(
-            f"{workers} of {settings.workers} workers, as --max-ram {readable_bytes(settings.max_ram_bytes)} holds no "
-            "more"
+            f"{workers} of {settings.workers} workers, as no more fit into --max-ram "
+            f"{readable_bytes(settings.max_ram_bytes)}"
         )
     with _work_folder(conversion, settings) as work:
         job = CopyJob(conversion=conversion, settings=settings, out=work / "out", records=work / "done")

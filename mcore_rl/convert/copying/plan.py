@@ -1,4 +1,4 @@
-"""What a conversion writes, cut into chunks that fit in memory, and from which regions each chunk is made."""
+"""The tensors that a conversion writes, cut into chunks that fit in memory, each with the copies that make it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

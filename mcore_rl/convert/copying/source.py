@@ -1,4 +1,4 @@
-"""Where tensors come from: the protocol of a source, and the bytes of files that every format's source reads.
+"""Sources of tensors: their protocol, and the bytes of files that every format's source reads.
 
 A process never holds more of a file than the region at hand.
 """

@@ -78,15 +78,16 @@ def open_hf(path: Path) -> HfFolder:
     sizes, headers = {}, {}
     for name in files:
         header, data_start, sizes[name], headers[name] = _header(folder / name)
-        for tensor, stored in _entries(folder / name, header, data_start, sizes[name]):
-            if tensor in tensors:
+        for tensor_name, tensor in _entries(folder / name, header, data_start, sizes[name]):
+            if tensor_name in tensors:
                 raise CheckpointError(
-                    f"{folder}: {tensor} is in {tensors[tensor].file} and in {name}. Remove the wrong one."
+                    f"{folder}: {tensor_name} is in {tensors[tensor_name].file} and in {name}. Remove the wrong one."
                 )
-            tensors[tensor] = stored
+            tensors[tensor_name] = tensor
     if path.is_dir() and (path / INDEX).is_file():
         _check_index(path, tensors)
-    return HfFolder(path=folder, config=_config(folder), tensors=tensors, files=sizes, headers=headers)
+    config = read_config(folder) if (folder / "config.json").is_file() else None
+    return HfFolder(path=folder, config=config, tensors=tensors, files=sizes, headers=headers)
 
 
 def is_hf(path: Path) -> bool:
@@ -104,12 +105,12 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is not JSON: {error}. Take another copy.") from error
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
-    path = folder / "config.json"
-    config = read_json(path) if path.is_file() else None
-    if config is not None and not isinstance(config, dict):
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a folder; CheckpointError when there is none, or it is no JSON object."""
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
         raise CheckpointError(
-            f"{path} holds no JSON object. Take the config.json that belongs to the weights."
+            f"{folder}/config.json is no JSON object. Take the config.json that belongs to the weights."
         )
     return config
 
@@ -129,6 +130,7 @@ def _files(folder: Path) -> list[str]:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         hint = f" Its {pickled[0]} is a pickle: save it as safetensors first." if pickled else ""
         raise CheckpointError(f"{folder} has no *.safetensors.{hint}")
+    # Without an index, the numbers in the names are the only sign of a missing shard.
     for name in found:
         match = SHARD.fullmatch(name)
         wanted = (
@@ -142,6 +144,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _weight_map(folder: Path) -> Mapping[str, str]:
+    """Return the index's file of each tensor; CheckpointError when it names anything outside of the folder."""
     index = read_json(folder / INDEX)
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -152,6 +155,7 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
 
 
 def _check_index(folder: Path, tensors: Mapping[str, HfTensor]) -> None:
+    """Raise a CheckpointError unless the index has every tensor, in the file that has it."""
     names = _weight_map(folder)
     faults = [f"{name} is not in {names[name]}" for name in sorted(names.keys() - tensors.keys())]
     faults += [
@@ -194,6 +198,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
 def _entries(
     file: Path, header: Mapping[str, Any], data_start: int, size: int
 ) -> Iterator[tuple[str, HfTensor]]:
+    """Yield a file's tensors; CheckpointError unless they fill its data without gaps, as the format demands."""
     position = 0
     try:
         entries = sorted(header.items(), key=lambda entry: tuple(entry[1]["data_offsets"]))
@@ -202,14 +207,14 @@ def _entries(
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
                 raise CheckpointError(f"{file}: {name} is {entry['dtype']}, a type that is not read here.")
-            stored = HfTensor(file.name, dtype, tuple(map(int, entry["shape"])), data_start + start)
-            if start != position or stop - start != stored.num_bytes:
+            tensor = HfTensor(file.name, dtype, tuple(map(int, entry["shape"])), data_start + start)
+            if start != position or stop - start != tensor.num_bytes:
                 raise CheckpointError(
-                    f"{file}: {name} {stored.shape} {entry['dtype']} takes {stored.num_bytes} bytes, its range is "
+                    f"{file}: {name} {tensor.shape} {entry['dtype']} takes {tensor.num_bytes} bytes, its range is "
                     f"{start}:{stop} after {position}. Download or copy the file again."
                 )
             position = stop
-            yield name, stored
+            yield name, tensor
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} has a header that is not of safetensors ({error}).") from error
     if data_start + position != size:

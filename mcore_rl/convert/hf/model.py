@@ -46,10 +46,11 @@ class HfModel:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that a tensor is read as; a quantized tensor is read as the model's type."""
-        stored = self.folder.tensors.get(name)
-        if stored is None or stored.dtype in FP8:
+        tensor = self.folder.tensors.get(name)
+        # mxfp4 tensors are absent: the folder has their blocks and scales, under other names.
+        if tensor is None or tensor.dtype in FP8:
             return _model_dtype(self.folder.config or {})
-        return stored.dtype
+        return tensor.dtype
 
     def source(self) -> HfSource:
         """Open the folder's tensors for reading."""
@@ -79,16 +80,16 @@ def open_hf_model(
     model, layout = checked_model_from_hf(folder.config, family), expert_layout(folder)
     if vocab_multiple is not None:
         model = model.model_copy(update={"vocab_multiple": vocab_multiple})
-    kept = model.model_copy(update={"mtp_layers": 0}) if mtp == "drop" else model
-    weights = weight_map(kept, layout)
+    converted = model.model_copy(update={"mtp_layers": 0}) if mtp == "drop" else model
+    weights = weight_map(converted, layout)
     dropped: set[str] = set()
-    if kept != model:
+    if converted != model:
         every = weight_map(model, layout)
         names = every.hf_shapes.keys() | {copy.name for copy in every.copies}
         dropped = names - weights.hf_shapes.keys() - {copy.name for copy in weights.copies}
     found = HfModel(
         folder=folder,
-        model=kept,
+        model=converted,
         weights=weights,
         fp8_block=fp8_block_size(folder.config),
         dropped=tuple(sorted(dropped & folder.tensors.keys())),

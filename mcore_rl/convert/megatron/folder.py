@@ -121,7 +121,7 @@ def _file_range(path: Path, key: str, info: object) -> FileRange:
         or not isinstance(length, int)
     ):
         raise CheckpointError(
-            f"{path}: {key} is said to be in {file!r}, which is not a file of the checkpoint."
+            f"{path}: {key} has the file {file!r} in .metadata, which is not a file of the checkpoint."
         )
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(f"{path}: {key} is compressed, which is not read here. Save it without.")

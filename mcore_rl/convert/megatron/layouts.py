@@ -180,7 +180,7 @@ def _parted(key: str) -> tuple[str, str]:
     if is_stacked(key):
         return STACK, key.removeprefix(STACK)
     if key.startswith(STACK):
-        number, _, rest = key.removeprefix(STACK).partition(".")
-        return f"{STACK}{number}.", rest
+        layer, _, rest = key.removeprefix(STACK).partition(".")
+        return f"{STACK}{layer}.", rest
     front, inner, rest = key.partition(MTP_LAYER)
     return (front + inner, rest) if inner else ("", key)

@@ -11,7 +11,7 @@ from mcore_rl.checkpoint.read import setting_differences
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.convert.hf.folder import read_json
+from mcore_rl.convert.hf.folder import read_config
 from mcore_rl.convert.hf.model import FLOATS, MtpLayers
 from mcore_rl.convert.megatron.folder import DistFolder, open_dist
 from mcore_rl.convert.megatron.layouts import KeyLayout, detect
@@ -93,14 +93,6 @@ def open_dist_model(
     return DistModel(
         folder=folder, model=model, canonical=canonical, weights=weights, layout=translation.layout
     )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a Hugging Face folder."""
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder}/config.json holds no JSON object.")
-    return config
 
 
 def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shape]) -> ModelConfig:

@@ -66,7 +66,7 @@ class DistWriter:
 
 
 def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[str, bytes]) -> None:
-    """Write `.metadata`, which says where each chunk is.
+    """Write `.metadata`, which names file and range of each chunk.
 
     Args:
         folder: The checkpoint so far.
