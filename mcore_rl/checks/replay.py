@@ -1,4 +1,4 @@
-"""Whether routing replay can do what is asked of it with this model and this rollout engine."""
+"""Checks of routing replay against the model and the rollout engine."""
 
 from collections.abc import Iterator
 
@@ -11,25 +11,32 @@ MAX_CODES = 2**15
 def replay_violations(
     replay: ReplayConfig, model: ModelConfig, *, router_fusion: bool = False, engine_gives_routes: bool = True
 ) -> Iterator[str]:
-    """One sentence for each reason why `replay` cannot be run; `router_fusion`: the policy's router is one kernel."""
+    """Yield a sentence, with its remedy, for each reason why `replay` cannot run.
+
+    Args:
+        replay: settings of replay.
+        model: the policy.
+        router_fusion: whether the policy's router is one fused kernel.
+        engine_gives_routes: whether the rollout engine returns routes.
+    """
     if replay.kind == "none":
         yield from _unused(replay)
         return
     if not model.is_moe:
         yield (
-            f'replay.kind="{replay.kind}" with model.family="{model.family}" and no experts: nothing is routed. '
+            f'replay.kind="{replay.kind}" with model.family="{model.family}" and no experts: no token is routed. '
             'Set replay.kind="none".'
         )
         return
     if router_fusion:
         yield (
             f'replay.kind="{replay.kind}" with moe_router_fusion: the fused router returns before it asks for the '
-            "imposed experts, and replay would do nothing. Build the policy without it."
+            "imposed experts, and replay would have no effect. Build the policy without it."
         )
     codes = model.moe.num_experts * (2 if model.moe.capacity_factor else 1)
     if codes > MAX_CODES:
         yield (
-            f"model.moe.num_experts={model.moe.num_experts} with replay: a route is kept in 16 bits with a sign. "
+            f"model.moe.num_experts={model.moe.num_experts} with replay: a route is stored in 16 bits with a sign. "
             'Set replay.kind="none".'
         )
     if replay.kind == "r3":
@@ -44,14 +51,14 @@ def replay_violations(
 def _rollout(replay: ReplayConfig, model: ModelConfig, engine_gives_routes: bool) -> Iterator[str]:
     if not engine_gives_routes:
         yield (
-            'replay.kind="r3" with a rollout engine that does not tell its routes. Use the native engine, or set '
+            'replay.kind="r3" with a rollout engine that does not return its routes. Use the native engine, or set '
             'replay.kind="r2".'
         )
     if model.moe.capacity_factor:
         yield (
-            f'replay.kind="r3" with model.moe.capacity_factor={model.moe.capacity_factor}: what is dropped depends '
-            "on the tokens that are computed together, which are others in a rollout. Set capacity_factor=none, or "
-            'replay.kind="r2", which carries what was dropped.'
+            f'replay.kind="r3" with model.moe.capacity_factor={model.moe.capacity_factor}: the rollout engine '
+            "drops no token, so that its routes do not say what the trainer has to drop. Set capacity_factor=none, or "
+            'replay.kind="r2", which imposes what the pass for old logprobs dropped.'
         )
 
 
@@ -62,4 +69,4 @@ def _unused(replay: ReplayConfig) -> Iterator[str]:
             'replay.reference="live", or a kind.'
         )
     if replay.missing == "live":
-        yield 'replay.missing="live" is not read with replay.kind="none". Set replay.missing="error".'
+        yield 'replay.missing="live" has no effect with replay.kind="none". Set replay.missing="error".'

@@ -100,12 +100,12 @@ def _model(config: RlRunConfig) -> Iterator[str]:
         yield (
             f'model.moe.capacity_factor={moe.capacity_factor} with replay.kind="none": each training pass would drop '
             "other tokens than the pass for old logprobs, and the ratios would measure that. Set capacity_factor=none, "
-            'or replay.kind="r2", which imposes what that pass dropped.'
+            'or replay.kind="r2" with rl.update.old_logprobs="trainer", which imposes what that pass dropped.'
         )
     if config.replay.kind == "r2" and config.rl.update.old_logprobs == "rollout":
         yield (
-            'replay.kind="r2" with rl.update.old_logprobs="rollout": the routes to replay are recorded in the training '
-            'engine\'s pass for old logprobs, which this leaves out. Set old_logprobs="trainer", or replay.kind="r3".'
+            'replay.kind="r2" with rl.update.old_logprobs="rollout": the routes to replay are recorded in the '
+            'trainer\'s pass for old logprobs, which this omits. Set old_logprobs="trainer", or replay.kind="r3".'
         )
     if config.replay.observe_rollout and not config.model.is_moe:
         yield "replay.observe_rollout=true, but the model has no experts. Set it to false."

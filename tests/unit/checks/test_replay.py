@@ -25,7 +25,7 @@ def test_a_run_without_replay_needs_no_experts() -> None:
     [
         (ReplayConfig(kind="r2"), DENSE, {}, "no experts"),
         (ReplayConfig(kind="r2"), MOE, {"router_fusion": True}, "moe_router_fusion"),
-        (ReplayConfig(kind="r3"), MOE, {"engine_gives_routes": False}, "does not tell its routes"),
+        (ReplayConfig(kind="r3"), MOE, {"engine_gives_routes": False}, "does not return its routes"),
         (ReplayConfig(kind="r3"), DROPPING, {}, "capacity_factor"),
         (ReplayConfig(kind="r2", missing="live"), MOE, {}, 'missing="live"'),
         (ReplayConfig(missing="live"), MOE, {}, 'missing="live"'),
