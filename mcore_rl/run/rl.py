@@ -59,8 +59,8 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
         yield (
             f"warning: model.moe.capacity_factor={capacity_factor}: the trainer drops what an expert has no room for, "
             "the rollout engine drops nothing, so that the sampled logprobs differ from the trainer's also where the "
-            "weights are equal (see moe/dropped_fraction and rollout/mismatch_kl_nats). Set it to 0 to train on what "
-            "was sampled."
+            "weights are equal (see moe/dropped_fraction and rollout/mismatch_kl_nats). Set it to none to train on "
+            "what was sampled."
         )
     has_token_ratio = config.rl.loss.kind in ("grpo", "cispo")
     if config.model.is_moe and has_token_ratio and config.replay.kind == "none":
