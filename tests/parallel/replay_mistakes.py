@@ -1,4 +1,4 @@
-"""The mistakes of routing replay, put in by hand on a rank whose tape is in place."""
+"""Known mistakes of routing replay, introduced on a rank whose tape is armed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from mcore_rl.train.state import TrainState
 
 
 def stations(state: TrainState) -> list[ChunkRouters]:
-    """Of the tape in place."""
+    """Return the routers of each chunk that the armed tape has hooks in."""
     hooks = [router.router_replay for chunk in state.chunks for _, router in replayed_routers(chunk)]
     assert all(isinstance(hook, RouterHook) for hook in hooks)
     return list({id(hook._chunk_routers): hook._chunk_routers for hook in hooks}.values())
 
 
 def arm_all_routers_of_the_process(state: TrainState) -> None:
-    """Whichever chunk is armed last arms the others, whose recomputation then takes its routes."""
+    """Let the chunk that is armed last arm all others: their recomputation takes its routes."""
     latest: list[ChunkMicrobatch] = []
 
     def arming(station: ChunkRouters) -> None:
@@ -38,7 +38,7 @@ def arm_all_routers_of_the_process(state: TrainState) -> None:
 
 
 def recompute_with_the_latest_forward(state: TrainState) -> None:
-    """Nothing is switched after the forward: recomputation takes the routes of a later microbatch."""
+    """Switch nothing after the forward pass: recomputation takes the routes of a later microbatch."""
 
     def keeping(station: ChunkRouters) -> None:
         original = station.forward
@@ -57,7 +57,7 @@ def recompute_with_the_latest_forward(state: TrainState) -> None:
 
 
 def batched_messages(state: TrainState) -> None:
-    """Interleaved stages on two ranks whose messages to and fro are taken for each other."""
+    """Batch the messages of interleaved stages on two ranks: both directions are confused."""
     for chunk in state.chunks:
         config = unwrap(chunk).config
         config.overlap_p2p_comm, config.batch_p2p_comm = False, True

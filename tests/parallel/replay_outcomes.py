@@ -1,4 +1,4 @@
-"""One rank's routes and what it made of them, and whether other ranks together make the same of them."""
+"""Routes, losses and gradients of one rank, and comparisons of other meshes with them."""
 
 import functools
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ LAYOUTS = ("packed", "padded")
 
 
 class Outcome(NamedTuple):
-    """One layout of one case, of all ranks together."""
+    """Results of one layout of one case, of all ranks together."""
 
     free: dict[int, float]
     same: dict[int, float]
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 def together(ranks: Sequence[dict[str, Any]]) -> Outcome:
-    """Of what each rank returned."""
+    """Merge what each rank returned."""
     recorded: dict[int, dict[int, list[int]]] = {}
     for rank in ranks:
         for layer, routes in rank.get("recorded", {}).items():
@@ -56,7 +56,7 @@ def together(ranks: Sequence[dict[str, Any]]) -> Outcome:
 
 
 class Reference(NamedTuple):
-    """One rank's weights, its routes by layout, and what it made of them."""
+    """Weights of one rank, its routes by layout, and its losses and gradients."""
 
     weights: Tensors
     saved: dict[str, dict[int, SavedRoutes]]
@@ -65,7 +65,7 @@ class Reference(NamedTuple):
 
 @functools.cache
 def one_rank(model: str) -> Reference:
-    """Of each layout."""
+    """Run a model on one rank, in each layout."""
     weights = random_weights(config_of(MODELS[model], MeshConfig()))
     layouts = ("padded",) if model.endswith("mtp") else LAYOUTS
     case = Case(model=model, mesh=MeshConfig(), layouts=layouts)
@@ -79,7 +79,7 @@ def one_rank(model: str) -> Reference:
 
 
 def outcomes(cases: list[Case]) -> list[dict[str, Outcome]]:
-    """Of cases with worlds of one size, by layout."""
+    """Run cases whose worlds have one size; return the outcomes by layout."""
     models = sorted({case.model for case in cases})
     weights = {model: one_rank(model).weights for model in models}
     saved = {model: one_rank(model).saved for model in models}
@@ -94,7 +94,7 @@ def outcomes(cases: list[Case]) -> list[dict[str, Outcome]]:
 
 
 def assert_equal(outcome: Outcome, reference: Outcome) -> None:
-    """The same training under the same routes, each of which was taken as often as it was due."""
+    """Assert the same training with the same routes, each of which was consumed once."""
     assert outcome.errors == [""] * len(outcome.errors)
     assert_same_training(outcome, reference)
     for name, (value, count) in reference.metrics.items():
@@ -105,7 +105,7 @@ def assert_equal(outcome: Outcome, reference: Outcome) -> None:
 
 
 def assert_unchanged(outcome: Outcome, reference: Outcome) -> None:
-    """Under the weights that they were recorded with, routes are those of one rank, and change not a bit."""
+    """Assert that routes imposed on the weights that recorded them change no bit, and are those of one rank."""
     assert outcome.free == outcome.same
     assert outcome.unchanged["routes/changed_fraction"] == 0
     assert outcome.unchanged["routes/changed_tokens_fraction"] == 0
@@ -115,7 +115,7 @@ def assert_unchanged(outcome: Outcome, reference: Outcome) -> None:
 
 
 def assert_same_training(outcome: Outcome, reference: Outcome) -> None:
-    """Losses and gradients of other weights under the same routes."""
+    """Assert equal losses and gradients of other weights with the same routes."""
     assert outcome.losses == pytest.approx(reference.losses, rel=1e-5)
     errors = relative_errors(outcome.gradients, reference.gradients)
     assert max(errors.values()) <= 1e-5, f"gradients differ: {largest(errors)}"

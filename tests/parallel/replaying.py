@@ -1,4 +1,4 @@
-"""Routes recorded, imposed and compared on any mesh; many cases in one world of ranks."""
+"""Helpers that record, impose and compare routes on any mesh; one world of ranks runs many cases."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +32,9 @@ from tests.parallel.parity import Tensors, config_of, owned
 from tests.tiny_models import TINY
 
 LENGTHS = (13, 8, 16, 5, 11, 16, 3, 10)
-"""Tokens of the samples; the last position of each is not trained on."""
+"""Number of tokens of each sample; the last position of each is not trained on."""
 ROW, WIDE = 16, 32
-"""Positions of a padded and of a packed row."""
+"""Positions of a padded row, and of a packed one."""
 IDS = 1000
 VERSION = 3
 Sabotage = Callable[[TrainState], None]
@@ -43,7 +43,7 @@ NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
 
 
 def tiny(family: str, num_layers: int = 4, mtp: int = 0, **moe: Any) -> ModelConfig:
-    """A family's smallest model; the routers' losses, which see padding, are left out."""
+    """Return a family's smallest model without the routers' losses, which see padding."""
     model = TINY[family]
     experts = model.moe.model_copy(update=NO_ROUTER_LOSS | moe)
     return model.model_copy(update={"moe": experts, "num_layers": num_layers, "mtp_layers": mtp})
@@ -70,12 +70,12 @@ class Case:
     precision: Literal["fp32", "bf16"] = "fp32"
     sabotage: Sabotage | None = None
     same_weights: bool = True
-    """Whether routes are recorded here too, and imposed on the weights that they are of."""
+    """Whether routes are recorded on this mesh too, and imposed on the same weights."""
     replay: ReplayConfig = field(default_factory=lambda: ReplayConfig(kind="r2"))
 
     @property
     def platform(self) -> PlatformConfig:
-        """With this recomputation."""
+        """Platform with this precision and recomputation."""
         if self.recompute in ("none", "full"):
             return PlatformConfig(precision=self.precision, recompute=self.recompute)  # type: ignore[arg-type]
         modules: Any = (self.recompute,)
@@ -83,12 +83,12 @@ class Case:
 
 
 class LossHead:
-    """Losses of trained tokens, weighted unevenly; keeps those of all."""
+    """Sum of the trained tokens' losses with uneven weights; returns all losses."""
 
     wants_losses = True
 
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
-        """See Head."""
+        """Return loss and count of one microbatch."""
         mask_Bs = microbatch.loss_mask_Bs
         loss = (output.float() * mask_Bs * (1 + microbatch.position_ids_Bs % 3)).sum()
         kept = {"losses": output.detach().float(), "mask": mask_Bs}
@@ -96,13 +96,13 @@ class LossHead:
 
 
 def sample_tokens(sample: int, vocab_size: int) -> Tensor:
-    """Ids of a sample and the token after it."""
+    """Return the token ids of a sample and the token after it."""
     generator = torch.Generator().manual_seed(sample)
     return torch.randint(0, vocab_size, (LENGTHS[sample] + 1,), generator=generator)
 
 
 def layouts_of(packed: bool, dp_rank: int, dp_size: int) -> list[MicrobatchLayout]:
-    """This replica's microbatches: two samples each, in two padded rows or in one packed row with gaps."""
+    """Return this replica's microbatches: two samples each, in two padded rows or in one packed row with gaps."""
     pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
     mine = pairs[dp_rank * len(pairs) // dp_size : (dp_rank + 1) * len(pairs) // dp_size]
     if not packed:
@@ -123,7 +123,7 @@ def layouts_of(packed: bool, dp_rank: int, dp_size: int) -> list[MicrobatchLayou
 
 
 def microbatch_of(layout: MicrobatchLayout, state: TrainState) -> tuple[LocalMicrobatch, Tensor]:
-    """This rank's part, and of each position sample * IDS + position, -1 for padding."""
+    """Return this rank's part, and the name of each position: sample * IDS + position, -1 for padding."""
     vocab = state.config.model.vocab_size
     columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "mask": [], "positions": [], "names": []}
     for span in layout.spans:
@@ -164,7 +164,7 @@ def microbatch_of(layout: MicrobatchLayout, state: TrainState) -> tuple[LocalMic
 
 @dataclass
 class Run:
-    """A model on this rank, and what passes over one batch need."""
+    """A model on this rank with a cache and one batch."""
 
     state: TrainState
     cache: RoutingCache
@@ -174,21 +174,21 @@ class Run:
     names: list[Tensor]
 
     def tape(self, **options: Any) -> RoutingTape:
-        """For one pass."""
+        """Return a new tape for one pass."""
         return RoutingTape(
             self.state.chunks, self.state.mesh, self.layouts, self.cache, self.version, **options
         )
 
     def losses(self, kept: Sequence[dict[str, Tensor]]) -> dict[int, float]:
-        """Of each trained token on this rank, by its name."""
+        """Return the loss of each trained token on this rank, by name."""
         found: dict[int, float] = {}
-        for names_Bs, facts in zip(self.names, kept, strict=False):
-            chosen = facts["mask"] > 0
-            found |= dict(zip(names_Bs[chosen].tolist(), facts["losses"][chosen].tolist(), strict=True))
+        for names_Bs, outputs in zip(self.names, kept, strict=False):
+            chosen = outputs["mask"] > 0
+            found |= dict(zip(names_Bs[chosen].tolist(), outputs["losses"][chosen].tolist(), strict=True))
         return found
 
     def evaluate(self, routing: Any = free_routing) -> dict[int, float]:
-        """Losses of a pass without gradients."""
+        """Return the losses of a pass without gradients."""
         for chunk in self.state.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -198,7 +198,7 @@ class Run:
         return self.losses(kept)
 
     def gradients(self, routing: Any = free_routing) -> tuple[dict[int, float], list[Any]]:
-        """Losses and finished gradients, in the pieces of the weights."""
+        """Return losses and finished gradients, in the pieces of the weights."""
         chunks = self.state.chunks
         config = unwrap(chunks[0]).config
         config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(
@@ -218,7 +218,7 @@ class Run:
         return self.losses(kept), [piece for piece in found if not piece[0].endswith("expert_bias")]
 
     def saved(self) -> dict[int, SavedRoutes]:
-        """Routes of each sample in the cache, as this rank holds them."""
+        """Return the routes of each sample that this rank has cached."""
         return {
             sample: SavedRoutes(
                 held.num_tokens,
@@ -231,13 +231,13 @@ class Run:
         }
 
     def load(self, saved: Mapping[int, SavedRoutes]) -> None:
-        """Collective over the world: the cache then holds what this run needs of all ranks' `saved`, nothing else."""
+        """Collective over the world: cache what this run needs of all ranks' `saved` routes, and nothing else."""
         held = {sample: as_holding(routes) for sample, routes in saved.items()}
         mesh = self.state.mesh
         self.cache.receive(self.version, held, self.cache.needed_positions(self.layouts, mesh), mesh.world)
 
     def routes(self) -> dict[int, dict[int, list[Any]]]:
-        """Layer -> token's name -> experts held here."""
+        """Return layer -> token's name -> route codes that this rank has cached."""
         found: dict[int, dict[int, list[Any]]] = {layer: {} for layer in self.cache.layers}
         for sample in self.cache.samples(self.version):
             entry = self.cache.sample(self.version, sample)
@@ -249,7 +249,7 @@ class Run:
 
 
 def as_holding(routes: SavedRoutes) -> OfferedRoutes:
-    """The saved routes of a sample as a cache gives them to other ranks."""
+    """Return saved routes as a cache offers them to other ranks."""
     return OfferedRoutes(
         num_tokens=routes.num_tokens,
         layers=routes.layers,
@@ -260,7 +260,7 @@ def as_holding(routes: SavedRoutes) -> OfferedRoutes:
 
 
 def opened(case: Case, model: ModelConfig, folder: Path | None = None) -> list[Run]:
-    """On a rank: a new model with no routes yet, and a batch of each layout."""
+    """Build a new model on this rank, and a batch of each layout; no routes are cached."""
     config = config_of(model, case.mesh, case.platform)
     state = set_up(config, start(config.platform))
     cache = RoutingCache(state.chunks, model, case.replay, folder)
@@ -268,14 +268,14 @@ def opened(case: Case, model: ModelConfig, folder: Path | None = None) -> list[R
 
 
 def batch_of(state: TrainState, cache: RoutingCache, packed: bool) -> Run:
-    """This replica's microbatches; the policy's version is one for each layout."""
+    """Return this replica's microbatches; each layout has its own policy version."""
     layouts = layouts_of(packed, state.mesh.dp.rank, state.mesh.dp.size)
     made = [microbatch_of(layout, state) for layout in layouts]
     return Run(state, cache, VERSION + packed, layouts, [m for m, _ in made], [names for _, names in made])
 
 
 def perturbed(weights: Tensors) -> Tensors:
-    """Other weights, whose routers choose otherwise for many tokens."""
+    """Return other weights, with which many tokens choose other experts."""
     generator = torch.Generator().manual_seed(5)
     changed = {}
     for name, value in sorted(weights.items()):
@@ -288,7 +288,7 @@ def perturbed(weights: Tensors) -> Tensors:
 def replay(
     case: Case, model: ModelConfig, weights: Tensors, saved: Sequence[dict[int, SavedRoutes]]
 ) -> list[dict[str, Any]]:
-    """On a rank, for each layout: record under `weights`, replay under them and then under others.
+    """Record with `weights` on this rank, replay with them and then with other weights; for each layout.
 
     A world of one rank returns its routes; every other world is given those in `saved`, one for each layout, and
     imposes them after it has compared them with its own.
@@ -297,23 +297,23 @@ def replay(
     state, mesh = runs[0].state, runs[0].state.mesh
     copy_in(state.chunks, weights)
     # What is dropped depends on which tokens are together on a rank: other ranks record other routes.
-    is_told = case.same_weights and not (model.moe.capacity_factor and mesh.world.size > 1)
-    facts = [replayed_unchanged(run) if is_told else {} for run in runs]
+    records_too = case.same_weights and not (model.moe.capacity_factor and mesh.world.size > 1)
+    results = [replayed_unchanged(run) if records_too else {} for run in runs]
     if mesh.world.size == 1:
-        for run, found in zip(runs, facts, strict=True):
+        for run, found in zip(runs, results, strict=True):
             found["saved"] = run.saved()
     else:
         for run, routes in zip(runs, saved, strict=True):
             run.load(routes)
     copy_in(state.chunks, perturbed(weights))
-    for run, found in zip(runs, facts, strict=True):
+    for run, found in zip(runs, results, strict=True):
         found |= replayed(run, case.sabotage)
     destroy_mesh()
-    return facts
+    return results
 
 
 def replayed_unchanged(run: Run) -> dict[str, Any]:
-    """What a pass that records gives, and one that imposes its routes on the same weights."""
+    """Return losses of a pass that records and of one that imposes its routes on the same weights."""
     tape = run.tape()
     free = run.evaluate(tape.record())
     tape.finish()
@@ -325,7 +325,7 @@ def replayed_unchanged(run: Run) -> dict[str, Any]:
 
 
 def replayed(run: Run, sabotage: Sabotage | None) -> dict[str, Any]:
-    """Losses and gradients under the routes of the cache; an error of the accounts as text, beside them."""
+    """Return losses and gradients under the cached routes, and the message of a RoutingError."""
     tape = run.tape()
     routing = tape.impose()
     if sabotage is not None:
@@ -352,7 +352,7 @@ def replay_all(
     weights: dict[str, Tensors],
     saved: dict[str, dict[str, dict[int, SavedRoutes]]],
 ) -> list[list[dict[str, Any]]]:
-    """On a rank: the cases one after the other; `saved` has the routes of one rank by model and layout."""
+    """Run the cases one after the other; `saved` has the routes of one rank by model and layout."""
     return [
         replay(
             case,

@@ -1,4 +1,4 @@
-"""Routes of one rank, imposed on every mesh: the same losses and gradients; broken replay is told apart."""
+"""Routes of one rank, imposed on every mesh, give its losses and gradients; broken replay does not."""
 
 import functools
 import re
@@ -147,7 +147,7 @@ def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "recompute", "mistake", "told"),
+    ("mesh", "recompute", "mistake", "message"),
     [
         ("pp2-vpp2", "full", mistakes.arm_all_routers_of_the_process, "left over|times"),
         ("pp4-vpp2", "full", mistakes.arm_all_routers_of_the_process, "left over|times"),
@@ -155,7 +155,9 @@ def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
         ("pp2-vpp2", "none", mistakes.batched_messages, ""),
     ],
 )
-def test_the_known_mistakes_give_other_gradients(mesh: str, recompute: str, mistake: Any, told: str) -> None:
+def test_the_known_mistakes_give_other_gradients(
+    mesh: str, recompute: str, mistake: Any, message: str
+) -> None:
     """The comparison sees each; the accounts see those that are about routes."""
     model = model_of("qwen3_moe", mesh)
     case = Case(model=model, mesh=MESHES[mesh], recompute=recompute, layouts=("padded",), sabotage=mistake)
@@ -164,6 +166,6 @@ def test_the_known_mistakes_give_other_gradients(mesh: str, recompute: str, mist
     errors = relative_errors(outcome.gradients, reference.gradients)
     assert max(errors.values()) > 1e-3, largest(errors)
     assert len(set(outcome.errors)) == 1, "ranks disagree"
-    assert bool(outcome.errors[0]) == bool(told), outcome.errors
-    if told:
-        assert re.search(rf"layer \d, microbatch \d \(samples .*({told})", outcome.errors[0])
+    assert bool(outcome.errors[0]) == bool(message), outcome.errors
+    if message:
+        assert re.search(rf"layer \d, microbatch \d \(samples .*({message})", outcome.errors[0])

@@ -1,4 +1,4 @@
-"""Routes that come from other ranks, another layout or another mesh are those of one rank all the same."""
+"""Routes from other ranks, another layout or another mesh train as on one rank."""
 
 import pytest
 
@@ -17,7 +17,7 @@ MESHES = {
 
 
 def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
-    """R3: only what is trained here and of the layers here travels, in one byte a choice; nothing is broadcast."""
+    """R3 sends a rank only its positions and layers, one byte for each route; nothing is broadcast."""
     alone = one_rank("qwen3_moe")
     reference = alone.outcomes["packed"]
     ranks = run_ranks(
@@ -29,13 +29,13 @@ def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
         reference.recorded,
     )
     for index, mesh in enumerate(MESHES.values()):
-        facts = [rank[index] for rank in ranks]
-        assert_same_training(together(facts), reference)
-        for fact in facts:
-            expected, sent = fact["moved"]
+        found = [rank[index] for rank in ranks]
+        assert_same_training(together(found), reference)
+        for rank_outcome in found:
+            expected, sent = rank_outcome["moved"]
             assert sent == expected and (sent > 0 or mesh.dp == 1), (sent, expected)
-            assert fact["held"][0] == fact["held"][1]
-            assert fact["other_traffic"] == {}
+            assert rank_outcome["cached_bytes"][0] == rank_outcome["cached_bytes"][1]
+            assert rank_outcome["other_traffic"] == {}
 
 
 def test_routes_replay_in_other_rows_and_under_other_meshes() -> None:
@@ -51,13 +51,13 @@ def test_routes_replay_in_other_rows_and_under_other_meshes() -> None:
     for index in range(len(MESHES)):
         found = [rank[index] for rank in ranks]
         for replay in range(1 + bool(index)):
-            assert_same_training(together([rank["facts"][replay] for rank in found]), reference)
-        told = {rank["error"] for rank in found}
-        assert len(told) == 1
-        assert "redistribute the cache first" in min(told) or "there are no routes" in min(told)
+            assert_same_training(together([rank["outcome"][replay] for rank in found]), reference)
+        messages = {rank["error"] for rank in found}
+        assert len(messages) == 1
+        assert "redistribute the cache first" in min(messages) or "there are no routes" in min(messages)
 
 
-def test_an_error_on_one_rank_is_told_by_all() -> None:
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
     first, second = run_ranks(travelling.damaged_on_one_rank, 2, MODELS["qwen3_moe"])
     assert first == second
     flipped, missing = first
@@ -67,7 +67,7 @@ def test_an_error_on_one_rank_is_told_by_all() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_the_native_engines_routes_are_the_training_passes(family: str) -> None:
-    """With the same weights: R3 changes next to nothing, whichever replica generated."""
+    """With equal weights R3 changes next to nothing, whichever replica generated."""
     meshes = [MESHES[name] for name in ("tp2-dp2", "cp2-dp2", "pp2-dp2")]
     ranks = run_ranks(
         travelling.trained_on_the_engines, WORLD, meshes, MODELS[family], one_rank(family).weights

@@ -1,4 +1,4 @@
-"""Routes that come from other ranks than those that train under them; on a rank."""
+"""Helpers on a rank: routes that come from other ranks than those that train with them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ Recorded = dict[int, dict[int, list[int]]]
 
 
 def as_rollout(sample: int, recorded: Recorded, vocab_size: int) -> RolloutRoutes:
-    """As an engine would tell them: all layers of the model, every token."""
+    """Return recorded routes as an engine would: every token, all layers of the model."""
     layers = sorted(recorded)
     routes = [[recorded[layer][sample * IDS + n] for layer in layers] for n in range(LENGTHS[sample])]
     tokens_T = sample_tokens(sample, vocab_size)[: LENGTHS[sample]]
@@ -48,14 +48,14 @@ def as_rollout(sample: int, recorded: Recorded, vocab_size: int) -> RolloutRoute
 
 
 class Traffic:
-    """Bytes that this rank gives to collectives of tensors, by their name; of all_to_all those for others."""
+    """Bytes that this rank gives to collectives, by name; all_to_all counts only those for other ranks."""
 
     def __init__(self) -> None:
         self.sent: dict[str, int] = {}
 
     @contextmanager
     def counted(self, axis_rank: int) -> Iterator[None]:
-        """Inside."""
+        """Count the collectives inside."""
         originals = {name: getattr(dist, name) for name in ("all_to_all_single", "broadcast", "all_gather")}
 
         def counting(name: str) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ class Traffic:
 def trained_on_rollouts(
     meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors, recorded: Recorded
 ) -> list[dict[str, Any]]:
-    """On each mesh: replicas train under routes that others of them were given by the engine."""
+    """Train on each mesh with routes that the engine returned to other replicas."""
     return [one_rollout(mesh, model, weights, recorded) for mesh in meshes]
 
 
@@ -106,20 +106,20 @@ def one_rollout(
         for n, entry in entries.items()
         if n not in mine
     )
-    held = sum(len(entry.position_n) for entry in entries.values()) * row_bytes
+    cached_bytes = sum(len(entry.position_n) for entry in entries.values()) * row_bytes
     received = torch.tensor([foreign, traffic.sent.pop("all_to_all_single")])
     dist.all_reduce(received)
-    facts = replayed(run, None)
+    outcome = replayed(run, None)
     destroy_mesh()
-    return facts | {
+    return outcome | {
         "moved": received.tolist(),
         "other_traffic": traffic.sent,
-        "held": (run.cache.num_bytes, held),
+        "cached_bytes": (run.cache.num_bytes, cached_bytes),
     }
 
 
 def other_layouts(dp_rank: int, dp_size: int) -> list[MicrobatchLayout]:
-    """The samples in other rows, of other replicas."""
+    """Return layouts with the samples in other rows on other replicas."""
     rows = [(7, 4), (6, 1, 3), (0, 5), (2,)]
     mine = rows[(dp_size - 1 - dp_rank) * len(rows) // dp_size : (dp_size - dp_rank) * len(rows) // dp_size]
     layouts = []
@@ -133,7 +133,7 @@ def other_layouts(dp_rank: int, dp_size: int) -> list[MicrobatchLayout]:
 def laid_out_otherwise(
     meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors
 ) -> list[dict[str, Any]]:
-    """On each mesh: recorded in one layout, replayed in another; then the routes that the mesh before has left."""
+    """Record in one layout and replay in another on each mesh; then replay the routes of the mesh before."""
     results = []
     before: dict[int, SavedRoutes] = {}
     for index, mesh_config in enumerate(meshes):
@@ -149,24 +149,24 @@ def laid_out_otherwise(
         run.cache.redistribute(run.version, other.layouts, mesh)
         saved = run.saved()
         copy_in(run.state.chunks, perturbed(weights))
-        facts = [replayed(other, None)]
+        outcome = [replayed(other, None)]
         if index:
             other.load(before)
-            facts.append(replayed(other, None))
+            outcome.append(replayed(other, None))
         before = saved
-        results.append({"facts": facts, "recorded": recorded, "error": error})
+        results.append({"outcome": outcome, "recorded": recorded, "error": error})
         destroy_mesh()
     return results
 
 
 def rebatched(run: Run, layouts: list[MicrobatchLayout]) -> Run:
-    """The same model and cache, another batch."""
+    """Return a run with the same model and cache, and another batch."""
     made = [microbatch_of(layout, run.state) for layout in layouts]
     return Run(run.state, run.cache, run.version, layouts, [m for m, _ in made], [names for _, names in made])
 
 
 def refused(run: Run) -> str:
-    """What an imposing tape says."""
+    """Return the message with which a tape refuses to impose; "" when it does not."""
     try:
         run.tape().impose()
     except RoutingError as error:
@@ -175,7 +175,7 @@ def refused(run: Run) -> str:
 
 
 def damaged_on_one_rank(model: ModelConfig) -> list[str]:
-    """Two replicas, of which only the second lacks a sample; then only the second has a flipped bit."""
+    """Flip a bit on the second of two replicas only, then remove a sample there; return both messages."""
     (run,) = opened(Case(model="", mesh=MeshConfig(dp=2), layouts=("padded",)), model)
     tape = run.tape()
     run.evaluate(tape.record())
@@ -202,7 +202,7 @@ def damaged_on_one_rank(model: ModelConfig) -> list[str]:
 def trained_on_the_engines(
     meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors
 ) -> list[dict[str, float]]:
-    """On each mesh: the native engine's routes of what it generated, in a pass over it by other replicas."""
+    """Impose the native engine's routes of what it generated on other replicas' passes, on each mesh."""
     return [one_engine(mesh, model, weights) for mesh in meshes]
 
 
@@ -224,10 +224,10 @@ def one_engine(mesh_config: MeshConfig, model: ModelConfig, weights: Tensors) ->
         generated[n] = RolloutRoutes(routes.tokens_T[: LENGTHS[n]], routes.experts_TLK[: LENGTHS[n]])
     boxes: list[dict[int, list[int]]] = [{} for _ in range(mesh.world.size)]
     dist.all_gather_object(boxes, {n: routes.tokens_T.tolist() for n, routes in generated.items()})
-    said = {n: torch.tensor(tokens) for box in boxes for n, tokens in box.items()}
-    lengths = {n: len(tokens) for n, tokens in said.items()}
+    generated_tokens = {n: torch.tensor(tokens) for box in boxes for n, tokens in box.items()}
+    lengths = {n: len(tokens) for n, tokens in generated_tokens.items()}
     assert all(lengths[n] == min(LENGTHS[n], 15) for n in lengths), lengths
-    run = with_words(run, said)
+    run = with_generated(run, generated_tokens)
     cache_rollout_routes(run.cache, run.version, generated, run.layouts, mesh)
     tape = run.tape()
     run.evaluate(tape.impose())
@@ -236,13 +236,13 @@ def one_engine(mesh_config: MeshConfig, model: ModelConfig, weights: Tensors) ->
     return metrics
 
 
-def with_words(run: Run, said: dict[int, Tensor]) -> Run:
-    """The same layouts, shortened to what was said, with its words in the samples' places."""
+def with_generated(run: Run, generated_tokens: dict[int, Tensor]) -> Run:
+    """Return the run with the samples replaced by what was generated, and its layouts shortened to that."""
     layouts = [
         MicrobatchLayout(
             tuple(
                 tuple(
-                    SampleSpan(span.sample, len(said[span.sample]), span.num_positions)
+                    SampleSpan(span.sample, len(generated_tokens[span.sample]), span.num_positions)
                     if span.sample >= 0
                     else span
                     for span in row
@@ -256,6 +256,6 @@ def with_words(run: Run, said: dict[int, Tensor]) -> Run:
     ]
     for microbatch, names_Bs in zip(run.microbatches, run.names, strict=True):
         for place, name in enumerate(names_Bs[0].tolist()):
-            if name >= 0 and name % IDS < len(said[name // IDS]):
-                microbatch.tokens_Bs[0, place] = said[name // IDS][name % IDS]
+            if name >= 0 and name % IDS < len(generated_tokens[name // IDS]):
+                microbatch.tokens_Bs[0, place] = generated_tokens[name // IDS][name % IDS]
     return Run(run.state, run.cache, run.version, layouts, run.microbatches, run.names)

@@ -1,4 +1,4 @@
-"""What can go wrong between a router and its route on one rank, and that each is an error or does no harm."""
+"""Recording, imposing and observing on one rank; what can go wrong there is an error or does no harm."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -121,7 +121,7 @@ def test_the_gradient_reaches_the_router_through_the_imposed_experts(run: Run) -
 @pytest.mark.parametrize(
     "replay", [{"store": "file"}, {"store": "pinned"}, {"bit_pack": True}, {"budget_gib": 1e-6}]
 )
-def test_where_and_how_routes_are_kept_changes_nothing(replay: dict[str, Any], tmp_path: Path) -> None:
+def test_where_and_how_routes_are_stored_changes_nothing(replay: dict[str, Any], tmp_path: Path) -> None:
     case = Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=ReplayConfig(kind="r2", **replay))
     with on_one_rank(case, QWEN, tmp_path / "routes") as made:
         free = recorded(made)
@@ -134,7 +134,7 @@ def test_where_and_how_routes_are_kept_changes_nothing(replay: dict[str, Any], t
 
 @pytest.mark.parametrize("bit", [0, 7])
 def test_a_flipped_bit_in_memory_is_an_error_that_names_layer_and_sample(run: Run, bit: int) -> None:
-    """Also one that makes it no expert's number."""
+    """The flipped bit may also make an index that no expert has."""
     recorded(run)
     entry = run.cache.sample(run.version, 5)
     run.cache._storage._blocks[entry.block].bytes_nw[entry.first, 0] ^= 1 << bit
@@ -143,7 +143,7 @@ def test_a_flipped_bit_in_memory_is_an_error_that_names_layer_and_sample(run: Ru
 
 
 def test_routes_of_the_next_token_are_an_error(run: Run) -> None:
-    """As padding for sequence parallelism shifts them when it is forgotten."""
+    """Forgotten padding for sequence parallelism shifts routes like this."""
     recorded(run)
     run.cache.sample(run.version, 2).first -= 1
     with pytest.raises(RoutingError, match=r"layers \[0, 1, 2, 3\], sample 2 of"):
@@ -151,7 +151,7 @@ def test_routes_of_the_next_token_are_an_error(run: Run) -> None:
 
 
 def test_routes_of_another_layer_are_an_error(run: Run) -> None:
-    """As layers counted within an interleaved chunk, or within a pipeline stage, are taken for the model's."""
+    """Layers counted within a chunk or a pipeline stage, not in the model, are confused like this."""
     recorded(run)
     for block in run.cache._storage._blocks.values():
         routes = block.bytes_nw.view(-1, 4, 2)
@@ -160,8 +160,8 @@ def test_routes_of_another_layer_are_an_error(run: Run) -> None:
         imposed(run)
 
 
-def test_routes_of_other_words_are_an_error(run: Run) -> None:
-    """The checksum holds the token ids that entered the model."""
+def test_routes_of_other_tokens_are_an_error(run: Run) -> None:
+    """The checksum covers the token ids that entered the model."""
     recorded(run)
     run.microbatches[1].tokens_Bs[0, 3] += 1
     with pytest.raises(RoutingError, match="sample 2 of version 3"):
@@ -190,7 +190,7 @@ def test_routes_of_a_pass_that_was_not_finished_are_an_error(run: Run) -> None:
         imposed(run)
 
 
-def test_accounts_that_nobody_closes_are_noticed(run: Run) -> None:
+def test_accounts_that_are_not_checked_are_an_error(run: Run) -> None:
     recorded(run)
     with pytest.raises(AssertionError, match="call finish"), run.tape() as tape:
         run.evaluate(tape.impose())
@@ -248,14 +248,14 @@ def test_a_decoder_built_twice_is_refused(run: Run) -> None:
 
 
 def another_layer(run: Run) -> Any:
-    """Layer 1 as a second build makes it."""
+    """Return layer 1 of a second build."""
     config = run.state.config
     (other,) = build_model(QWEN, run.state.mesh, run.state.platform, config.platform)
     return unwrap(other).decoder.layers[1]
 
 
-def test_a_layer_whose_router_is_not_the_one_that_is_told_is_an_error(run: Run) -> None:
-    """An orphan: the chunk calls a layer that is not among its modules."""
+def test_a_layer_that_uses_another_router_than_the_armed_one_is_an_error(run: Run) -> None:
+    """The chunk calls a layer that is not among its modules: an orphan router."""
     recorded(run)
     layer, other = unwrap(run.state.chunks[0]).decoder.layers[1], another_layer(run)
     layer.forward = other.forward
@@ -293,7 +293,7 @@ def test_layers_of_multi_token_prediction_never_alias_the_models(run: Run) -> No
 
 
 class Syncs(TorchDispatchMode):
-    """Counts what waits for the device: a number read from a tensor."""
+    """Count of the operations that wait for the device: a number is read from a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ def test_more_experts_than_a_byte_holds_are_replayed(num_experts: int) -> None:
 
 
 def test_what_an_expert_dropped_is_dropped_again() -> None:
-    """Capacity is of the recorded choice; under other weights the same choices are dropped, with live gates."""
+    """With other weights the same choices are dropped, and the gates of the others are live."""
     case = Case(model="", mesh=MeshConfig(), layouts=PADDED, recompute="moe")
     with on_one_rank(case, tiny("qwen3_moe", capacity_factor=1.0)) as made:
         free = recorded(made)
@@ -371,7 +371,7 @@ def test_what_an_expert_dropped_is_dropped_again() -> None:
 
 
 def rollouts(run: Run) -> dict[int, RolloutRoutes]:
-    """As an engine would give them, of the routes that were recorded."""
+    """Return the recorded routes as an engine would."""
     routes = run.routes()
     return {
         sample: RolloutRoutes(
@@ -417,7 +417,7 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda routes: routes[:-1], "the engine returned routes"),
         (lambda routes: routes[:, :, :1], "the engine returned routes"),
@@ -425,13 +425,13 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
         (lambda routes: routes[:, :, :1].expand(-1, -1, 2), "layer 0, token 0: .* appears twice"),
     ],
 )
-def test_routes_that_are_none_are_refused(run: Run, change: Any, told: str) -> None:
+def test_malformed_routes_are_refused(run: Run, change: Any, message: str) -> None:
     recorded(run)
     generated = rollouts(run)
     run.cache.close()
     good = generated[4]
     generated[4] = RolloutRoutes(good.tokens_T, change(good.experts_TLK))
-    with pytest.raises(RoutingError, match=f"sample 4.*{told}"):
+    with pytest.raises(RoutingError, match=f"sample 4.*{message}"):
         cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
 
 

@@ -1,4 +1,4 @@
-"""The checksum of routes: equal for the same routes however they are laid out, different for any other."""
+"""Checksums are equal for the same routes in any layout, and differ for any other routes."""
 
 import torch
 

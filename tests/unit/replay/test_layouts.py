@@ -1,4 +1,4 @@
-"""Which tokens a rank's routers see, against positions counted by hand."""
+"""Tokens that a rank's routers see, against positions counted by hand."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan, local_tokens
 
 
 def mesh(cp: int = 1, tp: int = 1, cp_rank: int = 0, tp_rank: int = 0) -> SimpleNamespace:
-    """The three facts of a mesh that decide: no groups are asked."""
+    """Return the three properties of a mesh that decide; no process group is needed."""
     return SimpleNamespace(
         cp=SimpleNamespace(size=cp, rank=cp_rank),
         tp=SimpleNamespace(size=tp, rank=tp_rank),
@@ -45,7 +45,7 @@ def test_context_parallelism_takes_the_first_and_the_last_piece_of_a_row() -> No
 
 
 def test_packed_spans_are_cut_one_by_one() -> None:
-    """Of 4, 8 and 4 positions, each with padding of its own."""
+    """The spans have 4, 8 and 4 positions, each with its own padding."""
     assert named(PACKED, mesh(cp=2, cp_rank=0)) == ["7.0", "-", "9.0", "9.1", "-", "-", "-", "-"]
     assert named(PACKED, mesh(cp=2, cp_rank=1)) == ["7.1", "7.2", "9.2", "9.3", "9.4", "9.5", "-", "-"]
 

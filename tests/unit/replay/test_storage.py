@@ -1,4 +1,4 @@
-"""Routes go into few bytes and come out whole, wherever they lie."""
+"""Routes are encoded in few bytes and decoded exactly, from every store."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_routes_come_out_as_they_went_in(num_experts: int, bit_pack: bool) -> No
 
 
 def test_bytes_per_token_of_the_shape_of_qwen3_30b() -> None:
-    """48 layers, 8 of 128: int64 takes 3072."""
+    """48 layers and 8 of 128 experts take 3072 bytes as int64."""
     assert RouteCodec(128, 48, 8, bit_pack=False).bytes_per_token == 384 == 3072 // 8
     assert RouteCodec(128, 48, 8, bit_pack=True).bytes_per_token == 336
     assert RouteCodec(256, 48, 8, bit_pack=False).bytes_per_token == 384
