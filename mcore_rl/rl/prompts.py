@@ -1,4 +1,4 @@
-"""Which prompt comes when: by a cursor alone, so that a run that resumes goes on where it was."""
+"""Order of the prompts: it depends on a cursor alone, so that a run resumes with the next prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,69 +13,71 @@ from mcore_rl.rl.tasks import ProblemFile, make_problem, read_problems
 from mcore_rl.rl.types import Problem, Prompt
 
 HELD_OUT_SEED = 2**31
-"""Added to the seed of a built-in task: of problems to evaluate on."""
+"""Offset of the seed of held-out problems of a task, so that they differ from those trained on."""
 STRIDE = 2**40
-"""From a problem that is held out to the one that takes its place; more than any run counts."""
+"""Distance from the index of a problem that is held out to the one used in its place; more than any run takes."""
 TRIES = 100
+"""Problems that are made in place of one that is held out, or for one that is to be held out, before giving up."""
 
 
 class PromptSource(Protocol):
-    """The prompts of a run, by number."""
+    """The prompts of a run, by index."""
 
     @property
     def num_prompts(self) -> int:
-        """0: without end."""
+        """Number of prompts of an epoch; 0: the prompts have no end."""
 
     @property
     def skipped(self) -> str:
-        """What was left out, in words; empty: nothing."""
+        """Sentence on what was left out; empty: nothing."""
 
     def take(self, cursor: int, count: int) -> list[Prompt]:
-        """Those numbered `cursor` to `cursor + count - 1`: always the same."""
+        """Return the prompts with indices `cursor` to `cursor + count - 1`, which are always the same."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePrompts:
-    """Prompts of files, each once an epoch, in an order of the seed and the epoch."""
+    """Prompts of files, each once an epoch, in an order that depends on the seed and the epoch."""
 
     prompts: tuple[Prompt, ...]
     seed: int
     num_too_long: int
-    """Left out: longer than rl.prompts.max_tokens."""
+    """Prompts left out because they are longer than rl.prompts.max_tokens."""
     num_bad_lines: int
+    """Lines left out because they are no prompt."""
 
     @property
     def num_prompts(self) -> int:
-        """See PromptSource."""
+        """Number of prompts of an epoch."""
         return len(self.prompts)
 
     @property
     def skipped(self) -> str:
-        """See PromptSource."""
+        """Sentence on what was left out; empty: nothing."""
         counts = {"longer than rl.prompts.max_tokens": self.num_too_long, "no prompt": self.num_bad_lines}
         return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
 
     def take(self, cursor: int, count: int) -> list[Prompt]:
-        """See PromptSource."""
+        """Return the prompts with indices `cursor` to `cursor + count - 1`."""
         size = len(self.prompts)
         epochs = range(cursor // size, (cursor + count - 1) // size + 1)
         orders = {e: numpy.random.default_rng((self.seed, e)).permutation(size).tolist() for e in epochs}
-        places = (divmod(number, size) for number in range(cursor, cursor + count))
-        return [self.prompts[orders[epoch][place]] for epoch, place in places]
+        indices = (divmod(index, size) for index in range(cursor, cursor + count))
+        return [self.prompts[orders[epoch][index]] for epoch, index in indices]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskProblems:
-    """The problems of a built-in task, by number; none has the text of one that is held out."""
+    """The problems of a task, by index; none has the text of one that is held out."""
 
     config: PromptConfig
     seed: int
     held_out: frozenset[str]
 
-    def __getitem__(self, number: int) -> Problem:
+    def __getitem__(self, index: int) -> Problem:
         for attempt in range(TRIES):
-            problem = make_problem(self.config, self.seed, number + attempt * STRIDE)
+            problem = make_problem(self.config, self.seed, index + attempt * STRIDE)
             if problem.prompt not in self.held_out:
                 return problem
         raise DataError(
@@ -86,35 +88,35 @@ class TaskProblems:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskPrompts:
-    """Prompts of a built-in task without end."""
+    """Prompts of a task, without end."""
 
     problems: TaskProblems
     encode: Callable[[Problem], Prompt]
 
     @property
     def num_prompts(self) -> int:
-        """See PromptSource."""
+        """Zero: the prompts have no end."""
         return 0
 
     @property
     def skipped(self) -> str:
-        """See PromptSource."""
+        """Empty: nothing is left out."""
         return ""
 
     def take(self, cursor: int, count: int) -> list[Prompt]:
-        """See PromptSource."""
-        return [self.encode(self.problems[number]) for number in range(cursor, cursor + count)]
+        """Return the prompts with indices `cursor` to `cursor + count - 1`."""
+        return [self.encode(self.problems[index]) for index in range(cursor, cursor + count)]
 
 
 class PromptEncoder:
-    """Problems to tokens, as the chat template has a user's turn before the assistant's answer."""
+    """Encodes problems with the chat template, up to where the assistant's answer begins."""
 
     def __init__(self, chat: Chat, max_tokens: int) -> None:
         self._chat = chat
         self._max_tokens = max_tokens
 
     def __call__(self, problem: Problem) -> Prompt:
-        """DataError for one that is longer than rl.prompts.max_tokens."""
+        """Return the prompt of `problem`; PromptTooLongError beyond rl.prompts.max_tokens."""
         messages = problem.messages or ({"role": "user", "content": problem.prompt},)
         try:
             tokens_T = tuple(self._chat.prompt(Conversation(messages=tuple(messages))))
@@ -139,7 +141,7 @@ class PromptTooLongError(DataError):
 def train_prompts(
     config: PromptConfig, held_out: Sequence[Prompt], encode: PromptEncoder, seed: int
 ) -> PromptSource:
-    """What a run learns from; DataError when there is nothing."""
+    """Return the prompts to train on; DataError when there are none."""
     if config.task == "file":
         return _file_prompts(read_problems(config), encode, seed)
     texts = frozenset(prompt.problem.prompt for prompt in held_out)
@@ -147,20 +149,20 @@ def train_prompts(
 
 
 def held_out_problems(config: EvalConfig, prompts: PromptConfig, seed: int) -> tuple[Problem, ...]:
-    """Problems of a built-in task to evaluate on, of different texts; fewer when the task has not so many."""
-    made: dict[str, Problem] = {}
-    for number in range(TRIES * config.num_prompts):
-        problem = make_problem(prompts, seed + HELD_OUT_SEED, number)
-        made.setdefault(problem.prompt, problem)
-        if len(made) == config.num_prompts:
+    """Return problems of a task to evaluate on, with different texts; fewer when the task has not as many."""
+    by_text: dict[str, Problem] = {}
+    for index in range(TRIES * config.num_prompts):
+        problem = make_problem(prompts, seed + HELD_OUT_SEED, index)
+        by_text.setdefault(problem.prompt, problem)
+        if len(by_text) == config.num_prompts:
             break
-    return tuple(made.values())
+    return tuple(by_text.values())
 
 
 def held_out_prompts(
     config: EvalConfig, prompts: PromptConfig, encode: PromptEncoder, seed: int
 ) -> tuple[Prompt, ...]:
-    """The prompts of an evaluation; none when files are trained on and none are named for it."""
+    """Return the prompts to evaluate on; none when files are trained on and no files are named for evaluation."""
     if prompts.task != "file":
         return tuple(map(encode, held_out_problems(config, prompts, seed)))
     if not config.files:

@@ -1,4 +1,4 @@
-"""The reference policy: other weights for the policy's own modules, which wait in main memory."""
+"""The reference policy: other weights for the policy's own modules, kept in main memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,20 +20,20 @@ from mcore_rl.train.checkpoint_state import settle_weights
 
 
 class Reference:
-    """Weights that the policy had; a second model would double the memory, and its routers would be in the way of
-    replay. Every method is collective over the mesh.
+    """Weights that the policy had, swapped into its modules for a pass: a second model would double the memory of the
+    device, and its routers would be in the way of replay. Every method is collective over the mesh.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, folder: Path) -> None:
-        """The policy's present weights; `folder`, in that of the run, is where a resumed run finds them."""
+        """Copy the policy's weights as they are now; a run that resumes reads them from `folder`."""
         self._chunks = list(chunks)
         self._mesh, self._model, self._folder = mesh, model, folder
         settle_weights(self._chunks)
-        self._kept = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+        self._weights = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the modules have the reference's weights; nobody may train them there."""
+        """Give the modules the reference's weights inside; they must not be trained there."""
         settle_weights(self._chunks)
         self._swap()
         try:
@@ -42,17 +42,17 @@ class Reference:
             self._swap()
 
     def set(self, step: int) -> None:
-        """The policy as it is now becomes the reference, from `step` on; saved for a run that resumes."""
+        """Make the policy as it is now the reference from `step` on, and save it for a run that resumes."""
         settle_weights(self._chunks)
-        for kept, tensor in zip(self._kept, self._tensors(), strict=True):
-            kept.copy_(tensor.detach())
+        for stored, tensor in zip(self._weights, self._tensors(), strict=True):
+            stored.copy_(tensor.detach())
         # A run that was killed after this, and resumes from before it, comes here again.
         on_rank_zero(partial(_delete_from, self._folder, step))
         save_weights(self._chunks, self._mesh, self._model, self._folder / _name(step))
         on_rank_zero(partial(_forget, self._folder, step))
 
     def resume(self, step: int) -> Path:
-        """The reference that a run at `step` had; CheckpointError when it is gone."""
+        """Load the reference that a run at `step` had and return its path; CheckpointError when it is gone."""
         path = on_rank_zero(partial(_newest, self._folder, step))
         with self.installed():
             load_weights(self._chunks, self._mesh, self._model, path)
@@ -61,13 +61,13 @@ class Reference:
     @torch.no_grad()
     def _swap(self) -> None:
         # One tensor at a time, so that no second set of weights is on the device.
-        for kept, tensor in zip(self._kept, self._tensors(), strict=True):
+        for stored, tensor in zip(self._weights, self._tensors(), strict=True):
             other = tensor.detach().clone()
-            tensor.copy_(kept)
-            kept.copy_(other)
+            tensor.copy_(stored)
+            stored.copy_(other)
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Weights, and what else decides the output: the routers' expert biases."""
+        """Yield the weights, and the buffers that decide the output too: the routers' expert biases."""
         for chunk in self._chunks:
             model = unwrap(chunk)
             yield from model.parameters()

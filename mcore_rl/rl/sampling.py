@@ -1,4 +1,4 @@
-"""Drawing tokens from logits whose vocabulary lies in slices on the tensor-parallel ranks."""
+"""Sampling of tokens from logits whose vocabulary is sliced over the tensor-parallel ranks."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,19 +11,19 @@ from torch.nn.functional import pad
 from mcore_rl.parallel.mesh import Axis
 
 BLOCK = 256
-"""Tokens whose probabilities are added up at once: a draw looks for its block, then inside it."""
+"""Tokens whose probabilities are added up at once: a draw finds its block first, then the token inside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Temperature, and which tokens may be drawn.
+    """Temperature, and the tokens that may be drawn.
 
-    First the `top_k` likeliest (0: all); of their probability the likeliest that together have `top_p`; of
-    those the ones at least `min_p` times as likely as the likeliest. Tokens as likely as the last one are in.
+    These are the `top_k` likeliest (0: all); of their probability the likeliest that together have `top_p`; of those
+    the ones at least `min_p` times as likely as the likeliest. Tokens as likely as the last one belong to them.
     """
 
     temperature: float = 1.0
-    """0: the likeliest token; logprobs are then those at temperature 1."""
+    """Divisor of the logits; 0: the likeliest token is drawn, and logprobs are those at temperature 1."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -35,7 +35,7 @@ class Cut:
 
 
 class Drawn(NamedTuple):
-    """A token a row, and its logprob under the whole distribution: at the temperature, and at temperature 1."""
+    """A token for each row, and its logprob under the whole distribution at the temperature and at temperature 1."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 
 def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Numbers in (0, 1), fp64, each a hash of its int64 seed and position and of nothing else (splitmix64)."""
+    """Return numbers in (0, 1), float64, each a hash of its int64 seed and position alone (splitmix64)."""
     mixed_B = seeds_B * -7046029254386353131 + positions_B * -4658895280553007687
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         mixed_B = (mixed_B ^ _shifted(mixed_B, shift)) * factor
@@ -54,7 +54,8 @@ def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_size: int) -> Drawn:
-    """Collective over `tp`, equal on all its ranks: by the inverse of the distribution function in order of ids.
+    """Collective over `tp`: draw a token for each row, equal on all ranks, by the inverse of the distribution function
+    in order of ids.
 
     The rank's slice of the logits is in any dtype; ids from `vocab_size` on pad the vocabulary and are never drawn.
     """
@@ -78,7 +79,7 @@ def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_siz
 
 
 def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
-    """`[B]`: tokens may be drawn whose score (at most 0, which the likeliest has) is not below."""
+    """Return the lowest score `[B]` of a token that may be drawn; the likeliest token has 0, all others less."""
     lowest_B = scores_Bv.new_full((len(scores_Bv),), -torch.inf)
     if cut.min_p > 0.0:
         # As a factor of probabilities min_p does not depend on what else is cut.
@@ -91,14 +92,16 @@ def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
     if cut.top_p < 1.0:
         sorted_BV = best_BV if cut.top_k else _gathered(scores_Bv, tp).sort(descending=True).values
         mass_BV = sorted_BV.double().exp().cumsum(1)
-        # A token is in while those before it do not reach top_p.
+        # A token belongs to them while those before it do not reach top_p.
         is_in_BV = pad(mass_BV, (1, -1)) < cut.top_p * mass_BV[:, -1:]
         lowest_B = torch.maximum(lowest_B, sorted_BV.masked_fill(~is_in_BV, torch.inf).amin(1))
     return lowest_B
 
 
 def _inverse_cdf(scores_Bv: Tensor, lowest_B: Tensor | None, uniforms_B: Tensor, tp: Axis) -> Tensor:
-    """The ids at which the sums of exp(score) of what is kept pass the uniforms' share of the whole."""
+    """Return the ids at which the running sum of exp(score) of tokens that may be drawn passes the uniforms' fraction
+    of the total.
+    """
     rows, width = scores_Bv.shape
     weights_Bv = scores_Bv.exp()
     if lowest_B is not None:
@@ -111,24 +114,24 @@ def _inverse_cdf(scores_Bv: Tensor, lowest_B: Tensor | None, uniforms_B: Tensor,
     goals_B1 = uniforms_B[:, None] * ends_BN[:, -1:]
     block_B1 = _passed(sums_BN, goals_B1)
     start_B1 = pad(ends_BN, (1, 0)).gather(1, block_B1)
-    mine_B1 = block_B1 - tp.rank * blocks_BNW.shape[1]
-    here_B1 = (mine_B1 >= 0) & (mine_B1 < blocks_BNW.shape[1])
-    index_B1W = mine_B1.where(here_B1, 0)[:, :, None].expand(-1, -1, BLOCK)
+    local_block_B1 = block_B1 - tp.rank * blocks_BNW.shape[1]
+    here_B1 = (local_block_B1 >= 0) & (local_block_B1 < blocks_BNW.shape[1])
+    index_B1W = local_block_B1.where(here_B1, 0)[:, :, None].expand(-1, -1, BLOCK)
     inside_BW = blocks_BNW.gather(1, index_B1W).squeeze(1).double()
     place_B1 = _passed(inside_BW, goals_B1 - start_B1)
-    ids_B1 = tp.rank * width + mine_B1 * BLOCK + place_B1
+    ids_B1 = tp.rank * width + local_block_B1 * BLOCK + place_B1
     return _reduced(ids_B1.where(here_B1, 0).squeeze(1), dist.ReduceOp.SUM, tp)
 
 
 def _passed(weights_BN: Tensor, goals_B1: Tensor) -> Tensor:
-    """Where the running sum passes the goal; where rounding lets it never, the last place of any weight."""
+    """Return the index at which the running sum passes the goal; where rounding prevents that, of the last weight."""
     places_B1 = torch.searchsorted(weights_BN.cumsum(1), goals_B1, right=True)
     last_B1 = weights_BN.shape[1] - 1 - (weights_BN > 0).flip(1).int().argmax(1, keepdim=True)
     return torch.minimum(places_B1, last_B1)
 
 
 def _logprobs(scores_Bv: Tensor, columns_B: Tensor, tp: Axis) -> Tensor:
-    """fp64: of the token in each row's column, which one of the ranks has, under the softmax over all ranks."""
+    """Return the logprob, float64, of each row's token under the softmax over all ranks; one rank has its column."""
     here_B = (columns_B >= 0) & (columns_B < scores_Bv.shape[1])
     target_B = scores_Bv.gather(1, columns_B.where(here_B, 0)[:, None]).squeeze(1).where(here_B, 0.0)
     both_2B = torch.stack([target_B.double(), scores_Bv.exp().sum(1, dtype=torch.float64)])
@@ -151,5 +154,5 @@ def _gathered(local_BN: Tensor, tp: Axis) -> Tensor:
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Right, with zeros from the left."""
+    """Shift right, with zeros from the left."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Prompts with answers that can be verified: made by rule, or read from files."""
+"""Problems with answers that can be verified: made by a rule, or read from files."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from mcore_rl.rl.types import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadLine:
-    """A line of a prompt file that is not a prompt, and why."""
+    """A line of a prompt file that is not a prompt, and the reason."""
 
     file: str
     line: int
@@ -25,7 +25,7 @@ class BadLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemFile:
-    """What prompt files hold."""
+    """Contents of prompt files."""
 
     problems: tuple[Problem, ...]
     bad_lines: tuple[BadLine, ...]
@@ -41,21 +41,21 @@ class TaskProblem:
     """What else reward functions need to know."""
 
 
-def make_problem(config: PromptConfig, seed: int, number: int) -> Problem:
-    """The `number`-th problem of a built-in task: always the same for the same task, sizes, seed and number."""
-    generator = random.Random(f"{config.task}/{config.smallest}-{config.largest}/{seed}/{number}")
+def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:
+    """Return a problem of a task, which is always the same for the same task, sizes, seed and index."""
+    generator = random.Random(f"{config.task}/{config.smallest}-{config.largest}/{seed}/{index}")
     size = generator.randint(config.smallest, config.largest)
-    made = choose("rl.prompts.task", config.task, TASKS)(generator, size)
+    problem = choose("rl.prompts.task", config.task, TASKS)(generator, size)
     return Problem(
-        problem_id=f"{config.task}/{seed}/{number}",
-        prompt=made.prompt,
-        answer=made.answer,
-        fields=made.fields,
+        problem_id=f"{config.task}/{seed}/{index}",
+        prompt=problem.prompt,
+        answer=problem.answer,
+        fields=problem.fields,
     )
 
 
 def read_problems(config: PromptConfig) -> ProblemFile:
-    """All lines of `config.files`, in order; a DataError where none of a file's is a prompt."""
+    """Read all lines of `config.files`, in order; DataError where no line of a file is a prompt."""
     problems: list[Problem] = []
     bad_lines: list[BadLine] = []
     for name in config.files:
@@ -87,7 +87,7 @@ def _lines(name: str) -> Iterator[bytes]:
 
 
 def _read_line(line: bytes, name: str, number: int, config: PromptConfig) -> Problem | str:
-    """The problem of a line, or why it is none."""
+    """Return the problem of a line, or the reason why it is none."""
     if not line.strip():
         return "empty"
     try:

@@ -1,1 +1,1 @@
-"""What a completion is worth: rules, a user's functions, and their weighted sum."""
+"""Rewards of completions: rules, functions of the user's own, and their weighted sum."""

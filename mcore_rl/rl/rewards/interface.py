@@ -1,4 +1,4 @@
-"""What a reward function is given."""
+"""Interface of a reward function: what it is given, and what it returns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,27 +7,27 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInput:
-    """One completion with what it answers."""
+    """One completion with the prompt that it answers."""
 
     prompt: str
     completion: str
     answer: str
     """The reference answer; empty where the prompt came without one."""
     num_tokens: int
-    """Of the completion."""
+    """Tokens of the completion."""
     is_truncated: bool
+    """Whether the completion reached the largest number of new tokens without an end."""
     fields: Mapping[str, Any]
-    """All else that came with the prompt."""
+    """All other fields that came with the prompt."""
 
 
 class TextStep(NamedTuple):
-    """A step of a completion, after so many characters of its text, and what it is worth."""
+    """Reward of a step of a completion; `end` is the number of characters of the text up to the step's end."""
 
     end: int
     value: float
 
 
 RewardFunction = Callable[[RewardInput], float | Sequence[tuple[int, float]]]
-"""A finite number, or the completion's steps as `TextStep`s, their ends rising from 1 at the least to the length of the
-text at the most: then the reward is the sum of their values.
-A user's own is named `module:function` in the config. It runs in a process of its own."""
+"""Function that returns a finite number, or the completion's steps as (end, value) whose ends rise from at least 1 to
+at most the length of the text; the reward is then the sum of the values. It runs in a process of its own."""

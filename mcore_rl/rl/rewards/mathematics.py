@@ -12,14 +12,14 @@ WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
-def math_equal(judged: RewardInput, *, answer_pattern: str) -> float:
-    """1 when the answer equals the reference. Without `answer_pattern` and `####`, the answer is what math-verify
-    finds in the text: a boxed expression, what follows "answer is", or the last expression.
+def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
+    """Return 1 when the answer equals the reference, else 0. Without `answer_pattern` and `####`, the answer is what
+    math-verify finds in the text: a boxed expression, what follows "answer is", or the last expression.
     """
-    wanted = _parsed(after_marker(judged.answer))
+    wanted = _parsed(after_marker(scored.answer))
     if not wanted:
-        raise ValueError(f"the reference answer {judged.answer!r} is no mathematics")
-    text = answered(judged.completion, answer_pattern)
+        raise ValueError(f"the reference answer {scored.answer!r} is no mathematics")
+    text = answered(scored.completion, answer_pattern)
     isolated = bool(answer_pattern) or GSM8K_MARKER in text
     given = _parsed(after_marker(text)) if isolated else _free(text)
     # Its own time-outs use SIGALRM, which is the worker's.
@@ -27,7 +27,7 @@ def math_equal(judged: RewardInput, *, answer_pattern: str) -> float:
 
 
 def _parsed(answer: str) -> Any:
-    """An answer that stands alone is mathematics through and through, unless it has delimiters or words."""
+    """Parse an answer that stands alone: all of it is an expression, unless it has delimiters or words."""
     is_text = any(mark in answer for mark in DELIMITERS) or WORDS.search(answer)
     return _free(answer if is_text else f"${answer}$")
 

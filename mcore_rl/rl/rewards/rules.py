@@ -9,14 +9,14 @@ from fractions import Fraction
 
 from mcore_rl.rl.rewards.interface import RewardInput
 
-# A number with or without thousands' commas. What a letter or digit stands right before is part of a name.
+# A number with or without commas between thousands. Digits right after a letter or digit are part of a name.
 NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?![\w])")
 GSM8K_MARKER = "####"
 
 
 def answered(text: str, pattern: str) -> str:
-    """What a completion answers: the first group of the last match of `pattern`, "" without a match; with an empty
-    pattern all of it. Without white space around.
+    """Return the answer in `text`, stripped: the first group of the last match of `pattern`, "" without a match; with
+    an empty pattern the whole text.
     """
     if not pattern:
         return text.strip()
@@ -25,55 +25,55 @@ def answered(text: str, pattern: str) -> str:
 
 
 def after_marker(text: str) -> str:
-    """What follows the last `####`, as GSM8K marks its answers; the whole text where there is none."""
+    """Return the text after the last `####`, as GSM8K marks its answers; the whole text where there is none."""
     return text.rpartition(GSM8K_MARKER)[2].strip()
 
 
-def exact(judged: RewardInput, *, answer_pattern: str) -> float:
-    """1 when the answer is the reference to the letter, white space around apart."""
-    return float(answered(judged.completion, answer_pattern) == judged.answer.strip())
+def exact(scored: RewardInput, *, answer_pattern: str) -> float:
+    """Return 1 when the answer equals the reference, apart from white space around, else 0."""
+    return float(answered(scored.completion, answer_pattern) == scored.answer.strip())
 
 
-def positions(judged: RewardInput, *, answer_pattern: str) -> float:
-    """1 when the answer is the reference, otherwise half the share of its characters that stand where they should:
+def positions(scored: RewardInput, *, answer_pattern: str) -> float:
+    """Return 1 when the answer equals the reference, else half the fraction of characters that are at their position:
     a slope towards the exact answer. Missing characters and those in excess count as wrong.
     """
-    given, wanted = answered(judged.completion, answer_pattern), judged.answer.strip()
+    given, wanted = answered(scored.completion, answer_pattern), scored.answer.strip()
     if given == wanted:
         return 1.0
     right = sum(one == other for one, other in zip(given, wanted, strict=False))
     return 0.5 * right / max(len(given), len(wanted))
 
 
-def numeric(judged: RewardInput, *, answer_pattern: str) -> float:
-    """1 when the last number of the answer is the reference's last number, as in 1,000 = 1000.0."""
-    wanted = last_number(after_marker(judged.answer))
+def numeric(scored: RewardInput, *, answer_pattern: str) -> float:
+    """Return 1 when the last number of the answer equals the reference's last number (1,000 = 1000.0), else 0."""
+    wanted = last_number(after_marker(scored.answer))
     if wanted is None:
-        raise ValueError(f"the reference answer {judged.answer!r} holds no number")
-    return float(last_number(after_marker(answered(judged.completion, answer_pattern))) == wanted)
+        raise ValueError(f"the reference answer {scored.answer!r} holds no number")
+    return float(last_number(after_marker(answered(scored.completion, answer_pattern))) == wanted)
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last decimal number of a text, exactly."""
+    """Return the last decimal number of a text, exactly; None without one."""
     matches = NUMBER.findall(text)
     return Fraction(matches[-1].replace(",", "").replace("$", "")) if matches else None
 
 
-def format_matches(judged: RewardInput, *, pattern: str) -> float:
-    """1 when the whole completion, white space around apart, matches; a dot matches a line's end too."""
-    return float(re.fullmatch(pattern, judged.completion.strip(), re.DOTALL) is not None)
+def format_matches(scored: RewardInput, *, pattern: str) -> float:
+    """Return 1 when the whole completion, stripped, matches (a dot matches line ends too), else 0."""
+    return float(re.fullmatch(pattern, scored.completion.strip(), re.DOTALL) is not None)
 
 
-def regex_found(judged: RewardInput, *, pattern: str) -> float:
-    """1 when the pattern is found anywhere."""
-    return float(re.search(pattern, judged.completion, re.DOTALL) is not None)
+def regex_found(scored: RewardInput, *, pattern: str) -> float:
+    """Return 1 when the pattern is found anywhere in the completion, else 0."""
+    return float(re.search(pattern, scored.completion, re.DOTALL) is not None)
 
 
-def length_within(judged: RewardInput, *, min_tokens: int, max_tokens: int | None) -> float:
-    """0 from `min_tokens` to `max_tokens` (None: no limit); outside minus the share that is missing or in excess, down
-    to -1.
+def length_within(scored: RewardInput, *, min_tokens: int, max_tokens: int | None) -> float:
+    """Return 0 from `min_tokens` to `max_tokens` (None: no limit); outside, minus the fraction that is missing or in
+    excess, down to -1.
     """
-    length = judged.num_tokens
+    length = scored.num_tokens
     if length < min_tokens:
         return (length - min_tokens) / min_tokens
     return max(-1.0, (max_tokens - length) / max_tokens) if max_tokens and length > max_tokens else 0.0
@@ -88,11 +88,11 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 MAX_EXPRESSION = 200
 
 
-def countdown(judged: RewardInput, *, answer_pattern: str) -> float:
-    """1 when the answer is an expression with + - * / of exactly the prompt's numbers that makes its target; both
-    are fields of the prompt. What follows an equals sign is not read.
+def countdown(scored: RewardInput, *, answer_pattern: str) -> float:
+    """Return 1 when the answer is an expression with + - * / of exactly the prompt's numbers that equals its target,
+    else 0. Both are fields of the prompt; text after an equals sign is not read.
     """
-    text = answered(judged.completion, answer_pattern).partition("=")[0].strip()
+    text = answered(scored.completion, answer_pattern).partition("=")[0].strip()
     if len(text) > MAX_EXPRESSION:
         return 0.0
     try:
@@ -100,11 +100,11 @@ def countdown(judged: RewardInput, *, answer_pattern: str) -> float:
         value, numbers = _evaluate(tree)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return 0.0
-    return float(value == judged.fields["target"] and Counter(numbers) == Counter(judged.fields["numbers"]))
+    return float(value == scored.fields["target"] and Counter(numbers) == Counter(scored.fields["numbers"]))
 
 
 def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
-    """The value and the numbers used; ValueError for anything but the four operations on whole numbers."""
+    """Return the value and the numbers used; ValueError for anything but the four operations on whole numbers."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value), [node.value]
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:

@@ -1,4 +1,4 @@
-"""Groups of completions to rewards: the parts that the config names, weighed and added."""
+"""From groups of completions to rewards: the weighted sum of the parts that the config names."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,27 +21,28 @@ from mcore_rl.rl.types import Completion, Group, Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """Rewards of the groups, and how they came about."""
+    """Rewards of the groups, with the parts that they are made of."""
 
     rewards_PG: Tensor
+    """float64: weighted sum of the parts of each completion."""
     parts: dict[str, Tensor]
-    """Each part's own values `[P, G]`, before its weight; `overlong` is the length penalty."""
+    """Values `[P, G]` of each part before its weight; `overlong` is the length penalty."""
     steps_PG: list[list[tuple[TextStep, ...]]]
-    """Those of all parts, times their weights; ones with the same end are added. A plain number and the length penalty
-    are a step that ends with the text. Their values add up to the reward."""
+    """Steps of all parts, times their weights, added where they have the same end. A plain number and the length
+    penalty are a step that ends with the text. The values of a completion's steps add up to its reward."""
     failures: tuple["FailedPart", ...]
-    """Parts that gave no number; they count as `error_value`."""
+    """Parts that gave no number and count as `error_value`."""
 
     def metrics(self) -> Iterator[Metric]:
-        """This rank's rewards, parts, solved completions and errors."""
+        """Yield this rank's metrics of rewards, parts, accuracy and errors."""
         count = self.rewards_PG.numel()
         yield Metric("reward/mean", self.rewards_PG.sum(), count)
         for name, values_PG in self.parts.items():
             yield Metric(f"reward/part/{name}", values_PG.sum(), count)
         correctness_PG = next(iter(self.parts.values()))
         yield Metric("reward/accuracy", (correctness_PG >= 1).sum(), count)
-        for kind, number in Counter(failed.failure.kind for failed in self.failures).items():
-            yield Metric(f"reward/errors_{kind}", number)
+        for kind, count_of_kind in Counter(failed.failure.kind for failed in self.failures).items():
+            yield Metric(f"reward/errors_{kind}", count_of_kind)
         yield Metric("reward/errors", len(self.failures))
 
 
@@ -61,9 +62,9 @@ class Reward:
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._weights = config.weights or (1.0,) * len(config.parts)
-        # Found, and their modules imported, before the processes are forked.
+        # Modules are imported before the processes are forked, so that an error is raised here.
         functions = [part_function(name, config) for name in config.parts]
-        self._judges = RewardWorkers(functions, workers=config.workers, timeout_s=config.timeout_s)
+        self._workers = RewardWorkers(functions, workers=config.workers, timeout_s=config.timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -72,21 +73,21 @@ class Reward:
         self.close()
 
     def close(self) -> None:
-        """End the judging processes."""
-        self._judges.close()
+        """End the worker processes."""
+        self._workers.close()
 
     def __call__(self, groups: Sequence[Group]) -> Scores:
-        """Rewards of all completions; the groups are equally large."""
+        """Return the rewards of all completions; the groups are of one size."""
         names = self._config.parts
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
-        judged = [_judged(problem, completion) for problem, completion in pairs]
-        jobs = [Job(function, one) for one in judged for function in range(len(names))]
+        inputs = [_reward_input(problem, completion) for problem, completion in pairs]
+        jobs = [Job(function, one) for one in inputs for function in range(len(names))]
         outcomes: list[float | tuple[TextStep, ...]] = []
         failures: list[FailedPart] = []
-        for number, outcome in enumerate(self._judges.run(jobs)):
+        for index, outcome in enumerate(self._workers.run(jobs)):
             if isinstance(outcome, Failure):
-                problem = pairs[number // len(names)][0]
-                part = names[number % len(names)]
+                problem = pairs[index // len(names)][0]
+                part = names[index % len(names)]
                 failures.append(FailedPart(part=part, problem_id=problem.problem_id, failure=outcome))
                 outcomes.append(self._config.error_value)
             else:
@@ -119,8 +120,8 @@ class Reward:
                 whole = len(completion.text)
                 values: defaultdict[int, float] = defaultdict(float)
                 for weight in self._weights:
-                    told = next(of_parts)
-                    for step in told if isinstance(told, tuple) else (TextStep(whole, told),):
+                    outcome = next(of_parts)
+                    for step in outcome if isinstance(outcome, tuple) else (TextStep(whole, outcome),):
                         values[step.end] += weight * step.value
                 if overlong_PG is not None:
                     values[whole] += overlong_PG[p, g].item()
@@ -138,7 +139,7 @@ class Reward:
 
 
 def part_function(name: str, config: RewardConfig) -> RewardFunction:
-    """The function of a part, with the config's settings for it; a user's is imported."""
+    """Return the function of a part with the config's settings for it; one of the user's own is imported."""
     pattern = config.answer_pattern or ""
     if name == "math":
         from mcore_rl.rl.rewards.mathematics import math_equal  # its parser takes half a second
@@ -162,7 +163,7 @@ def _total(outcome: float | tuple[TextStep, ...]) -> float:
     return sum(step.value for step in outcome) if isinstance(outcome, tuple) else outcome
 
 
-def _judged(problem: Problem, completion: Completion) -> RewardInput:
+def _reward_input(problem: Problem, completion: Completion) -> RewardInput:
     return RewardInput(
         prompt=problem.prompt,
         completion=completion.text,

@@ -1,4 +1,4 @@
-"""Processes that run reward functions, so that one that hangs, crashes or raises costs one judgement, not the run."""
+"""Processes that run reward functions, so that one that hangs, crashes or raises costs one score, not the run."""
 
 import gc
 import logging
@@ -19,21 +19,21 @@ import torch
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
 
 GRACE_S = 1.0
-"""A worker ends itself when its time is over; one that switched that off is killed so much later."""
+"""Seconds after its time-out at which a worker that has not ended itself is killed."""
 PATIENCE_S = 5.0
-"""A dying process is given so long to say of what."""
+"""Seconds that a dying process is given to end, so that its exit status is known."""
 
 
 class Job(NamedTuple):
-    """Apply the `function`-th function to a completion."""
+    """One function, by its index, to be applied to one completion."""
 
     function: int
-    judged: RewardInput
+    scored: RewardInput
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no number."""
+    """Reason why a function gave no number."""
 
     kind: Literal["raised", "not_finite", "bad_steps", "timeout", "died"]
     text: str
@@ -43,7 +43,7 @@ Outcome = float | tuple[TextStep, ...] | Failure
 
 
 class RewardWorkers:
-    """Forked processes that share the jobs; one whose job takes longer than `timeout_s` is replaced."""
+    """Forked processes that share the jobs; a process whose job takes longer than `timeout_s` is replaced."""
 
     def __init__(
         self,
@@ -70,26 +70,26 @@ class RewardWorkers:
             self._idle.pop().stop(PATIENCE_S)
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """The outcome of each job, in order."""
-        outcomes: list[Outcome] = [Failure("died", "not judged")] * len(jobs)
+        """Return the outcome of each job, in order."""
+        outcomes: list[Outcome] = [Failure("died", "not scored")] * len(jobs)
         waiting = list(reversed(range(len(jobs))))
         busy: dict[Connection, _Busy] = {}
         while waiting or busy:
             while waiting and self._idle:
-                number = waiting.pop()
-                worker = self._hand(jobs[number])
-                busy[worker.pipe] = _Busy(worker, number, time.monotonic() + self._timeout_s + self._grace_s)
+                index = waiting.pop()
+                worker = self._hand(jobs[index])
+                busy[worker.pipe] = _Busy(worker, index, time.monotonic() + self._timeout_s + self._grace_s)
             patience = max(0.0, min(one.deadline for one in busy.values()) - time.monotonic())
             ready = set(wait(list(busy), timeout=patience))
             for pipe, one in list(busy.items()):
                 is_late = time.monotonic() >= one.deadline
                 if pipe in ready or is_late:
                     del busy[pipe]
-                    outcomes[one.number] = self._collect(one.worker, is_late)
+                    outcomes[one.job_index] = self._collect(one.worker, is_late)
         return outcomes
 
     def _hand(self, job: Job) -> "_Worker":
-        """An idle worker that has the job now; one that died since its last is replaced."""
+        """Give the job to an idle worker and return the worker; one that died since its last job is replaced."""
         worker = self._idle.pop()
         try:
             worker.pipe.send(job)
@@ -100,7 +100,7 @@ class RewardWorkers:
         return worker
 
     def _collect(self, worker: "_Worker", is_late: bool) -> Outcome:
-        """What the worker says; one that says nothing is replaced."""
+        """Return the worker's outcome; a worker without one is replaced."""
         try:
             if worker.pipe.poll():
                 outcome: Outcome = worker.pipe.recv()
@@ -123,7 +123,7 @@ class RewardWorkers:
         collects = gc.isenabled()
         gc.disable()  # until the child has set aside what it inherits, perhaps tensors on a GPU
         with warnings.catch_warnings():
-            # Python 3.12 warns of locks that other threads may hold; a judge takes none of theirs.
+            # Python 3.12 warns of locks that other threads may hold; a worker takes none of theirs.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         if collects:
@@ -138,7 +138,7 @@ class _Worker:
     pipe: Connection
 
     def stop(self, patience_s: float) -> int | None:
-        """How the process ended; it is killed when it has not within `patience_s` of its pipe being closed."""
+        """Close the pipe, kill the process if it has not ended after `patience_s`, and return its exit status."""
         self.pipe.close()
         self.process.join(timeout=patience_s)
         self.process.kill()
@@ -148,12 +148,12 @@ class _Worker:
 
 class _Busy(NamedTuple):
     worker: _Worker
-    number: int
+    job_index: int
     deadline: float
 
 
 class _Guard:
-    """Keeps what is raised inside, of whatever kind: it comes from code that is not ours, and is counted."""
+    """Catches an exception of any kind inside: it comes from the user's code, and is counted."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -171,7 +171,7 @@ class _Guard:
 def _serve(
     pipe: Connection, parents: Connection, functions: tuple[RewardFunction, ...], timeout_s: float
 ) -> None:
-    """Judge until the other end is closed, by the parent or by its death."""
+    """Score until the other end is closed, by the parent or by its death."""
     gc.freeze()
     gc.enable()
     torch.set_num_threads(1)  # OpenMP's threads were not copied: a function of the user's may compute
@@ -188,25 +188,25 @@ def _serve(
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        outcome = _judge(functions[job.function], job.judged)
+        outcome = _score(functions[job.function], job.scored)
         signal.setitimer(signal.ITIMER_REAL, 0)
         pipe.send(outcome)
 
 
-def _judge(function: RewardFunction, judged: RewardInput) -> Outcome:
+def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
     with _Guard() as guard:
-        told: Any = function(judged)
-        if isinstance(told, Sequence) and not isinstance(told, str):
-            return _steps(told, len(judged.completion))
-        value = float(told)
+        returned: Any = function(scored)
+        if isinstance(returned, Sequence) and not isinstance(returned, str):
+            return _steps(returned, len(scored.completion))
+        value = float(returned)
         return value if math.isfinite(value) else Failure("not_finite", str(value))
     return Failure("raised", f"{type(guard.error).__name__}: {guard.error}")
 
 
-def _steps(told: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | Failure:
-    """The steps, when they are ones of a text of so many characters."""
+def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | Failure:
+    """Return the steps, or a failure where they are none of a text of so many characters."""
     steps: list[TextStep] = []
-    for one in told:
+    for one in returned:
         match one:
             case (Integral() as end, Real() as value):
                 steps.append(TextStep(int(end), float(value)))

@@ -36,7 +36,7 @@ def as_judged(problem, completion):
 def test_the_answer_of_every_problem_earns_the_reward_and_another_does_not(task):
     config = PromptConfig(task=task, smallest=2, largest=5)
     reward = part_function(PARTS[task], RewardConfig())
-    problems = [make_problem(config, seed=1, number=number) for number in range(200)]
+    problems = [make_problem(config, seed=1, index=number) for number in range(200)]
     assert len({problem.prompt for problem in problems}) > 150
     assert [reward(as_judged(problem, problem.answer)) for problem in problems] == [1.0] * 200
     best_of_wrong = 0.5 if task == "reversing" else 0.0
