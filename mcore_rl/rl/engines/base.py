@@ -1,4 +1,4 @@
-"""What every rollout engine is: in this process or a server, it makes completions of token ids."""
+"""Interface of a rollout engine, in this process or a server: prompts in, completions of token ids out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,19 +12,19 @@ from mcore_rl.rl.types import Group, Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How completions are drawn, and where they end."""
+    """How tokens are sampled, and where completions end."""
 
     max_new_tokens: int
     cut: Cut = field(default_factory=Cut)
     stop_tokens: frozenset[int] = frozenset()
-    """With the token that ends a document, if that is to end a completion."""
+    """Tokens that end a completion; the one that ends a document has to be among them, if it is to end one."""
     stop_strings: tuple[str, ...] = ()
     with_routes: bool = False
-    """Record the experts of each token and layer."""
+    """Whether the experts of each token and layer are recorded."""
 
 
 def sampling_of(config: RolloutConfig, eod_id: int, *, with_routes: bool) -> Sampling:
-    """What a config says; `eod_id` ends completions too."""
+    """Return the sampling of a config; the token `eod_id` ends completions too."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         cut=Cut(
@@ -38,39 +38,38 @@ def sampling_of(config: RolloutConfig, eod_id: int, *, with_routes: bool) -> Sam
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What an engine can do, so that a run is refused before it starts."""
+    """Abilities of an engine, so that a run is refused before it starts."""
 
     max_tokens: int
-    """Of prompt and completion together."""
+    """Largest number of tokens of prompt and completion together."""
     routes: bool
-    """Completions can carry the experts of each token and layer."""
+    """Whether completions can carry the experts of each token and layer."""
     seeded: bool
-    """A completion depends on weights, prompt, sampling and its seed only, not on what is computed beside it."""
+    """Whether a completion depends on weights, prompt, sampling and its seed only, not on other completions."""
 
 
 class Engine(Protocol):
-    """Completions of prompts under the weights of `policy_version`."""
+    """Generates completions of prompts under the weights of `policy_version`."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+        """Abilities of this engine."""
 
     @property
     def policy_version(self) -> int:
-        """Of the weights in use; every completion is marked with it."""
+        """Version (optimizer step) of the weights in use, which every completion records."""
 
     def decode(self, tokens_T: Sequence[int], /) -> str:
-        """The text of a completion, or of its first tokens."""
+        """Return the text of a completion, or of its first tokens."""
 
     def update_weights(self, policy_version: int) -> None:
-        """Collective over the engine's ranks: from here on it uses the policy's present weights."""
+        """Collective over the engine's ranks: use the policy's weights as they are now, from here on."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
     ) -> list[Group]:
-        """Collective over the engine's ranks: a group a prompt, in order, with a completion a seed, in order.
-
-        EngineError before any work when a request cannot be served.
+        """Collective over the engine's ranks: return a group for each prompt, with a completion for each of its seeds,
+        both in order. Raises EngineError before any work when a request cannot be served.
         """
 
 
@@ -80,7 +79,7 @@ def check_request(
     seeds_PG: Sequence[Sequence[int]],
     capabilities: Capabilities,
 ) -> None:
-    """EngineError for what no engine of these capabilities can serve."""
+    """Raise EngineError for a request that an engine with these capabilities cannot serve."""
     assert len(prompts) == len(seeds_PG), (len(prompts), len(seeds_PG))
     if sampling.with_routes and not capabilities.routes:
         raise EngineError(

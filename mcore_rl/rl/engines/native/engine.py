@@ -24,7 +24,7 @@ from mcore_rl.rl.sampling import draw, uniforms
 from mcore_rl.rl.types import Completion, Group, Prompt
 
 Listener = Callable[[int, int, Sequence[int]], None]
-"""Told of every drawn token at once: the number of its prompt, its place in the group, the completion so far."""
+"""Called for every drawn token with the index of its prompt, its index in the group, and the completion so far."""
 
 
 class MegatronEngine:
@@ -58,17 +58,17 @@ class MegatronEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+        """Abilities of this engine."""
         return Capabilities(max_tokens=self.model.max_position, routes=self._has_experts, seeded=True)
 
     def update_weights(self, policy_version: int) -> None:
-        """Only the number: the modules are the policy's. No key or value outlives a call of `generate`."""
+        """Set the version only: the modules are the policy's. No key or value outlives a call of `generate`."""
         self.policy_version = policy_version
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
     ) -> list[Group]:
-        """Collective over the world (over each model's ranks, where no experts are shared): a group a prompt."""
+        """Collective over the world, or over each model's ranks where no experts are shared; one group per prompt."""
         check_request(prompts, sampling, seeds_PG, self.capabilities)
         drafts = [
             Draft(group=group, index=index, prompt_T=prompt.tokens_T, seed=seed)
@@ -102,7 +102,7 @@ class MegatronEngine:
 
 
 class _Run:
-    """One call of `generate`."""
+    """State of one call of `generate`."""
 
     def __init__(
         self, engine: MegatronEngine, decoder: Decoder, scheduler: Scheduler, sampling: Sampling
@@ -112,7 +112,7 @@ class _Run:
         self.routes: dict[Draft, Tensor] = {}
 
     def step(self) -> None:
-        """One token of every completion that has one to compute; the finished ones leave."""
+        """Compute one token of every completion that has one to compute, and remove the finished ones."""
         step = self.scheduler.next_step()
         self._decoder.copy(step.copies)
         tokens, drawing_B = self._tokens(step)
@@ -126,7 +126,7 @@ class _Run:
             self._decoder.copy(self.scheduler.remove(finished))
 
     def completion(self, draft: Draft) -> Completion:
-        """The record of a finished draft."""
+        """Return the record of a finished draft."""
         stopped = draft.tokens_T[-1] in self._sampling.stop_tokens
         return Completion(
             text=self._engine.decode(draft.tokens_T[:-1] if stopped else draft.tokens_T),
@@ -139,7 +139,7 @@ class _Run:
         )
 
     def _add(self, slot: int, numbers: Sequence[Any]) -> bool:
-        """Whether the slot's completion ends with this token."""
+        """Append a token to the slot's completion, and return whether the completion ends with it."""
         draft = self.scheduler.active[slot]
         token, logprob, untempered = numbers
         draft.tokens_T.append(int(token))
@@ -154,7 +154,7 @@ class _Run:
         return is_finished
 
     def _tokens(self, step: Step) -> tuple[StepTokens, Tensor]:
-        """The step's tokens on the device, and which of them draw."""
+        """Return the step's tokens on the device, and the indices of those that draw."""
         active = self.scheduler.active
         rows = [(draft.newest, slot, draft.cached) for slot, draft in enumerate(active[: step.num_decode])]
         longest = max((position + 1 for _, _, position in rows), default=0)
@@ -184,31 +184,30 @@ class _Run:
         engine = self._engine
         if not step.drawing:
             return [[], [], []]
-        facts_3B = torch.zeros(3, len(step.drawing), dtype=torch.float64, device=self._decoder.device)
+        drawn_3B = torch.zeros(3, len(step.drawing), dtype=torch.float64, device=self._decoder.device)
         if logits_Bv is not None:
             seeds_B = torch.tensor([self.scheduler.active[slot].seed for slot in step.drawing])
             numbers_B = uniforms(seeds_B.to(positions_B.device), positions_B)
             cut, tp = self._sampling.cut, engine.mesh.tp
-            facts_3B = torch.stack(
+            drawn_3B = torch.stack(
                 [
-                    fact.double()
-                    for fact in draw(logits_Bv, numbers_B, cut, tp, vocab_size=engine.model.vocab_size)
+                    values_B.double()
+                    for values_B in draw(logits_Bv, numbers_B, cut, tp, vocab_size=engine.model.vocab_size)
                 ]
             )
         if engine.mesh.pp.size > 1:
-            dist.broadcast(facts_3B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
-        if facts_3B.isnan().any():
+            dist.broadcast(drawn_3B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
+        if drawn_3B.isnan().any():
             raise EngineError(
                 f"the policy of version {engine.policy_version} gives logits that are not finite. Go back to an "
                 "earlier checkpoint, or lower optim.lr."
             )
-        facts: list[list[float]] = facts_3B.tolist()
-        return facts
+        return drawn_3B.tolist()
 
 
 @contextmanager
 def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, no dropout and nothing counted; parameters that are still being gathered are waited for."""
+    """Put the chunks into evaluation mode inside (no dropout, nothing counted), after waiting for their parameters."""
     modes = [chunk.training for chunk in chunks]
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:

@@ -1,4 +1,4 @@
-"""The experts of all layers, from the pipeline's stages."""
+"""Gathering of the experts of all layers from the pipeline's stages."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,15 +13,15 @@ from mcore_rl.rl.engines.native.scheduler import Draft
 def gather_layers(
     drafts: Sequence[Draft], routes: Mapping[Draft, Tensor], layers: Sequence[int], pp: Axis
 ) -> dict[Draft, Tensor]:
-    """Collective over `pp`: routes `[T, L, K]` of each draft in order of layers, from `[T, l, K]` of those here.
+    """Collective over `pp`: return the routes `[T, L, K]` of each draft, from `[T, l, K]` of this stage's layers.
 
     All stages have the same drafts; they may have different numbers of layers.
     """
     if pp.size == 1 or not drafts:
         return dict(routes)
-    boxes: list[tuple[Sequence[int], list[Tensor]] | None] = [None] * pp.size
-    dist.all_gather_object(boxes, (layers, [routes[draft] for draft in drafts]), group=pp.group)
-    found = [box for box in boxes if box is not None]
+    gathered: list[tuple[Sequence[int], list[Tensor]] | None] = [None] * pp.size
+    dist.all_gather_object(gathered, (layers, [routes[draft] for draft in drafts]), group=pp.group)
+    found = [part for part in gathered if part is not None]
     order = torch.tensor([layer for numbers, _ in found for layer in numbers]).argsort()
     stages = zip(*(tensors for _, tensors in found), strict=True)
     return {

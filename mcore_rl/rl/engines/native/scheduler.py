@@ -14,7 +14,7 @@ class Draft:
 
     group: int
     index: int
-    """Among the completions of its group."""
+    """Index among the completions of its group."""
     prompt_T: tuple[int, ...]
     seed: int
     tokens_T: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PromptSpan:
     """Positions `start` to `stop` of a slot's prompt, computed in one step."""
 
     slot: int
@@ -58,7 +58,7 @@ class Step:
 
     copies: tuple[Copy, ...]
     num_decode: int
-    spans: tuple[Span, ...]
+    spans: tuple[PromptSpan, ...]
     drawing: tuple[int, ...]
     """Slots that draw a token: those that decode, then those whose span ends with their prompt."""
 
@@ -77,7 +77,7 @@ class Scheduler:
             self._waiting.setdefault(draft.group, deque()).append(draft)
         self._num_slots, self._budget = num_slots, budget_tokens
         self.active: list[Draft] = []
-        """By slot."""
+        """Drafts in progress, by slot."""
 
     @property
     def is_busy(self) -> bool:
@@ -85,7 +85,7 @@ class Scheduler:
         return bool(self._waiting or self.active)
 
     def next_step(self) -> Step:
-        """What to compute now; those admitted have their slots."""
+        """Return what to compute now; drafts admitted for it have their slots."""
         half = self.active.pop() if self.active and not self.active[-1].is_read else None
         half_slot = len(self.active)
         copies = self._admit_siblings(self._num_slots - (half is not None))
@@ -98,13 +98,13 @@ class Scheduler:
         while budget > 0 and (half is not None or self._admit_leader()):
             draft, half = self.active[-1], None
             stop = min(draft.cached + budget, len(draft.prompt_T))
-            spans.append(Span(len(self.active) - 1, draft.cached, stop))
+            spans.append(PromptSpan(len(self.active) - 1, draft.cached, stop))
             budget -= stop - draft.cached
         whole = [span.slot for span in spans if span.stop == len(self.active[span.slot].prompt_T)]
         return Step(tuple(copies), num_decode, tuple(spans), (*range(num_decode), *whole))
 
     def computed(self, step: Step) -> None:
-        """The step's keys and values are in the cache."""
+        """Note that the step's keys and values are in the cache."""
         for draft in self.active[: step.num_decode]:
             draft.cached += 1
         for span in step.spans:

@@ -1,4 +1,4 @@
-"""Where a completion ends."""
+"""The rules by which a completion ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Stops:
     decode: Callable[[Sequence[int]], str]
 
     def ends(self, tokens_T: Sequence[int]) -> bool:
-        """Whether the newest token ends it; it did not end before."""
+        """Whether the newest token ends the completion, which did not end before."""
         if tokens_T[-1] in self.tokens:
             return True
         if not self.strings:
