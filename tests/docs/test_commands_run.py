@@ -20,7 +20,7 @@ from tests.documented import PAGES, ROOT, Command, commands
 GROUPS = (
     ("README.md",),
     ("docs/from_one_gpu_to_a_cluster.md", "docs/meshes.md"),
-    ("docs/concepts.md", "docs/replay.md", "docs/report.md"),
+    ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md"),
     ("docs/conversion.md",),
 )
 QUICKSTART_STEPS = 4
