@@ -357,6 +357,9 @@ def _install() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     # 0.16 asks for the class of an MoE layer by name, and says so of ours, which it then builds like its own.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
+    # 0.19 recommends its hybrid model at every GPTModel, and a layout that it computes by itself at every optimizer.
+    for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
     # 0.19 calls its own way to write, and the common.pt that 0.16 can read too, deprecated at every save and load.
     for name in ("torch", "common"):
         logging.getLogger(f"megatron.core.dist_checkpointing.strategies.{name}").setLevel(logging.ERROR)
