@@ -27,11 +27,29 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cells of matrices that are not asked for. Cells that are named as arguments always run."""
     which = config.getoption("matrix")
+    _assert_cells_exist(items)
     named = [argument for argument in config.args if "::" in argument]
     left_out = [item for item in items if not (_is_wanted(item, which) or item.nodeid in named)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _assert_cells_exist(items: list[pytest.Item]) -> None:
+    """A cell that always runs would be lost with its name, silently. Functions of which one cell was asked for pass."""
+    cells: dict[str, set[str]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
+            cells.setdefault(item.nodeid.partition("[")[0], set()).add(item.callspec.id)
+    marks = {item.nodeid.partition("[")[0]: item.get_closest_marker("matrix") for item in items}
+    for function, found in cells.items():
+        mark = marks[function]
+        assert mark is not None
+        missing = set(mark.args) - found
+        if missing and len(found) > len(mark.args):
+            raise pytest.UsageError(
+                f"{function} has no cell {', '.join(sorted(missing))}, which its mark names"
+            )
 
 
 def _is_wanted(item: pytest.Item, which: str) -> bool:

@@ -38,13 +38,13 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     def initialize_state(self, param: torch.Tensor, *_: Any) -> None:
-        """Zero moments for `param`, fp32 like the main parameters."""
+        """Set the moments of `param` to zero, in fp32 like the main parameters."""
         zeros = torch.zeros_like(param, dtype=torch.float32)
         self.state[param].update(exp_avg=zeros, exp_avg_sq=zeros.clone())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient, once."""
         assert closure is None
         fused = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:

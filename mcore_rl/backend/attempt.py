@@ -1,4 +1,4 @@
-"""Who this process is: its job, the attempt of that job, its host and its number there."""
+"""The identity of a process: its job, the attempt of that job, its host and its pid there."""
 
 import os
 import platform
@@ -13,28 +13,28 @@ class Attempt:
     job: str
     """Slurm's job id; empty without Slurm."""
     number: int
-    """How often the job was restarted before."""
+    """Number of restarts of the job before this one."""
     host: str
     pid: int
     born: int
-    """When the process started, in the kernel's ticks since boot: a pid alone may be used again."""
+    """Start of the process in the kernel's ticks since boot: a pid alone may be used again."""
 
     def is_alive_here(self) -> bool:
-        """Whether it runs on this host; False of one on another host, of which nothing is known."""
+        """Return whether the process runs on this host; False for another host, of which nothing is known."""
         return self.host == platform.node() and _birth(self.pid) == self.born
 
     def supersedes(self, other: "Attempt") -> bool:
-        """Whether it is a later start of the same job: Slurm has ended the other one, or will."""
+        """Return whether this is a later start of the same job: Slurm has ended the other one, or will."""
         return bool(self.job) and self.job == other.job and self.number > other.number
 
     def describe(self) -> str:
-        """For messages."""
+        """Return the attempt as messages name it."""
         job = f"job {self.job} attempt {self.number}, " if self.job else ""
         return f"{job}process {self.pid} on {self.host}"
 
 
 def this_attempt() -> Attempt:
-    """The attempt that this process belongs to."""
+    """Return the attempt that this process belongs to."""
     pid = os.getpid()
     born = _birth(pid)
     assert born is not None
@@ -48,7 +48,7 @@ def this_attempt() -> Attempt:
 
 
 def _birth(pid: int) -> int | None:
-    """Field 22 of /proc/<pid>/stat; None when there is no such process, or only its remains."""
+    """Return field 22 of /proc/<pid>/stat; None when there is no such process, or only its zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

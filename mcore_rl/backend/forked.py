@@ -18,8 +18,8 @@ from mcore_rl.errors import McoreRlError
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
 RETURNED, FAILED, RAISED = 0, 1, 2
-"""Exit statuses of the child."""
-UNHEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""The exit statuses of the child."""
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class ForkedCallError(Exception):
@@ -27,7 +27,7 @@ class ForkedCallError(Exception):
 
 
 class ForkedCall(Generic[T]):
-    """`function()` on memory as it is now, whatever happens to it here later; it dies with this process.
+    """A call of `function()` on a copy of memory as it is now; the copy dies with this process.
 
     The function must neither communicate nor touch a GPU: the copy shares sockets and the CUDA context with us.
     """
@@ -45,14 +45,14 @@ class ForkedCall(Generic[T]):
             _live_as_child(parent, self._report, function)
 
     def is_running(self) -> bool:
-        """Whether the result is still to come."""
+        """Return whether the result is still to come."""
         if self._status is None:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             self._status = status if pid else None
         return self._status is None
 
     def result(self) -> T:
-        """Waits for what the function returned, and raises our errors that it raised. To be called once."""
+        """Wait for the function's result and return it, or raise our error that it raised; to be called once."""
         if self._status is None:
             _, self._status = os.waitpid(self._pid, 0)
         with open(self._report, "rb") as report:
@@ -74,7 +74,7 @@ def _live_as_child(parent: int, report: int, function: Callable[[], object]) -> 
     status, content = FAILED, b""
     try:
         _die_with(parent)
-        for number in UNHEARD:
+        for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)  # a request to stop is for the parent, which waits for us
         gc.disable()  # the garbage includes the parent's tensors on the GPU
         torch.set_num_threads(1)  # OpenMP's threads were not copied

@@ -23,16 +23,16 @@ from mcore_rl.files import write_atomically
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.05
 GRACE_S = 5.0
-"""How long a rank may take to end after SIGTERM."""
+"""The time that a rank may take to end after SIGTERM."""
 LOG_TAIL_LINES = 40
 FAILURE_FILE = "MCORE_RL_FAILURE_FILE"
-"""Environment variable: the file in which the rank that failed first says so to `launch_local`."""
+"""Environment variable with the file in which the rank that failed first reports to `launch_local`."""
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a run ends: the first rank that failed, its exit status, and its traceback or message."""
+    """The cause of a run's end: the first rank that failed, its exit status, and its traceback or message."""
 
     rank: int
     status: int
@@ -51,7 +51,7 @@ class _Rank:
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, srun or `launch_local` started this process as one rank of a run.
+    """Return whether torchrun, srun or `launch_local` started this process as one rank of a run.
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too; only a task of srun knows of a step's tasks.
     """
@@ -61,36 +61,36 @@ def under_launcher() -> bool:
 
 
 def rank_of_launcher() -> int:
-    """This process's rank as the launcher tells it; 0 without one."""
+    """Return this process's rank from the launcher's environment; 0 without a launcher."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
 def world_size_of_launcher() -> int:
-    """How many ranks the launcher started; 1 without one."""
+    """Return the number of ranks that the launcher started; 1 without a launcher."""
     if not under_launcher():
         return 1
     return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_STEP_NUM_TASKS"])
 
 
 def error_text(error: McoreRlError) -> str:
-    """What the user reads instead of a traceback."""
+    """Return the text that the user reads instead of a traceback."""
     separator = "\n" if "\n" in str(error) else " "
     return f"{type(error).__name__}:{separator}{error}"
 
 
 def note_failure(failure: Failure) -> None:
-    """Tell `launch_local`, if it started this rank, that the run ends because of this rank; it then says so."""
+    """Report to `launch_local`, if it started this rank, that the run ends because of this rank."""
     path = os.environ.get(FAILURE_FILE)
     if path is None:
         return
     write_atomically(Path(path), json.dumps([failure.rank, failure.status, failure.text]))
-    time.sleep(3 * POLL_S)  # before other ranks speak of it
+    time.sleep(3 * POLL_S)  # so that `launch_local` reads it before other ranks end
 
 
 def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path) -> int:
-    """Run `python -m module *args` as ranks of this machine: the exit status of the first failure, or 0.
+    """Run `python -m module *args` as ranks of this machine and return the exit status of the first failure, or 0.
 
-    Rank 0 also speaks on this console; `log_dir/rank_K.log` has all. The first failure is shown and the
+    Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown and the
     other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on, and no rank outlives this process. To be
     called in the main thread.
     """
@@ -113,7 +113,7 @@ def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
-    """What all ranks share; one thread each unless told otherwise, or ranks would fight for the cores."""
+    """Return the environment of all ranks: one thread each unless the user sets another number."""
     environment = os.environ | {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -128,7 +128,7 @@ def _environment(num_ranks: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on here, below those that are handed out for outgoing connections."""
+    """Return a TCP port that nobody listens on here, below those that outgoing connections get."""
     for port in random.SystemRandom().sample(range(12000, 32000), 100):
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -137,7 +137,7 @@ def free_port() -> int:
 
 
 def _start(command: list[str], environment: dict[str, str], log: Path, *, is_first: bool) -> _Rank:
-    """A rank in its own session, so that Ctrl-C reaches it once, from here; it dies with this process."""
+    """Start a rank in its own session, so that Ctrl-C reaches it once, from here; it dies with this process."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -152,7 +152,7 @@ def _start(command: list[str], environment: dict[str, str], log: Path, *, is_fir
 
 
 def _dies_with_parent() -> Callable[[], None] | None:
-    """What the child calls before it becomes Python: the kernel then kills it when its parent ends."""
+    """Return the call of the child before it becomes Python: the kernel then kills it when its parent ends."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
@@ -213,7 +213,7 @@ def _wait(ranks: list[_Rank], caught: list[int], failure_file: Path) -> int:
             return 128 + signal.SIGINT
         failure = _first_failure(ranks, failure_file)
         if failure:
-            _tell(failure, ranks[failure.rank])
+            _report(failure, ranks[failure.rank])
             return failure.status
         if not any(rank.is_alive for rank in ranks):
             return 0
@@ -231,8 +231,8 @@ def _first_failure(ranks: list[_Rank], failure_file: Path) -> Failure | None:
     return None
 
 
-def _tell(failure: Failure, rank: _Rank) -> None:
-    """The failure on stderr; rank 0's words are on the console already."""
+def _report(failure: Failure, rank: _Rank) -> None:
+    """Write the failure to stderr; rank 0's own text is on the console already."""
     for tee in rank.tees:
         tee.join(timeout=GRACE_S)
     signals = {128 + number: number.name for number in signal.Signals}
@@ -241,8 +241,8 @@ def _tell(failure: Failure, rank: _Rank) -> None:
         if failure.status in signals
         else f"exit status {failure.status}"
     )
-    words = f"{failure.text.rstrip()}\n" if failure.rank else ""
-    sys.stderr.write(f"{words}Rank {failure.rank} failed first ({how}); its output: {rank.log}\n")
+    text = f"{failure.text.rstrip()}\n" if failure.rank else ""
+    sys.stderr.write(f"{text}Rank {failure.rank} failed first ({how}); its output: {rank.log}\n")
     sys.stderr.flush()
 
 

@@ -1,4 +1,4 @@
-"""What this rank computes on: CPU with gloo or CUDA with NCCL, chosen once and named in the log."""
+"""The platform of this rank: CPU with gloo or CUDA with NCCL, chosen once and named in the log."""
 
 import datetime
 import os

@@ -31,15 +31,15 @@ from mcore_rl.backend.launcher import (
 from mcore_rl.errors import McoreRlError
 
 LOOK_S = 1.0
-"""Between two looks at the store."""
+"""The time between two looks at the store."""
 LINGER_S = 3.0
-"""How long a rank waits for the words of the one that failed first, or for the others to hear its own."""
+"""The time that a rank waits for the message of the one that failed first, or for the others to read its own."""
 CONNECT_S = 300.0
-LOST_PEER_WORDS = ("connection", "broken pipe", "gloo", "nccl", "peer")
+LOST_PEER_TEXTS = ("connection", "broken pipe", "gloo", "nccl", "peer")
 
 
 def rank_guard() -> AbstractContextManager[None]:
-    """Around all that a rank does: an error inside ends every rank of the run.
+    """Guard everything that a rank does: an error inside ends every rank of the run.
 
     The failing process has exit status 1, or 2 and no traceback where the user can mend it (McoreRlError).
     To be entered once in the life of a process: the store goes with it.
@@ -51,7 +51,7 @@ def rank_guard() -> AbstractContextManager[None]:
 
 
 class _Alone(AbstractContextManager[None]):
-    """Nobody else is to be told."""
+    """The guard of a rank without others."""
 
     def __enter__(self) -> None: ...
 
@@ -62,7 +62,7 @@ class _Alone(AbstractContextManager[None]):
 
 
 class _Guard(AbstractContextManager[None]):
-    """One of several ranks. Keys of the store: first, failure, heard, left."""
+    """The guard of one of several ranks. Keys of the store: first, failure, heard, left."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -71,7 +71,7 @@ class _Guard(AbstractContextManager[None]):
         # for an address: the process group will join it.
         self.is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.leaving = threading.Event()
-        self.last_words = threading.Lock()
+        self.last_message = threading.Lock()
 
     def __enter__(self) -> None:
         faulthandler.enable(sys.__stderr__ or 2)
@@ -97,7 +97,7 @@ class _Guard(AbstractContextManager[None]):
             self._fail(error)
 
     def _watch(self) -> None:
-        """Until this rank leaves: end it when another has failed, or when the store is gone with its host."""
+        """Until this rank leaves, end it when another has failed, or when the store is gone with its host."""
         while not self.leaving.wait(LOOK_S):
             try:
                 failed = self._published()
@@ -107,7 +107,7 @@ class _Guard(AbstractContextManager[None]):
                 self._give_way(*failed)
 
     def _leave(self) -> None:
-        """The store goes with its host, which therefore waits for all others to leave."""
+        """Leave; the store goes with its host, which therefore waits for all others to leave."""
         if self.is_host:
             self.store.add("left", 1)
             while self.store.add("left", 0) < self.world_size:
@@ -118,17 +118,17 @@ class _Guard(AbstractContextManager[None]):
             self.store.add("left", 1)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Say it to all ranks as the first to fail, or give way to the one that was."""
+        """Report the error to all ranks as the first to fail, or give way to the one that was."""
         headline = f"{type(error).__name__}: {error}".splitlines()[0]
-        failure = Failure(self.rank, _status(error), _words(error))
+        failure = Failure(self.rank, _status(error), _text(error))
         is_lost_peer = _is_lost_peer(error)
         try:
             if self._first_to_fail(wait=is_lost_peer) != self.rank:
-                self._give_way(*self._words_of_the_first(), own_headline=headline)
+                self._give_way(*self._message_of_the_first(), own_headline=headline)
         except RuntimeError:
             if is_lost_peer:
                 self._end_without_store()
-        with self.last_words:
+        with self.last_message:
             sys.stderr.write(f"Rank {self.rank} failed.\n{failure.text}\n")
             note_failure(failure)
             get_error_handler().record_exception(error)  # so that torchrun's summary names this rank
@@ -138,13 +138,13 @@ class _Guard(AbstractContextManager[None]):
             end_process(failure.status)
 
     def _first_to_fail(self, *, wait: bool) -> int:
-        """The rank that failed first: this one if no other has claimed it; `wait` a while for such a claim."""
+        """Return the rank that failed first: this one if no other has claimed it; `wait` a while for such a claim."""
         deadline = time.monotonic() + LINGER_S
         while wait and not self.store.check(["first"]) and time.monotonic() < deadline:
             time.sleep(LOOK_S / 10)
         return int(self.store.compare_set("first", "", str(self.rank)))
 
-    def _words_of_the_first(self) -> tuple[int, str]:
+    def _message_of_the_first(self) -> tuple[int, str]:
         deadline = time.monotonic() + LINGER_S
         while time.monotonic() < deadline:
             if failed := self._published():
@@ -159,7 +159,7 @@ class _Guard(AbstractContextManager[None]):
         return rank, headline
 
     def _wait_until_heard(self) -> None:
-        """The host's last duty: its store must be there until the others have looked."""
+        """On the host, keep the store until the others have looked."""
         deadline = time.monotonic() + LINGER_S
         while self.is_host and time.monotonic() < deadline:
             if self.store.add("heard", 0) + self.store.add("left", 0) >= self.world_size - 1:
@@ -167,17 +167,17 @@ class _Guard(AbstractContextManager[None]):
             time.sleep(LOOK_S / 10)
 
     def _give_way(self, first: int, headline: str, own_headline: str = "") -> NoReturn:
-        """End because another rank failed; nothing is said where this one failed of the same."""
+        """End because another rank failed; write nothing where this one failed of the same error."""
         same = headline == own_headline
         self._end("" if same else f"Rank {self.rank} ends because rank {first} failed: {headline}")
 
     def _end_without_store(self) -> NoReturn:
         self._end(f"Rank {self.rank} ends because rank 0, which keeps the ranks' store, is gone.")
 
-    def _end(self, words: str) -> NoReturn:
-        with self.last_words:  # of the watcher and the rank's main thread one speaks, and both end
-            if words:
-                sys.stderr.write(words + "\n")
+    def _end(self, message: str) -> NoReturn:
+        with self.last_message:  # of the watcher and the main thread one writes, and both end
+            if message:
+                sys.stderr.write(message + "\n")
             with suppress(RuntimeError):
                 self.store.add("heard", 1)
             end_process(1)
@@ -191,8 +191,8 @@ def _status(error: BaseException) -> int:
     return 2 if isinstance(error, McoreRlError) else 1
 
 
-def _words(error: BaseException) -> str:
-    """A traceback, except where it would tell the user nothing."""
+def _text(error: BaseException) -> str:
+    """Return a traceback, or a shorter text where a traceback would not help the user."""
     if isinstance(error, McoreRlError):
         return error_text(error)
     if isinstance(error, SystemExit | KeyboardInterrupt):
@@ -201,13 +201,13 @@ def _words(error: BaseException) -> str:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Whether this reads like what happens to a rank when another one is gone."""
+    """Return whether the error reads like the loss of another rank."""
     text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(word in text for word in LOST_PEER_WORDS)
+    return isinstance(error, RuntimeError | OSError) and any(part in text for part in LOST_PEER_TEXTS)
 
 
 def end_process(status: int) -> NoReturn:
-    """Of this process and its children, at once: a usual exit waits for collectives and children that never end."""
+    """End this process and its children at once: a usual exit waits for collectives and children that never end."""
     sys.stdout.flush()
     sys.stderr.flush()
     for child in psutil.Process().children(recursive=True):

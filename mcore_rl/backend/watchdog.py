@@ -12,14 +12,14 @@ from mcore_rl.backend.processes import end_process
 from mcore_rl.errors import HUNG_STATUS
 
 LINGER_S = 2.0
-"""Between the words of a rank and its end: ranks that wait for it get to theirs."""
+"""The time between a rank's message and its end, in which ranks that wait for it write theirs."""
 TICKS = 50
-"""How finely the time of a limit is counted."""
+"""The number of looks at the clock within a limit."""
 
 
 class Watchdog:
-    """While entered: when `beat` has not been called for `limit_s`, the stacks of all threads are written to stderr
-    and the process ends with HUNG_STATUS. With a limit of None never.
+    """While entered, a limit: when `beat` has not been called for `limit_s`, the stacks of all threads go to stderr and
+    the process ends with HUNG_STATUS. With a limit of None never.
 
     Only time in which this process was allowed to run counts: a suspended job has no hurry.
     """
@@ -42,7 +42,7 @@ class Watchdog:
             self._thread.join()
 
     def beat(self) -> None:
-        """Something was finished: the time starts anew."""
+        """Start the time anew, because something was finished."""
         self._idle_s = 0.0
 
     def _watch(self) -> None:

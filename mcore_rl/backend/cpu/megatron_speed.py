@@ -1,4 +1,4 @@
-"""Parts of Megatron that cost a CPU far more than what they are for, and what takes their place.
+"""Replacements of parts of Megatron that cost a CPU far more than they must.
 
 Each function takes Megatron's and returns ours; backend/patches/table.py puts it in. The numbers stay the same up to
 the order of summation.

@@ -33,7 +33,7 @@ def state_by_parameter(
 
 
 def _whole_states(optimizer: Any, is_loading: bool) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Each parameter with its whole state, flat; room for it when loading."""
+    """Yield each parameter with its whole state, flat; when loading, with room for it."""
     is_shared = optimizer.data_parallel_group.size() > 1
     for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         (buckets,) = ranges.values()
@@ -59,24 +59,24 @@ def _whole_states(optimizer: Any, is_loading: bool) -> Iterator[tuple[Tensor, di
 
 
 def _gathered(optimizer: Any, bucket: Any, own: dict[str, Any]) -> dict[str, Tensor]:
-    """Collective: the states of a bucket's parameters, on the host, laid out as the bucket is."""
+    """Collective over the optimizer's data-parallel ranks: return the states of a bucket's parameters, on the host."""
     group = optimizer.data_parallel_group
     whole = torch.empty(bucket.grad_data.numel(), dtype=torch.float32, device=bucket.grad_data.device)
     states = {}
     for name in STATES:
-        mine = torch.zeros(whole.numel() // group.size(), dtype=torch.float32, device=whole.device)
+        shard = torch.zeros(whole.numel() // group.size(), dtype=torch.float32, device=whole.device)
         for param, where in own["param_map"].items():
             local = where["gbuf_local"]
-            mine[local.start : local.end].copy_(
+            shard[local.start : local.end].copy_(
                 optimizer._get_main_param_and_optimizer_states(param)[name].detach()
             )
-        dist.all_gather_into_tensor(whole, mine, group=group)
+        dist.all_gather_into_tensor(whole, shard, group=group)
         states[name] = whole.to("cpu", copy=True)
     return states
 
 
 def _sharded_like(shard: Any, name: str, state: Tensor) -> Any:
-    """`state` as the shard of a tensor of its own; a factory (of weights that are stored in parts) takes its dtype."""
+    """Return `state` as a shard of its own tensor; a factory (of weights stored in parts) takes its dtype."""
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{name}.{shard.key}",
         "data": state.reshape(shard.data.shape),

@@ -1,4 +1,4 @@
-"""What takes the place of parts of Megatron: each replacement is a function of the original, named in table.py."""
+"""Replacements of parts of Megatron: each is a function of the original, named in table.py."""
 
 import functools
 from collections.abc import Callable

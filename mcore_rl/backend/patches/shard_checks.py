@@ -13,7 +13,7 @@ FindOverlap = Callable[[Sequence[Any], Sequence[int]], tuple[int, int] | None]
 
 
 def find_overlap_on_grid(find_overlap: FindOverlap) -> FindOverlap:
-    """Two shards that overlap, by their indices: on a grid those at the same place; otherwise torch searches."""
+    """Return the indices of two shards that overlap: on a grid those of one offset; otherwise torch searches."""
 
     def find(shards: Sequence[Any], sharded_dims: Sequence[int]) -> tuple[int, int] | None:
         places = [tuple(shard.shard_offsets) for shard in shards]
@@ -28,7 +28,7 @@ def find_overlap_on_grid(find_overlap: FindOverlap) -> FindOverlap:
 
 
 def validate_plan_on_grid(validate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Torch's check of a save's plan, less the tensors of which a glance shows that they are whole."""
+    """Return torch's check of a save's plan without the tensors that are whole grids."""
 
     def check(global_plan: Any, metadata: Any) -> Any:
         entries = metadata.state_dict_metadata
@@ -39,7 +39,7 @@ def validate_plan_on_grid(validate: Callable[[Any, Any], Any]) -> Callable[[Any,
 
 
 def _is_whole(entry: Any) -> bool:
-    """Whether the chunks of a stored tensor are a grid that fills it, each place once."""
+    """Return whether the chunks of a stored tensor are a grid that fills it, each offset once."""
     chunks = getattr(entry, "chunks", None)
     if not chunks:
         return False
@@ -58,7 +58,7 @@ def _is_whole(entry: Any) -> bool:
 
 
 def _is_grid(places: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether all sizes are the same and each offset is a multiple of its size."""
+    """Return whether all sizes are the same and each offset is a multiple of its size."""
     size = sizes[0]
     if 0 in size or any(other != size for other in sizes):
         return False

@@ -355,7 +355,7 @@ def _install() -> None:
             patch.apply()
     # On a CPU the generator of the CPU is also that of the "device": the warning would come at every fork.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    # 0.16 asks for the class of an MoE layer by name, and says so of ours, which it then builds like its own.
+    # 0.16 asks for the class of an MoE layer by name, and warns of ours, which it then builds like its own.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
     # 0.19 recommends its hybrid model at every GPTModel, and a layout that it computes by itself at every optimizer.
     for name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
