@@ -57,7 +57,7 @@ class Turns:
         return call
 
     def _answer(self) -> None:
-        """`{}` when ready, and after each turn its facts with `step_s` and `wall_s` of all of its steps."""
+        """`{}` when ready, and after each turn its figures with `step_s` and `wall_s` of all of its steps."""
         if self._start is not None:
             cpu_s, wall_s = self._start
             self.add("step_s", self._cpu_s() - cpu_s)
@@ -93,7 +93,7 @@ class Worker:
         self._process.wait()
 
     def turn(self, steps: int) -> dict[str, float]:
-        """The facts of so many steps."""
+        """Return the figures of that many steps."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
@@ -105,5 +105,5 @@ class Worker:
         if not line:
             lines = self._log.read_text().splitlines()[-20:]
             raise RuntimeError("\n".join([f"{' '.join(self._command)} ended; {self._log} says:", *lines]))
-        facts: dict[str, float] = json.loads(line)
-        return facts
+        figures: dict[str, float] = json.loads(line)
+        return figures

@@ -1,1 +1,1 @@
-"""From a config and a cluster to a job in Slurm's queue. Imports `mcore_rl.config` only, so that it answers at once."""
+"""Slurm jobs from a config and a cluster. Imports only packages of mcore_rl that need no torch, so that it answers at once."""

@@ -1,4 +1,4 @@
-"""What a Python program imports of mcore_rl: trainings, their metrics, conversions. docs/api.md says what is stable."""
+"""The names that a Python program imports of mcore_rl: trainings, their metrics, conversions. docs/api.md says what is stable."""
 
 import importlib
 from collections.abc import Mapping, Sequence

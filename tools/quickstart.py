@@ -2,7 +2,7 @@
 reinforcement learning with and without routing replay, evaluation, and one page about it.
 
 The corpus is the source text of this Python's standard library, the task to reverse digits. Each stage is a command
-that a user would give; one whose result is there already is skipped, so that a second start goes on where the first
+that a user would give; one whose result is there already is skipped, so that a second start resumes where the first
 one ended, also after Ctrl-C.
 """
 
@@ -34,12 +34,12 @@ EXAMPLE = """example:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One command of this Python, and the file that tells that it has run."""
+    """One command of this Python, and the file that shows that it has run."""
 
     name: str
     """Stages of one name belong together: `--only` runs them."""
     title: str
-    words: tuple[object, ...]
+    arguments: tuple[object, ...]
     result: Path
     seconds: float
     """It took on two cores, with the default number of steps: to tell how long is left."""
@@ -50,7 +50,7 @@ class Stage:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing to do."""
+        """True when the result exists and is not older than its sources."""
         if not self.result.exists():
             return False
         made = self.result.stat().st_mtime
@@ -58,18 +58,23 @@ class Stage:
 
     def run(self) -> None:
         """CalledProcessError when the command fails."""
-        words = [sys.executable, *map(str, self.words)]
+        arguments = [sys.executable, *map(str, self.arguments)]
         if not self.keep_output:
-            subprocess.run(words, cwd=ROOT, check=True)
+            subprocess.run(arguments, cwd=ROOT, check=True)
             return
-        output = subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+        output = subprocess.run(arguments, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
         self.result.parent.mkdir(parents=True, exist_ok=True)
         self.result.write_text(output.strip().splitlines()[-1] + "\n", encoding="utf-8")
 
 
 def stages(folder: Path, steps: int) -> list[Stage]:
-    """In order; all steps grow with those of pretraining."""
-    return [*_pretraining(folder, steps), *_conversion(folder), *_learning(folder, steps), *_telling(folder)]
+    """Return the stages in order; all numbers of steps grow with those of pretraining."""
+    return [
+        *_pretraining(folder, steps),
+        *_conversion(folder),
+        *_learning(folder, steps),
+        *_reporting(folder),
+    ]
 
 
 def _pretraining(folder: Path, steps: int) -> list[Stage]:
@@ -87,14 +92,14 @@ def _pretraining(folder: Path, steps: int) -> list[Stage]:
         Stage(
             name="data",
             title="text of the Python standard library",
-            words=corpus,
+            arguments=corpus,
             result=text / "valid.jsonl",
             seconds=3,
         ),
-        Stage(name="data", title="sentencepiece tokenizer", words=learn, result=tokenizer, seconds=10),
+        Stage(name="data", title="sentencepiece tokenizer", arguments=learn, result=tokenizer, seconds=10),
     ]
     for name in ("train", "valid"):
-        words = (
+        arguments = (
             "tools/preprocess.py",
             text / f"{name}.jsonl",
             "--output",
@@ -107,7 +112,7 @@ def _pretraining(folder: Path, steps: int) -> list[Stage]:
             Stage(
                 name="data",
                 title=f"{name} tokens",
-                words=(*words, "--workers", min(2, os.cpu_count() or 1)),
+                arguments=(*arguments, "--workers", min(2, os.cpu_count() or 1)),
                 result=result,
                 seconds=4,
             )
@@ -123,8 +128,11 @@ def _pretraining(folder: Path, steps: int) -> list[Stage]:
         f"train.eval_interval={max(1, steps // 4)}",
     )
     title = "pretraining a tiny MoE on 2 ranks (TP2 x EP2)"
-    words = (*CLI, "pretrain", f"{RECIPES}/pretrain.toml", *settings)
-    return [*made, Stage(name="pretrain", title=title, words=words, result=run_dir / "DONE", seconds=95)]
+    arguments = (*CLI, "pretrain", f"{RECIPES}/pretrain.toml", *settings)
+    return [
+        *made,
+        Stage(name="pretrain", title=title, arguments=arguments, result=run_dir / "DONE", seconds=95),
+    ]
 
 
 def _conversion(folder: Path) -> list[Stage]:
@@ -133,14 +141,14 @@ def _conversion(folder: Path) -> list[Stage]:
         Stage(
             name="convert",
             title="export to Hugging Face",
-            words=(*CLI, "convert", "export", checkpoint, hf),
+            arguments=(*CLI, "convert", "export", checkpoint, hf),
             result=hf / "config.json",
             seconds=4,
         ),
         Stage(
             name="convert",
             title="the same logits in transformers",
-            words=(*CLI, "convert", "verify", checkpoint, hf, "--logits"),
+            arguments=(*CLI, "convert", "verify", checkpoint, hf, "--logits"),
             result=folder / "logits.txt",
             seconds=10,
             keep_output=True,
@@ -148,7 +156,7 @@ def _conversion(folder: Path) -> list[Stage]:
         Stage(
             name="convert",
             title="import from Hugging Face",
-            words=(*CLI, "convert", "import", hf, imported),
+            arguments=(*CLI, "convert", "import", hf, imported),
             result=imported / "latest_checkpointed_iteration.txt",
             seconds=4,
         ),
@@ -162,7 +170,7 @@ def _learning(folder: Path, steps: int) -> list[Stage]:
         Stage(
             name="sft",
             title="problems to fine-tune on",
-            words=(
+            arguments=(
                 *(*CLI, "problems", f"{RECIPES}/grpo.toml", "rl.prompts.smallest=5", "rl.prompts.largest=12"),
                 *("--count", 20000, "--output", problems),
             ),
@@ -172,7 +180,7 @@ def _learning(folder: Path, steps: int) -> list[Stage]:
         Stage(
             name="sft",
             title="fine-tuning on them on another mesh (PP2)",
-            words=(
+            arguments=(
                 *(
                     *CLI,
                     "sft",
@@ -194,15 +202,17 @@ def _learning(folder: Path, steps: int) -> list[Stage]:
     }
     for name, (title, recipe, own) in arms.items():
         settings = (f"run_dir={folder / name}", f"checkpoint.load={sft}", tokenizer, *own)
-        words = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, *_lasting(_even(0.8 * steps), warmup=4))
-        made.append(Stage(name=name, title=title, words=words, result=folder / name / "DONE", seconds=110))
+        arguments = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, *_lasting(_even(0.8 * steps), warmup=4))
+        made.append(
+            Stage(name=name, title=title, arguments=arguments, result=folder / name / "DONE", seconds=110)
+        )
     return made
 
 
-def _telling(folder: Path) -> list[Stage]:
+def _reporting(folder: Path) -> list[Stage]:
     made = []
     for name in ("pretrain", "sft", "grpo_r2", "gspo"):
-        words = (
+        arguments = (
             *(*CLI, "eval", f"{RECIPES}/grpo.toml", f"run_dir={folder / 'no_run'}", "mesh.tp=1", "mesh.ep=1"),
             f"data.tokenizer.path={folder / 'tokenizer.model'}",
             *(f"checkpoint.load={folder / name}", "rl.eval.num_prompts=256", "rl.eval.temperature=1.0"),
@@ -213,7 +223,7 @@ def _telling(folder: Path) -> list[Stage]:
             Stage(
                 name="eval",
                 title=f"answers of {name} to held-out prompts",
-                words=words,
+                arguments=arguments,
                 result=result,
                 seconds=12,
                 keep_output=True,
@@ -221,17 +231,17 @@ def _telling(folder: Path) -> list[Stage]:
         )
     runs = [folder / name for name in ("pretrain", "sft", "grpo_r2", "gspo")]
     page = folder / "report.html"
-    words = (*CLI, "report", *runs, "--output", page)
+    arguments = (*CLI, "report", *runs, "--output", page)
     evaluated = tuple(stage.result for stage in made)
     title = "one page about it"
     return [
         *made,
-        Stage(name="report", title=title, words=words, result=page, seconds=4, sources=evaluated),
+        Stage(name="report", title=title, arguments=arguments, result=page, seconds=4, sources=evaluated),
     ]
 
 
 def _lasting(steps: int, warmup: int) -> tuple[str, str]:
-    """So many steps; the recipe's warm-up, or a quarter of a very short run."""
+    """Return the overrides for `steps` steps: the recipe's warm-up, or a quarter of a very short run."""
     return f"train.steps={steps}", f"optim.warmup_steps={min(warmup, steps // 4)}"
 
 
@@ -241,7 +251,7 @@ def _even(steps: float) -> int:
 
 
 def run_all(chosen: Sequence[Stage], console: Console, scale: float) -> None:
-    """What is not done yet; CalledProcessError when a command fails."""
+    """Run the stages that are not done yet; CalledProcessError when a command fails."""
     todo = [stage for stage in chosen if not stage.is_done]
     expected_s = spent_s = 0.0
     for number, stage in enumerate(chosen, start=1):
@@ -252,7 +262,7 @@ def run_all(chosen: Sequence[Stage], console: Console, scale: float) -> None:
         pace = spent_s / expected_s if expected_s > 10 else scale
         left_s = pace * sum(later.seconds for later in todo)
         console.print(f"{title}, about {timedelta(seconds=round(left_s))} left in all", soft_wrap=True)
-        console.print(f"[dim]$ python {shlex.join(map(str, stage.words))}[/]", soft_wrap=True)
+        console.print(f"[dim]$ python {shlex.join(map(str, stage.arguments))}[/]", soft_wrap=True)
         started_s = time.monotonic()
         stage.run()
         spent_s += time.monotonic() - started_s
@@ -261,7 +271,7 @@ def run_all(chosen: Sequence[Stage], console: Console, scale: float) -> None:
 
 
 def summary(folder: Path, took_s: float, console: Console) -> None:
-    """What came out, and where."""
+    """Print the results and where they are."""
     last: dict[str, float] = {}
     for line in (folder / "pretrain" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         last |= {key: value for key, value in json.loads(line).items() if isinstance(value, int | float)}
@@ -271,15 +281,15 @@ def summary(folder: Path, took_s: float, console: Console) -> None:
         soft_wrap=True,
     )
     for path in sorted(folder.glob("*/evaluation.json"), key=lambda path: path.stat().st_mtime):
-        told = json.loads(path.read_text(encoding="utf-8"))
+        evaluation = json.loads(path.read_text(encoding="utf-8"))
         console.print(
-            f"  {path.parent.name:<9} answers {told['eval/accuracy']:6.1%} of held-out prompts right"
+            f"  {path.parent.name:<9} answers {evaluation['eval/accuracy']:6.1%} of held-out prompts right"
         )
     console.print(f"  the page  {folder / 'report.html'}", soft_wrap=True)
 
 
 def main() -> int:
-    """Parse, run the stages, tell where the results are."""
+    """Parse, run the stages, print where the results are."""
     command = argparse.ArgumentParser(
         prog="tools/quickstart.py",
         description=__doc__,
@@ -309,7 +319,7 @@ def main() -> int:
         console.print(f"[red]stopped[/]: the command above ended with status {error.returncode}")
         return 1
     except KeyboardInterrupt:
-        console.print("\nstopped; the same command goes on from here")
+        console.print("\nstopped; the same command resumes from here")
         return 130
     if args.only is None:
         summary(folder, time.monotonic() - started_s, console)

@@ -1,1 +1,1 @@
-"""What a run is, as frozen typed objects read from TOML. Imports neither torch nor Megatron."""
+"""The description of a run, as frozen typed objects read from TOML. Imports neither torch nor Megatron."""

@@ -32,7 +32,7 @@ class Setting:
 
     @property
     def source(self) -> str:
-        """Where it was written, for messages."""
+        """Place where it was written, for messages."""
         return f"in {self.path}" if self.path else "on the command line"
 
 

@@ -1,4 +1,4 @@
-"""How a model is laid out over ranks."""
+"""The layout of a model over ranks."""
 
 from typing import Literal
 

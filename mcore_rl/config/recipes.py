@@ -17,7 +17,7 @@ class Recipe:
     """A recipe that can be run as it is."""
 
     name: str
-    """What a command takes for CONFIG, as tiny_moe/grpo."""
+    """Name that a command takes for CONFIG, such as tiny_moe/grpo."""
     summary: str
     """First sentence of the comment that begins the file."""
 

@@ -47,7 +47,7 @@ GROUPED_EXPERTS = (
 class Family(ABC):
     """An architecture of Hugging Face as Megatron builds it.
 
-    The attributes are facts that configs, checks, estimates and layers depend on; the methods make Megatron's
+    The attributes are properties that configs, checks, estimates and layers depend on; the methods make Megatron's
     arguments, pair the weights, and translate config.json. The defaults are those of Llama. A family of one's own
     is a subclass, of this class or of a known family's, that `model.family` names as `module:name`.
     """

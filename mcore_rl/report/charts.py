@@ -13,7 +13,7 @@ Chart: TypeAlias = dict[str, Any]
 """Record with kind (lines, experts, layers, stack or bars), title, note, and what page/*.js reads for that kind."""
 
 MAX_POINTS = 400
-"""Points of a line; more cannot be told apart on a screen."""
+"""Points of a line; a screen cannot show more."""
 MAX_FRAMES, MAX_CELLS = 40, 120_000
 """Tables of the experts' load of a run, and numbers in all of them together."""
 MAX_COLUMNS = 160

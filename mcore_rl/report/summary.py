@@ -78,7 +78,7 @@ def provenance(run: RunRecord) -> list[Detail]:
 
 
 def command_text(attempt: RunAttempt) -> str:
-    """As a shell would read it; a rank's module as the command that starts such ranks."""
+    """Return the command as a shell would read it; a rank's module becomes the command that starts such ranks."""
     words = attempt.command
     if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("mcore_rl.run."):
         words = ["mcore-rl", words[2].removeprefix("mcore_rl.run."), *words[3:]]

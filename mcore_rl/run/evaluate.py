@@ -40,10 +40,10 @@ def evaluate(config: RlRunConfig) -> None:
     chunks = build_model(config.model, mesh, platform, settings)
     stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
     with open_rollouts(config, prompts, chunks, mesh) as rollouts:
-        _, facts = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
+        _, statistics = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
     if platform.rank == 0:
         result = {"checkpoint": str(stored.path), "prompts": len(prompts.held_out)}
-        sys.stdout.write(json.dumps(result | reduced(evaluation_metrics(facts))) + "\n")
+        sys.stdout.write(json.dumps(result | reduced(evaluation_metrics(statistics))) + "\n")
     platforms.stop()
 
 

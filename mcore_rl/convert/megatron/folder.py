@@ -46,7 +46,7 @@ class DistFolder:
     step: int
     tensors: dict[str, DistTensor]
     objects: dict[str, FileRange]
-    """Where each object that is no tensor is, by key."""
+    """File and offset of each object that is no tensor, by key."""
     files: dict[str, int]
     """Number of bytes of each file, by name."""
     digest: str

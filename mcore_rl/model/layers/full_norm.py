@@ -43,7 +43,7 @@ class FullQueryNorm(nn.Module):
 
 
 class FullKeyNorm(FullQueryNorm):
-    """The same norm for keys."""
+    """Norm of keys: as the norm of queries."""
 
     @staticmethod
     def num_heads(config: TransformerConfig) -> int:
