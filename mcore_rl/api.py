@@ -1,4 +1,4 @@
-"""The names that a Python program imports of mcore_rl: trainings, their metrics, conversions. docs/api.md says what is stable."""
+"""The interface for Python programs: trainings, their metrics, conversions. docs/api.md lists what is stable."""
 
 import importlib
 from collections.abc import Mapping, Sequence
