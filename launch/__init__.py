@@ -1,1 +1,1 @@
-"""Slurm jobs from a config and a cluster. It imports nothing of mcore_rl that needs torch, so that it answers at once."""
+"""Slurm jobs from a config and a cluster. It imports nothing of mcore_rl that needs torch, so that it is quick."""
