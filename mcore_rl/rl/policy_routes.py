@@ -25,7 +25,7 @@ class PolicyRoutes:
 
     | replay.kind | pass for old logprobs             | updates                           | reference pass           |
     |-------------|-----------------------------------|-----------------------------------|--------------------------|
-    | none        | records                           | compared with the recorded routes | free                     |
+    | none        | records, where there is a pass    | compared with the recorded routes | free                     |
     | r2          | records                           | recorded routes imposed           | free, or as the updates  |
     | r3          | the rollout engine's imposed      | the rollout engine's imposed      | free, or as the updates  |
 
@@ -41,6 +41,8 @@ class PolicyRoutes:
     def __init__(self, state: TrainState, config: RlRunConfig, folder: Path) -> None:
         """Create empty caches; `folder` is of this rank alone, for routes that are stored in files."""
         self._state, self._replay = state, config.replay
+        # Sampled logprobs save the pass for old logprobs, and with it the record that updates are compared with.
+        self._is_recorded = config.rl.update.old_logprobs == "trainer"
         self._metrics: list[Metric] = []
         self._version = 0
         self._recorded: RoutingCache | None = None
@@ -94,7 +96,7 @@ class PolicyRoutes:
         """
         if self._replay.kind == "r3":
             return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "routes")
-        if is_old_policy:
+        if is_old_policy or not self._is_recorded:
             return nullcontext(free_routing)
         start = RoutingTape.observe if self._replay.kind == "none" else RoutingTape.impose
         return self._taped(microbatches, start, self._recorded, "routes")

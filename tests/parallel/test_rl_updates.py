@@ -175,6 +175,20 @@ def test_old_logprobs_of_a_pass_before_are_those_of_the_update_itself(folder: Pa
     assert told[2]["kl_old"] > 0.0
 
 
+@pytest.mark.parametrize("mesh", ["alone", "ep2"])
+def test_sampled_old_logprobs_need_no_routes(mesh: str, folder: Path, tmp_path: Path) -> None:
+    """The KL of the first update is then what a trainer's pass reports as the mismatch with the rollout."""
+    config = config_of("qwen3_moe", MESHES.get(mesh, MeshConfig()), old_logprobs="rollout")
+    initial, other = weights("qwen3_moe", 1), weights("qwen3_moe", 2)
+    ranks = run_ranks(
+        updates, config.mesh.smallest_world, config, initial, other, tmp_path, [{"kind": "gspo"}]
+    )
+    first, second = ranks[0][0]
+    trainer = alone("qwen3_moe", folder)[0][0]
+    assert first["kl_old"] == pytest.approx(trainer["mismatch_kl"], rel=1e-6)
+    assert first["mismatch_kl"] == 0.0 and second["kl_old"] > 0.0
+
+
 def test_the_kl_to_an_equal_reference_is_nothing(tmp_path: Path) -> None:
     config = config_of("qwen3_moe", MeshConfig())
     same = weights("qwen3_moe", 1)
