@@ -1,1 +1,1 @@
-"""What differs between a CPU on gloo and a GPU on NCCL, and between versions of Megatron-Core."""
+"""The platform: CPU on gloo or GPU on NCCL, the ranks as processes, and the differences between versions of Megatron-Core."""

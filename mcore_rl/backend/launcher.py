@@ -221,7 +221,7 @@ def _wait(ranks: list[_Rank], caught: list[int], failure_file: Path) -> int:
 
 
 def _first_failure(ranks: list[_Rank], failure_file: Path) -> Failure | None:
-    """What the first rank to fail has noted; else a rank that was killed; else one that gave up."""
+    """Return the failure that the first rank to fail recorded; else a rank that was killed; else one that gave up."""
     codes = {i: rank.process.returncode for i, rank in enumerate(ranks) if not rank.is_alive}
     if failure_file.exists():
         return Failure(*json.loads(failure_file.read_text()))

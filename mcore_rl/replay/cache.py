@@ -36,7 +36,7 @@ class CachedSample:
 
 @dataclass(frozen=True, slots=True)
 class RouteLocations:
-    """Where the routes of one microbatch's `t` local tokens are in the storage."""
+    """Location of the routes of one microbatch's `t` local tokens in the storage."""
 
     parts: tuple[tuple[int, Tensor, Tensor], ...]
     """Storage block, rows in it, and the tokens (indices below t) that they belong to."""

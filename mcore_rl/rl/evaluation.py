@@ -1,4 +1,4 @@
-"""How well the policy answers prompts that it never trains on."""
+"""Evaluation of the policy on prompts that it never trains on."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

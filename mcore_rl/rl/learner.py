@@ -1,4 +1,4 @@
-"""From a rollout to updates: microbatches, old and reference logprobs, advantages, optimizer steps."""
+"""The way from a rollout to updates: microbatches, old and reference logprobs, advantages, optimizer steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""From prompts to scored completions, over all replicas of the model."""
+"""Scored completions from prompts, over all replicas of the model."""
 
 import hashlib
 import time
@@ -61,7 +61,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSummary:
-    """What all ranks know of a group."""
+    """Summary of a group that all ranks have."""
 
     index: int
     """Index of its prompt among those taken for this rollout batch."""

@@ -38,7 +38,7 @@ class TaskProblem:
     prompt: str
     answer: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What else reward functions need to know."""
+    """Further values that reward functions need."""
 
 
 def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:

@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What an engine returns for one prompt. `logprobs_T[t]` belongs to `tokens_T[t]`."""
+    """Answer of an engine to one prompt. `logprobs_T[t]` belongs to `tokens_T[t]`."""
 
     text: str
     tokens_T: tuple[int, ...]

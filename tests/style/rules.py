@@ -32,6 +32,7 @@ LIGHT = {"errors", "files", "config", "families", "checks", "plan", "report"}
 REPORT_READS = {"errors", "files", "config", "plan", "obs", "report"}
 MEGATRON_PACKAGES = {"backend", "parallel", "replay", "data", "model", "checkpoint", "convert", "train", "rl"}
 COMPAT = "mcore_rl.backend.patches.table"
+FRAGMENTS = {"Of", "What", "That", "See", "So"}
 HEAVY = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}
 MUTATORS = {"append", "add", "update", "setdefault", "pop", "extend", "insert", "clear", "remove", "popitem"}
 MOVES = {"os.rename", "os.renames", "os.replace", "os.link", "shutil.move"}
@@ -209,6 +210,18 @@ def public_things_are_documented(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: {node.name} has no docstring"
 
 
+def docstrings_have_a_subject(source: Source) -> Iterator[str]:
+    """A docstring is read alone, in an editor's pop-up: one that begins with these words has no subject."""
+    for node in ast.walk(source.tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+                continue
+            text = statement.value.value
+            if isinstance(text, str) and text.lstrip().split(" ")[0] in FRAGMENTS:
+                yield f"{source.path}:{statement.lineno}: a docstring begins with {text.split()[0]}"
+
+
 RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     imports_point_down,
     packages_are_floors,
@@ -221,6 +234,7 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     only_files_renames,
     module_globals_do_not_change,
     public_things_are_documented,
+    docstrings_have_a_subject,
 )
 
 
@@ -294,6 +308,7 @@ LAUNCH_RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     only_files_renames,
     module_globals_do_not_change,
     public_things_are_documented,
+    docstrings_have_a_subject,
 )
 """Those that launch/ keeps: it may read the environment."""
 

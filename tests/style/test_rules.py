@@ -70,6 +70,7 @@ from tests.style.rules import parse
             '"""A."""\nclass A:\n    """B."""\n    def f(): ...',
             4,
         ),
+        (rules.docstrings_have_a_subject, "train/a.py", '"""A."""\nx = 1\n"""Of each rank."""', 3),
     ],
 )
 def test_an_offence_is_seen_at_its_line(rule, path, text, line):
@@ -113,6 +114,7 @@ def test_an_offence_is_seen_at_its_line(rule, path, text, line):
             "X = {}\ndef f():\n    x = {}\n    x['a'] = X['a']",
         ),
         (rules.public_things_are_documented, "train/a.py", '"""A."""\ndef _f(): ...'),
+        (rules.docstrings_have_a_subject, "train/a.py", '"""A."""\nx = 1\n"""Ranks of the group."""'),
     ],
 )
 def test_what_is_lawful_passes(rule, path, text):

@@ -1,4 +1,4 @@
-"""What is installed here, and the calls that differ between the supported versions of Megatron-Core."""
+"""The installed versions, and the calls that differ between the supported versions of Megatron-Core."""
 
 import functools
 import importlib.util

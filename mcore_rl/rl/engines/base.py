@@ -12,7 +12,7 @@ from mcore_rl.rl.types import Group, Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are sampled, and where completions end."""
+    """Rules by which tokens are sampled and completions end."""
 
     max_new_tokens: int
     cut: Cut = field(default_factory=Cut)

@@ -1,4 +1,4 @@
-"""From rewards to advantages: how much better a completion is than the others of its prompt."""
+"""Advantages from rewards: how much better a completion is than the others of its prompt."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number that no cut of the batch into ranks and microbatches can change."""
+"""Aggregation of token losses to one number that no cut of the batch into ranks and microbatches can change."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What a policy loss is computed from, and what it returns, token by token."""
+"""Inputs and outputs of a policy loss, token by token."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""From groups of completions to rewards: the weighted sum of the parts that the config names."""
+"""Rewards of groups of completions: the weighted sum of the parts that the config names."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence

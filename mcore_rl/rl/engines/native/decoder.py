@@ -55,7 +55,7 @@ class Decoder:
 
     @property
     def token_multiple(self) -> int:
-        """What the number of a step's tokens is a multiple of."""
+        """Number that divides the number of tokens of each step."""
         return self._mesh.tp.size if self._mesh.sequence_parallel else 1
 
     def copy(self, copies: Iterable[Copy]) -> None:
@@ -68,7 +68,7 @@ class Decoder:
             self._routes[target, :length] = self._routes[source, :length]
 
     def routes(self, slot: int, length: int) -> Tensor:
-        """In main memory: the experts `[length, l, K]` of a slot's positions, by falling gate."""
+        """Return the experts `[length, l, K]` of a slot's positions, by falling gate, in main memory."""
         return self._routes[slot, :length].to("cpu", copy=True)
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class Decoder:
         return nn.functional.linear(hidden[drawing_B, 0], weight)
 
     def _chunk(self, index: int, tokens: StepTokens) -> Tensor | None:
-        """What the chunk makes of the tokens; None when it has been sent on."""
+        """Return the chunk's output for the tokens; None when it has been sent to the next stage."""
         model, table = self._models[index], self._tables[index]
         is_latent = self._config.multi_latent_attention
         hidden = None
@@ -117,7 +117,7 @@ class Decoder:
         return hidden
 
     def _whole(self, rows: Tensor) -> Tensor:
-        """Of all tokens: sequence parallelism leaves each rank a part."""
+        """Gather the rows of all tokens: sequence parallelism leaves each rank a part."""
         if not self._mesh.sequence_parallel:
             return rows
         whole: Tensor = gather_from_sequence_parallel_region(rows.contiguous(), group=self._mesh.tp.group)
@@ -172,7 +172,7 @@ def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
 
 
 def _rotary_table(model: GPTModel, max_tokens: int) -> Any:
-    """What the model's rotary embedding returns for the positions up to `max_tokens`, of all context ranks."""
+    """Return what the model's rotary embedding gives for the positions up to `max_tokens`, of all context ranks."""
     layers = model.decoder.layers
     is_latent = model.config.multi_latent_attention
     rotary = layers[0].self_attention.rotary_pos_emb if is_latent else model.rotary_pos_emb
