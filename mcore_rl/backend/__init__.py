@@ -1,1 +1,1 @@
-"""The platform: CPU on gloo or GPU on NCCL, the ranks as processes, and the differences between versions of Megatron-Core."""
+"""The platform: CPU on gloo or GPU on NCCL, the ranks as processes, the differences between versions of Megatron."""
