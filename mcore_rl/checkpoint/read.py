@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from mcore_rl.backend import pickles
+from mcore_rl.backend.archives import FilePart, FileRange, damaged_record
 from mcore_rl.backend.patches.versions import megatron_version
-from mcore_rl.checkpoint import pickles
-from mcore_rl.checkpoint.archives import FilePart, FileRange, damaged_record
 from mcore_rl.checkpoint.folder import (
     COMMON,
     LATEST,
@@ -217,7 +217,7 @@ def _check_origin(path: Path) -> None:
     try:
         with _quiet():
             common = dist_checkpointing.load_common_state_dict(str(path))
-    except MALFORMED as error:
+    except (CheckpointException, *MALFORMED) as error:
         raise CheckpointError(
             f"{path}: what is common to all ranks cannot be read ({_reason(error)}): it is damaged, or of another "
             f"version of Megatron-Core than {megatron_version()}. {others(path)}"

@@ -4,15 +4,17 @@ import io
 import json
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mcore_rl.backend.pickles import load_metadata
 from mcore_rl.checkpoint.folder import crc32_of
-from mcore_rl.checkpoint.pickles import load_metadata
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import CheckpointError
@@ -20,6 +22,7 @@ from tests.parallel.checkpointing import SMALL, config_of, opened, run
 from tests.ranks import run_ranks
 
 TP2_EP2 = MeshConfig(tp=2, ep=2)
+RANDOM_STATES = "mcore_rl.random_states/shard_0_2"
 
 
 class Program:
@@ -69,21 +72,58 @@ def agree(path: Path) -> None:
 
 def in_metadata(path: Path, program: Program) -> str:
     (path / ".metadata").write_bytes(pickle.dumps(program))
-    return ".metadata"
+    return f"{path}/.metadata: a pickle asks for "
 
 
 def in_the_common_state(path: Path, program: Program) -> str:
     common = torch.load(path / "common.pt", weights_only=False)
     torch.save(common | {"more": program}, path / "common.pt")
-    return "common.pt"
+    return f"{path}/common.pt: a pickle asks for "
+
+
+def replace_entry(path: Path, key: str, data: bytes) -> Path:
+    """Append `data` to the file that holds the part `key`, and make `.metadata` name these bytes instead."""
+    stored = load_metadata(path)
+    index, info = next((index, info) for index, info in stored.storage_data.items() if index.fqn == key)
+    file = path / info.relative_path
+    stored.storage_data[index] = replace(info, offset=file.stat().st_size, length=len(data))
+    with file.open("ab") as opened_file:
+        opened_file.write(data)
+    (path / ".metadata").write_bytes(pickle.dumps(stored))
+    return file
 
 
 def in_the_random_states(path: Path, program: Program) -> str:
-    file, start, length = place_of(path, "mcore_rl.random_states/shard_0_2")
-    evil = archive(program)
-    assert len(evil) <= length
-    overwrite(file, start, evil.rjust(length, b"\0"))  # archives are read from their end
-    return "mcore_rl.random_states/shard_0_2 in "
+    file = replace_entry(path, RANDOM_STATES, archive(program))
+    return f"{RANDOM_STATES} in {file}: a pickle asks for "
+
+
+def behind_a_harmless_pickle(path: Path, program: Program) -> str:
+    """Torch reads `archive/data.pkl`, although another record before it ends in `/data.pkl` too."""
+    file = replace_entry(path, RANDOM_STATES, two_pickles("archive/x/data.pkl", {}, program))
+    return f"{RANDOM_STATES} in {file}: a pickle asks for "
+
+
+def in_another_folder(path: Path, program: Program) -> str:
+    file = replace_entry(path, RANDOM_STATES, two_pickles("other/data.pkl", {}, program))
+    return f"{file} is damaged: the bytes of {RANDOM_STATES} are not those that were written ("
+
+
+def before_the_archive(path: Path, program: Program) -> str:
+    """Torch takes a file that does not begin as an archive for its older format: one pickle after the other."""
+    file = replace_entry(path, RANDOM_STATES, pickle.dumps(program) + archive({}))
+    return f"{file} is damaged: the bytes of {RANDOM_STATES} are not those that were written ("
+
+
+def two_pickles(harmless_name: str, harmless: object, evil: object) -> bytes:
+    """Return an archive with a harmless pickle before the evil one that torch would load."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as records:
+        records.writestr("archive/version", "3\n")
+        records.writestr("archive/byteorder", "little")
+        records.writestr(harmless_name, pickle.dumps(harmless, protocol=2))
+        records.writestr("archive/data.pkl", pickle.dumps(evil, protocol=2))
+    return file.getvalue()
 
 
 HIDDEN = [
@@ -92,6 +132,9 @@ HIDDEN = [
     (in_the_common_state, "ours"),
     (in_the_common_state, "megatrons"),
     (in_the_random_states, "ours"),
+    (behind_a_harmless_pickle, "ours"),
+    (in_another_folder, "ours"),
+    (before_the_archive, "ours"),
 ]
 
 
@@ -108,8 +151,9 @@ def test_a_program_in_a_checkpoint_is_refused_by_name_and_not_run(
     config = config_of(tmp_path / "new", SMALL, TP2_EP2, load=str(copy), load_optimizer=whose == "ours")
     messages = run_ranks(refusal, 2, config)
     assert len(set(messages)) == 1
-    assert where in messages[0] and ".open, which could be any program and is not run" in messages[0]
     assert not (tmp_path / "ran").exists()
+    assert where in messages[0]
+    assert "asks for" not in where or ".open, which could be any program and is not run" in messages[0]
 
 
 def in_a_weight(path: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 from mcore_rl.backend.adam import FusedAdam
 from mcore_rl.backend.cpu import torch_standins as cpu
 from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS
-from mcore_rl.backend.patches import replacements
+from mcore_rl.backend.patches import foreign_files, replacements
 from mcore_rl.backend.patches.mtp_loss import mtp_losses_as_sums
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
@@ -230,7 +230,46 @@ MODEL_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+RUNS_PROGRAMS = (
+    "it unpickles whatever the file asks for: a checkpoint from elsewhere could run any program here"
+)
+FOREIGN_FILE_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        symbol="torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
+        replace=lambda _: foreign_files.load_entry,
+        cause="version",
+        reason=f"torch.load(weights_only=False): {RUNS_PROGRAMS}",
+        until="objects that are no tensors are loaded with weights_only=True",
+    ),
+    Patch(
+        symbol="torch.distributed.checkpoint.filesystem:pickle",
+        replace=foreign_files.restricted_pickle,
+        cause="version",
+        reason=f".metadata is read with pickle.load: {RUNS_PROGRAMS}",
+        until=".metadata is read without pickle, or with an allow-list",
+    ),
+    Patch(
+        symbol="megatron.core.dist_checkpointing.strategies.common:TorchCommonLoadStrategy.load_common",
+        replace=foreign_files.load_common_method,
+        versions=("0.16",),
+        cause="version",
+        reason="common.pt is read by another reader than the one that checked it, and with "
+        f"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD {RUNS_PROGRAMS}",
+        until="0.19, which has a function in its place",
+    ),
+    Patch(
+        symbol="megatron.core.dist_checkpointing.serialization:load_common",
+        replace=foreign_files.load_common_function,
+        versions=("0.19",),
+        cause="version",
+        reason="common.pt is read by another reader than the one that checked it, and with "
+        f"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD {RUNS_PROGRAMS}",
+        until="common.pt is no longer read",
+    ),
+)
+
 CHECKPOINT_PATCHES: tuple[Patch, ...] = (
+    *FOREIGN_FILE_PATCHES,
     Patch(
         symbol="megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue",
         replace=lambda _: queue.SimpleQueue(),

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from mcore_rl.checkpoint.archives import FileRange
+from mcore_rl.backend.archives import FileRange
+from mcore_rl.backend.pickles import load_common, load_metadata
 from mcore_rl.checkpoint.folder import MARKER, Marker, check, step_of
-from mcore_rl.checkpoint.pickles import load_common, load_metadata
 from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.convert.hf.folder import read_json
 from mcore_rl.errors import CheckpointError

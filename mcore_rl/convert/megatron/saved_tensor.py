@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from mcore_rl.checkpoint.archives import (
+from mcore_rl.backend.archives import (
     HEADER_BYTES,
     SliceableBytes,
     archive_records,
     record_bytes,
     record_named,
 )
-from mcore_rl.checkpoint.pickles import MALFORMED, PLAIN, AllowListUnpickler
+from mcore_rl.backend.pickles import MALFORMED, PLAIN, AllowListUnpickler
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.regions import sizes
 from mcore_rl.errors import CheckpointError
@@ -110,9 +110,8 @@ def save(file: io.FileIO, content: ChunkBytes) -> None:
 
 def _find(data: SliceableBytes, start: int) -> SavedTensor:
     records = archive_records(data)
-    if any(record.name.endswith("/byteorder") for record in records) and (
-        record_bytes(data, records, "byteorder") != b"little"
-    ):
+    has_byteorder = any(record.name.partition("/")[2] == "byteorder" for record in records)
+    if has_byteorder and record_bytes(data, records, "byteorder") != b"little":
         raise ValueError("its bytes are in big-endian order")
     allowed = PLAIN | {
         ("torch._utils", "_rebuild_tensor_v2"): _RebuildArguments,

@@ -5,13 +5,13 @@ import pickle
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from mcore_rl.checkpoint.archives import SliceableBytes, archive_records, record_bytes
+from mcore_rl.backend.archives import SliceableBytes, archive_records, record_bytes
 from mcore_rl.errors import CheckpointError
 
 Allowed = dict[tuple[str, str], Any]
@@ -48,6 +48,9 @@ METADATA: Allowed = PLAIN | {
     for name in names
 } | {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # The folder that torch was asked to save to; the second is the module's name in Python 3.13.
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,
     # Classes of older versions of Megatron; nothing in them is needed here.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Opaque,
     ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
@@ -81,7 +84,7 @@ SAVED: Allowed = PLAIN | {
     }.items()
     for name in names.split()
 }  # fmt: skip
-"""Classes in Megatron's states beside tensors: Megatron itself loads these and no others from `common.pt`."""
+"""Classes in Megatron's states beside tensors: what is checked and what is loaded calls these and no others."""
 MALFORMED = (
     *(zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError),
     *(AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError),
@@ -106,21 +109,40 @@ class AllowListUnpickler(pickle.Unpickler):
             return known
         if self._opaque:
             return Opaque
-        raise CheckpointError(
-            f"a pickle asks for {module}.{name}, which could be any program and is not run. Is this file from "
-            "somebody you trust, load and save it again with the program that wrote it"
-        )
+        raise _refusal(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the reference to a tensor's storage as it is: no elements are read."""
         return pid
 
 
+class _LoadingUnpickler(pickle.Unpickler):
+    """Makes the objects of the classes of SAVED; torch asks it for each object of an archive (`pickle_module`)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class or function where SAVED has it."""
+        if (module, name) not in SAVED:
+            raise _refusal(module, name)
+        return super().find_class(module, name)
+
+
+class _LoadingModule:
+    """Stands in for the module `pickle` in torch.load."""
+
+    __name__ = "pickle"
+    Unpickler = _LoadingUnpickler
+
+
+def unpickle_metadata(file: io.BufferedIOBase | io.BytesIO) -> Any:
+    """Return the `.metadata` of a distributed checkpoint, in place of `pickle.load`."""
+    return AllowListUnpickler(file, METADATA).load()
+
+
 def load_metadata(path: Path) -> metadata.Metadata:
     """Return the `.metadata` of a distributed checkpoint; CheckpointError when it is none, or asks for more."""
     file = path / ".metadata"
     try:
-        loaded = AllowListUnpickler(io.BytesIO(file.read_bytes()), METADATA).load()
+        loaded = unpickle_metadata(io.BytesIO(file.read_bytes()))
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read: {error.strerror}. Is {path} a torch_dist checkpoint?"
@@ -143,6 +165,18 @@ def load_common(data: SliceableBytes, what: str) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
+def load_saved(data: bytes, what: str, map_location: str | None = None) -> Any:
+    """Return what `torch.save` wrote; CheckpointError, naming `what`, as `refuse_programs` raises it.
+
+    Only classes of SAVED are ever called, whichever record of the archive torch should read.
+    """
+    refuse_programs(data, what)
+    try:
+        return torch.load(io.BytesIO(data), map_location, pickle_module=_LoadingModule, weights_only=False)
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}.") from None
+
+
 def refuse_programs(data: SliceableBytes, what: str) -> None:
     """Raise a CheckpointError, naming `what`, when loading the archive would call more than the classes of SAVED."""
     _unpickled(data, what, SAVED, opaque=False)
@@ -158,3 +192,10 @@ def _unpickled(data: SliceableBytes, what: str, allowed: Allowed, *, opaque: boo
         raise CheckpointError(
             f"{what} cannot be read ({type(error).__name__}: {error}). Take another copy."
         ) from error
+
+
+def _refusal(module: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"a pickle asks for {module}.{name}, which could be any program and is not run. Is this file from "
+        "somebody you trust, load and save it again with the program that wrote it"
+    )
