@@ -128,7 +128,12 @@ def test_a_training_from_python_learns(tmp_path: Path) -> None:
     texts = [ROOT / "README.md", ROOT / "docs/slurm.md"]
     script = [sys.executable, str(ROOT / "examples/train.py"), str(tmp_path), *map(str, texts)]
     done = subprocess.run(
-        script, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        script,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     losses = read_metrics(tmp_path / "run")["train/loss_nats"]
@@ -143,12 +148,13 @@ def test_under_a_launcher_every_rank_calls_train(config_file: Path, tmp_path: Pa
         "import sys\nfrom mcore_rl.api import train\n"
         "train('pretrain', sys.argv[1], {'train.steps': 2, 'train.eval_batches': None})\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*torchrun, str(script), str(config_file)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert is_done(tmp_path / "run") and read_metrics(tmp_path / "run")["train/loss_nats"].keys() == {1, 2}
