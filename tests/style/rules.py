@@ -21,7 +21,6 @@ FLOORS = (
     ("checkpoint",),
     ("convert", "train"),
     ("rl",),
-    ("fake_world",),
     ("report",),
     ("run",),
     ("api",),
