@@ -85,6 +85,11 @@ SAVED: Allowed = PLAIN | {
     for name in names.split()
 }  # fmt: skip
 """Classes in Megatron's states beside tensors: what is checked and what is loaded calls these and no others."""
+FP8_RECIPES = (
+    "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling NVFP4BlockScaling Format _FormatHelper "
+    "MMParams QParams"
+)
+"""Classes of TransformerEngine in its layers' extra states, as Megatron 0.19 has them in a list of its own."""
 MALFORMED = (
     *(zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError),
     *(AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError),
@@ -180,6 +185,47 @@ def load_saved(data: bytes, what: str, map_location: str | None = None) -> Any:
 def refuse_programs(data: SliceableBytes, what: str) -> None:
     """Raise a CheckpointError, naming `what`, when loading the archive would call more than the classes of SAVED."""
     _unpickled(data, what, SAVED, opaque=False)
+
+
+def refuse_programs_inside(state: Any, what: str) -> None:
+    """Raise a CheckpointError, naming `what`, when a loaded extra state of TransformerEngine holds a program.
+
+    Its fp8 scales are a pickle once more, in a tensor of bytes or (before 2.0) as torch.save writes them; its layers
+    and those of Megatron 0.16 unpickle whatever is there, even in a run without fp8.
+    """
+    if isinstance(state, io.BytesIO):
+        _unpickled(state.getvalue(), what, _extra_states(), opaque=False)
+    elif isinstance(state, torch.Tensor) and state.numel():
+        try:
+            pickled = io.BytesIO(state.detach().cpu().numpy().tobytes())
+            AllowListUnpickler(pickled, _extra_states()).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{what}: {error}.") from None
+        except MALFORMED as error:
+            raise CheckpointError(
+                f"{what} cannot be read ({type(error).__name__}: {error}). Take another copy."
+            ) from error
+
+
+def _extra_states() -> Allowed:
+    return SAVED | {
+        ("torch._tensor", "_rebuild_from_type_v2"): Opaque,
+        ("torch.storage", "_load_from_bytes"): _check_storage,
+        # Megatron 0.19 puts this in the former's place.
+        ("megatron.core.safe_globals", "safe_load_from_bytes"): _check_storage,
+        ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): Opaque,
+        **{("transformer_engine.common.recipe", name): Opaque for name in FP8_RECIPES.split()},
+    }
+
+
+def _check_storage(data: bytes) -> Opaque:
+    """Stand in for torch's function that loads a storage inside of a pickle, in the format before archives."""
+    file = io.BytesIO(data)
+    # A magic number, a version, the machine, the storage and its keys, one pickle each; elements follow.
+    first, *_ = (AllowListUnpickler(file, SAVED).load() for _ in range(5))
+    if first != torch.serialization.MAGIC_NUMBER:
+        raise pickle.UnpicklingError("a storage is not in torch's format")
+    return Opaque()
 
 
 def _unpickled(data: SliceableBytes, what: str, allowed: Allowed, *, opaque: bool) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint._traverse import set_element
 
-from mcore_rl.backend.pickles import load_saved, unpickle_metadata
+from mcore_rl.backend.pickles import load_saved, refuse_programs_inside, unpickle_metadata
 from mcore_rl.errors import CheckpointError
 
 COMMON = "common.pt"
@@ -27,7 +27,10 @@ def load_entry(self: Any, read_item: Any, value: io.BytesIO) -> None:
     name = read_item.dest_index.fqn
     stored = self.metadata.storage_data if self.metadata is not None else {}
     info = (stored or {}).get(read_item.storage_index)
-    loaded = load_saved(value.getvalue(), f"{name} in {info.relative_path}" if info is not None else name)
+    what = f"{name} in {info.relative_path}" if info is not None else name
+    loaded = load_saved(value.getvalue(), what)
+    if "_extra_state" in name:
+        refuse_programs_inside(loaded, what)
     if self.flatten_state_dict:
         set_element(self.original_state_dict, self.mappings[name], loaded)
     else:
