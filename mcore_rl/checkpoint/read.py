@@ -30,10 +30,10 @@ from mcore_rl.checkpoint.folder import (
     Marker,
     check,
     checkpoints_in,
-    crc32_of,
     others,
     step_of,
 )
+from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero

@@ -27,9 +27,9 @@ from mcore_rl.checkpoint.folder import (
     COMMON,
     METADATA,
     Marker,
-    crc32_of,
     write_marker,
 )
+from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained, flush_to_disk, room_at

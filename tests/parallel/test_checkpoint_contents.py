@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mcore_rl.backend.pickles import load_metadata
-from mcore_rl.checkpoint.folder import crc32_of
+from mcore_rl.checksums import crc32_of
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import CheckpointError

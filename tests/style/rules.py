@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 FLOORS = (
     ("errors",),
     ("files",),
+    ("checksums",),
     ("config",),
     ("families",),
     ("checks",),
@@ -26,7 +27,7 @@ FLOORS = (
     ("api",),
 )
 """From the bottom to the top; packages that share a floor do not import one another."""
-LIGHT = {"errors", "files", "config", "families", "checks", "plan", "report"}
+LIGHT = {"errors", "files", "checksums", "config", "families", "checks", "plan", "report"}
 """Packages that answer without torch: help pages, login nodes and the report import them."""
 REPORT_READS = {"errors", "files", "config", "plan", "obs", "report"}
 MEGATRON_PACKAGES = {"backend", "parallel", "replay", "data", "model", "checkpoint", "convert", "train", "rl"}

@@ -1,13 +1,12 @@
 """The bytes of a chunk, in blocks, and their checksums: bytes that move unchanged are read and run over once."""
 
 import math
-import zlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.copying.checksums import PartChecksum, joined
+from mcore_rl.checksums import PartChecksum, crc32, joined
 from mcore_rl.convert.copying.plan import Chunk
 from mcore_rl.convert.copying.regions import RegionCopy, sizes
 from mcore_rl.convert.copying.source import ByteRun, TensorSource, as_bytes
@@ -59,7 +58,7 @@ class ChunkBytes:
             for start in range(0, run.size, BLOCK_BYTES):
                 block = as_bytes(self._scratch.tensor((min(BLOCK_BYTES, run.size - start),), torch.uint8))
                 self._source.read(run, start, block)
-                crc = zlib.crc32(block, crc)
+                crc = crc32(block, crc)
                 yield block
             parts.append(PartChecksum(sum(part.size for part in parts), run.size, crc))
             if run.tensor_start is not None:
@@ -78,7 +77,7 @@ class ChunkBytes:
             for name, run in runs
             if run is not None and run.tensor_start is not None
         )
-        self.crc = zlib.crc32(data)
+        self.crc = crc32(data)
         return data
 
 

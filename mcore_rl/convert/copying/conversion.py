@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from mcore_rl.convert.copying.checksums import PartChecksum
+from mcore_rl.checksums import PartChecksum
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.plan import CopyTask, TargetTensor, digest
 from mcore_rl.convert.copying.progress import readable_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl import __version__
-from mcore_rl.convert.copying.checksums import PartChecksum, joined
+from mcore_rl.checksums import PartChecksum, as_hex, joined
 from mcore_rl.convert.copying.conversion import RULES_VERSION, RecordedTask
 from mcore_rl.convert.copying.plan import TargetTensor
 from mcore_rl.files import write_atomically
@@ -41,11 +41,6 @@ def write_manifest(
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
-def as_hex(crc: int | None) -> str | None:
-    """Return a CRC-32 as the manifest has it; None stays None."""
-    return None if crc is None else f"{crc:08x}"
-
-
 def _tensor_checksums(done: Iterable[RecordedTask]) -> dict[str, Any]:
     """Return shape, type and the CRC-32 of the bytes of each tensor, however it was cut into chunks."""
     parts: dict[str, list[PartChecksum]] = {}
@@ -56,11 +51,13 @@ def _tensor_checksums(done: Iterable[RecordedTask]) -> dict[str, Any]:
             parts.setdefault(chunk.target.name, []).append(
                 PartChecksum(chunk.start, chunk.num_bytes, record.crc)
             )
-    return {
-        name: {
+    checksums = {}
+    for name, target in targets.items():
+        crc = joined(parts[name], target.num_bytes)
+        assert crc is not None, f"the chunks of {name} do not make it up"
+        checksums[name] = {
             "shape": list(target.shape),
             "dtype": str(target.dtype).removeprefix("torch."),
-            "crc32": as_hex(joined(parts[name], target.num_bytes)),
+            "crc32": as_hex(crc),
         }
-        for name, target in targets.items()
-    }
+    return checksums

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.convert.copying.checksums import PartChecksum
+from mcore_rl.checksums import PartChecksum
 from mcore_rl.convert.copying.content import ChunkBytes, ScratchMemory
 from mcore_rl.convert.copying.conversion import (
     ChunkRecord,

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.copying.checksums import PartChecksum, joined
+from mcore_rl.checksums import PartChecksum, as_hex, joined
 from mcore_rl.convert.copying.conversion import RecordedTask
-from mcore_rl.convert.copying.manifest import as_hex
 from mcore_rl.convert.copying.regions import sizes, whole
 from mcore_rl.convert.copying.source import ByteRun, FileBytes, as_bytes
 from mcore_rl.convert.hf.folder import HfFolder, HfTensor

@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from mcore_rl.backend.archives import (
     record_named,
 )
 from mcore_rl.backend.pickles import MALFORMED, PLAIN, AllowListUnpickler
+from mcore_rl.checksums import crc32
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.regions import sizes
 from mcore_rl.errors import CheckpointError
@@ -95,7 +95,7 @@ def save(file: io.FileIO, content: ChunkBytes) -> None:
     front = b""
     records = []
     for name, data in small.items():
-        records.append(_RecordHeader(b"archive/" + name.encode(), len(front), len(data), zlib.crc32(data)))
+        records.append(_RecordHeader(b"archive/" + name.encode(), len(front), len(data), crc32(data)))
         front += records[-1].header() + data
     elements = _RecordHeader(b"archive/data/0", len(front), content.chunk.num_bytes, 0).aligned()
     start = file.tell()

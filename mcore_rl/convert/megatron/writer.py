@@ -27,13 +27,13 @@ from mcore_rl.checkpoint.folder import (
     DELETING,
     METADATA,
     Marker,
-    crc32_of,
     delete,
     publish,
     write_marker,
 )
 from mcore_rl.checkpoint.weights import common_state
 from mcore_rl.checkpoint.write import FORMAT
+from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.conversion import RecordedTask, WrittenRange

@@ -1,15 +1,10 @@
 """Chunks of any size, of rectangles with steps and exchanged axes, make the same tensor; so do checksums."""
 
-import random
-import zlib
-from itertools import pairwise
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.convert.copying.checksums import PartChecksum, joined
+from mcore_rl.checksums import PartChecksum
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of
 from mcore_rl.convert.copying.regions import RegionCopy, composed
@@ -80,13 +75,3 @@ def test_what_no_copy_covers_is_zeros() -> None:
         [1, 1],
         [0, 0],
     ]
-
-
-def test_the_checksum_of_the_whole_follows_from_those_of_its_parts(tmp_path: Path) -> None:
-    data = random.Random(0).randbytes(10_007)
-    cuts = [0, 1, 100, 5_000, 5_001, 10_007]
-    parts = [PartChecksum(a, b - a, zlib.crc32(data[a:b])) for a, b in pairwise(cuts)]
-    random.shuffle(parts)
-    assert joined(parts, len(data)) == zlib.crc32(data)
-    assert joined(parts[1:], len(data)) is None
-    assert joined([], 0) == 0
