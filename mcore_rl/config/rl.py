@@ -49,9 +49,10 @@ class RolloutConfig(Section):
     min_p: Probability = 0.0
     """Least probability of a token to sample among, as a fraction of the likeliest token's; 0 is all tokens."""
     stop_strings: tuple[str, ...] = ()
-    """Texts after which a completion ends, as it does after the end-of-text token."""
+    """Texts after which a completion ends, as it does after the model's end tokens."""
     stop_tokens: tuple[NonNegativeInt, ...] = ()
-    """Further token ids that end a completion."""
+    """Further token ids that end a completion, beside the end of the assistant's turn in the chat template, the
+    tokenizer's eos_token, eos_token_id in the generation_config.json beside it, and the end of a document."""
     dynamic_sampling: bool = False
     """Replace groups whose completions all have the same reward by those of new prompts (DAPO)."""
     max_refills: PositiveInt = 4

@@ -13,6 +13,8 @@ from mcore_rl.data.chat_template import load_template, render
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from mcore_rl.errors import DataError
 
+PROBE = "mcorerlprobe"
+"""Text of a turn that is rendered to see what the template puts after it; no template changes or repeats it."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Opening tag of the assistant's text, in templates that mark it."""
 Message = Mapping[str, Any]
@@ -44,6 +46,10 @@ class Chat(Protocol):
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens after which the assistant's next turn begins."""
         ...
+
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The tokens that end the assistant's turn; empty when no token does."""
 
 
 def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
@@ -83,9 +89,16 @@ class PlainChat:
         ids = [token for turn, _ in self._turns(conversation) for token in turn]
         return ids + self._header("assistant")
 
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The token that ends a document, which ends each turn of the assistant."""
+        return (self._tokenizer.eod_id,)
+
     def _turns(self, conversation: Conversation) -> Iterator[tuple[list[int], bool]]:
         if conversation.tools:
             raise DataError('it has "tools", which a plain template cannot describe')
+        # A text without roles is its author's whole markup; between "role:" lines a special token's name is mere text.
+        encode = self._tokenizer.encode if self._has_roles else self._tokenizer.encode_marked
         for message in conversation.messages:
             content, role = message.get("content"), message["role"]
             if not isinstance(content, str):
@@ -94,9 +107,9 @@ class PlainChat:
                 )
             yield self._header(role), False
             if role == "assistant":
-                yield [*self._tokenizer.encode(content), self._tokenizer.eod_id], True
+                yield [*encode(content), self._tokenizer.eod_id], True
             else:
-                yield self._tokenizer.encode(content + "\n\n" if self._has_roles else content), False
+                yield encode(content + "\n\n" if self._has_roles else content), False
 
     def _header(self, role: str) -> list[int]:
         return self._tokenizer.encode(f"{role}:\n") if self._has_roles else []
@@ -116,9 +129,14 @@ class TemplateChat:
         self._tokenizer.no_padding()
         self._template = template
         self._special_tokens = dict(special_tokens)
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self._ends = tuple(token.content for token in added if token.special)
         self._is_marked = GENERATION.search(template) is not None
+        added = self._tokenizer.get_added_tokens_decoder()
+        turn_end = self._turn_end({token.content: index for index, token in added.items()})
+        self.turn_end_ids: tuple[int, ...] = (turn_end,) if turn_end is not None else ()
+        """The token that the template puts after the assistant's text; empty when it puts none there."""
+        self._ends = tuple(
+            token.content for index, token in added.items() if token.special or index == turn_end
+        )
 
     def encode(self, conversation: Conversation) -> EncodedConversation:
         """Return the whole conversation as tokens."""
@@ -131,6 +149,26 @@ class TemplateChat:
         """Return the tokens after which the assistant\'s next turn begins."""
         text, _ = self._render(conversation, len(conversation.messages), add_generation_prompt=True)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _turn_end(self, added: Mapping[str, int]) -> int | None:
+        """Return the first of the `added` tokens (text -> id) after the assistant's last turn, or else, in templates
+        that put none there, the one that opens the next turn.
+        """
+        user, assistant = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
+        # White space is an added token in some vocabularies, and ends nothing.
+        candidates = {text: index for text, index in added.items() if text.strip()}
+        for messages in ((user, assistant), (user, assistant, user)):
+            try:
+                text, _ = self._render(Conversation(messages=messages), len(messages))
+            except DataError:
+                continue  # a template that takes no such conversation shows no end
+            after = text[text.rfind(PROBE) + len(PROBE) :] if PROBE in text else ""
+            found = [
+                (after.find(name), -len(name), index) for name, index in candidates.items() if name in after
+            ]
+            if found:
+                return min(found)[2]
+        return None
 
     def _marked(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         return self._render(conversation, len(conversation.messages), return_assistant_tokens_mask=True)

@@ -28,6 +28,12 @@ class Tokenizer(Protocol):
         """The token that ends a document."""
 
     @property
+    def eos_id(self) -> int | None:
+        """The token that the tokenizer's files call `eos`, which in a chat model may end a turn instead of a document;
+        None when they name none.
+        """
+
+    @property
     def bos_id(self) -> int | None:
         """The token that begins a text; None when the tokenizer has none."""
 
@@ -41,6 +47,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` alone: nothing is added, and the name of a special token in it is mere text."""
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the ids of a text that was marked up by hand: the name of a special token in it is that token."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`."""
@@ -85,6 +94,7 @@ class SentencePieceTokenizer:
             raise DataError(
                 f"{path} has no end-of-sentence piece to end documents with; train it with an eos id."
             )
+        self.eos_id = self.eod_id
         self.bos_id = _id_or_none(self._processor.bos_id())
         self.pad_id = _id_or_none(self._processor.pad_id())
 
@@ -92,6 +102,10 @@ class SentencePieceTokenizer:
         """Return the ids of `text` alone."""
         ids: list[int] = self._processor.encode(text)
         return ids
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the ids of `text` alone: a .model file's control symbols are never read from a text."""
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`."""
@@ -134,12 +148,21 @@ class HuggingFaceTokenizer:
                 f"{END_OF_TEXT}). Set eos_token in its tokenizer_config.json to a token of the vocabulary."
             )
         self.eod_id = ids[end]
+        self.eos_id = ids.get(names.get("eos_token", ""))
         self.bos_id = ids.get(names.get("bos_token", ""))
         self.pad_id = ids.get(names.get("pad_token", ""))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` alone."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the ids of `text`, in which the name of a special token is that token."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`."""

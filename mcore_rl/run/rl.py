@@ -40,7 +40,7 @@ def train(config: RlRunConfig) -> None:
             open_run(config, platform) as run,
             open_rollouts(config, prompts, run.state.chunks, run.state.mesh) as rollouts,
         ):
-            for line in [prompts.describe(), *warnings_of(config)]:
+            for line in [*prompts.describe(), *warnings_of(config)]:
                 run.log.message(line)
             run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])
             rollouts.engine.update_weights(run.state.progress.step)

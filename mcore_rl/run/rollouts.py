@@ -1,6 +1,6 @@
 """Prompts and rollouts as an RL config asks for them: shared by training and evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -8,7 +8,9 @@ from torch import nn
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import load_chat
+from mcore_rl.data.end_tokens import describe_ends, end_tokens
 from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import sampling_of
 from mcore_rl.rl.engines.make import make_engine
@@ -24,25 +26,38 @@ class Prompts:
     """Encoded prompts, and the tokenizer that encoded them."""
 
     tokenizer: Tokenizer
+    ends: Mapping[int, str]
+    """Tokens that end a completion, each with the place that names it."""
     train: PromptSource
     held_out: tuple[Prompt, ...]
 
-    def describe(self) -> str:
-        """Return one line for the log."""
+    def describe(self) -> list[str]:
+        """Return lines for the log: the prompts, and what ends a completion."""
         number = f"{self.train.num_prompts} prompts" if self.train.num_prompts else "prompts without end"
         skipped = f"; left out: {self.train.skipped}" if self.train.skipped else ""
-        return f"{number} to learn from, {len(self.held_out)} held out{skipped}"
+        return [
+            f"{number} to learn from, {len(self.held_out)} held out{skipped}",
+            describe_ends(self.ends, self.tokenizer),
+        ]
 
 
 def load_prompts(config: RlRunConfig) -> Prompts:
     """Encode the prompts that `config` names; DataError when there are none or the tokenizer does not match."""
     tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
     chat = load_chat(config.data.chat_template, tokenizer, config.data.tokenizer.path)
+    ends = end_tokens(tokenizer, chat, config.data.tokenizer.path)
+    ends |= {token: "rl.rollout.stop_tokens" for token in config.rl.rollout.stop_tokens if token not in ends}
+    if beyond := [token for token in ends if token >= tokenizer.vocab_size]:
+        raise DataError(
+            f"rl.rollout.stop_tokens names {beyond}, and the tokenizer has the ids 0 to {tokenizer.vocab_size - 1}. "
+            "Name some of these."
+        )
     encode = PromptEncoder(chat, config.rl.prompts.max_tokens)
     seed = config.train.seed
     held_out = held_out_prompts(config.rl.eval, config.rl.prompts, encode, seed)
     return Prompts(
         tokenizer=tokenizer,
+        ends=ends,
         train=train_prompts(config.rl.prompts, held_out, encode, seed),
         held_out=held_out,
     )
@@ -63,7 +78,7 @@ def open_rollouts(
             reward=reward,
             prompts=prompts.train,
             sampling=sampling_of(
-                rl.rollout, tokenizer.eod_id, with_routes=config.model.is_moe and config.wants_engine_routes
+                rl.rollout, prompts.ends, with_routes=config.model.is_moe and config.wants_engine_routes
             ),
             mesh=mesh,
             config=config,

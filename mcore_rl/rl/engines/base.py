@@ -1,6 +1,6 @@
 """Interface of a rollout engine, in this process or a server: prompts in, completions of token ids out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,14 +23,14 @@ class Sampling:
     """Whether the experts of each token and layer are recorded."""
 
 
-def sampling_of(config: RolloutConfig, eod_id: int, *, with_routes: bool) -> Sampling:
-    """Return the sampling of a config; the token `eod_id` ends completions too."""
+def sampling_of(config: RolloutConfig, end_ids: Iterable[int], *, with_routes: bool) -> Sampling:
+    """Return the sampling of a config; completions end with the tokens `end_ids`."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         cut=Cut(
             temperature=config.temperature, top_k=config.top_k or 0, top_p=config.top_p, min_p=config.min_p
         ),
-        stop_tokens=frozenset((eod_id, *config.stop_tokens)),
+        stop_tokens=frozenset(end_ids),
         stop_strings=config.stop_strings,
         with_routes=with_routes,
     )
