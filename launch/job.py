@@ -70,7 +70,7 @@ ATTEMPT_FIELDS = (
 )
 """Keys of a line of attempts.jsonl. When an attempt has several ends (TERM, then the end itself) the last counts."""
 
-WORD = re.compile(r"[^\s\"'`$\\;&|<>]*")
+WORD = re.compile(r"[^\s\"'`$\\;&|<>#]*")
 PLACE = re.compile(r"[\w./\-]*(\$\{?\w+\}?[\w./\-]*)*", re.ASCII)
 
 
@@ -158,6 +158,8 @@ class JobScript:
     """Folder that is created on every node as TMPDIR; it may contain $SLURM_JOB_ID."""
     cache: str = ""
     """Folder of TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR; it may contain variables too."""
+    environment_file: str = ""
+    """Absolute path of a file of NAME=value lines, which the job reads when it starts; empty for none."""
 
     node_check: bool = True
     """Whether mcore_rl.run.node_check runs on all nodes first."""
@@ -268,9 +270,14 @@ def _violations(job: JobScript) -> Iterator[str]:
         path = getattr(job, what)
         if not path.startswith("/") and (path or what != "code_dir"):
             yield f'{what}="{path}" is not absolute. Give the whole path: nodes start in another folder.'
-    for text in (job.name, job.run_dir, job.work_dir, *job.sbatch_options):
+    if "%" in job.run_dir:
+        yield f'run_dir="{job.run_dir}" has a %, which sbatch replaces in the name of a log. Choose one without.'
+    of_components = [option for component in job.components for option in component.sbatch]
+    for text in (job.name, job.run_dir, job.work_dir, *job.sbatch_options, *of_components):
         if not WORD.fullmatch(text):
-            yield f'"{text}" cannot stand in an #SBATCH line. Leave out blanks and quotes.'
+            yield f"{text!r} cannot stand in an #SBATCH line. Leave out blanks, quotes and #."
+    if not seconds_of(job.time):
+        yield f"the time limit {job.time!r} is no duration. Write 12:00:00 (hours) or 2-00:00:00 (days)."
     for what in ("scratch", "cache"):
         if not PLACE.fullmatch(getattr(job, what)):
             yield f'{what}="{getattr(job, what)}" is not a path, in which variables such as $SLURM_JOB_ID are allowed.'

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from launch.job import Component, Container, JobScript
-from launch.preflight import Allowances, Checked, check_training, folder_violations, image_violations
+from launch.preflight import (
+    Allowances,
+    Checked,
+    check_training,
+    environment_file,
+    environment_file_violations,
+    folder_violations,
+    image_violations,
+)
 from launch.records import next_folder
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
@@ -53,6 +61,8 @@ class PlannedJob:
     job: JobScript
     files: Mapping[str, str] = field(default_factory=dict)
     """Name -> text of the files beside the script."""
+    modes: Mapping[str, int] = field(default_factory=dict)
+    """Name -> permissions of those files and of the script; the umask's where a file is not named."""
     checked: Checked
 
 
@@ -113,7 +123,13 @@ def plan_conversion(
 ) -> PlannedJob:
     """Return the job of one `mcore-rl convert` on one node."""
     absent = list(image_violations(cluster.container))
-    refuse([*(() if allowances.absent else absent), *folder_violations(run_dir)])
+    refuse(
+        [
+            *(() if allowances.absent else absent),
+            *folder_violations(run_dir),
+            *environment_file_violations(cluster, run_dir),
+        ]
+    )
     run_dir = run_dir.absolute()
     folder = next_folder(run_dir)
     job = JobScript(
@@ -160,6 +176,7 @@ def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: 
         "environment": cluster.environment,
         "scratch": cluster.paths.scratch or "",
         "cache": cluster.paths.cache or "",
+        "environment_file": str(environment_file(cluster) or ""),
         "container": None
         if container.kind == "none"
         else Container(

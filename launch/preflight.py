@@ -1,6 +1,7 @@
 """Checks of a job before it is submitted."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.memory import GIB, Memory, memory_of_fullest_rank
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +62,7 @@ def check_training(
             *(() if allowances.force else _too_large(memory, cluster)),
             *(() if allowances.absent else missing),
             *folder_violations(Path(config.run_dir)),
+            *environment_file_violations(cluster, Path(config.run_dir)),
         ]
     )
     warnings = [*placed.warnings, *(missing if allowances.absent else ())]
@@ -77,6 +81,36 @@ def image_violations(container: ContainerConfig) -> Iterator[str]:
     is_file = image.startswith(("/", "./", "../")) if container.kind == "pyxis" else "://" not in image
     if container.kind != "none" and is_file and not Path(image).exists():
         yield f'container.image="{image}" does not exist. Make it (enroot import, apptainer build) or correct the path.'
+
+
+def environment_file(cluster: ClusterConfig) -> Path | None:
+    """Return the absolute path of the cluster's file of keys; None when it has none."""
+    if cluster.environment_file is None:
+        return None
+    return Path(cluster.environment_file).expanduser().absolute()
+
+
+def environment_file_violations(cluster: ClusterConfig, run_dir: Path) -> Iterator[str]:
+    """Yield a sentence for each reason for which the file of keys is not safe, or cannot be read."""
+    path = environment_file(cluster)
+    if path is None:
+        return
+    name = f'environment_file="{path}"'
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        yield f"{name} cannot be read: {error}. Make it, with one NAME=value in each line."
+        return
+    if mode & 0o077:
+        yield f"{name} can be read by others (mode {mode & 0o777:o}). Take that away: chmod 600 {path}"
+    if path.resolve().is_relative_to(run_dir.absolute().resolve()):
+        yield f"{name} lies in the run's folder, which people copy and share. Move it, to your home for example."
+    for number, line in enumerate(lines, start=1):
+        variable, equals, _ = line.partition("=")
+        if line and not line.startswith("#") and not (equals and VARIABLE.fullmatch(variable)):
+            # The line is not shown: it may hold a key.
+            yield f"{name}: line {number} is not NAME=value. Correct it; a comment begins with #."
 
 
 def folder_violations(run_dir: Path) -> Iterator[str]:

@@ -15,6 +15,8 @@ from mcore_rl.files import write_atomically
 FOLDER = "launch"
 RECORD = "submission.json"
 SCRIPT = "job.sbatch"
+LOCK = ".lock"
+"""File in the folder of launches that a launch locks while it submits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,12 @@
 """`mcore-rl launch`: check a job, write its folder, submit it."""
 
 import argparse
+import errno
+import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,17 +16,23 @@ from launch.arguments import PIPELINE
 from launch.code_copy import Code, copy_code, refuse_changes, this_code
 from launch.job import render
 from launch.planning import JobOptions, PlannedJob, plan_conversion, plan_training
-from launch.preflight import Allowances
-from launch.records import SCRIPT, Submission, record
+from launch.preflight import Allowances, folder_violations
+from launch.records import LOCK, SCRIPT, Submission, record
 from mcore_rl.checks.cluster import check_cluster
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.load import load_config
+from mcore_rl.config.load import files_of, load_config
 from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
 from mcore_rl.errors import ConfigError, McoreRlError
+from mcore_rl.files import sole_writer
 
 OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}
 """First word of a config file's name -> its program, where the two differ."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of a file system without locks, as a Lustre that is mounted with `noflock`."""
+OTHER_LAUNCH_S = 60.0
+"""Seconds to wait for another launch of the same run, which copies the code and submits."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -81,7 +90,22 @@ def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Planned
     if not args.nodes:
         raise ConfigError("The number of nodes is missing. Give --nodes N.")
     config = load_config(PROGRAMS[program].config, args.config, args.overrides)
-    yield plan_training(program, config, cluster, args.nodes, options=options, allowances=allowances)
+    plan = plan_training(program, config, cluster, args.nodes, options=options, allowances=allowances)
+    yield replace(plan, modes=_modes(args.cluster, args.config))
+
+
+def _modes(cluster: Path, config: Path | None) -> Mapping[str, int]:
+    """Return the permissions of a launch's files: what others may not read at the source they may not read there."""
+    modes = dict.fromkeys((SCRIPT, "cluster.toml"), _mode(cluster))
+    return modes | ({} if config is None else {"config.toml": _mode(config)})
+
+
+def _mode(path: Path) -> int:
+    """Return the permissions that all files have that a config is read from."""
+    mode = 0o666
+    for file in files_of(path):
+        mode &= file.stat().st_mode
+    return mode
 
 
 def _pipeline(
@@ -111,7 +135,8 @@ def _pipeline(
         )
         if isinstance(stage, ConversionStage):
             folder = Path(pipeline.run_dir) / name
-            yield plan_conversion(stage, folder, cluster, options=stage_options, allowances=allowances)
+            plan = plan_conversion(stage, folder, cluster, options=stage_options, allowances=allowances)
+            yield replace(plan, modes=_modes(args.cluster, None))
             outputs = {Path(word).absolute() for word in stage.arguments}
         else:
             plan = _stage(name, stage, cluster, stage_options, allowances)
@@ -121,7 +146,7 @@ def _pipeline(
                     f'{name}: run_dir="{plan.job.run_dir}" is that of an earlier stage too. Give each its own, as '
                     f'{name}.fields = ["run_dir=runs/{name}"].'
                 )
-            yield plan
+            yield replace(plan, modes=_modes(args.cluster, Path(str(stage.config))))
         allowances = replace(allowances, promised=allowances.promised | outputs)
         before = name
 
@@ -178,25 +203,62 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> None:
 
 
 def _submit(plan: PlannedJob, code: Code) -> str:
-    """Submit a job and return its id. A job that Slurm refuses leaves no folder."""
+    """Submit a job and return its id. A job that Slurm refuses leaves no folder.
+
+    Of two launches for one run at the same time, one submits: the other waits for it, and then sees its job.
+    """
+    run_dir = Path(plan.job.run_dir)
+    with ExitStack() as claim:
+        try:
+            (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+            plan.folder.parent.mkdir(exist_ok=True)
+            _lock(claim, plan.folder.parent / LOCK)
+            refuse(list(folder_violations(run_dir)))
+            with ExitStack() as undo:
+                _make(plan.folder)
+                undo.callback(shutil.rmtree, plan.folder, ignore_errors=True)
+                for name, text in plan.files.items():
+                    _write(plan.folder / name, text, plan.modes)
+                _write(plan.folder / SCRIPT, render(plan.job), plan.modes)
+                copy_code(code, plan.folder)
+                job = slurm.submit([str(plan.folder / SCRIPT)])
+                undo.callback(slurm.cancel, job)
+                record(plan.folder, _submission(plan, code, job))
+                undo.pop_all()  # submitted and recorded: nothing is undone
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename} cannot be written: {error.strerror}. Choose another run_dir."
+            ) from None
+    return job
+
+
+def _lock(claim: ExitStack, lock: Path) -> None:
+    """Wait until no other launch of the run is at work, where the file system has locks."""
+    remedy = "It launches the same run. Wait for it, or choose another run_dir."
     try:
-        (Path(plan.job.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
-        plan.folder.mkdir(parents=True)
-        for name, text in plan.files.items():
-            (plan.folder / name).write_text(text, encoding="utf-8")
-        script = plan.folder / SCRIPT
-        script.write_text(render(plan.job), encoding="utf-8")
-        copy_code(code, plan.folder)
-        job = slurm.submit([str(script)])
+        claim.enter_context(sole_writer(lock, wait_s=OTHER_LAUNCH_S, remedy=remedy))
     except OSError as error:
-        shutil.rmtree(plan.folder, ignore_errors=True)
-        raise ConfigError(
-            f"{error.filename} cannot be written: {error.strerror}. Choose another run_dir."
-        ) from None
-    except McoreRlError:
-        shutil.rmtree(plan.folder, ignore_errors=True)
-        raise
-    submission = Submission(
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of this launch, which fails when another launch has made it: what exists is not ours."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise ConfigError(f"{folder} was made by another launch meanwhile. Launch again.") from None
+
+
+def _write(path: Path, text: str, modes: Mapping[str, int]) -> None:
+    """Write a file that never had more permissions than it is to have."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, modes.get(path.name, 0o666))
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _submission(plan: PlannedJob, code: Code, job: str) -> Submission:
+    return Submission(
         job=job,
         program=plan.program,
         name=plan.job.name,
@@ -208,5 +270,3 @@ def _submit(plan: PlannedJob, code: Code) -> str:
         array=plan.job.array,
         dependency=plan.job.dependency,
     )
-    record(plan.folder, submission)
-    return job

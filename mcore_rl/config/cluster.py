@@ -119,7 +119,11 @@ class ClusterConfig(Section):
     name: str = "cluster"
     """Name of the cluster in messages."""
     environment: dict[str, str] = {}  # noqa: RUF012  # pydantic gives every instance its own
-    """Environment variables of all ranks: the interconnect's (NCCL, UCX), CUDA_DEVICE_MAX_CONNECTIONS."""
+    """Environment variables of all ranks: the interconnect's (NCCL, UCX), CUDA_DEVICE_MAX_CONNECTIONS. They are
+    written to the job script; keys and passwords belong in `environment_file`."""
+    environment_file: Text | None = None
+    """File of NAME=value lines for keys (WANDB_API_KEY, HF_TOKEN). The job reads it when it starts and nothing copies
+    it; only its owner may read it (chmod 600), and it lies outside the run's folder."""
     slurm: SlurmConfig = SlurmConfig()
     node: NodeConfig = NodeConfig()
     container: ContainerConfig = ContainerConfig()

@@ -73,6 +73,11 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
         raise ConfigError("\n".join(_wrong_values(error, fields, settings))) from None
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the files that `load_config(..., path)` reads: the file itself and all that it extends."""
+    return [file for file, _ in _tables(config_file(path), ())]
+
+
 def section_of_run(cls: type[S], table: dict[str, Any], prefix: str) -> S:
     """Read section `prefix` ("data.tokenizer") of the config.toml that a run wrote, this version's or an earlier one's.
 

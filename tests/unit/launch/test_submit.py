@@ -1,12 +1,22 @@
+import errno
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from launch.code_copy import Code
+from launch.job import JobScript
+from launch.planning import PlannedJob
+from launch.preflight import Checked
+from launch.submit import _submit
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import dump_config, load_config
+from mcore_rl.errors import ConfigError
 from mcore_rl.run.cli import main
 from tests.unit.launch.conftest import ROOT
 
@@ -82,7 +92,7 @@ def test_what_sbatch_refuses_is_told_in_its_words_and_leaves_no_launch(home, slu
         "sbatch refused: sbatch: error: Batch job submission failed: Invalid partition"
         in capsys.readouterr().err
     )
-    assert list((home / "runs/tiny_moe/launch").iterdir()) == []
+    assert not [path for path in (home / "runs/tiny_moe/launch").iterdir() if path.is_dir()]
 
 
 def test_what_the_user_says_of_the_job_reaches_slurm(home, slurm):
@@ -138,6 +148,10 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
         ),
         (["run_dir=/dev/null/x"], "cannot be written"),
         (["--time", "1:00"], "signal_s=120"),
+        (["--time", "1:00:00\n#SBATCH --uid=0"], "the time limit '1:00:00\\n#SBATCH --uid=0' is no duration"),
+        (["--time", "soon"], "the time limit 'soon' is no duration"),
+        (["run_dir=runs/100%j"], "has a %, which sbatch replaces"),
+        (["run_dir=runs/try#3"], "cannot stand in an #SBATCH line"),
     ],
 )
 def test_what_would_fail_later_is_refused_before_anything_is_submitted(words, told, home, slurm, capsys):
@@ -209,6 +223,130 @@ def test_a_run_that_a_live_job_was_submitted_for_is_refused_until_that_has_ended
     slurm.says("squeue", "")
     assert launch(DATA) == 0
     assert [path.parent.name for path in slurm.submitted] == ["0", "1"]
+
+
+def small_job(home, folder):
+    """The plan of a job of two files, and code that is copied in no time."""
+    for package in ("mcore_rl", "launch"):
+        (home / "code" / package).mkdir(parents=True, exist_ok=True)
+    run_dir = home / "runs/a"
+    job = JobScript(name="a", program="p", module="m", arguments=(), run_dir=str(run_dir), work_dir=str(home))
+    checked = Checked(lines=(), warnings=())
+    files = {"config.toml": "a = 1\n"}
+    plan = PlannedJob(
+        program="p", cluster="c", folder=run_dir / "launch" / folder, job=job, files=files, checked=checked
+    )
+    return plan, Code(home / "code", "", ())
+
+
+def test_of_two_launches_at_once_one_submits_and_keeps_its_files(home, slurm, monkeypatch):
+    monkeypatch.setattr("mcore_rl.files.LOCK_POLL_S", 0.002)
+    monkeypatch.setattr("launch.submit.render", lambda job: "script")
+    slurm.says("squeue", "".join(f"{job}|N/A|PENDING||\n" for job in range(101, 201)))
+    plan, code = small_job(home, "0")
+    refused = []
+
+    def attempt():
+        try:
+            _submit(plan, code)
+        except ConfigError as error:
+            refused.append(str(error))
+
+    for tries in range(1, 101):
+        both = [threading.Thread(target=attempt) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        assert len(slurm.submitted) == tries and len(refused) == tries
+        assert f"is in use by job {100 + tries}, which is PENDING" in refused[-1]
+        kept = {path.name for path in plan.folder.iterdir()}
+        assert kept == {"job.sbatch", "config.toml", "commit.txt", "code", "submission.json"}
+        shutil.rmtree(plan.folder)
+
+
+def test_a_folder_of_another_launch_is_left_alone(home, slurm):
+    plan, code = small_job(home, "0")
+    plan.folder.mkdir(parents=True)
+    (plan.folder / "job.sbatch").write_text("theirs")
+    with pytest.raises(ConfigError, match="was made by another launch meanwhile"):
+        _submit(plan, code)
+    assert (plan.folder / "job.sbatch").read_text() == "theirs" and slurm.submitted == []
+
+
+def test_a_job_whose_record_cannot_be_written_is_cancelled(home, slurm, monkeypatch):
+    plan, code = small_job(home, "0")
+
+    def full(folder, submission):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    monkeypatch.setattr("launch.submit.record", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        _submit(plan, code)
+    assert slurm.asked("scancel").split() == ["101"] and not plan.folder.exists()
+
+
+def modes(folder):
+    return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir() if path.is_file()}
+
+
+def test_files_of_a_launch_have_the_permissions_of_their_sources(home, slurm, tmp_path):
+    base, cluster = tmp_path / "base.toml", tmp_path / "cluster.toml"
+    base.write_text(f'extends = "{CPU}"\nenvironment = {{ API_KEY = "secret" }}\n')
+    base.chmod(0o600)
+    cluster.write_text('extends = "base.toml"\n')
+    before = os.umask(0o022)
+    try:
+        assert launch(DATA, cluster=cluster) == 0
+        assert launch(DATA, "run_dir=runs/b") == 0
+    finally:
+        os.umask(before)
+    private, public = (modes(path.parent) for path in slurm.submitted)
+    assert "secret" in slurm.submitted[0].read_text()
+    assert (private["job.sbatch"], private["cluster.toml"], private["config.toml"]) == (0o600, 0o600, 0o644)
+    assert (public["job.sbatch"], public["cluster.toml"]) == (0o644, 0o644)
+
+
+def with_keys(tmp_path, path):
+    """A cluster that names `path` as its file of keys."""
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(f'extends = "{CPU}"\nenvironment_file = "{path}"\n')
+    return cluster
+
+
+def test_keys_are_read_by_the_job_and_are_in_no_file_of_the_launch(home, slurm, tmp_path):
+    keys = tmp_path / "keys.env"
+    keys.write_text("# of mine\nWANDB_API_KEY=a=b $(touch evil) 'c'\n\nHF_TOKEN=x")
+    keys.chmod(0o600)
+    assert launch(DATA, cluster=with_keys(tmp_path, keys)) == 0
+    folder = slurm.submitted[0].parent
+    assert not [path for path in folder.glob("*") if path.is_file() and "$(touch" in path.read_text()]
+    script = slurm.submitted[0].read_text()
+    reading = script[script.index("while IFS= read -r line") : script.index(f"done <{keys}")]
+    show = f'{reading}done <{keys}\nprintf "%s|" "$WANDB_API_KEY" "$HF_TOKEN"; /usr/bin/env'
+    shown = subprocess.run(["bash", "-c", show], capture_output=True, text=True, cwd=tmp_path).stdout
+    assert shown.startswith("a=b $(touch evil) 'c'|x|") and "\nHF_TOKEN=x\n" in shown
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "mode", "text", "told"),
+    [
+        ("keys.env", 0o644, "A=secret\n", "can be read by others (mode 644). Take that away: chmod 600"),
+        ("home/runs/tiny_moe/keys.env", 0o600, "A=secret\n", "lies in the run's folder"),
+        ("keys.env", 0o600, "A=secret\nexport B=secret\n", "line 2 is not NAME=value"),
+        ("gone/keys.env", None, "", "cannot be read"),
+    ],
+)
+def test_a_file_of_keys_that_is_not_safe_is_refused(where, mode, text, told, home, slurm, capsys, tmp_path):
+    keys = tmp_path / where
+    if mode is not None:
+        keys.parent.mkdir(parents=True, exist_ok=True)
+        keys.write_text(text)
+        keys.chmod(mode)
+    assert launch(DATA, cluster=with_keys(tmp_path, keys)) == 2
+    shown = capsys.readouterr().err
+    assert told in shown and "secret" not in shown and slurm.submitted == []
 
 
 def test_a_run_whose_fence_names_a_live_job_is_refused(home, slurm, capsys):
