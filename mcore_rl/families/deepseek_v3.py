@@ -12,6 +12,7 @@ from mcore_rl.families.hf_config import (
     needed,
     num_mtp_layers,
     require,
+    require_keys,
 )
 from mcore_rl.families.hf_export import grouped_experts_to_hf, latents_to_hf
 
@@ -29,6 +30,7 @@ class DeepseekV3(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
+        require_keys(config, "num_key_value_heads")
         require(
             config,
             {

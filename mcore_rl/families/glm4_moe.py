@@ -4,7 +4,14 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import GROUPED_EXPERTS, Family
-from mcore_rl.families.hf_config import HfConfig, common, grouped_experts, num_mtp_layers, require
+from mcore_rl.families.hf_config import (
+    HfConfig,
+    common,
+    grouped_experts,
+    num_mtp_layers,
+    require,
+    require_keys,
+)
 from mcore_rl.families.hf_export import grouped_experts_to_hf
 
 
@@ -21,6 +28,7 @@ class Glm4Moe(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
+        require_keys(config, "num_key_value_heads")
         require(config, {"norm_topk_prob": True})
         # `attention_bias` means queries, keys and values alone here; `common` refuses it for all other families.
         arguments = common({**config, "attention_bias": False}, fraction=0.5)

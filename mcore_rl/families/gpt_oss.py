@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, needed, refusal, require
+from mcore_rl.families.hf_config import HfConfig, common, either, needed, refusal, require, require_keys
 from mcore_rl.families.rules import ExpertLayout, LayerNames, decoder_layers, outer
 from mcore_rl.families.weight_map import HfRows, WeightRule
 
@@ -55,6 +55,10 @@ class GptOss(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
+        require_keys(config, "num_key_value_heads", "head_dim")
+        if not (config.get("rope_parameters") or config.get("rope_scaling")):
+            # transformers would take the YaRN of the published models.
+            needed(config, "rope_parameters")
         require(config, {"attention_bias": True, "swiglu_limit": LIMIT, "swiglu_alpha": ALPHA})
         arguments = common({**config, "attention_bias": False}, theta=150000.0)
         layers = arguments["num_layers"]
@@ -66,8 +70,8 @@ class GptOss(Family):
         if has_window:
             arguments["sliding_window"] = needed(config, "sliding_window")
         moe = {
-            "num_experts": config.get("num_local_experts") or needed(config, "num_experts"),
-            "top_k": config.get("num_experts_per_tok") or needed(config, "experts_per_token"),
+            "num_experts": either(config, "num_local_experts", "num_experts"),
+            "top_k": either(config, "num_experts_per_tok", "experts_per_token"),
             "ffn_hidden_size": arguments["ffn_hidden_size"],
             "aux_loss_coeff": config.get("router_aux_loss_coef", 1e-3),
         }

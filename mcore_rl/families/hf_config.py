@@ -1,7 +1,7 @@
 """Reading Hugging Face's config.json: each setting is translated, or refused by name if our config has none for it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.config.model import RopeConfig
@@ -14,6 +14,8 @@ LLAMA3_CONSTANTS = {
     "original_max_position_embeddings": 8192,
 }
 """Parameters of Llama 3's wavelengths that Megatron has built in."""
+BESIDE_ROPE_SETTINGS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Keys of the rotary positions that a config has in their object, beside it, or in both."""
 
 
 def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None = None) -> dict[str, Any]:
@@ -48,11 +50,12 @@ def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None =
 
 def grouped_experts(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of MoEConfig that DeepSeek and the families after it name alike."""
+    require_keys(config, "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     # A choice among all groups restricts nothing, which our config writes as no groups.
     limited = chosen < groups
     return {
-        "num_experts": config.get("n_routed_experts") or needed(config, "num_local_experts"),
+        "num_experts": either(config, "n_routed_experts", "num_local_experts"),
         "top_k": needed(config, "num_experts_per_tok"),
         "ffn_hidden_size": needed(config, "moe_intermediate_size"),
         "shared_experts": config.get("n_shared_experts") or 0,
@@ -67,7 +70,7 @@ def qwen_experts(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of MoEConfig that Qwen's families name alike."""
     return {
         # transformers 5 has another key for it.
-        "num_experts": config.get("num_experts") or needed(config, "num_local_experts"),
+        "num_experts": either(config, "num_experts", "num_local_experts"),
         "top_k": needed(config, "num_experts_per_tok"),
         "ffn_hidden_size": needed(config, "moe_intermediate_size"),
         "first_dense_layers": _first_dense_layers(config, needed(config, "num_hidden_layers")),
@@ -78,6 +81,7 @@ def qwen_experts(config: HfConfig) -> dict[str, Any]:
 
 def latents(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of MLAConfig: the widths of multi-head latent attention."""
+    require_keys(config, "q_lora_rank")
     return {
         "q_lora_rank": config.get("q_lora_rank") or None,
         "kv_lora_rank": needed(config, "kv_lora_rank"),
@@ -89,7 +93,7 @@ def latents(config: HfConfig) -> dict[str, Any]:
 
 def num_mtp_layers(config: HfConfig) -> int:
     """Return the number of multi-token-prediction layers of the checkpoint."""
-    return int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0)
+    return int(alias(config, "num_nextn_predict_layers", "num_mtp_layers") or 0)
 
 
 def needed(config: HfConfig, name: str) -> Any:
@@ -101,6 +105,23 @@ def needed(config: HfConfig, name: str) -> Any:
             "value that they were trained with."
         )
     return value
+
+
+def either(config: HfConfig, *names: str) -> Any:
+    """Return the value of a setting that has several names; ConfigError when the config has none, or they differ."""
+    value = alias(config, *names)
+    return needed(config, names[0]) if value is None else value
+
+
+def require_keys(config: HfConfig, *names: str) -> None:
+    """Raise ConfigError for a key that is absent; null is a value.
+
+    These are the keys for which transformers would put a number of the family's best-known model, so that no neutral
+    value is right.
+    """
+    for name in names:
+        if name not in config:
+            needed(config, name)
 
 
 def require(config: HfConfig, wanted: Mapping[str, Any]) -> None:
@@ -120,31 +141,93 @@ def refusal(config: HfConfig, name: str, reason: str) -> ConfigError:
 
 
 def rope(config: HfConfig, default_theta: float, default_fraction: float | None = None) -> RopeConfig:
-    """Return the rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
+    """Return the rotary positions, from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
-    The defaults are the family's, as in `common`.
+    The defaults are the family's, as in `common`. A config may have the keys of both, which must then describe the
+    same positions: transformers 4 reads one, transformers 5 prefers one to the other.
+
+    Raises:
+        ConfigError: the keys contradict each other, or describe positions that Megatron's model has not.
     """
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    name = "partial_rotary_factor"
+    found = {name: _rope_settings(config, name) for name in ("rope_parameters", "rope_scaling")}
+    given = {name: settings for name, settings in found.items() if settings}
+    stated: dict[str, Any] = {}
+    for key in BESIDE_ROPE_SETTINGS:
+        places = {f"{name}.": settings for name, settings in given.items()}
+        values = {
+            place + key: settings[key]
+            for place, settings in ({"": config} | places).items()
+            if settings.get(key) is not None
+        }
+        if values:
+            stated[key] = _agreed(values)
+    read = {
+        name: _rope_of(config, settings | stated, default_theta, default_fraction)
+        for name, settings in (given or {"rope_theta": {}}).items()
+    }
+    one, *others = read.values()
+    if others and others[0] != one:
+        fields = [field for field, value in one if getattr(others[0], field) != value]
+        raise _contradiction(
+            [f"{name}={config[name]}" for name in read], f" They differ in {', '.join(fields)}."
+        )
+    return one
+
+
+def alias(config: HfConfig, *names: str) -> Any:
+    """Return the value of the first of the names of one setting that the config has; None when it has none.
+
+    Raises:
+        ConfigError: the config has several of the names, with different values.
+    """
+    values = {name: config[name] for name in names if config.get(name) is not None}
+    return _agreed(values) if values else None
+
+
+def _rope_settings(config: HfConfig, name: str) -> dict[str, Any]:
+    """Return what the object `name` sets; ConfigError for settings that differ between kinds of layers."""
+    settings = config.get(name) or {}
+    if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
+        raise refusal(
+            config, name, "has the same positions in all layers, which one object of plain values describes"
+        )
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _rope_of(
+    config: HfConfig, settings: dict[str, Any], default_theta: float, default_fraction: float | None
+) -> RopeConfig:
+    """Return the positions that one of the objects describes; `settings` has the keys beside it too."""
     if default_fraction is None:
-        require(config, {name: 1.0})
-        require(settings, {name: 1.0})
-    fraction = float(settings.get(name) or config.get(name) or default_fraction or 1.0)
-    theta = float(settings.get("rope_theta") or config.get("rope_theta") or default_theta)
-    kind = settings.get("rope_type") or settings.get("type") or "default"
+        require(settings, {"partial_rotary_factor": 1.0})
+    fraction = float(settings.get("partial_rotary_factor") or default_fraction or 1.0)
+    theta = float(settings.get("rope_theta") or default_theta)
+    kind = alias(settings, "rope_type", "type") or "default"
     if kind == "default":
+        # Without its type, a factor would be left out.
+        require(settings, {"factor": 1.0})
         return RopeConfig(theta=theta, fraction=fraction)
     if kind not in ("llama3", "yarn"):
         raise refusal({"rope_type": kind}, "rope_type", "knows only default, llama3 and yarn")
-    longest = needed(config, "max_position_embeddings")
-    # transformers gives the config's own key precedence over that of the rotary settings.
-    name = "original_max_position_embeddings"
-    settings[name] = config.get(name) or settings.get(name) or longest
-    if kind == "yarn" and settings.get("factor") is None:
-        settings["factor"] = longest / settings[name]
+    settings.setdefault("original_max_position_embeddings", needed(config, "max_position_embeddings"))
     settings["factor"] = float(needed(settings, "factor"))
     scaled = (_llama3 if kind == "llama3" else _yarn)(settings, theta)
     return scaled.model_copy(update={"fraction": fraction})
+
+
+def _agreed(values: Mapping[str, Any]) -> Any:
+    """Return the value that all keys have; ConfigError, with keys and values, when they have several."""
+    first, *others = values.values()
+    if any(other != first for other in others):
+        raise _contradiction([f"{name}={value!r}" for name, value in values.items()])
+    return first
+
+
+def _contradiction(keys: Sequence[str], differences: str = "") -> ConfigError:
+    return ConfigError(
+        f"config.json contradicts itself: {' beside '.join(keys)}.{differences} Which of them counts depends on the "
+        "program that reads it, and the model with it. Keep the one that the weights were trained with."
+    )
 
 
 def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
@@ -159,6 +242,7 @@ def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
 
 
 def _llama3(settings: HfConfig, theta: float) -> RopeConfig:
+    require_keys(settings, "low_freq_factor", "high_freq_factor")
     require(settings, LLAMA3_CONSTANTS)
     original = settings["original_max_position_embeddings"]
     return RopeConfig(theta=theta, scaling="llama3", factor=settings["factor"], original_length=original)

@@ -4,7 +4,7 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, needed, refusal
+from mcore_rl.families.hf_config import HfConfig, common, needed, refusal, require_keys
 from mcore_rl.families.rules import MoENames
 
 
@@ -19,6 +19,7 @@ class Mixtral(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
+        require_keys(config, "num_key_value_heads")
         if config.get("sliding_window") is not None:
             raise refusal(config, "sliding_window", "attends to all positions")
         arguments = common(config, theta=1e6)

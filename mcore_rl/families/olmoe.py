@@ -5,7 +5,7 @@ from typing import Any
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, needed, refusal
+from mcore_rl.families.hf_config import HfConfig, common, either, needed, refusal
 
 
 class Olmoe(Family):
@@ -24,7 +24,7 @@ class Olmoe(Family):
             raise refusal(config, "clip_qkv", "does not clip queries, keys and values")
         arguments = common(config)
         moe = {
-            "num_experts": config.get("num_experts") or needed(config, "num_local_experts"),
+            "num_experts": either(config, "num_experts", "num_local_experts"),
             "top_k": needed(config, "num_experts_per_tok"),
             "ffn_hidden_size": arguments["ffn_hidden_size"],
             "normalize_top_k": bool(config.get("norm_topk_prob")),

@@ -5,7 +5,7 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, needed, qwen_experts, require
+from mcore_rl.families.hf_config import HfConfig, common, needed, qwen_experts, require, require_keys
 from mcore_rl.families.hf_export import qwen_experts_to_hf
 from mcore_rl.families.rules import MoENames
 
@@ -23,6 +23,7 @@ class Qwen2Moe(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig."""
+        require_keys(config, "num_key_value_heads")
         require(config, {"use_sliding_window": False})
         shared = {
             "shared_experts": 1,

@@ -4,7 +4,7 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig, common, require
+from mcore_rl.families.hf_config import HfConfig, common, require, require_keys
 
 
 class Qwen3(Family):
@@ -16,6 +16,7 @@ class Qwen3(Family):
 
     def from_hf(self, config: HfConfig) -> dict[str, Any]:
         """Return the keyword arguments of ModelConfig; an absent head_dim is 128 in this family."""
+        require_keys(config, "num_key_value_heads")
         require(config, {"use_sliding_window": False})
         return common({"head_dim": 128} | dict(config))
 

@@ -1,12 +1,15 @@
 """A config.json of any transformers version gives our config; what Megatron has otherwise is refused by name."""
 
+import copy
 from typing import Any
 
 import pytest
+import transformers
 
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.families import FAMILIES
 from tests.hf_models import CASES, oracle
 
 PUBLISHED_DEEPSEEK_V3: dict[str, Any] = {
@@ -152,6 +155,78 @@ def test_old_and_new_keys_mean_the_same(case: str) -> None:
     assert checked_model_from_hf(as_transformers_4(new)) == checked_model_from_hf(new)
 
 
+OTHER_ROPES: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "factor"),
+    ({"rope_scaling": {"rope_type": "default", "rope_theta": 77.0}}, "rope_scaling.rope_theta=77.0"),
+    ({"rope_theta": 77.0}, "contradicts itself: rope_theta=77.0"),
+    ({"partial_rotary_factor": 0.25}, "contradicts itself: partial_rotary_factor=0.25"),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_of_old_and_new_keys_that_contradict_each_other_are_refused(family: str) -> None:
+    config = oracle(family).config
+    settings = config["rope_parameters"] | {"partial_rotary_factor": 1.0}
+    for other, message in OTHER_ROPES:
+        with pytest.raises(ConfigError, match="contradicts itself") as refused:
+            checked_model_from_hf(config | {"rope_parameters": settings} | other)
+        assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_positions_may_be_given_by_old_and_new_keys_that_agree(case: str) -> None:
+    new = oracle(case).config
+    assert checked_model_from_hf(as_transformers_4(new) | new) == checked_model_from_hf(new)
+
+
+CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "qwen3-yarn",
+        {"rope_parameters": {"rope_type": "yarn", "type": "llama3", "factor": 4.0}},
+        "type='llama3'",
+    ),
+    ("qwen3-yarn", {"original_max_position_embeddings": 17}, "original_max_position_embeddings=17"),
+    ("qwen3_moe", {"num_experts": 7}, "num_experts=7 beside num_local_experts=6"),
+    ("deepseek_v3", {"num_mtp_layers": 1, "num_nextn_predict_layers": 2}, "num_mtp_layers=1"),
+    ("gpt_oss", {"experts_per_token": 3}, "num_experts_per_tok=2 beside experts_per_token=3"),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "message"), CONTRADICTIONS, ids=[m for *_, m in CONTRADICTIONS])
+def test_two_names_of_one_setting_with_two_values_are_refused(
+    case: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"contradicts itself: .*{message}"):
+        checked_model_from_hf(oracle(case).config | change)
+
+
+def without_each_key(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By the name of a key, also one of the rotary positions: the config without it."""
+    found = {name: {key: value for key, value in config.items() if key != name} for name in config}
+    rope = config["rope_parameters"]
+    for name in rope:
+        less = {key: value for key, value in rope.items() if key != name}
+        found[f"rope_parameters.{name}"] = config | {"rope_parameters": less}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_key_that_is_absent_is_refused_or_has_the_default_of_transformers(case: str) -> None:
+    different = []
+    for name, config in without_each_key(oracle(case).config).items():
+        # The tensors decide how many MTP layers there are: further ones are refused by name.
+        if name in ("model_type", "num_nextn_predict_layers"):
+            continue
+        try:
+            ours = checked_model_from_hf(config)
+        except ConfigError:
+            continue
+        theirs = transformers.AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
+        if ours != checked_model_from_hf(theirs):
+            different.append(name)
+    assert different == []
+
+
 def test_keys_that_a_config_leaves_out_have_the_familys_defaults() -> None:
     mixtral = {key: value for key, value in oracle("mixtral").config.items() if key != "rope_parameters"}
     assert checked_model_from_hf(mixtral).rope.theta == 1e6
@@ -202,6 +277,15 @@ def test_the_published_config_of_gpt_oss() -> None:
 
 YARN = PUBLISHED_DEEPSEEK_V3["rope_scaling"]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "same positions in all layers",
+    ),
+    ("llama", {"rope_parameters": {"factor": 8.0}}, "factor=8.0"),
+    ("gpt_oss", {"rope_parameters": None}, "lacks rope_parameters"),
+    ("llama-llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
+    ("qwen3-yarn", {"rope_parameters": {"rope_type": "yarn"}}, "lacks factor"),
     ("llama", {"model_type": "gpt2"}, "model_type='gpt2'.*Known are deepseek_v2"),
     ("llama", {"attention_bias": True}, "attention_bias=True"),
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
