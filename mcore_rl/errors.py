@@ -20,6 +20,10 @@ class CheckpointError(McoreRlError):
     """A checkpoint that is missing, incomplete, foreign, or could not be written."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose files are missing, cut off, or not those that were written."""
+
+
 class TrainingError(McoreRlError):
     """A run that cannot go on, such as one whose gradients stay infinite."""
 

@@ -7,11 +7,12 @@ which finds records in files that torch reads otherwise: what is checked must be
 import os
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from mcore_rl.checksums import BLOCK_BYTES, crc32
+from mcore_rl.checksums import BLOCK_BYTES, PartChecksum, as_hex, crc32, joined
 
 RECORD_MARK = b"PK\3\4"
 HEADER_BYTES = 30
@@ -33,6 +34,10 @@ MAX_NAME_BYTES = 500
 """Longest name of a record: torch cuts names at 512 bytes."""
 TORCHSCRIPT_RECORD = "constants.pkl"
 """Record by which torch knows a TorchScript program, which it would load in place of the pickle."""
+
+
+RECORDED_BYTES = 64 << 10
+"""Records larger than this are not read for the checksum of a file: theirs is taken as the archive has it."""
 
 
 class FileRange(NamedTuple):
@@ -147,6 +152,44 @@ def damaged_record(data: FilePart) -> str | None:
         if record.is_plain and not _is_sound(record, data.crc32(record.start, record.size)):
             return record.name
     return None
+
+
+def recorded_crc32(file: Path, archives: Iterable[FileRange]) -> str:
+    """Return the CRC-32 of a file, in hexadecimal, without reading large records.
+
+    It is the CRC-32 that the whole file has where the bytes of each large record have the checksum that stands in
+    their archive, which `damaged_record` compares.
+
+    Args:
+        file: The file.
+        archives: Ranges of the file that torch.save wrote. What is no archive, or is in none, is read.
+    """
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        whole = FilePart(opened.fileno(), 0, size)
+        large: list[PartChecksum] = []
+        for archive in archives:
+            try:
+                records = archive_records(FilePart(opened.fileno(), archive.start, archive.length))
+            except zipfile.BadZipFile:
+                continue
+            large += [
+                PartChecksum(archive.start + record.start, record.size, record.crc)
+                for record in records
+                if record.is_plain and record.crc and record.size > RECORDED_BYTES
+            ]
+        parts: list[PartChecksum] = []
+        position = 0
+        for part in [*sorted(large), PartChecksum(size, 0, 0)]:
+            if not position <= part.start <= size - part.size:
+                # Archives overlap or end beyond the file: nobody wrote it so, and its own bytes count.
+                return as_hex(whole.crc32(0, size))
+            between = part.start - position
+            parts += [PartChecksum(position, between, whole.crc32(position, between)), part]
+            position = part.start + part.size
+        crc = joined(parts, size)
+        assert crc is not None, f"{parts} do not make up {size} bytes"
+        return as_hex(crc)
 
 
 def _is_sound(record: ArchiveRecord, crc: int) -> bool:

@@ -8,17 +8,17 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.config.migrate import translated
-from mcore_rl.errors import CheckpointError
+from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.files import move_into_place, write_atomically
 
 MARKER = "checkpoint.json"
-METADATA, COMMON = ".metadata", "common.pt"
-"""Torch's file of what is where; Megatron's file of the state that is the same on all ranks."""
+METADATA, COMMON, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
+"""Torch's file of what is where; Megatron's files of the state that is the same on all ranks, and of the format."""
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING = "writing_", "deleting_"
 NAME = re.compile(r"iter_(\d+)")
@@ -40,8 +40,8 @@ class Marker:
     """Version of Megatron-Core."""
     files: dict[str, int]
     """Number of bytes of every other file, by name."""
-    metadata_crc32: str = ""
-    """CRC-32 of METADATA in hexadecimal; empty: unknown. All other files have checksums inside."""
+    crc32: dict[str, str] = field(default_factory=dict)
+    """CRC-32 of every other file in hexadecimal, by name; an earlier version recorded METADATA's alone, or none."""
 
     @property
     def total_bytes(self) -> int:
@@ -77,7 +77,7 @@ def check(path: Path) -> Marker:
     """Return the marker of a complete checkpoint; a CheckpointError names the fault and another complete checkpoint."""
     fault = _fault(path)
     if fault is not None:
-        raise CheckpointError(f"{path} {fault}. {others(path)}")
+        raise DamagedCheckpointError(f"{path} {fault}. {others(path)}")
     return _read_marker(path)
 
 
@@ -167,5 +167,7 @@ def _fault(path: Path) -> str | None:
 
 def _read_marker(path: Path) -> Marker:
     fields = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    if metadata_crc32 := fields.pop("metadata_crc32", ""):
+        fields["crc32"] = {METADATA: metadata_crc32}
     # An earlier version may have written it, whose config had other names and values.
     return Marker(**fields | {"model": translated(fields["model"], "model.", none=None)})

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mcore_rl.backend import pickles
-from mcore_rl.backend.archives import FilePart, FileRange, damaged_record
+from mcore_rl.backend.archives import FilePart, FileRange
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.checkpoint.folder import (
     COMMON,
+    FORMAT_FILE,
     LATEST,
     MARKER,
     METADATA,
@@ -33,9 +34,9 @@ from mcore_rl.checkpoint.folder import (
     others,
     step_of,
 )
-from mcore_rl.checksums import crc32_of
+from mcore_rl.checkpoint.integrity import check_descriptions, check_identity, check_part
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.errors import CheckpointError
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
@@ -89,15 +90,17 @@ def read(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh, model: Mod
     shapes = _compare(stored, wanted, model)
     on_every_rank(partial(_check_objects, stored, wanted))
     if stored.verify_checksums:
+        # Parts first: their message names the tensor.
         on_every_rank(partial(_check_tensors, stored, shapes.keys()))
-    strategy = FullyParallelLoadStrategyWrapper(
-        get_default_load_sharded_strategy(str(stored.path)), mesh.dp_cp.group
-    )
+        on_every_rank(partial(_check_files, stored, shapes.keys() | stored.objects))
     try:
         with _quiet():
+            strategy = FullyParallelLoadStrategyWrapper(
+                get_default_load_sharded_strategy(str(stored.path)), mesh.dp_cp.group
+            )
             loaded: dict[str, Any] = dist_checkpointing.load(state, str(stored.path), strategy)
     except (CheckpointException, *MALFORMED) as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{stored.path} cannot be read: {_reason(error)}. {others(stored.path)}"
         ) from error
     return loaded
@@ -121,10 +124,7 @@ def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that `path` means: itself, the newest inside, or the newest of the run of that folder."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not there. {others(path)}")
-    if (
-        any((path / name).exists() for name in (MARKER, ".metadata", "metadata.json"))
-        or step_of(path) is not None
-    ):
+    if any((path / name).exists() for name in (MARKER, METADATA, FORMAT_FILE)) or step_of(path) is not None:
         return path
     marked = [inside for inside in checkpoints_in(path) if (inside / MARKER).exists()]
     if marked:
@@ -139,12 +139,10 @@ def find_checkpoint(path: Path) -> Path:
 
 def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
     path = find_checkpoint(path)
-    is_megatron_lm = not (path / MARKER).exists() and (path / "metadata.json").is_file()
+    is_megatron_lm = not (path / MARKER).exists() and (path / FORMAT_FILE).is_file()
     marker = None if is_megatron_lm else check(path)
-    if marker is not None and marker.metadata_crc32 not in ("", crc32_of(path / METADATA)):
-        raise CheckpointError(
-            f"{path / METADATA} is damaged: its bytes are not those that were written. {others(path)}"
-        )
+    if marker is not None:
+        check_descriptions(path, marker)
     metadata = pickles.load_metadata(path)
     if (path / COMMON).is_file():
         pickles.refuse_programs((path / COMMON).read_bytes(), str(path / COMMON))
@@ -177,10 +175,24 @@ def _check_objects(stored: StoredCheckpoint, wanted: dict[str, Any]) -> None:
     keys = {leaf.unique_key for leaf in nested_values(wanted) if isinstance(leaf, ShardedObject)}
     for key in sorted(keys):
         for part in stored.parts.get(key, ()):
-            _check_part(stored.path, key, part)
+            check_part(stored.path, key, part)
             with (stored.path / part.file).open("rb") as file:
                 data = FilePart(file.fileno(), part.start, part.length)
                 pickles.refuse_programs(data, f"{key} in {stored.path / part.file}")
+
+
+def _check_files(stored: StoredCheckpoint, keys: Collection[str]) -> None:
+    """Raise a DamagedCheckpointError when this rank's share of the files is not what was written with the marker."""
+    if stored.marker is None:
+        return
+    archives: dict[str, list[FileRange]] = {}
+    for parts in stored.parts.values():
+        for part in parts:
+            archives.setdefault(part.file, []).append(part)
+    # The same order on all ranks, dealt out in turn, as the parts below.
+    needed = sorted({part.file for key in keys for part in stored.parts.get(key, ())})
+    for name in needed[dist.get_rank() :: dist.get_world_size()]:
+        check_identity(stored.path, stored.marker, name, archives[name])
 
 
 def _check_tensors(stored: StoredCheckpoint, keys: Collection[str]) -> None:
@@ -188,20 +200,7 @@ def _check_tensors(stored: StoredCheckpoint, keys: Collection[str]) -> None:
     # The same order on all ranks, dealt out in turn: each part is read by one rank.
     every = sorted((part, key) for key in keys for part in stored.parts.get(key, ()))
     for part, key in every[dist.get_rank() :: dist.get_world_size()]:
-        _check_part(stored.path, key, part)
-
-
-def _check_part(path: Path, key: str, part: FileRange) -> None:
-    with (path / part.file).open("rb") as file:
-        try:
-            record = damaged_record(FilePart(file.fileno(), part.start, part.length))
-        except MALFORMED as error:
-            record = str(error)
-    if record is not None:
-        raise CheckpointError(
-            f"{path / part.file} is damaged: the bytes of {key} are not those that were written ({record}). "
-            f"{others(path)}"
-        )
+        check_part(stored.path, key, part)
 
 
 @contextmanager

@@ -22,9 +22,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from mcore_rl.backend.archives import FileRange, recorded_crc32
 from mcore_rl.backend.patches.versions import megatron_version, writer_choice
 from mcore_rl.checkpoint.folder import (
     COMMON,
+    FORMAT_FILE,
     METADATA,
     Marker,
     write_marker,
@@ -46,6 +48,8 @@ class WrittenFiles:
     results: list[WriteResult]
     files: dict[str, int]
     """Number of bytes of each file, by name."""
+    crc32: dict[str, str]
+    """CRC-32 of each file in hexadecimal, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +83,15 @@ class SavePlan:
                     torch.save(self.common, file)
                 flush_to_disk(self.path / COMMON)
                 names.append(COMMON)
+            archives: dict[str, list[FileRange]] = {}
+            for result in results:
+                stored = result.storage_data
+                place = FileRange(stored.relative_path, stored.offset, stored.length)
+                archives.setdefault(place.file, []).append(place)
             return WrittenFiles(
-                results=results, files={name: (self.path / name).stat().st_size for name in names}
+                results=results,
+                files={name: (self.path / name).stat().st_size for name in names},
+                crc32={name: recorded_crc32(self.path / name, archives.get(name, ())) for name in names},
             )
 
 
@@ -143,8 +154,10 @@ def _finish(
         plan.writer.finish(plan.metadata, [written.results for written in gathered])
         save_config(FORMAT, str(plan.path))
         files = {name: size for written in gathered for name, size in written.files.items()}
-        for name in (METADATA, "metadata.json"):
+        crc32 = {name: crc for written in gathered for name, crc in written.crc32.items()}
+        for name in (METADATA, FORMAT_FILE):
             files[name] = (plan.path / name).stat().st_size
+            crc32[name] = crc32_of(plan.path / name)
         marker = Marker(
             step=step,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -153,7 +166,7 @@ def _finish(
             model=model.model_dump(mode="json"),
             megatron=megatron_version(),
             files=dict(sorted(files.items())),
-            metadata_crc32=crc32_of(plan.path / METADATA),
+            crc32=dict(sorted(crc32.items())),
         )
         flush_to_disk(plan.path)
         write_marker(plan.path, marker)

@@ -66,7 +66,7 @@ def agree(path: Path) -> None:
     """Write a marker that agrees with the changed files, as an attacker would."""
     marker = json.loads((path / "checkpoint.json").read_text())
     marker["files"] = {name: (path / name).stat().st_size for name in marker["files"]}
-    marker["metadata_crc32"] = crc32_of(path / ".metadata")
+    marker["crc32"] = {name: crc32_of(path / name) for name in marker["files"]}
     (path / "checkpoint.json").write_text(json.dumps(marker))
 
 
@@ -178,15 +178,31 @@ def in_the_list_of_parts(path: Path) -> str:
 def in_common_values(path: Path) -> str:
     data = (path / "common.pt").read_bytes()
     flip(path / "common.pt", data.index(b"num_layers"))
-    return f"{path}/common.pt cannot be read (BadZipFile: "
+    return f"{path}/common.pt is damaged: its bytes are not those that were written"
+
+
+def in_the_format(path: Path) -> str:
+    overwrite(path / "metadata.json", 0, b"[")
+    return f"{path}/metadata.json is damaged: its bytes are not those that were written"
+
+
+def of_another_step(path: Path) -> str:
+    """Every part is sound and of the right size, but the weights and moments are those of step 1."""
+    file, other = path / "__1_0.distcp", path.with_name("iter_0000001") / "__1_0.distcp"
+    assert file.stat().st_size == other.stat().st_size and file.read_bytes() != other.read_bytes()
+    shutil.copyfile(other, file)
+    return f"{file} is not the file that was written with iter_0000002: it is damaged, or of another step"
 
 
 def flip(file: Path, at: int) -> None:
     overwrite(file, at, bytes([file.read_bytes()[at] ^ 1]))
 
 
-@pytest.mark.parametrize("damage", [in_a_weight, in_a_moment, in_the_list_of_parts, in_common_values])
-def test_one_flipped_bit_is_found_and_the_last_complete_checkpoint_offered(
+@pytest.mark.parametrize(
+    "damage",
+    [in_a_weight, in_a_moment, in_the_list_of_parts, in_common_values, in_the_format, of_another_step],
+)
+def test_changed_bytes_are_found_and_the_last_complete_checkpoint_offered(
     damage: Callable[[Path], str], saved: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "run"
@@ -194,8 +210,7 @@ def test_one_flipped_bit_is_found_and_the_last_complete_checkpoint_offered(
     what = damage(copy / "checkpoints/iter_0000002")
     messages = run_ranks(refusal, 2, config_of(copy, SMALL, TP2_EP2))
     assert len(set(messages)) == 1 and what in messages[0]
-    if damage is not in_common_values:
-        assert f"The last complete one is {copy}/checkpoints/iter_0000001" in messages[0]
+    assert f"The last complete one is {copy}/checkpoints/iter_0000001" in messages[0]
 
 
 def refusal(config: PretrainConfig) -> str:

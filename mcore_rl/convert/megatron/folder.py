@@ -9,7 +9,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from mcore_rl.backend.archives import FileRange
 from mcore_rl.backend.pickles import load_common, load_metadata
-from mcore_rl.checkpoint.folder import MARKER, Marker, check, step_of
+from mcore_rl.checkpoint.folder import FORMAT_FILE, MARKER, Marker, check, step_of
+from mcore_rl.checkpoint.integrity import check_descriptions
 from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.convert.hf.folder import read_json
 from mcore_rl.errors import CheckpointError
@@ -62,12 +63,14 @@ def open_dist(path: Path) -> DistFolder:
     """Return the checkpoint that `path` is or has in it; CheckpointError when it is damaged, incomplete or foreign."""
     path = find_checkpoint(path)
     marker = check(path) if (path / MARKER).exists() else None
-    config = path / "metadata.json"
+    config = path / FORMAT_FILE
     if marker is None and (not config.is_file() or read_json(config).get("sharded_backend") != "torch_dist"):
         raise CheckpointError(
             f"{path} is not a complete checkpoint in Megatron's format torch_dist (by metadata.json). "
             "One in another format must be saved as torch_dist by Megatron-LM first."
         )
+    if marker is not None:
+        check_descriptions(path, marker)
     metadata = load_metadata(path)
     tensors, objects = _entries(path, metadata)
     return DistFolder(

@@ -21,10 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mcore_rl.backend.archives import FileRange, recorded_crc32
 from mcore_rl.backend.patches.versions import megatron_version
+from mcore_rl.backend.pickles import load_metadata
 from mcore_rl.checkpoint.folder import (
     COMMON,
     DELETING,
+    FORMAT_FILE,
     METADATA,
     Marker,
     delete,
@@ -33,7 +36,6 @@ from mcore_rl.checkpoint.folder import (
 )
 from mcore_rl.checkpoint.weights import common_state
 from mcore_rl.checkpoint.write import FORMAT
-from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.conversion import RecordedTask, WrittenRange
@@ -107,7 +109,7 @@ def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[
 
 def write_format(folder: Path) -> None:
     """Write `metadata.json`, by which Megatron knows the format."""
-    (folder / "metadata.json").write_text(json.dumps(asdict(FORMAT)), encoding="utf-8")
+    (folder / FORMAT_FILE).write_text(json.dumps(asdict(FORMAT)), encoding="utf-8")
 
 
 def write_common(folder: Path, common: dict[str, Any]) -> None:
@@ -136,6 +138,11 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
         before: Marker of the checkpoint whose training state this one has; None: it has weights only.
     """
     names = sorted(entry.name for entry in folder.iterdir())
+    archives: dict[str, list[FileRange]] = {}
+    for info in (load_metadata(folder).storage_data or {}).values():
+        archives.setdefault(info.relative_path, []).append(
+            FileRange(info.relative_path, info.offset, info.length)
+        )
     write_marker(
         folder,
         Marker(
@@ -146,7 +153,7 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
             model=model.model_dump(mode="json"),
             megatron=megatron_version(),
             files={name: (folder / name).stat().st_size for name in names},
-            metadata_crc32=crc32_of(folder / METADATA),
+            crc32={name: recorded_crc32(folder / name, archives.get(name, ())) for name in names},
         ),
     )
 

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.backend.archives import archive_records, record_bytes
+from mcore_rl.backend.archives import (
+    RECORDED_BYTES,
+    FilePart,
+    FileRange,
+    archive_records,
+    damaged_record,
+    record_bytes,
+    recorded_crc32,
+)
 from mcore_rl.backend.pickles import load_saved, refuse_programs
 from mcore_rl.errors import CheckpointError
 
@@ -242,3 +250,32 @@ def test_nothing_is_run_even_where_the_check_is_passed_over(
     ):
         load_saved(saved(Program(tmp_path / "ran")), "an entry")
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_checksum_of_a_file_follows_from_those_of_its_archives(tmp_path: Path) -> None:
+    """Large records are not read for it; whether they are sound is seen by reading them."""
+    file, places, data = tmp_path / "__0_0.distcp", [], b"a beginning"
+    for elements in (10, RECORDED_BYTES, 3 * RECORDED_BYTES):
+        saved = io.BytesIO()
+        torch.save(torch.randint(255, (elements,), dtype=torch.uint8), saved)
+        places.append(FileRange(file.name, len(data), len(saved.getvalue())))
+        data += saved.getvalue() + b"between"
+    file.write_bytes(data)
+    crc = f"{zlib.crc32(data):08x}"
+    assert recorded_crc32(file, places) == recorded_crc32(file, ()) == crc
+    # Overlapping archives add up to more than the file, which is then read.
+    assert recorded_crc32(file, [*places, places[-1]]) == crc
+
+    flipped = bytearray(data)
+    flipped[places[2].start + 2 * RECORDED_BYTES] ^= 1
+    file.write_bytes(flipped)
+    assert recorded_crc32(file, places) == crc
+    with file.open("rb") as opened:
+        found = [damaged_record(FilePart(opened.fileno(), place.start, place.length)) for place in places]
+    assert found == [None, None, "archive/data/0"]
+
+    for at in (3, places[0].start + places[0].length // 2, len(data) - 1):
+        flipped = bytearray(data)
+        flipped[at] ^= 1
+        file.write_bytes(flipped)
+        assert recorded_crc32(file, places) == f"{zlib.crc32(flipped):08x}" != crc
