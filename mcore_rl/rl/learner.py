@@ -69,9 +69,23 @@ class Learner:
     """Makes a policy learn from rollouts. Every method is collective over the world."""
 
     def __init__(
-        self, state: TrainState, config: RlRunConfig, reference: Reference | None, routes: PolicyRoutes
+        self,
+        state: TrainState,
+        config: RlRunConfig,
+        reference: Reference | None,
+        routes: PolicyRoutes,
+        *,
+        vocab_size: int,
     ) -> None:
-        """Prepare this rank; `reference` is None where there is no KL."""
+        """Prepare this rank.
+
+        Args:
+            state: the policy in training.
+            config: the run's config.
+            reference: the reference policy; None where there is no KL.
+            routes: routing of the passes.
+            vocab_size: number of ids that the tokenizer has; larger ones have no probability, as in the rollout.
+        """
         self.state = state
         self.config = config
         self.reference = reference
@@ -79,7 +93,7 @@ class Learner:
         mesh, loss = state.mesh, config.rl.loss
         self._logprob_head = LogprobHead(
             mesh,
-            config.model.vocab_size,
+            vocab_size,
             temperature=config.rl.rollout.temperature,
             chunk_tokens=loss.logprob_chunk_tokens,
         )

@@ -47,7 +47,8 @@ def train(config: RlRunConfig) -> None:
             # Ranks of one machine share its disk: each has a folder of its own.
             folder = run.folder.path / "routes" / str(platform.rank)
             with closing(PolicyRoutes(run.state, config, folder)) as routes:
-                learner = Learner(run.state, config, load_reference(config, run), routes)
+                reference, vocab_size = load_reference(config, run), prompts.tokenizer.vocab_size
+                learner = Learner(run.state, config, reference, routes, vocab_size=vocab_size)
                 RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
 

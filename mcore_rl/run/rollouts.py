@@ -78,7 +78,10 @@ def open_rollouts(
             reward=reward,
             prompts=prompts.train,
             sampling=sampling_of(
-                rl.rollout, prompts.ends, with_routes=config.model.is_moe and config.wants_engine_routes
+                rl.rollout,
+                prompts.ends,
+                vocab_size=tokenizer.vocab_size,
+                with_routes=config.model.is_moe and config.wants_engine_routes,
             ),
             mesh=mesh,
             config=config,

@@ -115,7 +115,7 @@ def updates(
         copy_in(state.chunks, initial)
         state.optimizer.reload_model_params()
         routes = PolicyRoutes(state, varied, folder / f"{number}-{mesh.world.rank}")
-        learner = Learner(state, varied, reference, routes)
+        learner = Learner(state, varied, reference, routes, vocab_size=config.model.vocab_size)
         rollout = rollout_of(varied, mesh.dp_cp.rank, mesh.dp_cp.size)
         minibatches = learner.minibatches(rollout)
         routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
@@ -138,7 +138,8 @@ def updates(
 def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, float]]:
     """On a rank of the last stage: sample, position and advantage of each trained token of its microbatches."""
     state = set_up(config, start(config.platform))
-    learner = Learner(state, config, None, PolicyRoutes(state, config, folder / str(state.mesh.world.rank)))
+    routes = PolicyRoutes(state, config, folder / str(state.mesh.world.rank))
+    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     advantages = learner.advantages(rollout, minibatches)

@@ -19,12 +19,17 @@ class Sampling:
     stop_tokens: frozenset[int] = frozenset()
     """Tokens that end a completion; the one that ends a document has to be among them, if it is to end one."""
     stop_strings: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    """Number of ids that the tokenizer has. A larger id, which pads the model's vocabulary, is never drawn and has no
+    probability, in training alike; None: the model's own number."""
     with_routes: bool = False
     """Whether the experts of each token and layer are recorded."""
 
 
-def sampling_of(config: RolloutConfig, end_ids: Iterable[int], *, with_routes: bool) -> Sampling:
-    """Return the sampling of a config; completions end with the tokens `end_ids`."""
+def sampling_of(
+    config: RolloutConfig, end_ids: Iterable[int], *, vocab_size: int, with_routes: bool
+) -> Sampling:
+    """Return the sampling of a config; completions end with the tokens `end_ids`, and have ids below `vocab_size`."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         cut=Cut(
@@ -32,6 +37,7 @@ def sampling_of(config: RolloutConfig, end_ids: Iterable[int], *, with_routes: b
         ),
         stop_tokens=frozenset(end_ids),
         stop_strings=config.stop_strings,
+        vocab_size=vocab_size,
         with_routes=with_routes,
     )
 

@@ -189,11 +189,9 @@ class _Run:
             seeds_B = torch.tensor([self.scheduler.active[slot].seed for slot in step.drawing])
             numbers_B = uniforms(seeds_B.to(positions_B.device), positions_B)
             cut, tp = self._sampling.cut, engine.mesh.tp
+            vocab_size = self._sampling.vocab_size or engine.model.vocab_size
             drawn_3B = torch.stack(
-                [
-                    values_B.double()
-                    for values_B in draw(logits_Bv, numbers_B, cut, tp, vocab_size=engine.model.vocab_size)
-                ]
+                [values_B.double() for values_B in draw(logits_Bv, numbers_B, cut, tp, vocab_size=vocab_size)]
             )
         if engine.mesh.pp.size > 1:
             dist.broadcast(drawn_3B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)

@@ -94,6 +94,20 @@ def test_logprobs_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> N
                 assert logprobs_T == pytest.approx(wanted_T.tolist(), abs=1e-5)
 
 
+def test_ids_beyond_the_tokenizers_are_never_drawn_and_have_no_probability(one_rank: Mesh) -> None:
+    _, chunks, engine = engine_of("qwen3_moe", one_rank)
+    few = VOCAB // 4  # of the whole vocabulary a random model draws three in four from beyond these
+    prompts = ragged_prompts(4, few)
+    sampling = Sampling(max_new_tokens=8, vocab_size=few)
+    for group in engine.generate(prompts, sampling, [[1, 2]] * 4):
+        for completion in group.completions:
+            assert max(completion.tokens_T) < few
+            logits_SV = training_logits(chunks, one_rank, sequence(group.prompt, completion))
+            all_TV = logits_SV[len(group.prompt.tokens_T) - 1 : -1, :few].double().log_softmax(-1)
+            wanted_T = all_TV.gather(1, torch.tensor(completion.tokens_T)[:, None]).squeeze(1)
+            assert completion.logprobs_T == pytest.approx(wanted_T.tolist(), abs=1e-5)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_routes_are_those_of_the_training_pass(case: str, one_rank: Mesh) -> None:
     theirs, chunks, engine = engine_of(case, one_rank, slots=5, step_tokens=16)
