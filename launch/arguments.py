@@ -30,8 +30,8 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program",
         choices=[*PROGRAMS, PIPELINE],
-        help="what reads the config; default: what its file is called before the first _ or . (pretrain.toml, "
-        "rl_long.toml, pipeline.toml; grpo and gspo are rl)",
+        help="what reads the config; default: the program that has its fields, or else what its file is called before "
+        "the first _ or . (pretrain.toml, rl_long.toml; grpo and gspo are rl)",
     )
     parser.add_argument(
         "--dry-run",

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from launch import records, slurm
 from mcore_rl.checks.cluster import placement
+from mcore_rl.checks.inputs import absent, inputs_of
 from mcore_rl.checks.programs import Program
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
-from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.memory import GIB, Memory, memory_of_fullest_rank
 
@@ -130,7 +129,10 @@ def _in_use(run_dir: Path) -> Iterator[str]:
         jobs[writer] = None
     if not jobs or not slurm.has("squeue"):
         return
-    alive = slurm.in_queue(list(jobs))
+    try:
+        alive = slurm.in_queue(list(jobs))
+    except slurm.SlurmUnreachableError:
+        return  # a job cannot be submitted either, and a dry run warns of it
     for job in jobs:
         if job in alive:
             yield (
@@ -149,43 +151,7 @@ def _missing_inputs(config: RunConfig, container: ContainerConfig, allowances: A
                     f'"{whole.parent}:{whole.parent}".'
                 )
         else:
-            yield f"{name} names {what} {path}, which does not exist. Make it, or correct the path."
-
-
-def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
-    """Yield field, path and kind of everything that a run reads."""
-    if config.checkpoint.load:
-        yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
-    data = getattr(config, "data", None)
-    tokenizer = getattr(data, "tokenizer", TokenizerConfig())
-    if tokenizer.path:
-        yield "data.tokenizer.path", Path(tokenizer.path), "the tokenizer"
-    template = getattr(data, "chat_template", "")
-    if template not in ("", "tokenizer", "plain", "raw"):
-        yield "data.chat_template", Path(template), "the template"
-    for split, file in _files(data):
-        yield f"data.{split}", Path(file), "the file"
-    yield from _prompt_files(config)
-
-
-def _files(data: object) -> Iterator[tuple[str, str]]:
-    """Yield split and path of every file of a dataset."""
-    if isinstance(data, DataConfig):
-        for split in ("train", "valid", "test"):
-            for prefix in getattr(data, split):
-                yield from ((split, prefix + ending) for ending in (".bin", ".idx"))
-    elif isinstance(data, SFTDataConfig):
-        for split in ("train", "valid"):
-            yield from ((split, file) for file in getattr(data, split))
-
-
-def _prompt_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
-    if isinstance(config, RlRunConfig):
-        for field, files in (
-            ("rl.prompts.files", config.rl.prompts.files),
-            ("rl.eval.files", config.rl.eval.files),
-        ):
-            yield from ((field, Path(file), "the file") for file in files)
+            yield absent(name, path, what)
 
 
 def _is_mounted(path: Path, mounts: Sequence[str], config: RunConfig) -> bool:

@@ -27,8 +27,25 @@ ALIVE = {
 """States of a job that has not ended, or will start again."""
 
 
+UNREACHABLE = (
+    "Unable to contact slurm controller",
+    "Could not establish a configuration source",
+    "Unable to establish controller machine",
+    "Connection refused",
+    "Connection timed out",
+    "Communication connection failure",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+)
+"""Parts of what Slurm's commands write when no controller answers them; everything else is a controller's answer."""
+
+
 class SlurmError(McoreRlError):
     """A command of Slurm is missing, was refused, or does not answer."""
+
+
+class SlurmUnreachableError(SlurmError):
+    """No controller answers: Slurm's programs are installed, but the cluster is down, elsewhere, or not set up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +184,12 @@ def _run(command: Sequence[str], text: str | None = None) -> "subprocess.Complet
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} has not answered for {TIMEOUT_S} s. Try again later.") from None
+        raise SlurmUnreachableError(
+            f"{command[0]} has not answered for {TIMEOUT_S} s. Try again later."
+        ) from None
     if done.returncode:
         message = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        if any(part.lower() in message.lower() for part in UNREACHABLE):
+            raise SlurmUnreachableError(f"{command[0]} reached no controller: {message}")
         raise SlurmError(f"{command[0]} refused: {message}")
     return done

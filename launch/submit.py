@@ -22,13 +22,12 @@ from mcore_rl.checks.cluster import check_cluster
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.load import files_of, load_config
+from mcore_rl.config.kinds import READERS
+from mcore_rl.config.load import files_of, kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.files import sole_writer
 
-OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}
-"""First word of a config file's name -> its program, where the two differ."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks, as a Lustre that is mounted with `noflock`."""
 OTHER_LAUNCH_S = 60.0
@@ -61,22 +60,12 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def program_of(path: Path, chosen: str | None) -> str:
-    """Return the program that reads a config: the chosen one, or the first word of the file's name."""
-    if chosen:
-        return chosen
-    word = path.name.replace("_", ".").replace("-", ".").partition(".")[0]
-    word = OTHER_NAMES.get(word, word)
-    if word in PROGRAMS or word == PIPELINE:
-        return word
-    raise ConfigError(
-        f"{path.name} does not begin with the name of a program. Choose the one that reads it: --program "
-        f"{', '.join([*PROGRAMS, PIPELINE])}."
-    )
-
-
 def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[PlannedJob]:
-    program = program_of(args.config, args.program)
+    program = args.program or kind_of(args.config, args.overrides)
+    if program not in (*PROGRAMS, PIPELINE):
+        raise ConfigError(
+            f"{args.config} is a config of {program}, which is no job. Give it to {READERS[program]}."
+        )
     options = JobOptions(**{option.name: getattr(args, option.name) for option in fields(JobOptions)})
     allowances = Allowances(
         force=args.force,
@@ -177,7 +166,10 @@ def _show(plans: Sequence[PlannedJob], code: Code) -> int:
     if not slurm.has("sbatch"):
         sys.stderr.write("sbatch is not on the PATH: Slurm was not asked\n")
         return 0
-    sys.stderr.write(slurm.would_start(render(plans[0].job)) + "\n")
+    try:
+        sys.stderr.write(slurm.would_start(render(plans[0].job)) + "\n")
+    except slurm.SlurmUnreachableError as error:
+        sys.stderr.write(f"warning: Slurm was not asked when the job would start: {error}\n")
     return 0
 
 

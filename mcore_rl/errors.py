@@ -1,7 +1,27 @@
 """The errors that are the user's to mend. Each message says what it got, what it wanted, and what to do."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+REFUSED_STATUS = 2
 HUNG_STATUS = 75
-"""Exit status of a rank that ended because no step finished in train.hang_s."""
+INTERRUPTED_STATUS = 130
+PIPE_CLOSED_STATUS = 141
+
+EXIT_STATUSES: Mapping[int, str] = MappingProxyType(
+    {
+        0: "the command did what it was asked for; a training: all steps are done, or a stop was asked for and the "
+        "checkpoint is written",
+        1: "a fault of the program or of the machine, with a traceback; of `convert verify` and `inspect --diff`: the "
+        "checkpoints differ",
+        REFUSED_STATUS: "arguments, config, data or checkpoint are wrong: the message has the remedy, and there is no "
+        "traceback",
+        HUNG_STATUS: "a rank finished no step in `train.hang_s`",
+        INTERRUPTED_STATUS: "ended by Ctrl-C",
+        PIPE_CLOSED_STATUS: "the reader of the output, such as `head`, ended first",
+    }
+)
+"""Exit statuses of the commands and of ranks; 128 + n is the end by signal n. Those of jobs are in launch/job.py."""
 
 
 class McoreRlError(Exception):

@@ -2,7 +2,7 @@
 
 <!-- fields of NAME -->                  every field of the config NAME
 <!-- fields of NAME beyond OTHER -->     of its sections that OTHER's config does not have, or has otherwise
-<!-- statuses -->                        exit statuses of jobs
+<!-- statuses -->                        exit statuses of commands, ranks and jobs
 <!-- metrics -->                         the metrics of a run
 <!-- commands -->                        the commands of mcore-rl
 
@@ -21,6 +21,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import SectionDoc, describe_sections
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.section import Section
+from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.obs.metric_table import METRICS
 from mcore_rl.run.commands import COMMANDS
 
@@ -52,7 +53,15 @@ def main(arguments: list[str]) -> int:
 def content(region: re.Match[str]) -> str:
     """Return the text that belongs into a region."""
     if region["mark"] == "statuses":
-        return table("exit status | meaning", ((str(key), text) for key, text in MEANING.items()))
+        of_commands = ((str(key), "commands, ranks", text) for key, text in EXIT_STATUSES.items())
+        of_jobs = ((str(key), "jobs of `mcore-rl launch`", text) for key, text in MEANING.items())
+        signals = (
+            "128 + n",
+            "commands, ranks",
+            "ended by signal n: 137 is SIGKILL, often for want of memory",
+        )
+        rows = sorted([*of_commands, *of_jobs], key=lambda row: (row[1], int(row[0])))
+        return table("exit status | whose | meaning", iter([*rows, signals]))
     if region["mark"] == "metrics":
         rows = ((f"`{name}`", row.unit, row.text) for name, row in METRICS.items())
         return table("metric | unit | what it is", rows)

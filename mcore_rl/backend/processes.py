@@ -28,7 +28,7 @@ from mcore_rl.backend.launcher import (
     rank_of_launcher,
     world_size_of_launcher,
 )
-from mcore_rl.errors import McoreRlError
+from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError
 
 LOOK_S = 1.0
 """The time between two looks at the store."""
@@ -187,8 +187,8 @@ def _status(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):
-        return 130
-    return 2 if isinstance(error, McoreRlError) else 1
+        return INTERRUPTED_STATUS
+    return REFUSED_STATUS if isinstance(error, McoreRlError) else 1
 
 
 def _text(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, section_of
+from mcore_rl.config.kinds import KINDS, READERS, kind_of_name
 from mcore_rl.config.migrate import BACKUP, FieldChange, field_changes, translated
 from mcore_rl.config.recipes import config_file
 from mcore_rl.config.section import Section, alternatives
@@ -65,6 +66,8 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
     ]
     if outdated:
         mistakes.insert(0, _outdated(outdated))
+    if mistakes and path is not None and any(setting.path for setting in settings.values()):
+        _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     try:
@@ -76,6 +79,29 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
 def files_of(path: Path) -> list[Path]:
     """Return the files that `load_config(..., path)` reads: the file itself and all that it extends."""
     return [file for file, _ in _tables(config_file(path), ())]
+
+
+def kind_of(path: Path, overrides: Sequence[str] = ()) -> str:
+    """Return the name in KINDS of what reads the config `path`, a file or the name of a recipe.
+
+    It is the kind that has all fields of the file and of `overrides` (or most, where one is misspelt); where several
+    kinds have them, the first word of the file's name decides, as in sft.toml, rl_long.toml or grpo.toml.
+
+    Raises:
+        ConfigError: Neither fields nor name decide.
+    """
+    tables = [table for _, table in _tables(config_file(path), ())]
+    for _, table in _override_tables({}, overrides):
+        tables.append(table)
+    num_unknown = {kind: len(_unknown_keys(cls, tables)) for kind, cls in KINDS.items()}
+    fitting = [kind for kind, count in num_unknown.items() if count == min(num_unknown.values())]
+    named = kind_of_name(path.name)
+    if len(fitting) == 1 or named in fitting:
+        return fitting[0] if len(fitting) == 1 else str(named)
+    raise ConfigError(
+        f"{path} could be a config of {', '.join(fitting[:-1])} or {fitting[-1]}: its fields are those of each, and "
+        f"its name begins with none of these words. Choose one: --program {fitting[0]}."
+    )
 
 
 def section_of_run(cls: type[S], table: dict[str, Any], prefix: str) -> S:
@@ -120,21 +146,50 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"Config file {path}{origin} is not valid TOML: {error}.") from None
 
 
+def _unknown_keys(cls: type[Section], tables: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the keys in `tables` that no field of `cls` has, and none had in earlier versions."""
+    fields = {doc.key for doc in describe(cls)}
+    leaves = dict(leaf for table in tables for leaf in _leaves(cls, table))
+    return [key for key, value in leaves.items() if key not in fields and not list(field_changes(key, value))]
+
+
+def _refuse_other_kind(cls: type[Section], path: Path, tables: Sequence[dict[str, Any]]) -> None:
+    """Raise a ConfigError when the file is whole and right for another kind than `cls`, and not for `cls`."""
+    unknown = _unknown_keys(cls, tables)
+    own = next((kind for kind, other in KINDS.items() if other is cls), None)
+    fitting = [kind for kind, other in KINDS.items() if not _unknown_keys(other, tables)]
+    if unknown and own and fitting:
+        shown = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+        raise ConfigError(
+            f"{path} is a config of {fitting[0]}, not of {own}: it sets {shown}. Give it to {READERS[fitting[0]]}."
+        )
+
+
 def _override_tables(
     fields: dict[str, FieldDoc], overrides: Sequence[str]
 ) -> Iterator[tuple[None, dict[str, Any]]]:
     for override in overrides:
-        key, equals, text = (part.strip() for part in override.partition("="))
+        key, equals, text = (part.strip() for part in override.removeprefix("--").partition("="))
         if not equals or not key:
             raise ConfigError(f"{override!r} is not of the form key=value, as in mesh.tp=2.")
         value = parse_value(text)
-        if key in fields and _is_text(fields[key].annotation) and not isinstance(value, str):
-            value = text  # run_dir=2024 means the folder of that name
+        if key in fields:
+            value = _meant(fields[key].annotation, text, value)
         *parents, name = key.split(".")
         table = {name: value}
         for parent in reversed(parents):
             table = {parent: table}
         yield None, table
+
+
+def _meant(annotation: Any, text: str, value: Any) -> Any:
+    """Return what `text` on the command line, TOML's `value`, means for a field of this annotation."""
+    if _is_text(annotation) and not isinstance(value, str):
+        return text  # run_dir=2024 means the folder of that name
+    items = next((get_args(member) for member in alternatives(annotation) if get_origin(member) is tuple), ())
+    if len(items) == 2 and items[1] is Ellipsis and text and not isinstance(value, list):
+        return [_meant(items[0], text, value)]  # data.train=foo is a list of one
+    return value
 
 
 def _is_text(annotation: Any) -> bool:

@@ -4,6 +4,8 @@ import argparse
 import difflib
 import functools
 import importlib
+import os
+import select
 import shutil
 import sys
 import textwrap
@@ -12,10 +14,18 @@ from pathlib import Path
 
 from mcore_rl import __version__
 from mcore_rl.backend.launcher import error_text, launch_local, under_launcher
+from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.checks.run import refuse
 from mcore_rl.config.describe import describe_sections
 from mcore_rl.config.section import Section
-from mcore_rl.errors import ConfigError, McoreRlError
+from mcore_rl.errors import (
+    INTERRUPTED_STATUS,
+    PIPE_CLOSED_STATUS,
+    REFUSED_STATUS,
+    ConfigError,
+    McoreRlError,
+)
 from mcore_rl.run.commands import COMMANDS, Command
 from mcore_rl.run.log_folders import next_log_dir
 
@@ -24,31 +34,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script.
 
     Returns:
-        The exit status: 0, 2 for an error that the user can mend, otherwise that of the first rank to fail.
+        The exit status, as EXIT_STATUSES in errors.py explains it; of ranks, that of the first to fail.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        try:
+            return run(arguments)
+        finally:
+            sys.stdout.flush()  # here, where a reader that is gone is caught, and not at the interpreter's end
+    except McoreRlError as error:
+        sys.stderr.write(error_text(error) + "\n")
+        return REFUSED_STATUS
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED_STATUS
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # What is left in the buffer would fail again, with a traceback, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED_STATUS
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command that begins `arguments` and return its exit status; McoreRlError for what the user can mend."""
     if arguments[0] in ("-h", "--help"):
         sys.stdout.write(overview())
         return 0
     if arguments[0] == "--version":
         sys.stdout.write(f"mcore-rl {__version__}\n")
         return 0
-    try:
-        return run(arguments)
-    except McoreRlError as error:
-        sys.stderr.write(error_text(error) + "\n")
-        return 2
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run the command that begins `arguments` and return its exit status; McoreRlError for what the user can mend."""
     members = _members(arguments[0])
     if members and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         sys.stdout.write(overview(members))
         return 0
     name, rest = split_name(arguments)
     command = COMMANDS[name]
-    args = parser_of(name).parse_intermixed_args(rest)
+    args = parser_of(name).parse_intermixed_args([_as_field(word) for word in rest])
     if command.program is not None:
         return start_ranks(command, args)
     return int(importlib.import_module(command.module).main(args))
@@ -75,6 +97,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
             raise ConfigError(f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out.")
         return int(importlib.import_module(command.module).main(argv))
     config, ranks = PROGRAMS[command.program].checked_config(Path(args.config), args.overrides, args.ranks)
+    refuse(list(absent_inputs(config)))
     return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)))
 
 
@@ -118,6 +141,19 @@ def fields_help(config: type[Section]) -> str:
             lines += wrap(doc.meaning, initial_indent=" " * 6, subsequent_indent=" " * 6)
         paragraphs.append("\n".join(lines))
     return "\n\n".join(paragraphs)
+
+
+def _as_field(word: str) -> str:
+    """Return `--mesh.tp=2` as `mesh.tp=2`; options have no dot in their names."""
+    option, equals, _ = word.partition("=")
+    return word.removeprefix("--") if equals and (option == "--run_dir" or "." in option) else word
+
+
+def _reader_is_gone() -> bool:
+    """Return whether standard output is a pipe whose reader, such as `head`, has ended."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are reported always
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _members(group: str) -> list[str]:

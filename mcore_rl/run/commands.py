@@ -56,7 +56,7 @@ def show_arguments(parser: argparse.ArgumentParser) -> None:
         "changed, and do nothing else",
     )
     parser.add_argument(
-        "--program", choices=PROGRAMS, default="pretrain", help="whose config (default pretrain)"
+        "--program", choices=PROGRAMS, help="whose config it is (default: the program that has its fields)"
     )
 
 

@@ -9,10 +9,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
-from mcore_rl.errors import DataError
-
-INTERRUPTED = 130
-"""Exit status of a shell's command that Ctrl-C ended."""
+from mcore_rl.errors import INTERRUPTED_STATUS, DataError
 
 
 def main(args: argparse.Namespace) -> int:
@@ -64,5 +61,5 @@ def _preprocess(args: argparse.Namespace) -> int:
         preprocess(options, Console())
     except KeyboardInterrupt:
         sys.stderr.write("stopped; the same command resumes it\n")
-        return INTERRUPTED
+        return INTERRUPTED_STATUS
     return 0

@@ -5,8 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.config.load import dump_config
+from mcore_rl.config.kinds import KINDS, READERS
+from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.migrate import BACKUP, migrate_file
 from mcore_rl.errors import ConfigError
 
@@ -19,9 +21,16 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             "No config file is named. Give CONFIG.toml, or --migrate FILE to rewrite an older one."
         )
-    program = PROGRAMS[args.program]
-    config, ranks = program.checked_config(Path(args.config), args.overrides, args.ranks)
-    sys.stdout.write(f"# passes all checks on {ranks} ranks\n{dump_config(config)}")
+    path = Path(args.config)
+    kind = args.program or kind_of(path, args.overrides)
+    if kind not in PROGRAMS:
+        written = load_config(KINDS[kind], path, args.overrides)
+        sys.stdout.write(f"# fields of a {kind}, which {READERS[kind]} checks\n{dump_config(written)}")
+        return 0
+    config, ranks = PROGRAMS[kind].checked_config(path, args.overrides, args.ranks)
+    for sentence in absent_inputs(config):
+        sys.stderr.write(f"warning: {sentence}\n")
+    sys.stdout.write(f"# mcore-rl {kind}; passes all checks on {ranks} ranks\n{dump_config(config)}")
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.load import kind_of
 from mcore_rl.config.recipes import config_file
 from mcore_rl.run.cli import parser_of, split_name
 from tests.documented import PAGES, ROOT, commands
@@ -34,7 +35,7 @@ def checked(program, config, overrides, ranks):
     """The config passes all checks: a recipe by its name, or a file of the repository."""
     path = ROOT / config if config.endswith(".toml") else config_file(Path(config))
     assert path.exists(), f"{config} is not in the repository"
-    PROGRAMS[program].checked_config(path, overrides, ranks)
+    PROGRAMS[program or kind_of(path, overrides)].checked_config(path, overrides, ranks)
 
 
 @pytest.mark.parametrize("command", ALL)

@@ -1,8 +1,9 @@
 import re
+from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.load import dump_config, load_config
+from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError
 
@@ -140,7 +141,7 @@ def test_an_unknown_key_in_a_file_names_the_file_and_so_does_an_unknown_empty_se
             "mesh.sequence_parallel = 1 on the command line: expected true or false.",
         ),
         ("platform.device=tpu", 'expected one of "auto", "cpu", "cuda".'),
-        ("data.train=a", 'data.train = "a" on the command line: expected a list, each item text.'),
+        ("data.train=", 'data.train = "" on the command line: expected a list, each item text.'),
         ("data.split=[1, 2]", "expected a list of 3, each item a number."),
         ("mesh=2", "mesh is a section; set its fields, as mesh.tp."),
         ("mesh.tp=1\nevil=2", "expected an integer > 0."),
@@ -184,3 +185,49 @@ def test_a_dumped_config_loads_back_equal(tmp_path):
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         load().mesh.tp = 2
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("data.train=foo", ("foo",)),
+        ("data.train=2024", ("2024",)),
+        ("data.train=[a, b]", ("a", "b")),
+        ("--data.train=foo", ("foo",)),
+        ("data.train=[]", ()),
+    ],
+)
+def test_a_value_for_a_list_on_the_command_line_is_a_list_of_one(word, meant):
+    assert load(None, word).data.train == meant
+
+
+def test_a_list_of_fixed_length_takes_no_single_value():
+    assert complaint("data.split=98").startswith("data.split = 98 on the command line: expected a list of 3")
+    assert complaint("data.train=").startswith('data.train = "" on the command line: expected a list')
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "overrides", "kind"),
+    [
+        ("mine.toml", "rl.loss.kind = 'gspo'", (), "rl"),
+        ("pretrain.toml", "data.pack_buffer = 8", (), "sft"),  # its fields and not its name
+        ("mine.toml", "data.seq_length = 8", ("data.split=[90, 5, 5]",), "pretrain"),
+        ("sft_long.toml", "data.seq_length = 8", (), "sft"),
+        ("grpo.toml", "train.steps = 8", (), "rl"),
+        ("mine.toml", "arms.a = ['train.seed=1']", (), "study"),
+        ("mine.toml", "pretrain.config = 'a.toml'", (), "pipeline"),
+        ("mine.toml", "environment.NCCL_DEBUG = 'INFO'", (), "cluster"),
+        ("rl.toml", "train.stepz = 8", (), "rl"),  # misspelt: of no kind, and the name is left
+    ],
+)
+def test_the_kind_of_a_config_is_found_by_its_fields_and_then_by_its_name(
+    name, text, overrides, kind, tmp_path
+):
+    assert kind_of(write(tmp_path, name, text + "\n"), overrides) == kind
+
+
+def test_a_config_of_another_program_is_named_as_such_in_one_line():
+    assert complaint(path=Path("tiny_moe/grpo")) == (
+        "tiny_moe/grpo is a config of rl, not of pretrain: it sets data.chat_template, rl.prompts.task, "
+        "rl.prompts.smallest, .... Give it to `mcore-rl rl`."
+    )

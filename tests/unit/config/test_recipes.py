@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,14 @@ def test_every_command_that_takes_a_config_takes_the_name_of_a_recipe(capsys, mo
     for command in ("pretrain", "sft", "rl", "eval", "study"):
         assert cli.main([command, "tiny_moe/grp"]) == 2
         assert "Did you mean tiny_moe/grpo" in capsys.readouterr().err
+
+
+def test_every_summary_is_what_the_recipe_is_for_and_not_the_size_of_its_cluster():
+    purposes = {"pretrain": "Pretraining", "sft": "Fine-tuning"}
+    for recipe in recipes():
+        program = recipe.name.rpartition("/")[2]
+        assert recipe.summary.startswith(purposes.get(program, "")), recipe
+        assert re.search("GRPO|GSPO|Kimi|Pretraining|Fine-tuning", recipe.summary), recipe
 
 
 def test_the_command_lists_every_recipe_that_can_be_run(capsys):

@@ -37,11 +37,11 @@ class LoginNode:
         self.bin.mkdir(parents=True)
         for name in ("git", "bash"):
             (self.bin / name).symlink_to(str(shutil.which(name)))
-        self._install("sbatch", SBATCH)
+        self.install("sbatch", SBATCH)
         for name in ("squeue", "sacct", "scontrol", "scancel"):
-            self._install(name, ANSWERS)
+            self.install(name, ANSWERS)
 
-    def _install(self, name: str, text: str) -> None:
+    def install(self, name: str, text: str) -> None:
         path = self.bin / name
         path.write_text(text.format(folder=self.folder, name=name))
         path.chmod(0o755)

@@ -2,11 +2,11 @@ import re
 
 import pytest
 
-from launch.preflight import Allowances, check_training, inputs_of
-from launch.submit import program_of
+from launch.preflight import Allowances, check_training
+from mcore_rl.checks.inputs import inputs_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.load import load_config
+from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from tests.unit.launch.conftest import ROOT
 
@@ -35,7 +35,7 @@ def documented_nodes(path):
 
 
 def load(path):
-    program = program_of(path, None)
+    program = kind_of(path)
     return PROGRAMS[program], load_config(PROGRAMS[program].config, path)
 
 

@@ -13,10 +13,9 @@ import pytest
 from launch.job import render
 from launch.planning import JobOptions, plan_conversion, plan_training
 from launch.preflight import Allowances
-from launch.submit import program_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.load import load_config
+from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage
 from tests.unit.launch.conftest import ROOT
 
@@ -60,8 +59,9 @@ def script(case):
         )
         return render(plan.job)
     cluster, recipe, nodes, options = CASES[case]
-    program = program_of(Path(recipe), None)
-    config = load_config(PROGRAMS[program].config, ROOT / "launch/recipes" / recipe)
+    path = ROOT / "launch/recipes" / recipe
+    program = kind_of(path)
+    config = load_config(PROGRAMS[program].config, path)
     return render(
         plan_training(program, config, cluster_of(cluster), nodes, options=options, allowances=allowances).job
     )

@@ -65,13 +65,37 @@ def test_a_dry_run_prints_the_script_that_is_submitted_afterwards_and_writes_not
 
 
 def test_a_dry_run_shows_the_script_where_data_and_container_are_not_there(home, slurm, capsys):
-    assert launch("--dry-run", "data.train=gone", cluster=H100, nodes=("--nodes", "1")) == 2
-    assert 'data.train = "gone"' in capsys.readouterr().err
-    assert launch("--dry-run", 'data.train=["gone"]', cluster=H100) == 0
+    assert launch("--dry-run", "data.train=gone", cluster=H100) == 0
     shown = capsys.readouterr()
     assert "#SBATCH --gpus-per-node=8" in shown.out
     assert "warning: data.train names the file gone.bin, which does not exist" in shown.err
     assert 'warning: container.image="/shared/images/pytorch.sqsh" does not exist' in shown.err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "sbatch: fatal: Could not establish a configuration source",
+    ],
+)
+def test_a_dry_run_without_a_controller_warns_and_a_launch_is_refused(answer, home, slurm, capsys):
+    slurm.install("sbatch", f"#!/bin/sh\necho '{answer}' >&2\nexit 1\n")
+    assert launch(DATA, "--dry-run") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/usr/bin/env bash")
+    assert (
+        f"warning: Slurm was not asked when the job would start: sbatch reached no controller: {answer}"
+        in shown.err
+    )
+    assert launch(DATA) == 2
+    assert "SlurmUnreachableError" in capsys.readouterr().err
+
+
+def test_a_dry_run_that_the_controller_refuses_is_an_error(home, slurm, capsys):
+    slurm.install("sbatch", "#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    assert launch(DATA, "--dry-run") == 2
+    assert "sbatch refused: sbatch: error: invalid partition" in capsys.readouterr().err
 
 
 def test_without_sbatch_the_script_is_shown_nothing_is_written_and_the_status_is_2(home, slurm, capsys):
@@ -372,11 +396,18 @@ def test_a_run_that_is_done_is_not_started_again(home, slurm, capsys):
     assert "all 300 steps are done since yesterday. Delete its DONE" in capsys.readouterr().err
 
 
-def test_the_program_is_known_by_the_files_name_or_said(home, slurm, capsys):
+def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(home, slurm, capsys):
     (home / "mine.toml").write_text(f'extends = "{RECIPE}"\ndata.train = ["data/train"]\n')
-    assert launch(recipe=home / "mine.toml") == 2
-    assert "Choose the one that reads it: --program pretrain, sft" in capsys.readouterr().err
-    assert launch("--program", "pretrain", recipe=home / "mine.toml") == 0
+    assert launch(recipe=home / "mine.toml") == 0
+    assert "mcore_rl.run.pretrain" in slurm.submitted[-1].read_text()
+    (home / "any.toml").write_text(
+        f'extends = "{RECIPE.with_name("model.toml")}"\ndata.train = ["data/train"]\n'
+    )
+    assert launch(recipe=home / "any.toml") == 2
+    assert "any.toml could be a config of pretrain or sft" in capsys.readouterr().err
+    assert launch("--program", "pretrain", "mesh.dp=auto", recipe=home / "any.toml") == 0
+    assert launch(recipe=CPU) == 2
+    assert "is a config of cluster, which is no job" in capsys.readouterr().err
     (home / "sft_long.toml").write_text(
         f'extends = "{RECIPE.with_name("sft.toml")}"\ndata.train = ["data/train.jsonl"]\ncheckpoint.load = "data"\n'
         'data.tokenizer.path = "data"\n'

@@ -1,5 +1,6 @@
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.job import STATUS
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.study import StudyConfig
+from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.run.cli import main, parser_of, split_name
 from mcore_rl.run.commands import COMMANDS
 from mcore_rl.run.log_folders import next_log_dir
@@ -76,9 +79,7 @@ def test_the_example_of_every_command_is_valid(name, monkeypatch, capsys):
         study = load_config(StudyConfig, Path(words[0]), words[1:])
         assert len(list(plan(study))) == 12, "four arms, three seeds"
     elif COMMANDS[name].config:
-        program = "rl" if name == "eval" else name
-        program = ["--program", program] if program in PROGRAMS else []
-        assert main(["config", *program, *words]) == 0
+        assert main(["config", *words]) == 0
 
 
 def test_config_prints_what_loads_back_equal(tmp_path, capsys):
@@ -98,7 +99,16 @@ def test_config_prints_what_loads_back_equal(tmp_path, capsys):
         (["pretrain", TINY, "mesh.tp=two"], 'mesh.tp = "two"'),
         (["pretrain", TINY, "mesh.ep=3", "mesh.dp=auto"], "is not a multiple of mesh.ep=3"),
         (["pretrain", TINY, "--ranks", "3"], "The world has 3 ranks"),
-        (["pretrain", TINY, "run_dir=/dev/null/x"], "cannot be written"),
+        (
+            ["pretrain", TINY, f"data.train={__file__}"],
+            f"data.train names the file {__file__}.bin, which does not",
+        ),
+        (
+            ["rl", "tiny_moe/grpo", "checkpoint.load=gone"],
+            "checkpoint.load names the checkpoint gone, which does not",
+        ),
+        (["config", TINY, "--mesh.tp=two"], 'mesh.tp = "two"'),
+        (["sft", "tiny_moe/grpo"], "tiny_moe/grpo is a config of rl, not of sft"),
     ],
 )
 def test_what_the_user_can_mend_is_told_at_once_with_status_2(words, told, capsys, monkeypatch):
@@ -106,6 +116,44 @@ def test_what_the_user_can_mend_is_told_at_once_with_status_2(words, told, capsy
     assert main(words) == 2
     errors = capsys.readouterr().err
     assert told in errors and errors.startswith("ConfigError") and "Traceback" not in errors
+
+
+def test_a_run_dir_that_cannot_be_written_is_refused_before_ranks_start(tmp_path, capsys):
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"data{ending}").touch()
+    assert main(["pretrain", TINY, f"data.train={tmp_path}/data", "run_dir=/dev/null/x"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_config_finds_the_program_of_a_recipe_and_warns_of_files_that_are_not_there(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "tiny_moe/grpo", "--rl.loss.kind=gspo"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("# mcore-rl rl; passes all checks on 2 ranks\n")
+    assert 'kind = "gspo"' in shown.out
+    assert (
+        "warning: checkpoint.load names the checkpoint runs/quickstart/sft, which does not exist" in shown.err
+    )
+
+
+@pytest.mark.parametrize("words", ["recipes", "config tiny_moe/grpo"])
+def test_a_reader_that_ends_first_leaves_no_traceback(words):
+    """`mcore-rl recipes | head`: 141, as of a program that SIGPIPE ends."""
+    command = [sys.executable, "-m", "mcore_rl.run.cli", *words.split()]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    assert writer.stdout and writer.stderr
+    writer.stdout.close()
+    errors = writer.stderr.read()
+    assert writer.wait(timeout=60) == 141
+    assert "Traceback" not in errors and "BrokenPipe" not in errors
+
+
+def test_the_table_of_exit_statuses_has_those_of_commands_and_jobs():
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    for status in {*EXIT_STATUSES, *STATUS.values()}:
+        assert re.search(rf"^\| {status} \|", text, re.MULTILINE), status
 
 
 @pytest.mark.parametrize("words", [["pretrain"], ["pretrain", TINY, "--ranks", "0"]])

@@ -1,0 +1,66 @@
+"""The files that a run reads, and which of them are not there."""
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+
+from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SFTDataConfig
+
+
+def absent_inputs(config: RunConfig) -> Iterator[str]:
+    """Yield a sentence, with its remedy, for each file that the run would read and that does not exist."""
+    for name, path, what in inputs_of(config):
+        if not path.exists():
+            yield absent(name, path, what)
+
+
+def absent(name: str, path: Path, what: str) -> str:
+    """Return the sentence on `path`, which field `name` names and which does not exist; it names similar files."""
+    there = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, there, n=3)
+    hint = f" Its folder has {' and '.join(near)}." if near else ""
+    return f"{name} names {what} {path}, which does not exist.{hint} Make it, or correct the path."
+
+
+def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+    """Yield field, path and kind of everything that a run reads; what its own checkpoints replace is not read."""
+    if config.checkpoint.load and not _has_checkpoints(Path(config.run_dir)):
+        yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
+    data = getattr(config, "data", None)
+    tokenizer = getattr(data, "tokenizer", TokenizerConfig())
+    if tokenizer.path:
+        yield "data.tokenizer.path", Path(tokenizer.path), "the tokenizer"
+    template = getattr(data, "chat_template", "")
+    if template not in ("", "tokenizer", "plain", "raw"):
+        yield "data.chat_template", Path(template), "the template"
+    for split, file in _files(data):
+        yield f"data.{split}", Path(file), "the file"
+    yield from _prompt_files(config)
+
+
+def _has_checkpoints(run_dir: Path) -> bool:
+    folder = run_dir / "checkpoints"
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _files(data: object) -> Iterator[tuple[str, str]]:
+    """Yield split and path of every file of a dataset."""
+    if isinstance(data, DataConfig):
+        for split in ("train", "valid", "test"):
+            for prefix in getattr(data, split):
+                yield from ((split, prefix + ending) for ending in (".bin", ".idx"))
+    elif isinstance(data, SFTDataConfig):
+        for split in ("train", "valid"):
+            yield from ((split, file) for file in getattr(data, split))
+
+
+def _prompt_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+    if isinstance(config, RlRunConfig):
+        for field, files in (
+            ("rl.prompts.files", config.rl.prompts.files),
+            ("rl.eval.files", config.rl.eval.files),
+        ):
+            yield from ((field, Path(file), "the file") for file in files)

@@ -1,0 +1,36 @@
+"""The kinds of config files, by the name of what reads them."""
+
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.pipeline import PipelineConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.section import Section
+from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.study import StudyConfig
+
+KINDS: dict[str, type[Section]] = {
+    "pretrain": PretrainConfig,
+    "sft": SFTConfig,
+    "rl": RlRunConfig,
+    "study": StudyConfig,
+    "pipeline": PipelineConfig,
+    "cluster": ClusterConfig,
+}
+READERS = {
+    "pretrain": "`mcore-rl pretrain`",
+    "sft": "`mcore-rl sft`",
+    "rl": "`mcore-rl rl`",
+    "study": "`mcore-rl study`",
+    "pipeline": "`mcore-rl launch`",
+    "cluster": "`mcore-rl launch ... --cluster`",
+}
+"""Kind -> the command that takes such a config."""
+OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}
+"""First word of a file's name -> its kind, where the two differ."""
+
+
+def kind_of_name(name: str) -> str | None:
+    """Return the kind that the first word of a file's name stands for: rl_long.toml is of "rl"; None: no kind."""
+    word = name.replace("_", ".").replace("-", ".").partition(".")[0]
+    word = OTHER_NAMES.get(word, word)
+    return word if word in KINDS else None
