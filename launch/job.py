@@ -44,7 +44,7 @@ STATUS: Mapping[str, int] = MappingProxyType(
 MEANING: Mapping[int, str] = MappingProxyType(
     {
         0: "all steps are done",
-        2: "config, data or checkpoint are wrong: correct them and submit again",
+        2: "config, data, checkpoint or the nodes' set-up are wrong: correct them and submit again",
         10: "stopped by the STOP file with a checkpoint: the same sbatch resumes",
         11: "gave up: attempts without a new checkpoint, the last of which crashed",
         12: "gave up: attempts without a new checkpoint, the last of which hung",
@@ -67,6 +67,7 @@ ATTEMPT_FIELDS = (
     "status",  # at the end: of srun; null where the program did not start
     "why",  # at the end, the reason: finished, limit, term, stop, crash, hang, refused, unfit, ended, lost, in_use
     "then",  # at the end: "requeue", "orphan" (Slurm had ended the attempt) or the script's exit status
+    "cause",  # at the end: one line on what was wrong, where the script knows; else empty
 )
 """Keys of a line of attempts.jsonl. When an attempt has several ends (TERM, then the end itself) the last counts."""
 
@@ -170,6 +171,8 @@ class JobScript:
     min_bandwidth_gbps: float = 0.0
     """Least bus bandwidth of an all-reduce in the check, in Gbit/s; 0 only reports it."""
     check_timeout_s: int = 300
+    image_timeout_s: int = 0
+    """Seconds in which a container's image is set up on a node before its checks; they count against no check."""
     pre_node: tuple[str, ...] = ()
     """Lines of bash that run on every node before the program; a node where they fail is unfit."""
     post_node: tuple[str, ...] = ()

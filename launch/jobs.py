@@ -108,7 +108,8 @@ def _why(run: Path, job: slurm.QueuedJob | None, attempts: Sequence[dict[str, ob
         last = next((entry for entry in attempts if entry.get("event") == "end"), {})
         return f"before: {last['why']} at step {last.get('step')}" if last else ""
     if last.get("event") == "end":
-        reasons.append(f"{last.get('why')}: {_consequence(str(last.get('then')))}")
+        cause = f"{last['cause']}; " if last.get("cause") else ""
+        reasons.append(f"{last.get('why')}: {cause}{_consequence(str(last.get('then')))}")
     elif last.get("event") == "start" and not (job and job.is_alive):
         reasons.append("its last attempt ended without a record: see logs/latest")
     return "; ".join(reasons)

@@ -102,6 +102,7 @@ def plan_training(
         gpu_memory_gib=cluster.node.gpu_memory_gib - cluster.node.reserved_gib if gpus else 0.0,
         min_bandwidth_gbps=cluster.checks.min_bandwidth_gbps or 0.0,
         check_timeout_s=cluster.checks.timeout_s,
+        image_timeout_s=0 if cluster.container.kind == "none" else cluster.container.timeout_s,
         pre_node=cluster.checks.pre_node,
         post_node=cluster.checks.post_node,
         max_attempts=cluster.survival.max_attempts,

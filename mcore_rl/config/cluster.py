@@ -65,13 +65,16 @@ class ContainerConfig(Section):
     case."""
     options: tuple[str, ...] = ()
     """Further options of srun (pyxis) or of `apptainer exec`, one argument each."""
+    timeout_s: PositiveInt = 1800
+    """Seconds in which a node must have set up the image (a download, a conversion) before its checks begin."""
 
 
 class PythonConfig(Section):
     """Commands that find the right Python on a node."""
 
     setup: tuple[str, ...] = ()
-    """Lines of bash before every command on a node: `module load`, `source .../activate`, `conda activate`."""
+    """Lines of bash before every command on a node: `module load`, `source .../activate`, `conda activate`. They run
+    with `set -e`: where a line fails the node is unfit, and where it fails on every node the job ends."""
     command: str = "python"
     """Command that starts Python after `setup`, in the container where there is one."""
 
@@ -94,7 +97,7 @@ class ChecksConfig(Section):
     min_bandwidth_gbps: PositiveFloat | None = None
     """Slowest all-reduce that passes, in Gbit/s of bus bandwidth; `none`: it is only reported."""
     timeout_s: PositiveInt = 300
-    """Seconds after which a node that has not answered fails."""
+    """Seconds that the checks of a node may take; setting up a container's image is not among them."""
     pre_node: tuple[str, ...] = ()
     """Lines of bash, run once on every node before the job; a status that is not 0 makes the node fail."""
     post_node: tuple[str, ...] = ()
