@@ -28,7 +28,10 @@ exit $status
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
   "show hostnames") tr ' ' '\\n' <"$CLUSTER/hosts" ;;
-  "show job") echo "JobId=7 JobState=RUNNING Restarts=$SLURM_RESTART_COUNT ExcNodeList=$(cat "$CLUSTER/excluded" 2>/dev/null || echo '(null)') X=y" ;;
+  "show job")
+    excluded=$(cat "$CLUSTER/excluded" 2>/dev/null || echo '(null)')
+    echo "JobId=7 JobState=RUNNING Restarts=$SLURM_RESTART_COUNT ExcNodeList=$excluded X=y"
+    ;;
   "requeue 7") echo requeue >>"$CLUSTER/asked" ;;
   "update JobId=7") echo "${3#ExcNodeList=}" >"$CLUSTER/excluded" ;;
 esac
