@@ -145,7 +145,17 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="this checkpoint instead; without --run, its model and tokenizer are those of the run above it",
     )
-    parser.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
+    parser.add_argument(
+        "--prompt",
+        default="",
+        help="text to continue, in which names of special tokens are these tokens; empty: the start of a document",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the prompt: it is the user's turn in the chat template that the model was trained with",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="--chat: the system's turn before the user's")
     parser.add_argument("--tokens", type=positive, default=64, help="new tokens at most (default 64)")
     parser.add_argument("--n", type=positive, default=1, help="number of continuations (default 1)")
     parser.add_argument("--stream", action="store_true", help="show the text as it grows")
@@ -386,7 +396,7 @@ COMMANDS: dict[str, Command] = {
         config=PretrainConfig,
     ),
     "generate": Command(
-        summary="Continue a text with a checkpoint of a run, on one process, whatever its mesh was.",
+        summary="Continue a text, or answer in a chat, with a checkpoint of a run of any mesh, on one process.",
         example='mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40 --temperature 0.7',
         add_arguments=generate_arguments,
         module="mcore_rl.run.generate",

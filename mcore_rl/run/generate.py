@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
@@ -10,6 +11,8 @@ from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl import EngineConfig
+from mcore_rl.data.chat import Conversation, load_chat
+from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model
@@ -26,32 +29,83 @@ def main(args: argparse.Namespace) -> int:
     with rank_guard():
         _check(args)
         trained = read_trained_model(args.run or _run_of(args.checkpoint))
-        tokenizer = load_tokenizer(trained.tokenizer)
-        stream = Stream(tokenizer, args.prompt) if args.stream else None
-        completions = continuations(args, trained, tokenizer, stream)
+        request = request_of(args, trained)
+        stream = Stream(request) if args.stream else None
+        completions = continuations(args, trained, request, stream)
         if stream is not None:
-            stream.end(completions[0].text)
+            stream.end(request.text_of(completions[0].tokens_T))
         else:
             for index, completion in enumerate(completions, start=1):
                 if args.n > 1:
                     sys.stdout.write(f"--- {index} of {args.n}\n")
-                sys.stdout.write(f"{args.prompt}{completion.text}\n")
+                sys.stdout.write(f"{request.shown}{request.text_of(completion.tokens_T)}\n")
         platforms.stop()
     return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A prompt in tokens, and how completions of it become text."""
+
+    tokenizer: Tokenizer
+    prompt_T: tuple[int, ...]
+    shown: str
+    """Text that is printed before a completion: the prompt that it continues; empty in a chat."""
+    is_chat: bool
+    ends: frozenset[int]
+    """Tokens that end a completion, and are no part of its text."""
+
+    def text_of(self, tokens_T: Sequence[int]) -> str:
+        """Return the text of a completion, or of its first tokens."""
+        said_T = tokens_T[:-1] if tokens_T[-1] in self.ends else tokens_T
+        alone = self.tokenizer.decode(said_T)
+        if self.is_chat:
+            return alone
+        # The first piece of a text loses its space when it is decoded without what comes before it (sentencepiece).
+        before, whole = self.tokenizer.decode(self.prompt_T), self.tokenizer.decode((*self.prompt_T, *said_T))
+        return whole[len(before) :] if whole.startswith(before) else alone
+
+
+def request_of(args: argparse.Namespace, trained: TrainedModel) -> Request:
+    """Return the request that the arguments make of the model; ConfigError when it has no chat template for --chat."""
+    tokenizer, path = load_tokenizer(trained.tokenizer), trained.tokenizer.path
+    template = trained.chat_template
+    if args.chat and template is None:
+        if trained.tokenizer.kind == "sentencepiece":
+            raise ConfigError(
+                "--chat: this model was trained on plain text, and a .model file has no chat template. Leave out "
+                "--chat, or fine-tune the model on conversations (mcore-rl sft)."
+            )
+        template = "tokenizer"
+    chat = None if template is None else load_chat(template, tokenizer, path)
+    if args.chat and chat is not None:
+        turns = [("system", args.system)] if args.system is not None else []
+        turns.append(("user", args.prompt))
+        messages = tuple({"role": role, "content": content} for role, content in turns)
+        prompt_T = tuple(chat.prompt(Conversation(messages=messages)))
+    else:
+        prompt_T = tuple(tokenizer.encode_marked(args.prompt))
+    return Request(
+        tokenizer=tokenizer,
+        prompt_T=prompt_T or (tokenizer.eod_id,),
+        shown="" if args.chat else args.prompt,
+        is_chat=args.chat,
+        ends=frozenset(end_tokens(tokenizer, chat, path)),
+    )
 
 
 class Stream:
     """Prints one completion as it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._shown = ""
-        self._write(prompt)
+        self._write(request.shown)
 
     def __call__(self, prompt: int, index: int, tokens_T: Sequence[int]) -> None:
         """Print what `tokens_T`, all tokens of the completion so far, adds to the text (the engine calls this)."""
-        if tokens_T[-1] != self._tokenizer.eod_id:
-            self._show(self._tokenizer.decode(tokens_T))
+        if tokens_T[-1] not in self._request.ends:
+            self._show(self._request.text_of(tokens_T))
 
     def end(self, text: str) -> None:
         """Print the rest of `text`, the whole completion."""
@@ -70,9 +124,9 @@ class Stream:
 
 
 def continuations(
-    args: argparse.Namespace, trained: TrainedModel, tokenizer: Tokenizer, listener: Listener | None
+    args: argparse.Namespace, trained: TrainedModel, request: Request, listener: Listener | None
 ) -> tuple[Completion, ...]:
-    """Return `args.n` continuations, each to the end of the document or `args.tokens` tokens."""
+    """Return `args.n` continuations, each to one of the request's end tokens or `args.tokens` tokens."""
     # The engine caches keys and values in our own attention, not in TransformerEngine's; the weights are the same.
     settings = trained.platform.model_copy(update={"recompute": "none", "layers": "torch", "fp8": "none"})
     mesh_config = MeshConfig()
@@ -81,14 +135,15 @@ def continuations(
     seed_ranks(args.seed)
     chunks = build_model(trained.model, mesh, platform, settings)
     load_weights(chunks, mesh, trained.model, args.checkpoint or args.run)
-    engine = MegatronEngine(chunks, mesh, trained.model, tokenizer.decode, EngineConfig())
+    engine = MegatronEngine(chunks, mesh, trained.model, request.tokenizer.decode, EngineConfig())
     engine.listener = listener
-    tokens_T = tuple(tokenizer.encode(args.prompt)) or (tokenizer.eod_id,)
-    prompt = Prompt(problem=Problem(problem_id="--prompt", prompt=args.prompt, answer=""), tokens_T=tokens_T)
+    problem = Problem(problem_id="--prompt", prompt=args.prompt, answer="")
+    prompt = Prompt(problem=problem, tokens_T=request.prompt_T)
     sampling = Sampling(
         max_new_tokens=args.tokens,
         cut=Cut(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
-        stop_tokens=frozenset([tokenizer.eod_id]),
+        stop_tokens=request.ends,
+        vocab_size=request.tokenizer.vocab_size,
     )
     seeds_1G = [range(args.seed, args.seed + args.n)]
     return engine.generate([prompt], sampling, seeds_1G)[0].completions
@@ -106,6 +161,12 @@ def _run_of(checkpoint: Path) -> Path:
 def _check(args: argparse.Namespace) -> None:
     if args.run is None and args.checkpoint is None:
         raise ConfigError("There is nothing to generate with: give --run RUN_DIR, --checkpoint DIR, or both.")
+    if args.chat and not args.prompt:
+        raise ConfigError("--chat answers a prompt, and there is none. Give --prompt TEXT.")
+    if args.system is not None and not args.chat:
+        raise ConfigError(
+            "--system is a turn of a chat, and --chat is not given. Add it, or leave out --system."
+        )
     if args.n > 1 and args.stream:
         raise ConfigError(
             f"--stream shows one text as it grows, --n {args.n} asks for several. Leave out one."

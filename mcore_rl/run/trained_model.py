@@ -19,6 +19,8 @@ class TrainedModel:
     model: ModelConfig
     platform: PlatformConfig
     tokenizer: TokenizerConfig
+    chat_template: str | None
+    """data.chat_template of a run on conversations; None: a run on plain text, such as pretraining."""
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path | None:
@@ -42,6 +44,7 @@ def read_trained_model(folder: Path) -> TrainedModel:
         tokenizer=section_of_run(
             TokenizerConfig, tables.get("data", {}).get("tokenizer", {}), "data.tokenizer"
         ),
+        chat_template=tables.get("data", {}).get("chat_template"),
     )
 
 

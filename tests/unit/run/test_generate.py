@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 
 from mcore_rl.backend import platform as platforms
@@ -20,6 +21,7 @@ from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.run.cli import main
+from mcore_rl.run.generate import Request
 
 TEXT = "the cat sat on the mat and the dog sat on the cat while nobody looked at 1984 letters "
 MODEL = ModelConfig(
@@ -99,7 +101,6 @@ def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.Capt
     chunk = build_model(MODEL, mesh, platform, PlatformConfig())[0].eval()
     load_weights([chunk], mesh, MODEL, run_dir)
     tokens = tokenizer.encode("the cat")
-    prompt_tokens = len(tokens)
     with torch.no_grad():
         for _ in range(12):
             inputs_1S, places_1S = torch.tensor([tokens]), torch.arange(len(tokens))[None]
@@ -108,8 +109,24 @@ def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.Capt
             if tokens[-1] == tokenizer.eod_id:
                 break
     platforms.stop()
-    rest = [token for token in tokens[prompt_tokens:] if token != tokenizer.eod_id]
-    assert text == f"the cat{tokenizer.decode(rest)}\n"
+    assert text == tokenizer.decode([token for token in tokens if token != tokenizer.eod_id]) + "\n"
+
+
+def test_a_continuation_keeps_the_space_of_its_first_piece_and_has_no_end_token(tmp_path: Path) -> None:
+    """As in Llama's tokenizer, the library puts a space before a text, and takes it off the decoded one."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT] * 20), model_prefix=str(tmp_path / "t"), vocab_size=60, hard_vocab_limit=False
+    )
+    tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(tmp_path / "t.model")))
+    assert tokenizer.decode(tokenizer.encode("sat")) == "sat"
+
+    def request(*, is_chat: bool) -> Request:
+        prompt_T, ends = tuple(tokenizer.encode("the cat")), frozenset([tokenizer.eod_id])
+        return Request(tokenizer=tokenizer, prompt_T=prompt_T, shown="the cat", is_chat=is_chat, ends=ends)
+
+    said = [*tokenizer.encode("sat on the mat"), tokenizer.eod_id]
+    assert request(is_chat=False).text_of(said) == " sat on the mat"
+    assert request(is_chat=True).text_of(said) == "sat on the mat"
 
 
 def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +147,9 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
         (["--run", "RUN", "--stream", "--n", "2"], "--stream shows one text"),
         (["--run", "RUN", "--top-k", "-1"], "--top-k -1, wanted 0"),
         (["--run", "RUN", "--tokens", "100"], "the engine holds 64"),
+        (["--run", "RUN", "--chat"], "--chat answers a prompt"),
+        (["--run", "RUN", "--chat", "--prompt", "?"], "a .model file has no chat template"),
+        (["--run", "RUN", "--system", "Be kind."], "--system is a turn of a chat"),
         (["--run", "RUN/checkpoints"], "Give --run the run_dir of a training"),
         (["--checkpoint", "/"], "Name the folder of a run"),
     ],
