@@ -115,7 +115,10 @@ def test_it_writes_the_likeliest_continuation(run_dir: Path, capsys: pytest.Capt
 def test_a_continuation_keeps_the_space_of_its_first_piece_and_has_no_end_token(tmp_path: Path) -> None:
     """As in Llama's tokenizer, the library puts a space before a text, and takes it off the decoded one."""
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 20), model_prefix=str(tmp_path / "t"), vocab_size=60, hard_vocab_limit=False
+        sentence_iterator=iter([TEXT] * 20),
+        model_prefix=str(tmp_path / "t"),
+        vocab_size=60,
+        hard_vocab_limit=False,
     )
     tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(tmp_path / "t.model")))
     assert tokenizer.decode(tokenizer.encode("sat")) == "sat"
