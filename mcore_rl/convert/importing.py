@@ -24,6 +24,7 @@ from mcore_rl.convert.megatron.layouts import (
 )
 from mcore_rl.convert.megatron.writer import (
     DistWriter,
+    empty_extra_states,
     publish_checkpoint,
     single_rank_common,
     write_common,
@@ -81,7 +82,7 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
         open_source=hf_model.source,
         writer=DistWriter(),
         identity=f"import {options} {hf_model.model} {identity}",
-        finish=partial(_finish, hf_model, layout),
+        finish=partial(_finish, hf_model, layout, weights),
         publish=publish_checkpoint,
         notes=notes,
     )
@@ -113,10 +114,15 @@ def _dtype(
 
 
 def _finish(
-    hf_model: HfModel, layout: KeyLayout, folder: Path, plan: str, done: Sequence[RecordedTask]
+    hf_model: HfModel,
+    layout: KeyLayout,
+    weights: WeightMap,
+    folder: Path,
+    plan: str,
+    done: Sequence[RecordedTask],
 ) -> None:
-    """Add metadata, common state, manifest and marker to the tensors' files."""
-    write_metadata(folder, done, {})
+    """Add metadata, empty extra states, common state, manifest and marker to the tensors' files."""
+    write_metadata(folder, done, empty_extra_states(weights))
     write_format(folder)
     write_common(folder, single_rank_common(hf_model.model, 0))
     description = {

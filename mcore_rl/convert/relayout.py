@@ -15,6 +15,7 @@ from mcore_rl.convert.megatron.layouts import KeyLayout, KeyTranslation, is_stac
 from mcore_rl.convert.megatron.model import EMBEDDING, DistModel, open_dist_model
 from mcore_rl.convert.megatron.writer import (
     DistWriter,
+    empty_extra_states,
     publish_checkpoint,
     single_rank_common,
     write_common,
@@ -61,8 +62,8 @@ def plan_relayout(
         publish=publish_checkpoint,
         notes=[
             f"{dist_model.model.family}, step {step}: {dist_model.layout} -> {layout}",
-            f"{len(targets)} tensors and {num_objects} objects; {len(objects) - num_objects} empty or "
-            "TransformerEngine's extra states are left out, as they belong to the old names",
+            f"{len(targets)} tensors and {num_objects} objects; {len(objects) - num_objects} extra states of the old "
+            "names are replaced by empty ones of the new",
         ],
     )
 
@@ -125,7 +126,8 @@ def _finish(
 ) -> None:
     """Add objects, metadata, common state, manifest and marker to the tensors' files."""
     source = dist_model.source()
-    objects = {
+    weights = KeyTranslation(dist_model.model, layout).weights(dist_model.canonical)
+    objects = empty_extra_states(weights) | {
         key: source.object_bytes(saved)
         for key, saved in dist_model.folder.objects.items()
         if EXTRA_STATE not in key

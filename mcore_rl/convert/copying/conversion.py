@@ -14,7 +14,7 @@ from mcore_rl.convert.copying.progress import readable_bytes
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.errors import CheckpointError
 
-RULES_VERSION = 2
+RULES_VERSION = 3
 """Counts the changes after which the same input gives other bytes."""
 PARENT_BYTES = 700 << 20
 """Memory of the program with torch, before it reads anything."""

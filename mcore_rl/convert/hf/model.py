@@ -1,6 +1,6 @@
 """A Hugging Face folder as a model of one of the families, whose tensors are matched from headers alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from mcore_rl.convert.hf.quantization import (
     fp8_faults,
     mxfp4_faults,
     mxfp4_shapes,
+    with_scale_types,
 )
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.errors import CheckpointError
@@ -77,7 +78,9 @@ def open_hf_model(
         raise CheckpointError(
             f"{path} has no config.json: what model is it? Take the one that belongs to the weights."
         )
-    model, layout = checked_model_from_hf(folder.config, family), expert_layout(folder)
+    config = folder.config
+    folder = replace(folder, tensors=with_scale_types(folder.tensors, config))
+    model, layout = checked_model_from_hf(config, family), expert_layout(folder)
     if vocab_multiple is not None:
         model = model.model_copy(update={"vocab_multiple": vocab_multiple})
     converted = model.model_copy(update={"mtp_layers": 0}) if mtp == "drop" else model
@@ -91,7 +94,7 @@ def open_hf_model(
         folder=folder,
         model=converted,
         weights=weights,
-        fp8_block=fp8_block_size(folder.config),
+        fp8_block=fp8_block_size(config),
         dropped=tuple(sorted(dropped & folder.tensors.keys())),
     )
     weights.prove()

@@ -1,6 +1,7 @@
 """Quantized tensors of published checkpoints, and the values that they stand for.
 
-fp8 (DeepSeek): `X` `[rows, columns]` in e4m3, and `X_scale_inv` in fp32 with a scale for each square block of `X`.
+fp8 (DeepSeek): `X` `[rows, columns]` in e4m3, and `X_scale_inv` with a scale for each square block of `X`, in fp32, in
+bf16, or as powers of two (e8m0: the exponent plus 127 in a byte).
 
 mxfp4 (gpt-oss): 4-bit floats (e2m1) in blocks of 32 with a power of two each (e8m0). `X_blocks`
 `[E, rows, columns / 32, 16]` has two values a byte, the first in its low half; `X_scales` `[E, rows, columns / 32]` the
@@ -9,6 +10,7 @@ exponents plus 127, where 255 is no number. They stand for `X` `[E, columns, row
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from mcore_rl.families.weight_map import Shape
 FP8 = (torch.float8_e4m3fn,)
 FP8_SCALE = "_scale_inv"
 """`X.weight_scale_inv` holds the scales of the fp8 blocks of `X.weight`."""
+FP8_SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 FP8_BLOCK = 128
 """Rows and columns of an fp8 block unless config.json has other numbers."""
 BAND_FP8_BLOCKS = 8
@@ -56,6 +59,19 @@ def fp8_block_size(config: Mapping[str, Any]) -> int:
     return int(block[0])
 
 
+def with_scale_types(tensors: Mapping[str, HfTensor], config: Mapping[str, Any]) -> dict[str, HfTensor]:
+    """Return the tensors, scales that are stored as plain bytes as what `scale_fmt` in config.json says they are."""
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("scale_fmt") != "ue8m0":
+        return dict(tensors)
+    return {
+        name: replace(tensor, dtype=torch.float8_e8m0fnu)
+        if name.endswith(FP8_SCALE) and tensor.dtype == torch.uint8
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def fp8_faults(tensors: Mapping[str, HfTensor], block: int) -> Iterator[str]:
     """Yield a sentence for each fp8 tensor that does not fit its scales."""
     for name, tensor in tensors.items():
@@ -66,8 +82,9 @@ def fp8_faults(tensors: Mapping[str, HfTensor], block: int) -> Iterator[str]:
             yield f"{name} is {tensor.dtype}, yet has scales {name + FP8_SCALE}"
         elif scale is not None:
             wanted = tuple(math.ceil(size / block) for size in tensor.shape)
-            if len(wanted) != 2 or scale.shape != wanted or scale.dtype != torch.float32:
-                yield f"{name + FP8_SCALE} is {scale.dtype} {scale.shape}, wanted torch.float32 {wanted}"
+            if len(wanted) != 2 or scale.shape != wanted or scale.dtype not in FP8_SCALE_TYPES:
+                types = ", ".join(map(str, FP8_SCALE_TYPES))
+                yield f"{name + FP8_SCALE} is {scale.dtype} {scale.shape}, wanted {wanted} in one of {types}"
 
 
 def dequantize_fp8(rows: Tensor, scales: Tensor, first_row: int, block: int, dtype: torch.dtype) -> Tensor:

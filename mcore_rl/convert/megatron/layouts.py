@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
+from mcore_rl.checkpoint.weights import EXTRA_STATE
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import family_of
@@ -19,10 +20,13 @@ LayerGrouping = Literal["stacked", "each", "singletons"]
 which Megatron-LM writes with `singleton_local_shards`, and which is read here but not written."""
 
 STACK = "decoder.layers."
+STATEFUL = re.compile(r"(linear_\w+|\w*norm|eh_proj)$")
+"""Names of the modules that have an extra state when TransformerEngine builds them, beside the attention's core."""
 HALVES = ("_w", "_v")
 """Endings of the gate and of the up-projection, where they are apart."""
 EXPERTS = ".mlp.experts.experts."
 FC1 = re.compile(r"\.linear_fc1\.(weight|bias)$")
+ATTENTION_OUTPUT = "linear_proj"
 MTP_LAYER = "transformer_layer."
 LATENT_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
@@ -134,6 +138,26 @@ def refuse_singletons(layout: KeyLayout, path: Path) -> None:
 def native_layout(model: ModelConfig) -> KeyLayout:
     """Return the layout that training reads and writes."""
     return KeyLayout("te", "stacked" if model.layers_alike else "each")
+
+
+def extra_state_keys(weights: WeightMap) -> Iterator[str]:
+    """Yield the keys of all extra states that a model built of TransformerEngine's or local layers may look for.
+
+    A layer's module has one, an expert's module one for each expert. `weights` is the map under the layout's keys.
+    """
+    modules: dict[str, Shape] = {}
+    for key, shape in weights.mcore_shapes.items():
+        module = key.rpartition(".")[0]
+        sizes = shape[: is_stacked(key) + (EXPERTS in key)] or (1,)
+        if STATEFUL.search(module):
+            modules[module] = sizes
+        if module.endswith(ATTENTION_OUTPUT):
+            modules[module.removesuffix(ATTENTION_OUTPUT) + "core_attention"] = sizes
+    for module, sizes in modules.items():
+        total = ".".join(map(str, sizes))
+        for index in product(*map(range, sizes)):
+            # The key that Megatron gives an object that is sharded like a tensor: its index, then the sizes.
+            yield f"{module}.{EXTRA_STATE}/shard_{'.'.join(map(str, index))}_{total}"
 
 
 def is_stacked(key: str) -> bool:

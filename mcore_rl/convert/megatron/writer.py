@@ -41,7 +41,9 @@ from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.conversion import RecordedTask, WrittenRange
 from mcore_rl.convert.copying.plan import CopyTask
 from mcore_rl.convert.copying.regions import sizes
+from mcore_rl.convert.megatron.layouts import extra_state_keys
 from mcore_rl.convert.megatron.saved_tensor import save
+from mcore_rl.families.weight_map import WeightMap
 from mcore_rl.files import flush_to_disk
 from mcore_rl.parallel.mesh import Mesh
 
@@ -65,6 +67,17 @@ class DistWriter:
                 save(file, content)
                 ranges.append(WrittenRange(start, file.tell() - start))
         return ranges
+
+
+def empty_extra_states(weights: WeightMap) -> dict[str, bytes]:
+    """Return the extra states of a model without fp8, as `write_metadata` takes them.
+
+    By default Megatron-LM demands of a checkpoint every extra state of its layers, though there is nothing in them.
+    """
+    file = io.BytesIO()
+    # Megatron saves a list of the objects of a key.
+    torch.save([None], file)
+    return dict.fromkeys(extra_state_keys(weights), file.getvalue())
 
 
 def write_metadata(folder: Path, done: Sequence[RecordedTask], objects: Mapping[str, bytes]) -> None:

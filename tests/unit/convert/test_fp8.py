@@ -1,5 +1,6 @@
 """fp8 in blocks of 128 x 128 is dequantized exactly, and faults of its scales are refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
             scales[i, j] = weight[at].abs().max() / 448
             values[at] = weight[at] / scales[i, j]
     return values.to(torch.float8_e4m3fn), scales
+
+
+def powers(scales: Tensor) -> Tensor:
+    """The scales as powers of two, the next larger ones."""
+    return torch.exp2(torch.log2(scales).ceil()).to(torch.float8_e8m0fnu)
 
 
 def exact(values: Tensor, scales: Tensor) -> Tensor:
@@ -71,6 +77,31 @@ def test_blocks_equal_the_exact_product_rounded_once(tmp_path: Path) -> None:
     assert "quantization_config" not in (again / "config.json").read_text()
 
 
+SCALE_TYPES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], dict[str, str]]] = {
+    "bf16": (lambda scales: scales.bfloat16(), lambda stored: stored.float(), {}),
+    "e8m0": (powers, lambda stored: stored.float(), {"scale_fmt": "ue8m0"}),
+    "e8m0 as bytes": (
+        lambda scales: powers(scales).view(torch.uint8),
+        lambda stored: 2.0 ** (stored.float() - 127),
+        {"scale_fmt": "ue8m0"},
+    ),
+}
+"""Name: the scales as they are stored, what is stored as fp32 numbers, and what config.json says of it."""
+
+
+@pytest.mark.parametrize("kind", SCALE_TYPES)
+def test_scales_of_other_types_are_read_as_the_numbers_that_they_are(kind: str, tmp_path: Path) -> None:
+    store, read, settings = SCALE_TYPES[kind]
+    config, stored, meant = model()
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        stored[name] = store(stored[name])
+        weight = name.removesuffix("_scale_inv")
+        meant[weight] = exact(stored[weight], read(stored[name]))
+    source = write_hf(tmp_path / "hf", config | {"quantization_config": FP8 | settings}, stored)
+    again = exported(imported(source, tmp_path / "ckpt"), tmp_path / "again", reference=source)
+    assert_same(read_hf(again), meant)
+
+
 def test_ignored_scales_are_found(tmp_path: Path) -> None:
     config, stored, meant = model()
     source = write_hf(tmp_path / "hf", config, stored)
@@ -90,11 +121,15 @@ FAULTS = {
     ),
     "scales of another shape": (
         lambda t: t | {NAME + "_scale_inv": torch.ones(2, 2)},
-        r"up_proj.weight_scale_inv is torch.float32 \(2, 2\), wanted torch.float32 \(1, 2\)",
+        r"up_proj.weight_scale_inv is torch.float32 \(2, 2\), wanted \(1, 2\)",
     ),
     "scales of another type": (
-        lambda t: t | {NAME + "_scale_inv": t[NAME + "_scale_inv"].bfloat16()},
-        "weight_scale_inv is torch.bfloat16",
+        lambda t: t | {NAME + "_scale_inv": t[NAME + "_scale_inv"].half()},
+        "weight_scale_inv is torch.float16",
+    ),
+    "scales of plain bytes": (
+        lambda t: t | {NAME + "_scale_inv": t[NAME + "_scale_inv"].to(torch.uint8)},
+        "weight_scale_inv is torch.uint8",
     ),
     "scales without fp8": (lambda t: t | {NAME: t[NAME].bfloat16()}, "yet has scales"),
     "scales of nothing": (
