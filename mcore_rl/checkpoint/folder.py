@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_rl.checksums import as_hex, crc32
 from mcore_rl.config.migrate import translated
 from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.files import move_into_place, write_atomically
@@ -19,6 +20,8 @@ from mcore_rl.files import move_into_place, write_atomically
 MARKER = "checkpoint.json"
 METADATA, COMMON, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
 """Torch's file of what is where; Megatron's files of the state that is the same on all ranks, and of the format."""
+OWN_CRC32 = "marker_crc32"
+"""Field of the marker with the CRC-32 of its other fields; an earlier version had none."""
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING = "writing_", "deleting_"
 NAME = re.compile(r"iter_(\d+)")
@@ -81,6 +84,14 @@ def check(path: Path) -> Marker:
     return _read_marker(path)
 
 
+def read_marker(path: Path) -> Marker:
+    """Return the marker of a checkpoint, whose files may be missing; DamagedCheckpointError when it is damaged."""
+    try:
+        return _read_marker(path)
+    except (ValueError, TypeError, OSError) as error:
+        raise DamagedCheckpointError(f"{path} has a damaged {MARKER} ({error}). {others(path)}") from error
+
+
 def others(path: Path) -> str:
     """Return a sentence on the last complete checkpoint beside `path`, for the messages of errors."""
     complete = [other for other in complete_in(path.parent) if other != path]
@@ -94,7 +105,10 @@ def others(path: Path) -> str:
 
 def write_marker(path: Path, marker: Marker) -> None:
     """Write the last file of a checkpoint, which makes it complete; all others must be on the disk before."""
-    write_atomically(path / MARKER, json.dumps(asdict(marker), indent=1) + "\n")
+    fields = asdict(marker)
+    write_atomically(
+        path / MARKER, json.dumps(fields | {OWN_CRC32: _crc32_of_fields(fields)}, indent=1) + "\n"
+    )
 
 
 def publish(written: Path, final: Path) -> None:
@@ -155,18 +169,28 @@ def _fault(path: Path) -> str | None:
         marker = _read_marker(path)
     except (ValueError, TypeError, OSError) as error:
         return f"has a damaged {MARKER} ({error})"
-    for name, size in marker.files.items():
-        try:
-            actual = (path / name).stat().st_size
-        except FileNotFoundError:
-            return f"is damaged: its file {name} is missing"
-        if actual != size:
-            return f"is damaged: its file {name} has {actual} bytes, {size} were written"
-    return None
+    faults = (length_fault(path, name, size) for name, size in marker.files.items())
+    return next((f"is damaged: its file {fault}" for fault in faults if fault is not None), None)
+
+
+def length_fault(path: Path, name: str, size: int) -> str | None:
+    """Return what is wrong with the length of a checkpoint's file, which begins with its name; None: nothing is."""
+    try:
+        actual = (path / name).stat().st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    return None if actual == size else f"{name} has {actual} bytes, {size} were written"
+
+
+def _crc32_of_fields(fields: dict[str, Any]) -> str:
+    return as_hex(crc32(json.dumps(fields, sort_keys=True).encode()))
 
 
 def _read_marker(path: Path) -> Marker:
     fields = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    own_crc32 = fields.pop(OWN_CRC32, None)
+    if own_crc32 not in (None, _crc32_of_fields(fields)):
+        raise ValueError("its fields are not those that were written")
     if metadata_crc32 := fields.pop("metadata_crc32", ""):
         fields["crc32"] = {METADATA: metadata_crc32}
     # An earlier version may have written it, whose config had other names and values.

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
 from mcore_rl.convert.copying.copier import replace_folder
-from mcore_rl.convert.copying.manifest import write_manifest
+from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.copying.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf, read_config
@@ -177,6 +177,11 @@ def _finish(
             if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_FILES):
                 shutil.copyfile(file, folder / file.name)
     (folder / "config.json").write_bytes(config)
-    description = {"kind": "export", "family": dist_model.model.family, "step": dist_model.folder.step}
+    description = {
+        "kind": "export",
+        "family": dist_model.model.family,
+        "step": dist_model.folder.step,
+        "files": file_checksums(folder, done),
+    }
     sources = {"metadata_sha256": dist_model.folder.digest, "files": dist_model.folder.files}
     write_manifest(folder, plan, description, sources, done)

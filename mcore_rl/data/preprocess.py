@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from mcore_rl.files import (
     write_atomically,
 )
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 """Version of plan.json and of the shards' markers: an unfinished run of another version is not resumed."""
 ENDINGS = (".bin", ".idx", ".json")
 SHOWN_BAD_LINES = 10
@@ -114,7 +114,8 @@ def _make(
         )
     sidecar = _sidecar(options, sources, tokenizer, list(reports.values()))
     _require_space(folder, sum(path.stat().st_size for path in folder.glob("shard-*")))
-    merge_shards(shards, reports, folder, folder / "merged", tokenizer.vocab_size)
+    checksums = merge_shards(shards, reports, folder, folder / "merged", tokenizer.vocab_size)
+    sidecar = replace(sidecar, bin_crc32=checksums[0], idx_crc32=checksums[1])
     write_atomically(folder / "merged.json", sidecar.to_json())
     console.print(
         f"{options.output}: {sidecar.documents} documents, {sidecar.tokens} tokens ({rates})", soft_wrap=True

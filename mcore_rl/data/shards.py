@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.tokenizer import Tokenizer
@@ -62,6 +63,8 @@ class ShardReport:
     num_bad: int
     bad: tuple[BadLine, ...]
     """The first MAX_RECORDED_BAD_LINES of them."""
+    bin_crc32: str
+    """CRC-32 of the shard's .bin in hexadecimal."""
 
 
 def plan_shards(sources: Sequence[InputFile], document_format: DocumentFormat) -> tuple[Shard, ...]:
@@ -129,6 +132,7 @@ def tokenize_shard(
         lines=tuple(lines),
         num_bad=num_bad,
         bad=tuple(bad),
+        bin_crc32=crc32_of(with_ending(prefix, ".bin")),
     )
     write_atomically(with_ending(prefix, ".done"), json.dumps(asdict(report)))
     return report
@@ -148,15 +152,27 @@ def finished_shards(shards: Sequence[Shard], folder: Path) -> dict[int, ShardRep
 
 def merge_shards(
     shards: Sequence[Shard], reports: dict[int, ShardReport], folder: Path, merged: Path, vocab: int
-) -> None:
-    """Write MERGED.bin and .idx: the documents of all shards, in order."""
+) -> tuple[str, str]:
+    """Write MERGED.bin and .idx: the documents of all shards, in order.
+
+    Returns:
+        The CRC-32 of the .bin, which follows from the shards', and that of the .idx.
+    """
+    parts: list[PartChecksum] = []
+    position = 0
     builder = IndexedDatasetBuilder(str(with_ending(merged, ".bin")), dtype=token_dtype(vocab))
     for shard in shards:
         if reports[shard.index].documents:
             _append(builder, str(shard.prefix(folder)))
+            size = with_ending(shard.prefix(folder), ".bin").stat().st_size
+            parts.append(PartChecksum(position, size, int(reports[shard.index].bin_crc32, 16)))
+            position += size
     builder.finalize(str(with_ending(merged, ".idx")))
     for ending in (".bin", ".idx"):
         flush_to_disk(with_ending(merged, ending))
+    bin_crc32 = joined(parts, position)
+    assert bin_crc32 is not None, f"{parts} leave a gap"
+    return as_hex(bin_crc32), crc32_of(with_ending(merged, ".idx"))
 
 
 def _append(builder: IndexedDatasetBuilder, prefix: str) -> None:

@@ -8,6 +8,8 @@ from mcore_rl.errors import DataError
 from mcore_rl.files import with_ending
 
 SIDECAR_VERSION = 1
+LATER_FIELDS = {"bin_crc32", "idx_crc32"}
+"""Fields that sidecars of this version did not have at first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,10 @@ class Sidecar:
     bad_lines: int
     """Number of lines, or of documents of plain text, that were left out."""
     sources: tuple[SourceFile, ...]
+    bin_crc32: str = ""
+    """CRC-32 of the .bin in hexadecimal; empty, as the next: an earlier version did not record it."""
+    idx_crc32: str = ""
+    """CRC-32 of the .idx in hexadecimal."""
 
     def to_json(self) -> bytes:
         """Return the content of the file."""
@@ -64,7 +70,7 @@ def sidecar_from(path: Path) -> Sidecar:
     if version != SIDECAR_VERSION:
         raise DataError(f"{path} has version {version!r}, this code reads {SIDECAR_VERSION}. {remedy}")
     names = {field.name for field in fields(Sidecar)}
-    if set(entries) != names:
+    if not names - LATER_FIELDS <= set(entries) <= names:
         raise DataError(f"{path} has the fields {sorted(entries)}, wanted {sorted(names)}. {remedy}")
     sources = tuple(SourceFile(**source) for source in entries.pop("sources"))
     return Sidecar(**entries, sources=sources)

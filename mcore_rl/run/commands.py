@@ -269,6 +269,20 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is to be checked."""
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        type=Path,
+        help="a checkpoint, or a run (its newest checkpoint), a Hugging Face folder that was exported, or the prefix "
+        "of a .bin/.idx pair",
+    )
+    parser.add_argument(
+        "--workers", type=positive, default=4, metavar="N", help="files read at a time (default 4)"
+    )
+
+
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare runs, and the page to write."""
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")
@@ -412,6 +426,13 @@ COMMANDS: dict[str, Command] = {
         example="mcore-rl inspect runs/quickstart/pretrain --diff checkpoints/qwen3",
         add_arguments=inspect_arguments,
         module="mcore_rl.run.inspect_checkpoint",
+    ),
+    "check": Command(
+        summary="Read a checkpoint, an export or a .bin/.idx pair and compare every file with the checksum that was "
+        "recorded when it was written; no second copy is needed. Status 1 when a file is damaged.",
+        example="mcore-rl check runs/quickstart/pretrain",
+        add_arguments=check_arguments,
+        module="mcore_rl.run.check",
     ),
     "launch": Command(
         summary="Check a training, write its Slurm job, and submit it; with --dry-run show it.",

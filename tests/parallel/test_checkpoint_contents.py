@@ -66,6 +66,7 @@ def agree(path: Path) -> None:
     """Write a marker that agrees with the changed files, as an attacker would."""
     marker = json.loads((path / "checkpoint.json").read_text())
     marker["files"] = {name: (path / name).stat().st_size for name in marker["files"]}
+    del marker["marker_crc32"]
     marker["crc32"] = {name: crc32_of(path / name) for name in marker["files"]}
     (path / "checkpoint.json").write_text(json.dumps(marker))
 

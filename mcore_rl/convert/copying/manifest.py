@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl import __version__
-from mcore_rl.checksums import PartChecksum, as_hex, joined
+from mcore_rl.backend.archives import FilePart
+from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.convert.copying.conversion import RULES_VERSION, RecordedTask
 from mcore_rl.convert.copying.plan import TargetTensor
 from mcore_rl.files import write_atomically
@@ -39,6 +40,26 @@ def write_manifest(
         "tensors": _tensor_checksums(done),
     }
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def file_checksums(folder: Path, done: Iterable[RecordedTask]) -> dict[str, dict[str, Any]]:
+    """Return length and CRC-32 of each file of the output so far; what the tasks wrote is not read again."""
+    parts: dict[str, list[PartChecksum]] = {}
+    for task, records in done:
+        for record in records:
+            written = PartChecksum(record.written.offset, record.written.length, record.crc)
+            parts.setdefault(task.file, []).append(written)
+    checksums = {}
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        size, known = file.stat().st_size, parts.get(file.name, [])
+        header_bytes = min((part.start for part in known), default=0)
+        with file.open("rb") as opened:
+            header = PartChecksum(
+                0, header_bytes, FilePart(opened.fileno(), 0, header_bytes).crc32(0, header_bytes)
+            )
+        crc = joined([header, *known], size) if known else None
+        checksums[file.name] = {"bytes": size, "crc32": crc32_of(file) if crc is None else as_hex(crc)}
+    return checksums
 
 
 def _tensor_checksums(done: Iterable[RecordedTask]) -> dict[str, Any]:

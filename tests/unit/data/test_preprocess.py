@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -21,6 +22,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
 from mcore_rl.errors import DataError
+from mcore_rl.run.cli import main
 
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess.py"
 EOD = 2
@@ -311,3 +313,25 @@ def test_help_shows_an_example_and_imports_no_torch(tool):
     ).stdout
     commands = {"preprocess": "mcore-rl data preprocess", "train_tokenizer": "mcore-rl data tokenizer"}
     assert f"example:\n  {commands.get(tool, f'python tools/{tool}.py')} " in said
+
+
+def test_one_flipped_bit_of_a_dataset_is_found_without_a_second_copy(options, capsys):
+    run(options)
+    written = files(options.output)
+    sidecar = json.loads(written[".json"])
+    assert sidecar["bin_crc32"] == f"{zlib.crc32(written['.bin']):08x}"
+    assert sidecar["idx_crc32"] == f"{zlib.crc32(written['.idx']):08x}"
+    assert main(["check", str(options.output)]) == 0
+    assert main(["check", f"{options.output}.bin"]) == 0
+    assert capsys.readouterr().out.count("as written (CRC-32)") == 4
+    for ending in ENDINGS:
+        file = Path(f"{options.output}{ending}")
+        # The first byte of JSON: any other may only change the value of a field that says nothing of the bytes.
+        at = 0 if ending == ".json" else len(written[ending]) // 2
+        file.write_bytes(written[ending][:at] + bytes([written[ending][at] ^ 1]) + written[ending][at + 1 :])
+        assert main(["check", str(options.output)]) == 1
+        assert f"files: {file.name}. Take another copy." in capsys.readouterr().out.replace("\n", " ")
+        file.write_bytes(written[ending])
+    Path(f"{options.output}.json").unlink()
+    assert main(["check", str(options.output)]) == 0
+    assert "nothing was recorded when it was written" in capsys.readouterr().out

@@ -1,0 +1,31 @@
+"""`mcore-rl check`: whether files are those that were written."""
+
+import argparse
+
+from rich.console import Console
+
+from mcore_rl.convert.check import plan_check
+from mcore_rl.convert.copying.progress import readable_bytes
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print a line for each file and return the exit status: 0, or 1 when a file is damaged or missing."""
+    console = Console()
+
+    def show(line: str) -> None:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    plan = plan_check(args.path)
+    show(plan.title)
+    damaged = []
+    for checked in plan.run(args.workers):
+        size = "-" if checked.num_bytes is None else readable_bytes(checked.num_bytes)
+        show(f"  {checked.name}  {size}  {checked.finding}")
+        if checked.is_damaged:
+            damaged.append(checked.name)
+    show(
+        f"DAMAGED: {len(damaged)} of {len(plan.checks)} files: {', '.join(damaged)}. Take another copy."
+        if damaged
+        else f"{len(plan.checks)} files, none damaged"
+    )
+    return 1 if damaged else 0
