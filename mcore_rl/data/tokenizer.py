@@ -42,6 +42,10 @@ class Tokenizer(Protocol):
         """The token that pads sequences; None when the tokenizer has none."""
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that mark up a text and are no part of it, such as ends of turns."""
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the file that decides which ids a text has: equal digests, equal ids."""
 
@@ -95,6 +99,7 @@ class SentencePieceTokenizer:
                 f"{path} has no end-of-sentence piece to end documents with; train it with an eos id."
             )
         self.eos_id = self.eod_id
+        self.special_ids = frozenset(filter(self._processor.is_control, range(self.vocab_size)))
         self.bos_id = _id_or_none(self._processor.bos_id())
         self.pad_id = _id_or_none(self._processor.pad_id())
 
@@ -139,6 +144,8 @@ class HuggingFaceTokenizer:
         self.digest = hashlib.sha256(content).hexdigest()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
         names = self.special_tokens = _special_names(folder)
         """Text of the special tokens, by name (`eos_token` and the like)."""
         end = END_OF_TEXT if END_OF_TEXT in ids else names.get("eos_token", "")

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, group
 from mcore_rl.rl.prompts import PromptSource
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
+from mcore_rl.rl.truncation import truncation_reason
 from mcore_rl.rl.types import Completion, Group, Prompt
 
 
@@ -43,6 +44,8 @@ class Rollout:
     """Metrics of all replicas."""
     steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
     """Rewards of the steps of each completion; empty unless rl.advantage.kind="steps"."""
+    truncation_warning: str | None = None
+    """Likely reason why all completions are truncated; None: some are not."""
 
     def samples(self) -> dict[int, TrainedSample]:
         """Return the samples that this replica generated, by index."""
@@ -89,6 +92,8 @@ class Rollouts:
     sampling: Sampling
     mesh: Mesh
     config: RlRunConfig
+    special_ids: frozenset[int] = frozenset()
+    """Special tokens of the tokenizer."""
 
     def take(self, cursor: int) -> Rollout:
         """Return scored groups of the prompts from `cursor` on; with dynamic sampling (DAPO, arXiv 2503.14476) those
@@ -123,7 +128,8 @@ class Rollouts:
             metrics.append(Metric("rollout/unused_groups", len(summaries) - len(chosen)))
         rewards_PG = _rewards_PG(chosen).view(len(chosen), rollout.group_size)
         num_chosen = max(1, len(chosen))
-        num_constant = constant_groups(rewards_PG).sum()
+        # Without a group to train on nothing has a signal: the fraction is 1 then, not 0 of 0.
+        num_constant = int(constant_groups(rewards_PG).sum()) if chosen else 1
         metrics.append(Metric("reward/groups_without_signal_fraction", num_constant, num_chosen))
         metrics.append(Metric("reward/group_std", rewards_PG.std(dim=1, correction=0).sum(), num_chosen))
         return Rollout(
@@ -142,7 +148,21 @@ class Rollouts:
             num_prompts=len(summaries),
             metrics=metrics,
             steps_PGI=[one.steps_GI for one in chosen if one.steps_GI],
+            truncation_warning=self.truncation_warning(groups, summaries),
         )
+
+    def truncation_warning(
+        self, groups: Mapping[int, Group], summaries: Sequence[GroupSummary]
+    ) -> str | None:
+        """Return the likely reason why all completions of `summaries` are truncated; None when some are not.
+
+        Args:
+            groups: this replica's groups.
+            summaries: the groups of all replicas.
+        """
+        if not all(is_truncated for one in summaries for is_truncated in one.truncated_G):
+            return None
+        return truncation_reason(groups.values(), self.sampling, self.special_ids, self.engine.decode)
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]], first: int = 0

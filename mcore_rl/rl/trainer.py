@@ -40,6 +40,8 @@ class RlTrainer(Trainer):
         self.rollouts = rollouts
         self.learner = learner
         self.held_out = held_out
+        self._was_truncated = False
+        """Whether all completions of the rollout batch before were truncated, which the log has a warning of."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
         self._peak_flops = peak_flops(
             run.state.platform.device, config.platform.precision, config.log.peak_tflops
@@ -59,6 +61,9 @@ class RlTrainer(Trainer):
         rollout = self.rollouts.take(progress.consumed_prompts)
         progress.consumed_prompts += rollout.num_prompts
         self._log_samples(rollout)
+        if rollout.truncation_warning and not self._was_truncated:
+            self.log.message(rollout.truncation_warning)
+        self._was_truncated = rollout.truncation_warning is not None
 
         # This rank's packed microbatches. The routes of their passes are recorded and imposed by `learner.routes`.
         minibatches = learner.minibatches(rollout)
@@ -99,7 +104,9 @@ class RlTrainer(Trainer):
         if not self.held_out:
             return
         with self.state.timers.phase("eval"):
-            _, summaries = evaluate_policy(self.rollouts, self.held_out, self.config.rl.eval)
+            groups, summaries = evaluate_policy(self.rollouts, self.held_out, self.config.rl.eval)
+        if warning := self.rollouts.truncation_warning(groups, summaries):
+            self.log.message(f"evaluation: {warning}")
         self.log.write_now(self.state.progress.step, evaluation_metrics(summaries))
 
     def _log_samples(self, rollout: Rollout) -> None:

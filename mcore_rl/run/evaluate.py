@@ -40,8 +40,11 @@ def evaluate(config: RlRunConfig) -> None:
     chunks = build_model(config.model, mesh, platform, settings)
     stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
     with open_rollouts(config, prompts, chunks, mesh) as rollouts:
-        _, statistics = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
+        groups, statistics = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
+        warning = rollouts.truncation_warning(groups, statistics)
     if platform.rank == 0:
+        if warning:
+            sys.stderr.write(warning + "\n")
         result = {"checkpoint": str(stored.path), "prompts": len(prompts.held_out)}
         sys.stdout.write(json.dumps(result | reduced(evaluation_metrics(statistics))) + "\n")
     platforms.stop()

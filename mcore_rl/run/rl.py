@@ -18,6 +18,7 @@ from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.run.open_run import is_done, open_run
 from mcore_rl.run.rollouts import load_prompts, open_rollouts
+from mcore_rl.run.trained_model import read_trained_model, run_of_checkpoint
 from mcore_rl.train.loop import Run
 
 
@@ -55,6 +56,14 @@ def train(config: RlRunConfig) -> None:
 
 def warnings_of(config: RlRunConfig) -> Iterator[str]:
     """Yield a sentence on each setting that is valid and likely to disappoint."""
+    source = run_of_checkpoint(Path(config.checkpoint.load)) if config.checkpoint.load else None
+    learned = read_trained_model(source).chat_template if source is not None else None
+    if learned is not None and learned != config.data.chat_template:
+        yield (
+            f'warning: data.chat_template="{config.data.chat_template}", and the run of checkpoint.load={source} was '
+            f'trained with "{learned}": where the two differ, the model reads turns, and ends them, otherwise than it '
+            "has learned. Set the same."
+        )
     capacity_factor = config.model.moe.capacity_factor
     if config.model.is_moe and capacity_factor:
         yield (

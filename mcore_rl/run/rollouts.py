@@ -85,4 +85,5 @@ def open_rollouts(
             ),
             mesh=mesh,
             config=config,
+            special_ids=tokenizer.special_ids,
         )

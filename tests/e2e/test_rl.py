@@ -269,5 +269,8 @@ def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Pat
     finished = run_main("mcore_rl.run.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("nothing to train on in this update") == 4
+    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    name = "reward/groups_without_signal_fraction"
+    assert {record[name] for record in records if name in record} == {1.0}
     assert_emitted("rl with dynamic sampling", tmp_path / "rl")
     assert (tmp_path / "rl/DONE").exists()

@@ -1,0 +1,47 @@
+"""The likely reason why every completion of a batch reached the largest length without an end."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.types import Group
+
+
+def truncation_reason(
+    groups: Collection[Group],
+    sampling: Sampling,
+    special_ids: frozenset[int],
+    decode: Callable[[Sequence[int]], str],
+) -> str:
+    """Return a warning with the likely reason, and what to do, when all completions are truncated.
+
+    A special token that most of them hold, and that is no end, is probably the end that the model was trained with.
+
+    Args:
+        groups: truncated completions, at least those of this replica.
+        sampling: rules by which they were to end.
+        special_ids: special tokens of the tokenizer.
+        decode: the tokenizer's text of ids.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    holders = Counter(
+        token
+        for one in completions
+        for token in special_ids.intersection(one.tokens_T) - sampling.stop_tokens
+    )
+    what = (
+        f"warning: all completions reached rl.rollout.max_new_tokens={sampling.max_new_tokens} without an end"
+    )
+    token, count = holders.most_common(1)[0] if holders else (-1, 0)
+    if 2 * count >= max(1, len(completions)):
+        return (
+            f"{what}. Likely reason: {count} of {len(completions)} hold the special token {decode([token])!r} "
+            f"({token}), which is no end here and may be the one that the model was trained to end with. Set "
+            f"data.chat_template to the template of its fine-tuning, or rl.rollout.stop_tokens=[{token}]."
+        )
+    ends = ", ".join(f"{decode([token])!r} ({token})" for token in sorted(sampling.stop_tokens))
+    return (
+        f"{what}. Likely reason: the model was not trained to end with {ends or 'a stop token (there is none)'}: "
+        "fine-tune it with the same data.chat_template first (mcore-rl sft). Or its answers are longer: raise "
+        "rl.rollout.max_new_tokens."
+    )
