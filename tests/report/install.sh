@@ -15,5 +15,5 @@ if [ "$(id -u)" != 0 ]; then
   echo "missing: a Chromium. Install the package chromium, or run this as root." >&2
   exit 2
 fi
-apt-get update -q
-DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium
+apt-get update -q -o DPkg::Lock::Timeout=300
+DEBIAN_FRONTEND=noninteractive apt-get install -q -y -o DPkg::Lock::Timeout=300 --no-install-recommends chromium

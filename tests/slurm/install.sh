@@ -19,5 +19,5 @@ if [ ! -e $policy ]; then
   printf '#!/bin/sh\nexit 101\n' >$policy
   chmod +x $policy
 fi
-apt-get update -q
-DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
+apt-get update -q -o DPkg::Lock::Timeout=300
+DEBIAN_FRONTEND=noninteractive apt-get install -q -y -o DPkg::Lock::Timeout=300 --no-install-recommends "${missing[@]}"
