@@ -80,5 +80,5 @@ setup(
     python_requires=">=3.11",
     install_requires=REQUIRES,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["mcore-rl = mcore_rl.run.cli:main"]},
+    entry_points={"console_scripts": ["mcore-rl = mcore_rl.run.console:main"]},
 )

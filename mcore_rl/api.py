@@ -97,6 +97,7 @@ def train(
     Raises:
         ConfigError: when the config cannot run; nothing has been started then.
         TrainingError: when a rank failed; its message is on stderr. Under a launcher the process ends instead.
+        KeyboardInterrupt: after Ctrl-C, once the run is saved; the same call resumes it.
     """
     if under_launcher():
         if ranks is not None:
@@ -111,7 +112,10 @@ def train(
     log_dir = next_log_dir(Path(loaded.run_dir))
     file = log_dir / "config.toml"
     file.write_text(dump_config(loaded), encoding="utf-8")
-    if status := launch_local(PROGRAMS[program].module, [str(file)], ranks, log_dir):
+    status = launch_local(PROGRAMS[program].module, [str(file)], ranks, log_dir)
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if status:
         raise TrainingError(
             f"{program} ended with status {status}. The output of its ranks is in {log_dir}; correct the cause and "
             "call train again, which resumes the run from its last checkpoint."

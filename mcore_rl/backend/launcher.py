@@ -1,9 +1,9 @@
 """The ranks of a run as processes of this machine, and this process's place among them. Imports no torch."""
 
 import ctypes
-import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -13,30 +13,36 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from mcore_rl.backend.failures import (
+    FAILURES,
+    Failure,
+    OomKills,
+    Order,
+    first_cause,
+    has_noted,
+    note_failure,
+    publish,
+    rank_death,
+    rank_failure,
+    signal_name,
+)
 from mcore_rl.errors import McoreRlError
-from mcore_rl.files import write_atomically
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.05
 GRACE_S = 5.0
 """The time that a rank may take to end after SIGTERM."""
 LOG_TAIL_LINES = 40
-FAILURE_FILE = "MCORE_RL_FAILURE_FILE"
-"""Environment variable with the file in which the rank that failed first reports to `launch_local`."""
+CLAIM_S = 1.0
+"""The time that a rank's failure waits for a graver one, which explains it."""
+STAGE_FILE = "MCORE_RL_STAGE_FILE"
+"""Environment variable with the file in which rank 0 tells `launch_local` that it trains, or stops as it was asked."""
+TRAINING, STOPPING = "training", "stopping"
 PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The cause of a run's end: the first rank that failed, its exit status, and its traceback or message."""
-
-    rank: int
-    status: int
-    text: str
 
 
 @dataclass(slots=True)
@@ -44,6 +50,8 @@ class _Rank:
     process: "subprocess.Popen[bytes]"
     log: Path
     tees: list[threading.Thread] = field(default_factory=list)
+    is_noted: bool = False
+    """Whether the launcher has written how it ended."""
 
     @property
     def is_alive(self) -> bool:
@@ -78,26 +86,26 @@ def error_text(error: McoreRlError) -> str:
     return f"{type(error).__name__}:{separator}{error}"
 
 
-def note_failure(failure: Failure) -> None:
-    """Report to `launch_local`, if it started this rank, that the run ends because of this rank."""
-    path = os.environ.get(FAILURE_FILE)
-    if path is None:
-        return
-    write_atomically(Path(path), json.dumps([failure.rank, failure.status, failure.text]))
-    time.sleep(3 * POLL_S)  # so that `launch_local` reads it before other ranks end
+def note_stage(stage: str) -> None:
+    """Report TRAINING or STOPPING to `launch_local`, if it started this rank."""
+    if path := os.environ.get(STAGE_FILE):
+        Path(path).write_text(stage, encoding="utf-8")
 
 
 def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path) -> int:
     """Run `python -m module *args` as ranks of this machine and return the exit status of the first failure, or 0.
 
-    Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown and the
-    other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on, and no rank outlives this process. To be
-    called in the main thread.
+    Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown, and written
+    to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on to ranks that
+    train, which then stop and save; while they are starting each of the three ends them at once. After a save on Ctrl-C
+    the status is 130. No rank outlives this process. To be called in the main thread.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    failure_file = log_dir / "failure.json"
-    failure_file.unlink(missing_ok=True)
-    environment = _environment(num_ranks) | {FAILURE_FILE: str(failure_file.resolve())}
+    raise_open_files()
+    causes, stage = (log_dir / "failures").resolve(), (log_dir / ".stage").resolve()
+    for old in (*causes.glob("*.json"), log_dir / "failure.json", stage):
+        old.unlink(missing_ok=True)
+    environment = _environment(num_ranks) | {FAILURES: str(causes), STAGE_FILE: str(stage)}
     command = [sys.executable, "-m", module, *args]
     ranks: list[_Rank] = []
     with _caught_signals() as caught:
@@ -107,9 +115,20 @@ def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path
                 log = log_dir / f"rank_{rank}.log"
                 ranks.append(_start(command, environment, log, is_first=rank == 0))
             _tee_to_console(ranks[0])
-            return _wait(ranks, caught, failure_file)
+            return _wait(ranks, caught, causes, stage)
         finally:
             _end(ranks)
+            stage.unlink(missing_ok=True)
+
+
+def raise_open_files() -> None:
+    """Raise the number of files that this process and its children may open to what is allowed without privileges.
+
+    Data files, sockets to each peer and shared memory of loaders exceed the usual 1024 on large jobs.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some kernels refuse "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
@@ -199,51 +218,97 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: list[_Rank], caught: list[int], failure_file: Path) -> int:
-    """Until all ranks have ended well or one has not; a second Ctrl-C is not waited for."""
-    interrupts = 0
+def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> int:
+    """Return the exit status once all ranks have ended well, or one has not, or the user does not want to wait."""
+    passed_on: list[int] = []
+    oom = OomKills()
+    failed_s: float | None = None
     while True:
         while caught:
             number = caught.pop(0)
-            interrupts += number == signal.SIGINT
+            if number == signal.SIGINT and number in passed_on:
+                _write_line("Ended at once. The same command goes on from the last complete checkpoint.")
+                _kill(ranks)
+                return 128 + signal.SIGINT
+            if not stage.exists():
+                _write_line(
+                    f"{_asked_by(number)} while starting: ended at once, nothing was trained that could be lost."
+                )
+                _kill(ranks)
+                return 128 + number
+            if number == signal.SIGINT:
+                _write_line(
+                    "Ctrl-C: the step is finished and saved; press it again to end at once, without saving."
+                )
+            passed_on.append(number)
             for rank in ranks:
                 if rank.is_alive:
                     rank.process.send_signal(number)
-        if interrupts > 1:
-            return 128 + signal.SIGINT
-        failure = _first_failure(ranks, failure_file)
-        if failure:
-            _report(failure, ranks[failure.rank])
-            return failure.status
-        if not any(rank.is_alive for rank in ranks):
-            return 0
+        if _note_the_dead(ranks, causes, oom, passed_on):
+            failed_s = failed_s or time.monotonic()
+            cause = first_cause(causes)
+            # A rank that has lost its peer may end sooner than the one that knows why.
+            if cause and (cause.order == Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
+                publish(causes)
+                _report(cause, ranks[cause.rank])
+                return cause.status
+        elif not any(rank.is_alive for rank in ranks):
+            if signal.SIGINT in passed_on and stage.read_text(encoding="utf-8") == STOPPING:
+                _join_tees(ranks)
+                _write_line("Stopped by Ctrl-C, and saved. The same command goes on from there.")
+                return 128 + signal.SIGINT
+            return 128 + passed_on[-1] if any(rank.process.returncode for rank in ranks) else 0
         time.sleep(POLL_S)
 
 
-def _first_failure(ranks: list[_Rank], failure_file: Path) -> Failure | None:
-    """Return the failure that the first rank to fail recorded; else a rank that was killed; else one that gave up."""
-    codes = {i: rank.process.returncode for i, rank in enumerate(ranks) if not rank.is_alive}
-    if failure_file.exists():
-        return Failure(*json.loads(failure_file.read_text()))
-    for i in sorted((i for i, code in codes.items() if code), key=lambda i: codes[i] > 0):
-        tail = ranks[i].log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return Failure(i, codes[i] if codes[i] > 0 else 128 - codes[i], "\n".join(tail))
-    return None
+def _note_the_dead(ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: Sequence[int]) -> bool:
+    """Return whether a rank has failed; where it did not write a cause itself, write how it ended."""
+    failed = False
+    for i, rank in enumerate(ranks):
+        code = rank.process.poll()
+        # A rank that was asked to end before it listened, or after its last step, has not failed.
+        if not code or -code in passed_on or code - 128 in passed_on:
+            continue
+        failed = True
+        if rank.is_noted or (code > 0 and has_noted(i, causes)):
+            continue
+        rank.is_noted = True
+        tail = rank.log.read_text(errors="replace").rstrip().splitlines()[-LOG_TAIL_LINES:]
+        if code < 0:
+            note_failure(replace(rank_death(i, -code, oom), text="\n".join(tail)), causes)
+        else:
+            last = tail[-1] if tail else f"ended with status {code}"
+            note_failure(rank_failure(i, code, last, "\n".join(tail), Order.STATUS), causes)
+    return failed
 
 
-def _report(failure: Failure, rank: _Rank) -> None:
-    """Write the failure to stderr; rank 0's own text is on the console already."""
-    for tee in rank.tees:
-        tee.join(timeout=GRACE_S)
-    signals = {128 + number: number.name for number in signal.Signals}
-    how = (
-        f"ended by {signals[failure.status]}"
-        if failure.status in signals
-        else f"exit status {failure.status}"
-    )
-    text = f"{failure.text.rstrip()}\n" if failure.rank else ""
-    sys.stderr.write(f"{text}Rank {failure.rank} failed first ({how}); its output: {rank.log}\n")
+def _asked_by(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal_name(number)
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(line + "\n")
     sys.stderr.flush()
+
+
+def _report(cause: Failure, rank: _Rank) -> None:
+    """Write the first cause to stderr; rank 0's own text is on the console already."""
+    _join_tees([rank])
+    text = f"{cause.text.rstrip()}\n" if cause.rank else ""
+    _write_line(f"{text}First cause: {cause.headline} (exit status {cause.status}); its output: {rank.log}")
+
+
+def _join_tees(ranks: Sequence[_Rank]) -> None:
+    """Wait until all that ranks have written is on the console."""
+    for tee in (tee for rank in ranks for tee in rank.tees):
+        tee.join(timeout=GRACE_S)
+
+
+def _kill(ranks: Sequence[_Rank]) -> None:
+    """End ranks and their children at once."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
 
 
 def _end(ranks: list[_Rank]) -> None:
@@ -260,5 +325,4 @@ def _end(ranks: list[_Rank]) -> None:
             os.killpg(rank.process.pid, signal.SIGKILL)
     for rank in ranks:
         rank.process.wait()
-        for tee in rank.tees:
-            tee.join(timeout=GRACE_S)
+    _join_tees(ranks)

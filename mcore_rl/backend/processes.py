@@ -2,39 +2,44 @@
 
 The ranks share a key-value store (torch's TCPStore on the rendezvous port, so that it is there before the process
 group and after it). The first rank to fail claims the failure, prints it, then publishes it; a thread on every rank
-looks once a second and ends its process, which may be waiting in a collective.
+looks once a second and ends its process, which may be waiting in a collective. The same thread counts in the store, so
+that others see when a process is gone or stopped: who has lost its peer names the peer, not itself.
 """
 
 import faulthandler
 import json
 import os
+import platform
 import sys
 import threading
 import time
 import traceback
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import psutil
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
-from mcore_rl.backend.launcher import (
-    Failure,
-    error_text,
-    note_failure,
-    rank_of_launcher,
-    world_size_of_launcher,
-)
-from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError
+from mcore_rl.backend.failures import Failure, Order, note_failure, rank_failure
+from mcore_rl.backend.launcher import error_text, rank_of_launcher, world_size_of_launcher
+from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError
 
 LOOK_S = 1.0
 """The time between two looks at the store."""
 LINGER_S = 3.0
 """The time that a rank waits for the message of the one that failed first, or for the others to read its own."""
 CONNECT_S = 300.0
+SILENT_S = 15.0
+"""The time without a sign of a rank after which it is recorded as stopped or cut off."""
+MOST_NAMED = 4
+"""Number of lost ranks that a message names."""
+MONITOR_LOOKS = 5
+"""Number of looks at the store between two counts of all ranks' signs, by the first and the last rank."""
 LOST_PEER_TEXTS = ("connection", "broken pipe", "gloo", "nccl", "peer")
 
 
@@ -56,13 +61,22 @@ class _Alone(AbstractContextManager[None]):
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        if isinstance(error, KeyboardInterrupt):
+            sys.stderr.write("Interrupted.\n")
+            raise SystemExit(_status(error)) from None
+        note_failure(rank_failure(rank_of_launcher(), _status(error), _cause(error), _text(error)))
         if isinstance(error, McoreRlError):
             sys.stderr.write(error_text(error) + "\n")
             raise SystemExit(2) from None
 
 
 class _Guard(AbstractContextManager[None]):
-    """The guard of one of several ranks. Keys of the store: first, failure, heard, left."""
+    """The guard of one of several ranks.
+
+    Keys of the store: first, failure, heard, left; host, sign and gone of each rank.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -70,8 +84,12 @@ class _Guard(AbstractContextManager[None]):
         # torchrun's agent keeps a store for its ranks. Elsewhere rank 0 does, in the one server that a process has
         # for an address: the process group will join it.
         self.is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self.is_monitor = rank in (0, world_size - 1)
         self.leaving = threading.Event()
         self.last_message = threading.Lock()
+        self.looked_s = time.monotonic()
+        self.silent: dict[int, Path | None] = {}
+        """Rank that gives no sign -> the record of it."""
 
     def __enter__(self) -> None:
         faulthandler.enable(sys.__stderr__ or 2)
@@ -87,8 +105,11 @@ class _Guard(AbstractContextManager[None]):
         # The agent's store may outlive a restart of the ranks.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"mcore_rl/rank_guard/{attempt}", store)
+        self.store.set(f"host/{self.rank}", platform.node())
         self.watcher = threading.Thread(target=self._watch, name="rank_guard", daemon=True)
         self.watcher.start()
+        if self.is_monitor:
+            threading.Thread(target=self._watch_store, name="rank_guard_store", daemon=True).start()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
@@ -98,16 +119,60 @@ class _Guard(AbstractContextManager[None]):
 
     def _watch(self) -> None:
         """Until this rank leaves, end it when another has failed, or when the store is gone with its host."""
+        looks = 0
+        signs: dict[int, tuple[int, float]] = {}
         while not self.leaving.wait(LOOK_S):
             try:
+                self.store.add(f"sign/{self.rank}", 1)
                 failed = self._published()
+                looks += 1
+                if self.is_monitor and looks % MONITOR_LOOKS == 0:
+                    self._note_silent_ranks(signs)
             except RuntimeError:
                 self._end_without_store()
+            self.looked_s = time.monotonic()
             if failed:
                 self._give_way(*failed)
 
+    def _note_silent_ranks(self, signs: dict[int, tuple[int, float]]) -> None:
+        """Record each rank that gives no sign any more; a rank that gives one again is no cause.
+
+        Args:
+            signs: Count of each rank's signs and the time at which it last changed; updated.
+        """
+        now_s = time.monotonic()
+        for rank in range(self.world_size):
+            count = self.store.add(f"sign/{rank}", 0)
+            before, since_s = signs.get(rank, (0, now_s))
+            signs[rank] = (count, since_s if count == before else now_s)
+            if count and now_s - signs[rank][1] > SILENT_S and not self.store.add(f"gone/{rank}", 0):
+                self._note_silence(rank, self.store.get(f"host/{rank}").decode())
+            elif count != before:
+                self._withdraw_silence(rank)
+
+    def _note_silence(self, rank: int, host: str) -> None:
+        if rank in self.silent:
+            return
+        cause = (
+            f"gives no sign of life since {SILENT_S:g} s: its process is stopped, or its node does not answer"
+        )
+        self.silent[rank] = note_failure(
+            rank_failure(rank, HUNG_STATUS, cause, order=Order.CONSEQUENCE, host=host)
+        )
+
+    def _withdraw_silence(self, rank: int) -> None:
+        if record := self.silent.pop(rank, None):
+            record.unlink(missing_ok=True)
+
+    def _watch_store(self) -> None:
+        """Record the silence of the store's host: `_watch` waits for its answer, and collectives for its rank."""
+        while not self.leaving.wait(LOOK_S):
+            if time.monotonic() - self.looked_s > SILENT_S:
+                self._note_silence(0, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+
     def _leave(self) -> None:
         """Leave; the store goes with its host, which therefore waits for all others to leave."""
+        self.store.add(f"gone/{self.rank}", 1)
         if self.is_host:
             self.store.add("left", 1)
             while self.store.add("left", 0) < self.world_size:
@@ -119,23 +184,47 @@ class _Guard(AbstractContextManager[None]):
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Report the error to all ranks as the first to fail, or give way to the one that was."""
-        headline = f"{type(error).__name__}: {error}".splitlines()[0]
-        failure = Failure(self.rank, _status(error), _text(error))
+        cause = _cause(error)
         is_lost_peer = _is_lost_peer(error)
+        failure = rank_failure(self.rank, _status(error), cause, _text(error))
         try:
+            if is_lost_peer:
+                failure = self._lost_peer(failure, cause)
             if self._first_to_fail(wait=is_lost_peer) != self.rank:
-                self._give_way(*self._message_of_the_first(), own_headline=headline)
+                self._give_way(*self._message_of_the_first(), own_headline=cause)
         except RuntimeError:
             if is_lost_peer:
                 self._end_without_store()
         with self.last_message:
-            sys.stderr.write(f"Rank {self.rank} failed.\n{failure.text}\n")
+            title = f"Rank {self.rank} failed." if isinstance(error, McoreRlError) else failure.headline
+            sys.stderr.write(f"{title}\n{failure.text}\n")
             note_failure(failure)
             get_error_handler().record_exception(error)  # so that torchrun's summary names this rank
             with suppress(RuntimeError):
-                self.store.set("failure", json.dumps([self.rank, headline]))
+                self.store.set("failure", json.dumps([self.rank, cause]))
                 self._wait_until_heard()
             end_process(failure.status)
+
+    def _lost_peer(self, failure: Failure, cause: str) -> Failure:
+        """Return the failure with the ranks that are gone in its headline, where the store shows that some are."""
+        before = [self.store.add(f"sign/{rank}", 0) for rank in range(self.world_size)]
+        time.sleep(2.5 * LOOK_S)
+        gone = [
+            rank
+            for rank, count in enumerate(before)
+            if count and rank != self.rank and self.store.add(f"sign/{rank}", 0) == count
+        ]
+        if not gone:
+            return replace(failure, order=int(Order.LOST_PEER))
+        hosts = [self.store.get(f"host/{rank}").decode() for rank in gone[:MOST_NAMED]]
+        others = "".join(
+            f", rank {rank} on {host}" for rank, host in list(zip(gone, hosts, strict=False))[1:]
+        )
+        others += f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
+        text = (
+            f"is gone without a word{others}: killed, or its node is lost (rank {self.rank} lost it: {cause})"
+        )
+        return rank_failure(gone[0], failure.status, text, failure.text, Order.LOST_PEER, hosts[0])
 
     def _first_to_fail(self, *, wait: bool) -> int:
         """Return the rank that failed first: this one if no other has claimed it; `wait` a while for such a claim."""
@@ -172,6 +261,10 @@ class _Guard(AbstractContextManager[None]):
         self._end("" if same else f"Rank {self.rank} ends because rank {first} failed: {headline}")
 
     def _end_without_store(self) -> NoReturn:
+        if self.is_monitor:
+            cause = "is gone without a word: killed, or its node is lost (it kept the ranks' store)"
+            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            note_failure(rank_failure(0, 1, cause, order=Order.LOST_PEER, host=host))
         self._end(f"Rank {self.rank} ends because rank 0, which keeps the ranks' store, is gone.")
 
     def _end(self, message: str) -> NoReturn:
@@ -181,6 +274,11 @@ class _Guard(AbstractContextManager[None]):
             with suppress(RuntimeError):
                 self.store.add("heard", 1)
             end_process(1)
+
+
+def _cause(error: BaseException) -> str:
+    """Return the error as the last lines of its traceback do, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 def _status(error: BaseException) -> int:
@@ -197,13 +295,18 @@ def _text(error: BaseException) -> str:
         return error_text(error)
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return f"{type(error).__name__}: {error}"
-    return "".join(traceback.format_exception(error)).rstrip()
+    # The last line first: whatever cuts the text leaves the error itself.
+    return f"{_cause(error)}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether the error reads like the loss of another rank."""
+    """Return whether the error reads like the loss of another rank.
+
+    gloo raises RuntimeErrors and NCCL DistErrors; an OSError is a file's or another server's.
+    """
     text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(part in text for part in LOST_PEER_TEXTS)
+    is_of_torch = type(error) is RuntimeError or isinstance(error, DistError)
+    return is_of_torch and any(part in text for part in LOST_PEER_TEXTS)
 
 
 def end_process(status: int) -> NoReturn:

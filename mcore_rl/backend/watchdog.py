@@ -7,7 +7,7 @@ import time
 import traceback
 from types import TracebackType
 
-from mcore_rl.backend.launcher import Failure, note_failure
+from mcore_rl.backend.failures import Order, note_failure, rank_failure
 from mcore_rl.backend.processes import end_process
 from mcore_rl.errors import HUNG_STATUS
 
@@ -62,6 +62,8 @@ class Watchdog:
         faulthandler.dump_traceback(sys.__stderr__ or 2)
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main else ""
-        note_failure(Failure(self._rank, HUNG_STATUS, f"{headline} It was here:\n{stack}"))
+        cause = f"finished nothing in {self._limit_s:g} s (train.hang_s); it hangs, or waits for another rank"
+        text = f"{headline} It was here:\n{stack}"
+        note_failure(rank_failure(self._rank, HUNG_STATUS, cause, text, Order.CONSEQUENCE))
         time.sleep(LINGER_S)
         end_process(HUNG_STATUS)

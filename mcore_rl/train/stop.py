@@ -8,9 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mcore_rl.backend.launcher import STOPPING, TRAINING, note_stage
 from mcore_rl.parallel.agree import world_max
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+BEFORE_TRAINING = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (*BEFORE_TRAINING, signal.SIGINT)
 FILE_FOUND = 1
 """Value that ranks exchange for the file; 0 stands for no request, larger values are numbers of signals."""
 
@@ -18,16 +20,22 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopRequest:
-    """Context in which SIGTERM and SIGUSR1 are recorded and end nothing; a file is a request too."""
+    """Context in which SIGTERM, SIGUSR1 and SIGINT are recorded and end nothing; a file is a request too.
+
+    SIGINT, which is Ctrl-C, is recorded from the first step on: before, nothing could be lost, and the user waits.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._request = 0
         self._before: dict[signal.Signals, Handler] = {}
+        self._is_training = False
 
     def __enter__(self) -> "StopRequest":
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._record)
+            self._before[number] = signal.getsignal(number)
+        for number in BEFORE_TRAINING:
+            signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -38,7 +46,13 @@ class StopRequest:
         """Collective over the world, between steps: return why to stop, the same on all ranks; None: no request."""
         if not self._request and dist.get_rank() == 0 and self._file.exists():
             self._request = FILE_FOUND
+        if not self._is_training:
+            signal.signal(signal.SIGINT, self._record)
         request = world_max(self._request)
+        if dist.get_rank() == 0 and (request or not self._is_training):
+            # After the exchange every rank records signals.
+            note_stage(STOPPING if request else TRAINING)
+        self._is_training = True
         if request == FILE_FOUND:
             return f"{self._file} was made"
         return f"{signal.Signals(request).name} came" if request else None

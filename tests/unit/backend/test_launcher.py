@@ -1,5 +1,6 @@
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -105,8 +106,11 @@ def test_the_first_failure_is_shown_and_ends_the_others(program, tmp_path, capfd
     assert launch_local(module, [], 3, tmp_path / "logs") == 1
     assert time.monotonic() - start < 10
     errors = capfd.readouterr().err
-    assert errors.startswith("Traceback") and errors.count(f"ValueError: boom of {failing}") == 1
-    assert f"Rank {failing} failed first (exit status 1)" in errors
+    assert errors.startswith("Traceback")
+    headline = (
+        f"First cause: rank {failing} on {platform.node()}: ValueError: boom of {failing} (exit status 1)"
+    )
+    assert errors.splitlines()[-1] == f"{headline}; its output: {tmp_path}/logs/rank_{failing}.log"
 
 
 def test_the_exit_status_is_that_of_the_first_failure(program, tmp_path):
@@ -117,7 +121,9 @@ def test_the_exit_status_is_that_of_the_first_failure(program, tmp_path):
 def test_a_killed_rank_is_named_with_its_signal(program, tmp_path, capfd):
     module = program("os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)")
     assert launch_local(module, [], 2, tmp_path / "logs") == 128 + signal.SIGKILL
-    assert "Rank 1 failed first (ended by SIGKILL)" in capfd.readouterr().err
+    headline = f"rank 1 on {platform.node()} was killed by SIGKILL"
+    assert f"First cause: {headline} (exit status 137)" in capfd.readouterr().err
+    assert json.loads((tmp_path / "logs/failure.json").read_text())["headline"] == headline
 
 
 def test_a_rank_that_does_not_heed_sigterm_and_the_children_of_a_failed_one_are_killed(
@@ -138,38 +144,79 @@ def test_a_rank_that_does_not_heed_sigterm_and_the_children_of_a_failed_one_are_
     wait_for(lambda: all(is_gone(pid) for pid in pids(tmp_path, 2)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_stop_signal_reaches_every_rank_which_may_end_well(program, tmp_path, number):
-    program(f"""
-        asked = []
-        signal.signal({int(number)}, lambda *_: asked.append(1))
-        (notes / f"pid_{{rank}}").write_text(f"{{os.getpid()}}.")
-        while not asked:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        (notes / f"saved_{{rank}}").touch()
-    """)
+STOPPABLE = """
+    from mcore_rl.backend.launcher import STOPPING, TRAINING, note_stage
+    asked = []
+    signal.signal({number}, lambda *_: asked.append(1))
+    note_stage(TRAINING)
+    (notes / f"pid_{{rank}}").write_text(f"{{os.getpid()}}.")
+    while not asked:
+        time.sleep(0.01)
+    note_stage({stage})
+    time.sleep(0.2)
+    (notes / f"saved_{{rank}}").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "stage", "status"),
+    [
+        (signal.SIGTERM, "STOPPING", 0),
+        (signal.SIGUSR1, "STOPPING", 0),
+        (signal.SIGINT, "STOPPING", 130),
+        (signal.SIGINT, "TRAINING", 0),  # it came after the last step
+    ],
+)
+def test_a_stop_signal_reaches_every_rank_that_trains_and_it_may_save(
+    program, tmp_path, number, stage, status
+):
+    program(STOPPABLE.format(number=int(number), stage=stage))
     process = start_launcher(tmp_path, 2)
     pids(tmp_path, 2)
     process.send_signal(number)
-    process.communicate(timeout=20)
-    assert process.returncode == 0
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == status, errors.decode()
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
+    expected = ["Ctrl-C: the step is finished and saved; press it again to end at once, without saving."]
+    expected += ["Stopped by Ctrl-C, and saved. The same command goes on from there."] if status else []
+    assert errors.decode().splitlines() == (expected if number == signal.SIGINT else [])
 
 
 def test_a_second_interrupt_does_not_wait_for_the_ranks(program, tmp_path):
     program("""
+        from mcore_rl.backend.launcher import TRAINING, note_stage
         signal.signal(signal.SIGINT, lambda *_: (notes / f"heard_{rank}").touch())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note_stage(TRAINING)
         (notes / f"pid_{rank}").write_text(f"{os.getpid()}.")
         time.sleep(60)
     """)
     process = start_launcher(tmp_path, 1)
-    pids(tmp_path, 1)
+    ranks = pids(tmp_path, 1)
     process.send_signal(signal.SIGINT)
     wait_for(lambda: (tmp_path / "heard_0").exists())
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    assert process.returncode == 130
+    _, errors = process.communicate(timeout=4)
+    assert process.returncode == 130 and is_gone(ranks[0])
+    assert errors.decode().splitlines()[1:] == [
+        "Ended at once. The same command goes on from the last complete checkpoint."
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_starting_a_signal_ends_the_ranks_at_once_without_traceback(program, tmp_path, number):
+    program("""
+        (notes / f"pid_{rank}").write_text(f"{os.getpid()}.")
+        time.sleep(60)
+    """)
+    process = start_launcher(tmp_path, 2)
+    ranks = pids(tmp_path, 2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=4)
+    assert process.returncode == 128 + number and all(is_gone(pid) for pid in ranks)
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    said = f"{name} while starting: ended at once, nothing was trained that could be lost.\n"
+    assert errors.decode() == said
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path):

@@ -1,14 +1,14 @@
 """A process that gets nowhere ends, and says where it was; one that is merely suspended does not."""
 
-import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from mcore_rl.backend.launcher import FAILURE_FILE
+from mcore_rl.backend.failures import FAILURES, first_cause
 from mcore_rl.errors import HUNG_STATUS
 
 LIMIT_S = 1.0
@@ -40,7 +40,7 @@ def started(tmp_path: Path, limit_s: float, beats: int, end: str) -> "subprocess
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {FAILURE_FILE: str(tmp_path / "failure.json")},
+        env=os.environ | {FAILURES: str(tmp_path)},
     )
     assert process.stdout is not None and process.stdout.readline() == "started\n"
     return process
@@ -53,8 +53,9 @@ def test_a_process_that_hangs_says_where_and_ends_with_its_own_status(tmp_path: 
     assert process.returncode == HUNG_STATUS
     assert time.monotonic() - since > 1.4 + LIMIT_S, "beats were not heard"
     assert "never_returns" in errors and "Rank 3 finished nothing in 1 s" in errors
-    rank, status, words = json.loads((tmp_path / "failure.json").read_text())
-    assert (rank, status) == (3, HUNG_STATUS) and "never_returns" in words
+    cause = first_cause(tmp_path)
+    assert (cause.rank, cause.status) == (3, HUNG_STATUS) and "never_returns" in cause.text
+    assert cause.headline.startswith(f"rank 3 on {platform.node()} finished nothing in 1 s (train.hang_s)")
 
 
 def test_a_process_that_beats_or_has_no_limit_leaves_well(tmp_path: Path) -> None:

@@ -1,0 +1,187 @@
+"""Causes of a run's failure: each rank that knows of one writes a file, and the first of the gravest is the run's.
+
+The files are `<order>-<time>-<rank>.json` in one folder that all ranks see, so that the first name in alphabetical
+order is the first cause; `publish` copies it to failure.json beside that folder. Imports no torch: launchers use it.
+"""
+
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from mcore_rl.files import write_atomically
+
+FAILURES = "MCORE_RL_FAILURES"
+"""Environment variable with the folder of the causes; unset: nobody collects them."""
+HEADLINE_LENGTH = 500
+VERBS = ("was ", "is gone ", "gives no ", "finished ", "ended ")
+"""Beginnings of causes that make a sentence with the rank as its subject; another is an error's own text."""
+GIB = 2**30
+
+
+class Order(IntEnum):
+    """Rank of a kind of cause: one of a smaller value explains those of larger values."""
+
+    CAUSE = 0
+    """An error of the rank's own, or a signal that ended it. Among these the earliest is the cause."""
+    CONSEQUENCE = 1
+    """A hang, a silence, SIGABRT: often because of another rank. NCCL's watchdog, for one, aborts a rank that has lost
+    its peer."""
+    LOST_PEER = 2
+    """An error of communication: a rank on the other end is gone."""
+    STATUS = 3
+    """An exit status without a message, as of a rank that gave way to another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One rank's cause for the end of its run."""
+
+    headline: str
+    """One line that names rank, host and cause; the same in the job's log, `mcore-rl jobs` and the report."""
+    rank: int
+    host: str
+    status: int
+    """Exit status of the rank; 128 + the number of the signal that ended it."""
+    order: int
+    text: str
+    """Traceback or message; its first line is the headline's cause."""
+
+
+def rank_failure(
+    rank: int, status: int, cause: str, text: str = "", order: Order = Order.CAUSE, host: str = ""
+) -> Failure:
+    """Return the failure of a rank of this host (or of `host`), whose cause is one line, or becomes one."""
+    host = host or platform.node()
+    line = " ".join(cause.split())
+    line = line if len(line) <= HEADLINE_LENGTH else line[: HEADLINE_LENGTH - 3] + "..."
+    headline = f"rank {rank} on {host}{' ' if cause.startswith(VERBS) else ': '}{line}"
+    return Failure(
+        headline=headline, rank=rank, host=host, status=status, order=int(order), text=text or cause
+    )
+
+
+def rank_death(rank: int, number: int, oom: "OomKills | None" = None) -> Failure:
+    """Return the failure of a rank that signal `number` ended, with what `oom` has counted since it was made."""
+    reason = oom.explain() if oom is not None and number == signal.SIGKILL else ""
+    order = Order.CONSEQUENCE if number == signal.SIGABRT else Order.CAUSE
+    return rank_failure(rank, 128 + number, f"was killed by {signal_name(number)}{reason}", order=order)
+
+
+def signal_name(number: int) -> str:
+    """Return SIGKILL for 9; a real-time signal, which has no name, as its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
+    """Write the cause to `folder`, by default that where the launcher collects them.
+
+    Returns:
+        The file; None where nobody collects, or nothing can be written: the error itself is on stderr in any case.
+    """
+    folder = folder or _collected_in()
+    if folder is None:
+        return None
+    path = folder / f"{failure.order}-{time.time():.3f}-{failure.rank}.json"
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Keys on lines of their own, the headline first: the job script reads it with sed.
+        write_atomically(path, json.dumps(asdict(failure), indent=1, ensure_ascii=False) + "\n")
+        return path
+    return None
+
+
+def has_noted(rank: int, folder: Path | None = None) -> bool:
+    """Return whether `rank` has written a cause to `folder`, by default that where the launcher collects them."""
+    folder = folder or _collected_in()
+    return folder is not None and any(folder.glob(f"[0-9]-*-{rank}.json"))
+
+
+def first_cause(folder: Path) -> Failure | None:
+    """Return the first of the gravest causes that ranks have written; None where there is none."""
+    return next(_causes(folder), None)
+
+
+def publish(folder: Path) -> None:
+    """Copy the first cause to failure.json beside `folder`."""
+    if cause := first_cause(folder):
+        write_atomically(
+            folder.parent / "failure.json", json.dumps(asdict(cause), indent=1, ensure_ascii=False)
+        )
+
+
+def _collected_in() -> Path | None:
+    folder = os.environ.get(FAILURES)
+    return Path(folder) if folder else None
+
+
+def _causes(folder: Path) -> Iterator[Failure]:
+    for path in sorted(folder.glob("[0-9]-*.json")):
+        with suppress(OSError, ValueError, TypeError):  # withdrawn, or torn by a full disk
+            yield Failure(**json.loads(path.read_text(encoding="utf-8")))
+
+
+class OomKills:
+    """Count of processes that the kernel's out-of-memory killer has ended in this process's cgroup since now."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._file, self._limit = _memory_files(root)
+        self._before = self._count()
+
+    def explain(self) -> str:
+        """Return the end of a sentence on a process that was killed: empty where memory was not the reason."""
+        if self._count() <= self._before:
+            return ""
+        limit = _number(self._limit)
+        most = f"the cgroup's limit is {limit / GIB:.1f} GiB, " if limit else ""
+        return f", out of memory ({most}oom_kill in {self._file})"
+
+    def _count(self) -> int:
+        with suppress(OSError, ValueError):
+            for line in self._file.read_text(encoding="ascii").splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+        return 0
+
+
+def _memory_files(root: Path) -> tuple[Path, Path]:
+    """Return the files that count this cgroup's out-of-memory kills and that hold its limit.
+
+    cgroup v2 has memory.events and memory.max; v1 memory.oom_control and memory.limit_in_bytes; outside of any cgroup
+    the whole machine counts in /proc/vmstat.
+    """
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                folder, events, limit = root / "sys/fs/cgroup", "memory.events", "memory.max"
+            elif "memory" in controllers.split(","):
+                folder, events, limit = (
+                    root / "sys/fs/cgroup/memory",
+                    "memory.oom_control",
+                    "memory.limit_in_bytes",
+                )
+            else:
+                continue
+            folder /= path.lstrip("/")
+            if (folder / events).exists():
+                return folder / events, folder / limit
+    return root / "proc/vmstat", root / "nowhere"
+
+
+def _number(path: Path) -> int | None:
+    """Return the limit in a file of a cgroup; None for `max`, and for v1's largest number, which stand for no limit."""
+    with suppress(OSError, ValueError):
+        value = int(path.read_text(encoding="ascii"))
+        return value if value < 1 << 60 else None
+    return None

@@ -1,0 +1,99 @@
+"""A rank of a job below a small process that outlives it and records how it died.
+
+    python -m mcore_rl.backend.rank_process mcore_rl.run.pretrain CONFIG.toml key=value ...
+
+A rank that SIGKILL, SIGSEGV or the out-of-memory killer ends cannot say so itself, and its launcher knows nothing of
+other nodes: the first error in a log is then that of an innocent rank, which has lost its peer. Imports no torch.
+"""
+
+import ctypes
+import os
+import resource
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from mcore_rl.backend.failures import OomKills, Order, has_noted, note_failure, rank_death, rank_failure
+from mcore_rl.backend.launcher import FORWARDED, PR_SET_PDEATHSIG, raise_open_files, rank_of_launcher
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run module `argv[0]` with the arguments that follow, in a child; end as the child ends, and record a failure."""
+    rank, oom = rank_of_launcher(), OomKills()
+    raise_open_files()
+    # Until both sides have their handlers: a signal in between would end one of them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _be_the_rank(parent, rank, argv)
+    asked: list[int] = []
+
+    def forward(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        # A rank that was asked to end before it could listen has not failed.
+        if -code not in asked:
+            note_failure(rank_death(rank, -code, oom))
+        _end_by(-code)
+    if code and not has_noted(rank):
+        note_failure(rank_failure(rank, code, f"ended with status {code}", order=Order.STATUS))
+    return code
+
+
+def _be_the_rank(parent: int, rank: int, argv: Sequence[str]) -> None:
+    """Run the module as `python -m` does and end; an error that nobody has handled is recorded, then raised."""
+    _die_with(parent)
+    for number in FORWARDED:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    sys.argv[1:] = argv[1:]
+    try:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    finally:
+        _note_unforeseen(rank, sys.exception())
+    sys.exit(0)
+
+
+def _note_unforeseen(rank: int, error: BaseException | None) -> None:
+    """Record an error that nobody has handled, as one of an import; Ctrl-C ends the rank without a traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        sys.stderr.write(f"Rank {rank} was interrupted.\n")
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGINT)
+    if error is not None and not isinstance(error, SystemExit):
+        cause = f"{type(error).__name__}: {error}"
+        text = "".join(traceback.format_exception(error)).rstrip()
+        note_failure(rank_failure(rank, 1, cause, f"{cause}\n{text}"))
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end the rank when the process above it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _end_by(number: int) -> None:
+    """End this process by the signal that ended the rank, so that torchrun and srun name it too; without a core."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
