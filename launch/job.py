@@ -3,7 +3,8 @@
 `render(JobScript(...))` returns a plain bash script; launch/templates/job.sbatch.j2 is the place to read what it does.
 The job writes to the run's folder:
 
-logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failure.json: one folder per attempt
+logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failures/ of ranks, failure.json (the first cause),
+                            srun.log: one folder per attempt
 logs/<job>.tries            number of starts in a row without a new checkpoint
 logs/holder                 id of the job that runs
 attempts.jsonl              a line at the start and at the end of every attempt: see ATTEMPT_FIELDS
@@ -65,7 +66,9 @@ ATTEMPT_FIELDS = (
     "nodes",  # as Slurm writes them: n[1-4]
     "step",  # of the last complete checkpoint
     "status",  # at the end: of srun; null where the program did not start
-    "why",  # at the end, the reason: finished, limit, term, stop, crash, hang, refused, unfit, ended, lost, in_use
+    # at the end, the reason: finished, limit, preempted, term, stop, crash, hang, refused, unfit, ended, lost, in_use
+    "why",
+    "cause",  # at the end, the first cause of a failure: the headline of failure.json
     "then",  # at the end: "requeue", "orphan" (Slurm had ended the attempt) or the script's exit status
     "cause",  # at the end: one line on what was wrong, where the script knows; else empty
 )

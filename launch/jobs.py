@@ -106,7 +106,8 @@ def _why(run: Path, job: slurm.QueuedJob | None, attempts: Sequence[dict[str, ob
     last = attempts[0] if attempts else {}
     if job and job.state == "RUNNING" and last.get("event") == "start":
         last = next((entry for entry in attempts if entry.get("event") == "end"), {})
-        return f"before: {last['why']} at step {last.get('step')}" if last else ""
+        cause = f": {last['cause']}," if last.get("cause") else ""
+        return f"before: {last['why']}{cause} at step {last.get('step')}" if last else ""
     if last.get("event") == "end":
         cause = f"{last['cause']}; " if last.get("cause") else ""
         reasons.append(f"{last.get('why')}: {cause}{_consequence(str(last.get('then')))}")

@@ -1,6 +1,7 @@
 """The interface for Python programs: trainings, their metrics, conversions. docs/api.md lists what is stable."""
 
 import importlib
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         if -code not in asked:
             note_failure(rank_death(rank, -code, oom))
         _end_by(-code)
-    if code and not has_noted(rank):
+    if code and code - 128 not in asked and not has_noted(rank):
         note_failure(rank_failure(rank, code, f"ended with status {code}", order=Order.STATUS))
     return code
 

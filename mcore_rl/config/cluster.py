@@ -107,8 +107,10 @@ class ChecksConfig(Section):
 class SurvivalConfig(Section):
     """Restarts of a job over time limits and failures."""
 
-    starter: Literal["torchrun", "srun"] = "torchrun"
-    """Program that starts ranks; `torchrun`: one task per node, which starts its ranks; `srun`: one task per rank."""
+    starter: Literal["torchrun", "srun"] = "srun"
+    """Program that starts ranks; `srun`: one task per rank, which has all of a preemption's grace time to save;
+    `torchrun`: one task per node, which starts its ranks, and kills them signal_s seconds after a preemption (after 30
+    s where torch has no `--shutdown-timeout`)."""
     signal_s: PositiveInt = 600
     """Seconds before the time limit at which the run is asked to save; it should be more than a step and a save
     take."""

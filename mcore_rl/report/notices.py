@@ -39,15 +39,16 @@ def notices(run: RunRecord) -> list[Notice]:
 
 
 def _failures(run: RunRecord) -> Iterator[Notice]:
-    """Yield an error for each attempt whose launcher recorded a failure."""
+    """Yield an error for each attempt whose launcher recorded a failure; the file was once [rank, status, text]."""
     for path in sorted((run.path / "logs").glob("*/failure.json")):
         try:
-            rank, status, text = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         except ValueError:
             continue  # The launcher was killed while it wrote: the file holds nothing.
-        yield Notice(
-            "error", f"attempt {path.parent.name}: rank {rank} failed with status {status}", str(text)
-        )
+        if isinstance(found, list):
+            rank, status, text = found
+            found = {"headline": f"rank {rank} failed with status {status}", "text": text}
+        yield Notice("error", f"attempt {path.parent.name}: {found['headline']}", str(found["text"]))
 
 
 def _state(run: RunRecord) -> Iterator[Notice]:

@@ -65,6 +65,37 @@ def test_a_second_run_does_not_write_to_the_folder_of_a_living_one(
     assert first.wait(timeout=30) == 0
 
 
+def test_ctrl_c_saves_and_while_starting_ends_at_once_both_without_a_traceback(
+    config_file: Path, tmp_path: Path
+) -> None:
+    words = command("pretrain", config_file, "train.steps=2000", "checkpoint.interval=none")
+    starting, training = interruptible(words), interruptible([*words, f"run_dir={tmp_path}/saved"])
+    for run_dir, run in ((tmp_path / "run", starting), (tmp_path / "saved", training)):
+        wait_for(run_dir / "logs/0/rank_1.log", run)
+        if run is training:
+            wait_for_step(run_dir, 3, run)
+        run.send_signal(signal.SIGINT)
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode == 130 and "Traceback" not in output, output
+        if run is starting:
+            assert output == "Ctrl-C while starting: ended at once, nothing was trained that could be lost.\n"
+    saved = max(losses(tmp_path / "saved"))
+    assert (tmp_path / f"saved/checkpoints/iter_{saved:07d}").exists()
+    last = "Stopped by Ctrl-C, and saved. The same command goes on from there."
+    assert output.splitlines()[-1] == last and f"stopping after step {saved}: SIGINT came" in output
+
+
+def interruptible(words: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path: Path, run: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def started(words: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -74,7 +105,7 @@ def ranks_of(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return sorted(psutil.Process(run.pid).children(), key=lambda child: int(child.environ()["RANK"]))
 
 
-def wait_for_step(run_dir: Path, step: int, run: subprocess.Popen[bytes]) -> None:
+def wait_for_step(run_dir: Path, step: int, run: "subprocess.Popen[bytes] | subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + 120
     metrics = run_dir / "metrics.jsonl"
     while not metrics.exists() or f'"step": {step},' not in metrics.read_text():

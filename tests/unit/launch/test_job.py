@@ -1,11 +1,13 @@
 """What cannot be a job script is refused, all of it at once; times are read as sbatch reads them."""
 
+import json
 import re
+import subprocess
 
 import pytest
 
 from launch.job import MEANING, STATUS, TEMPLATE, TEMPLATES, Component, JobScript, render, seconds_of
-from mcore_rl.backend.launcher import FAILURE_FILE
+from mcore_rl.backend.failures import FAILURES, Order, note_failure, rank_death, rank_failure
 from mcore_rl.errors import HUNG_STATUS, ConfigError
 
 JOB = {
@@ -47,9 +49,9 @@ def test_all_that_is_wrong_is_told_at_once():
     assert len(str(error.value).splitlines()) == 6
 
 
-def test_the_script_knows_the_failure_file_and_the_status_of_a_hung_rank():
+def test_the_script_knows_the_folder_of_causes_and_the_status_of_a_hung_rank():
     script = render(JobScript(**JOB))
-    assert f"{FAILURE_FILE}=$log/failure.json" in script
+    assert f"{FAILURES}=$log/failures" in script
     assert re.search(rf"^  {HUNG_STATUS}\) back_or_give_up hang", script, re.MULTILINE)
 
 
@@ -64,3 +66,19 @@ def test_words_reach_the_program_as_they_are():
     script = render(JobScript(**JOB, environment={"NCCL_DEBUG": "a 'b' $c"}))
     assert "'data.train=['\"'\"'a b'\"'\"']'\n" in script
     assert "export NCCL_DEBUG='a '\"'\"'b'\"'\"' $c'\n" in script
+
+
+def test_the_script_reads_headline_and_status_of_the_first_cause_whatever_is_in_them(tmp_path):
+    script = render(JobScript(**JOB))
+    start = script.index('causes=("$log"')
+    reader = script[start : script.index('if [ -n "$why" ]', start)]
+    folder = tmp_path / "failures"
+    note_failure(rank_failure(0, 1, "RuntimeError: Connection closed by peer", order=Order.LOST_PEER), folder)
+    note_failure(rank_failure(3, 7, 'KeyError: "C:\\temp\\é"', "long\ntext", host="n2"), folder)
+    note_failure(rank_death(2, 9), folder)
+    shell = f'log={tmp_path}\nmessage() {{ echo "$@"; }}\n{reader}\nprintf "%s\\n" "$failed_with" "$cause"'
+    printed = subprocess.run(["bash", "-uc", shell], capture_output=True, text=True, check=True).stdout
+    headline = 'rank 3 on n2: KeyError: "C:\\temp\\é"'
+    first, status, cause = printed.splitlines()
+    assert (first, status, cause) == (f"first cause: {headline}", "7", headline)
+    assert json.loads((tmp_path / "failure.json").read_text())["text"] == "long\ntext"

@@ -124,6 +124,16 @@ def test_the_reason_of_the_end_is_the_meaning_of_its_exit_status(run, slurm, cap
     assert listed(capsys)["a"]["why"].startswith("crash: gave up: attempts without a new checkpoint")
 
 
+def test_the_first_cause_of_a_failure_is_in_the_line_of_its_run(run, slurm, capsys):
+    cause = 'rank 1 on n2: ValueError: "boom"'
+    run.attempt("start")
+    run.attempt("end", why="crash", then="requeue", status=1, step=5, cause=cause)
+    assert listed(capsys)["a"]["why"] == f"crash: {cause}; requeued"
+    slurm.says("squeue", "12|N/A|RUNNING||n1\n")
+    run.attempt("start", 1)
+    assert listed(capsys)["a"]["why"] == f"before: crash: {cause}, at step 5"
+
+
 def test_an_attempt_that_ended_without_a_record_is_reported(run, slurm, capsys):
     run.attempt("start")
     assert "its last attempt ended without a record" in listed(capsys)["a"]["why"]

@@ -187,6 +187,9 @@ def test_a_run_that_ended_badly_says_how(tmp_path):
     logs = run_dir / "logs" / "0"
     logs.mkdir(parents=True)
     (logs / "failure.json").write_text(json.dumps([1, 137, "out of memory"]))
+    headline = "rank 3 on n2 was killed by SIGKILL"
+    (run_dir / "logs/17.1").mkdir()
+    (run_dir / "logs/17.1/failure.json").write_text(json.dumps({"headline": headline, "text": "its text"}))
     (logs / "rank_0.log").write_text(
         "a.py:3: UserWarning: mind this\n  warn()\na.py:3: UserWarning: mind this\n"
     )
@@ -199,6 +202,7 @@ def test_a_run_that_ended_badly_says_how(tmp_path):
     words = [f"{notice.level}: {notice.text} {notice.detail}".strip() for notice in notices(run)]
     assert words == [
         "error: attempt 0: rank 1 failed with status 137 out of memory",
+        f"error: attempt 17.1: {headline} its text",
         "warning: not done: the last step recorded is 7 of 6",
         "warning: train/loss_nats was not finite in 1 records",
         f"warning: a warning with {HOSTILE}",
