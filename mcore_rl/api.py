@@ -1,7 +1,6 @@
 """The interface for Python programs: trainings, their metrics, conversions. docs/api.md lists what is stable."""
 
 import importlib
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from mcore_rl.config.load import load_config as load_config_file
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import (
+    INTERRUPTED_STATUS,
     CheckpointError,
     ConfigError,
     DataError,
@@ -114,7 +114,7 @@ def train(
     file = log_dir / "config.toml"
     file.write_text(dump_config(loaded), encoding="utf-8")
     status = launch_local(PROGRAMS[program].module, [str(file)], ranks, log_dir)
-    if status == 128 + signal.SIGINT:
+    if status == INTERRUPTED_STATUS:
         raise KeyboardInterrupt
     if status:
         raise TrainingError(

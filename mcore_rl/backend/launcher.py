@@ -30,7 +30,7 @@ from mcore_rl.backend.failures import (
     rank_failure,
     signal_name,
 )
-from mcore_rl.errors import McoreRlError
+from mcore_rl.errors import INTERRUPTED_STATUS, McoreRlError
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.05
@@ -229,7 +229,7 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
             if number == signal.SIGINT and number in passed_on:
                 _write_line("Ended at once. The same command goes on from the last complete checkpoint.")
                 _kill(ranks)
-                return 128 + signal.SIGINT
+                return INTERRUPTED_STATUS
             if not stage.exists():
                 _write_line(
                     f"{_asked_by(number)} while starting: ended at once, nothing was trained that could be lost."
@@ -256,7 +256,7 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
             if signal.SIGINT in passed_on and stage.read_text(encoding="utf-8") == STOPPING:
                 _join_tees(ranks)
                 _write_line("Stopped by Ctrl-C, and saved. The same command goes on from there.")
-                return 128 + signal.SIGINT
+                return INTERRUPTED_STATUS
             return 128 + passed_on[-1] if any(rank.process.returncode for rank in ranks) else 0
         time.sleep(POLL_S)
 
@@ -273,6 +273,7 @@ def _note_the_dead(ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: S
         if rank.is_noted or (code > 0 and has_noted(i, causes)):
             continue
         rank.is_noted = True
+        _join_tees([rank], CLAIM_S)  # a child of the rank may keep its output open
         tail = rank.log.read_text(errors="replace").rstrip().splitlines()[-LOG_TAIL_LINES:]
         if code < 0:
             note_failure(replace(rank_death(i, -code, oom), text="\n".join(tail)), causes)
@@ -298,10 +299,10 @@ def _report(cause: Failure, rank: _Rank) -> None:
     _write_line(f"{text}First cause: {cause.headline} (exit status {cause.status}); its output: {rank.log}")
 
 
-def _join_tees(ranks: Sequence[_Rank]) -> None:
+def _join_tees(ranks: Sequence[_Rank], timeout_s: float = GRACE_S) -> None:
     """Wait until all that ranks have written is on the console."""
     for tee in (tee for rank in ranks for tee in rank.tees):
-        tee.join(timeout=GRACE_S)
+        tee.join(timeout=timeout_s)
 
 
 def _kill(ranks: Sequence[_Rank]) -> None:

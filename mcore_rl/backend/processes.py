@@ -64,7 +64,7 @@ class _Alone(AbstractContextManager[None]):
         if error is None or isinstance(error, SystemExit):
             return
         if isinstance(error, KeyboardInterrupt):
-            sys.stderr.write("Interrupted.\n")
+            sys.stderr.write("interrupted\n")
             raise SystemExit(_status(error)) from None
         note_failure(rank_failure(rank_of_launcher(), _status(error), _cause(error), _text(error)))
         if isinstance(error, McoreRlError):

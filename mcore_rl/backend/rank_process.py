@@ -19,6 +19,7 @@ from types import FrameType
 
 from mcore_rl.backend.failures import OomKills, Order, has_noted, note_failure, rank_death, rank_failure
 from mcore_rl.backend.launcher import FORWARDED, PR_SET_PDEATHSIG, raise_open_files, rank_of_launcher
+from mcore_rl.errors import INTERRUPTED_STATUS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,7 +73,7 @@ def _note_unforeseen(rank: int, error: BaseException | None) -> None:
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write(f"Rank {rank} was interrupted.\n")
         sys.stderr.flush()
-        os._exit(128 + signal.SIGINT)
+        os._exit(INTERRUPTED_STATUS)
     if error is not None and not isinstance(error, SystemExit):
         cause = f"{type(error).__name__}: {error}"
         text = "".join(traceback.format_exception(error)).rstrip()
