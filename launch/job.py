@@ -68,9 +68,8 @@ ATTEMPT_FIELDS = (
     "status",  # at the end: of srun; null where the program did not start
     # at the end, the reason: finished, limit, preempted, term, stop, crash, hang, refused, unfit, ended, lost, in_use
     "why",
-    "cause",  # at the end, the first cause of a failure: the headline of failure.json
     "then",  # at the end: "requeue", "orphan" (Slurm had ended the attempt) or the script's exit status
-    "cause",  # at the end: one line on what was wrong, where the script knows; else empty
+    "cause",  # at the end: one line on what was wrong, of a failed program the headline of failure.json; else empty
 )
 """Keys of a line of attempts.jsonl. When an attempt has several ends (TERM, then the end itself) the last counts."""
 
