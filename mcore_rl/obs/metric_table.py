@@ -112,6 +112,12 @@ METRICS: dict[str, MetricRow] = {
     "policy/ratio_variance": MetricRow("1", MEAN, "Variance of the probability ratio over tokens."),
     "policy/log_ratio_max": MetricRow("nats", MAX, "Log of the largest probability ratio."),
     "policy/log_ratio_min": MetricRow("nats", MIN, "Log of the smallest probability ratio."),
+    "policy/clamped_fraction": MetricRow(
+        "fraction",
+        MEAN,
+        "Tokens whose probability ratio to the old policy, the reference or the rollout is above e^20, or of a "
+        "probability 0: it is bounded there, without gradient.",
+    ),
     "rollout/mismatch_kl_nats": MetricRow(
         "nats/token", MEAN, "KL(rollout policy || old policy), estimator k3: the rollout-training mismatch."
     ),

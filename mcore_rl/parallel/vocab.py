@@ -20,6 +20,8 @@ def gather_logits(logits_BSv: Tensor, tp: Axis) -> Tensor:
     return torch.cat(slices, dim=-1)
 
 
+LOWEST = -1e30
+"""Logit in the place of -inf: its exponential is 0 too, and so are their products."""
 IGNORED_TARGET = -1
 """Target for `logprobs_and_entropy` at positions that need no result."""
 
@@ -124,7 +126,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 grad_Cv.mul_(-grad_logprobs_T[rows_C][:, None])
             else:
                 # dH/dx = -p (log p + H), dlogprob/dx = 1[target] - p.
-                pull_Cv = logprobs_Cv.add_(entropy_C[:, None]).mul_(-grad_entropy_T[rows_C][:, None])
+                pull_Cv = (
+                    logprobs_Cv.clamp_(min=LOWEST)
+                    .add_(entropy_C[:, None])
+                    .mul_(-grad_entropy_T[rows_C][:, None])
+                )
                 if grad_logprobs_T is not None:
                     pull_Cv.sub_(grad_logprobs_T[rows_C][:, None])
                 grad_Cv.mul_(pull_Cv)
@@ -150,6 +156,8 @@ def _local_sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Sh
         scaled_Cv = shard.scaled(logits_Tv, rows_N[chunk])
         column_C, here_C = shard.column_of(targets_T[rows_N[chunk]])
         sums_3N[2, chunk] = scaled_Cv.gather(1, column_C[:, None]).squeeze(1).where(here_C, 0)
+        # A logit of -inf has no probability, and 0 times -inf in the entropy would be NaN.
+        scaled_Cv.clamp_(min=LOWEST)
         highest_N[chunk] = scaled_Cv.amax(dim=1)
         scaled_Cv.sub_(highest_N[chunk, None])
         exponential_Cv = scaled_Cv.exp()

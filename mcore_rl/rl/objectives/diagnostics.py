@@ -8,18 +8,28 @@ from torch import Tensor
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import sequence_sums
-from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
+from mcore_rl.rl.objectives.policy_tokens import (
+    LOG_RATIO_LIMIT,
+    PolicyTokens,
+    TokenLoss,
+    is_beyond_limit,
+    log_difference,
+)
 
 
 def kl_estimate(logprobs_T: Tensor, other_T: Tensor, estimator: str) -> Tensor:
     """Return an estimate of KL(p || q) for each token that p sampled, with d = log q / p: k1 = -d, k2 = d^2 / 2,
-    k3 = e^d - 1 - d (http://joschu.net/blog/kl-approx.html).
+    k3 = e^d - 1 - d (http://joschu.net/blog/kl-approx.html). k3 is computed with d at most LOG_RATIO_LIMIT.
     """
-    difference_T = other_T - logprobs_T
+    difference_T = log_difference(other_T, logprobs_T)
     if estimator == "k1":
         return -difference_T
+    if estimator == "k2":
+        return difference_T.square() / 2
+    # One bound for both terms: with e^d alone bounded, the gradient beyond it would point the other way.
+    difference_T = difference_T.clamp(max=LOG_RATIO_LIMIT)
     # expm1(d) - d: e^d - 1 would lose the small differences of a policy that has hardly moved.
-    return difference_T.square() / 2 if estimator == "k2" else difference_T.expm1() - difference_T
+    return difference_T.expm1() - difference_T
 
 
 @torch.no_grad()
@@ -34,7 +44,9 @@ def update_statistics(
     Returns:
         Sums over trained tokens, to be added up over the world, and values whose maximum over the world is wanted.
     """
-    ratio_minus_1_T = tokens.log_ratio_T.expm1()
+    # In float64 the square of the largest ratio, e^40, loses nothing in the sum.
+    ratio_minus_1_T = tokens.log_ratio_T.double().clamp(max=LOG_RATIO_LIMIT).expm1()
+    beyond_T = is_beyond_limit(tokens.logprobs_T, tokens.old_logprobs_T)
     # A sequence counts 1 / length for each of its tokens, so that it may lie on several ranks.
     share_T = 1.0 / tokens.lengths_N.clamp(min=1)[tokens.sequence_T].double()
     sums = {
@@ -56,11 +68,16 @@ def update_statistics(
         "minus_log_ratio": (untrained_T - tokens.log_ratio_T).max(),
     }
     if tokens.reference_logprobs_T is not None:
+        beyond_T |= is_beyond_limit(tokens.reference_logprobs_T, tokens.logprobs_T)
         sums["kl_reference"] = tokens.total(kl_estimate(tokens.logprobs_T, tokens.reference_logprobs_T, "k3"))
     if tokens.rollout_logprobs_T is not None:
-        difference_T = tokens.old_logprobs_T - tokens.rollout_logprobs_T
-        sums["mismatch_kl"] = tokens.total(difference_T.expm1() - difference_T)
+        difference_T = log_difference(tokens.old_logprobs_T, tokens.rollout_logprobs_T)
+        beyond_T |= is_beyond_limit(tokens.old_logprobs_T, tokens.rollout_logprobs_T)
+        sums["mismatch_kl"] = tokens.total(
+            kl_estimate(tokens.rollout_logprobs_T, tokens.old_logprobs_T, "k3")
+        )
         maxima["mismatch"] = difference_T.abs().where(tokens.mask_T, 0.0).max()
+    sums["clamped"] = tokens.total(beyond_T.double())
     if correction_T is not None:
         sums["correction_masked"] = tokens.total((correction_T == 0).double())
     return sums, maxima
@@ -74,6 +91,7 @@ TOKEN_MEANS = {
     "kl_reference": "policy/kl_reference_nats",
     "clipped_low": "policy/clip_ratio_low",
     "clipped_high": "policy/clip_ratio_high",
+    "clamped": "policy/clamped_fraction",
     "mismatch_kl": "rollout/mismatch_kl_nats",
     "correction_masked": "rollout/importance_sampling_masked_fraction",
 }
@@ -91,7 +109,7 @@ def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> It
     mean = sums["ratio_minus_1"] / count
     yield Metric("policy/ratio_mean", count + sums["ratio_minus_1"], count)
     # Moments about 1, so that the small variance of numbers near 1 is not lost in rounding.
-    yield Metric("policy/ratio_variance", sums["ratio_minus_1_squared"] - count * mean**2, count)
+    yield Metric("policy/ratio_variance", max(0.0, sums["ratio_minus_1_squared"] - count * mean**2), count)
     yield Metric("policy/log_ratio_max", maxima["log_ratio"])
     yield Metric("policy/log_ratio_min", -maxima["minus_log_ratio"])
     if "mismatch" in maxima:

@@ -15,7 +15,12 @@ from mcore_rl.config.rl import Clip, LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import anchored_means
 from mcore_rl.rl.objectives.diagnostics import kl_estimate, update_statistics
-from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
+from mcore_rl.rl.objectives.policy_tokens import (
+    PolicyTokens,
+    TokenLoss,
+    bounded_exp,
+    log_difference,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +63,7 @@ def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip:
     """-min(r A, clip(r) A) (PPO, arXiv 1707.06347); with `dual_clip`, where A < 0, at most -dual_clip A
     (arXiv 1912.09729).
     """
-    ratio_T = log_ratio_T.exp()
+    ratio_T = bounded_exp(log_ratio_T)
     objective_T = torch.minimum(
         ratio_T * advantages_T, ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T
     )
@@ -74,8 +79,9 @@ def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip: Clip, *, dual_clip:
 
 def weighted_logprob(log_ratio_T: Tensor, logprobs_T: Tensor, advantages_T: Tensor, clip: Clip) -> TokenLoss:
     """-sg[clip(r)] A log p: a token outside the clip weighs less but keeps its gradient."""
-    ratio_T = log_ratio_T.detach().exp()
-    loss_T = -ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T * logprobs_T
+    ratio_T = bounded_exp(log_ratio_T.detach())
+    finite_T = logprobs_T.masked_fill(logprobs_T == -torch.inf, 0.0)
+    loss_T = -ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T * finite_T
     # A token without an advantage has no gradient that a clip could change.
     has_signal_T = advantages_T != 0
     return TokenLoss(
@@ -146,10 +152,10 @@ def importance_sampling_weights(tokens: PolicyTokens, config: LossConfig, cp: Ax
     if config.importance_sampling == "none":
         return None
     assert tokens.rollout_logprobs_T is not None, "rl.loss.importance_sampling needs the rollout's logprobs"
-    log_weight_T = (tokens.old_logprobs_T - tokens.rollout_logprobs_T).where(tokens.mask_T, 0.0)
+    log_weight_T = log_difference(tokens.old_logprobs_T, tokens.rollout_logprobs_T).where(tokens.mask_T, 0.0)
     if config.importance_sampling.startswith("sequence"):
         log_weight_T = anchored_means(log_weight_T, tokens.sequence_T, tokens.lengths_N, cp)
-    weight_T = log_weight_T.exp()
+    weight_T = bounded_exp(log_weight_T)
     low, high = config.importance_sampling_low, config.importance_sampling_high
     if config.importance_sampling.endswith("truncate"):
         return weight_T.clamp(max=high)

@@ -3,7 +3,33 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Nats beyond which e^x is not computed: such a ratio, 5e8, is of numbers that have broken down. In float32 e^88.8
+overflows, and its gradient, which a clip multiplies by 0, would be NaN."""
+
+
+def log_difference(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
+    """Return `logprobs - other`, finite: LOG_RATIO_LIMIT with its sign, and no gradient, where one of the two is -inf,
+    and 0 where both are. NaN stays NaN.
+    """
+    both_T = (logprobs_T == -torch.inf) & (other_T == -torch.inf)
+    difference_T = (logprobs_T - other_T).masked_fill(both_T, 0.0)
+    difference_T = difference_T.masked_fill(difference_T == torch.inf, LOG_RATIO_LIMIT)
+    return difference_T.masked_fill(difference_T == -torch.inf, -LOG_RATIO_LIMIT)
+
+
+def bounded_exp(log_ratio_T: Tensor) -> Tensor:
+    """Return e^x, at most e^LOG_RATIO_LIMIT, where it has no gradient."""
+    return log_ratio_T.clamp(max=LOG_RATIO_LIMIT).exp()
+
+
+def is_beyond_limit(logprobs_T: Tensor, other_T: Tensor) -> Tensor:
+    """Return bool `[T]`: where `log_difference` or `bounded_exp` changes `logprobs - other`."""
+    difference_T = logprobs_T - other_T
+    return (difference_T > LOG_RATIO_LIMIT) | (logprobs_T == -torch.inf) | (other_T == -torch.inf)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +62,8 @@ class PolicyTokens:
 
     @property
     def log_ratio_T(self) -> Tensor:
-        """log(policy / old policy) of each token; 0 where nothing is trained."""
-        return (self.logprobs_T - self.old_logprobs_T).where(self.mask_T, 0.0)
+        """log(policy / old policy) of each token, as `log_difference`; 0 where nothing is trained."""
+        return log_difference(self.logprobs_T, self.old_logprobs_T).where(self.mask_T, 0.0)
 
     def total(self, values_T: Tensor) -> Tensor:
         """Return the sum over trained positions."""

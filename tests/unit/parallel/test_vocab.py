@@ -85,3 +85,22 @@ def test_nothing_asked_is_nothing_and_far_logits_do_not_overflow():
     )
     assert far.logprobs_T.tolist() == pytest.approx([-2e4, -1.0986123])
     assert far.entropy_T.tolist() == pytest.approx([0.0, 1.0986123])
+
+
+def test_logits_of_minus_infinity_have_no_probability_and_no_gradient():
+    """The oracle is log_softmax over the finite logits alone."""
+    logits, targets, pull = example()
+    finite = torch.arange(24) % 5 != 3
+    targets = torch.where(finite[targets], targets, 0)
+    with torch.no_grad():
+        logits[:, ~finite] = -torch.inf
+    wanted = by_log_softmax(logits[:, finite], (finite.cumsum(0) - 1)[targets], 24, 0.7)
+    (gradient,) = torch.autograd.grad((wanted[0] * pull[0] + wanted[1] * pull[1]).sum(), logits)
+    got = logprobs_and_entropy(logits, targets, ALONE, vocab_size=24, temperature=0.7, chunk_tokens=4)
+    (got[0] * pull[0] + got[1] * pull[1]).sum().backward()
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12, check_dtype=True)
+    torch.testing.assert_close(logits.grad, gradient, rtol=0, atol=1e-12)
+    impossible = logprobs_and_entropy(
+        logits, torch.full((13,), 3), ALONE, vocab_size=24, temperature=0.7, chunk_tokens=4
+    )
+    assert impossible.logprobs_T.tolist() == [-torch.inf] * 13

@@ -8,7 +8,7 @@ from mcore_rl.config.rl import LossConfig
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.rl.objectives.diagnostics import update_metrics
 from mcore_rl.rl.objectives.losses import policy_loss
-from tests.unit.rl.ragged import ALONE, batch, over_sequences, responses, tokens_of, with_gradient
+from tests.unit.rl.ragged import ALONE, CUT, batch, over_sequences, responses, tokens_of, with_gradient
 
 KINDS = ("grpo", "gspo", "gspo_token", "kimi_k2", "cispo")
 
@@ -363,3 +363,118 @@ def test_a_loss_of_the_users_own_is_treated_like_the_one_it_copies(tmp_path, mon
     same(rows, lambda rows: loss_of(rows, own), lambda rows: loss_of(rows, named), tolerance=0)
     of_named, of_own = (policy_loss(tokens_of(rows), config, ALONE).sums for config in (named, own))
     assert of_named == of_own
+
+
+FAR = 100.0
+"""Nats; e^100 overflows in float32 and is finite in float64, where autograd on the paper's formula is an oracle."""
+BROKEN = {
+    "a clipped ratio": ({"logprobs": FAR}, 1),
+    "a ratio near zero": ({"logprobs": -FAR}, 1),
+    "a ratio near zero of a bad completion": ({"logprobs": -FAR}, -1),
+}
+
+
+def float32(rows):
+    return {name: values if name == "mask" else values.float() for name, values in rows.items()}
+
+
+def broken(changes, sign=1):
+    """A batch of advantages of one sign, in which one trained token has other logprobs by `changes`."""
+    rows = batch(0.1)
+    rows["advantages"] = sign * rows["advantages"].abs()
+    for name, change in changes.items():
+        rows[name] = rows[name].clone()
+        rows[name][2, CUT + 3] += change
+    return rows
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo"])
+def test_a_log_ratio_that_overflows_float32_has_the_value_and_gradient_of_float64(kind, case):
+    changes, sign = BROKEN[case]
+    rows = broken(changes, sign)
+
+    def cispo(response):
+        ratio = torch.exp(response["logprobs"] - response["old_logprobs"]).detach()
+        return -ratio.clamp(0.0, 1.28) * response["advantages"] * response["logprobs"]
+
+    forms = {
+        "grpo": lambda rows: over_sequences(rows, lambda response: grpo_token(response).mean()),
+        "gspo": lambda rows: over_sequences(rows, lambda response: gspo_sequence(response, 3e-4, 4e-4)),
+        "cispo": lambda rows: torch.cat([cispo(response) for response in responses(rows)]).mean(),
+    }
+    wanted, (wanted_gradient, _) = with_gradient(rows, forms[kind])
+    value, (gradient, _) = with_gradient(float32(rows), lambda rows: loss_of(rows, LossConfig(kind=kind)))
+    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
+    torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", [FAR, -FAR])
+@pytest.mark.parametrize("estimator", KL)
+def test_a_kl_that_overflows_float32_is_finite_and_beyond_e20_without_gradient(estimator, side):
+    rows = broken({"reference_logprobs": side})
+    config = LossConfig(kl_coeff=0.3, kl_estimator=estimator)
+    here = (2, CUT + 3)
+
+    def difference(rows):
+        d = rows["reference_logprobs"] - rows["logprobs"]
+        return torch.where(d > 20.0, 20.0, d) if estimator == "k3" else d
+
+    def closed_form(rows):
+        kl = rows | {"kl": KL[estimator](difference(rows))}
+        return over_sequences(kl, lambda response: (grpo_token(response) + 0.3 * response["kl"]).mean())
+
+    wanted, (wanted_gradient, _) = with_gradient(rows, closed_form)
+    value, (gradient, _) = with_gradient(float32(rows), lambda rows: loss_of(rows, config))
+    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
+    torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=1e-4, atol=1e-6)
+    if estimator == "k3" and side < 0:
+        assert gradient[here] > 0, "the pull to the reference stays where the policy is far above it"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    "name", ["rollout_logprobs", "old_logprobs", "logprobs", "reference_logprobs", "all"]
+)
+def test_a_probability_of_zero_costs_its_own_token_only_and_is_counted(kind, sign, name):
+    """The other tokens' gradients are those of a batch in which this token's log-ratio is 20 nats, the limit."""
+    names = (
+        ["rollout_logprobs", "old_logprobs", "logprobs", "reference_logprobs"] if name == "all" else [name]
+    )
+    rows = float32(broken(dict.fromkeys(names, -torch.inf), sign))
+    options = {} if kind == "kimi_k2" else {"importance_sampling": "sequence_truncate"}
+    config = LossConfig(kind=kind, kl_coeff=0.1, **options)
+    value, (gradient, _) = with_gradient(rows, lambda rows: loss_of(rows, config))
+    assert value.isfinite() and gradient.isfinite().all()
+    near = broken({}, sign)
+    here = (2, CUT + 3)
+    # The values that stand for the limit: the same differences to what is finite.
+    others = {"old_logprobs": "logprobs", "logprobs": "old_logprobs", "rollout_logprobs": "old_logprobs"}
+    if len(names) == 1 and name in ("old_logprobs", "rollout_logprobs"):
+        near[name][here] = near[others[name]][here] - 20.0
+        if name == "old_logprobs":
+            near["rollout_logprobs"][here] = near["old_logprobs"][here] + 20.0
+        _, (wanted, _) = with_gradient(near, lambda rows: loss_of(rows, config))
+        wanted[here] = gradient[here].double()
+        torch.testing.assert_close(gradient.double(), wanted, rtol=1e-4, atol=1e-6)
+    result = policy_loss(tokens_of(rows, config.aggregation_in_use), config, ALONE)
+    metrics = reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
+    assert metrics["policy/clamped_fraction"] == pytest.approx(1 / int(rows["mask"].sum()))
+    assert 0 <= metrics["policy/ratio_variance"] < 1e18
+    assert all(abs(value) < 1e18 for value in metrics.values())
+
+
+def test_nothing_is_clamped_in_an_ordinary_batch():
+    result = policy_loss(tokens_of(batch(2.0)), LossConfig(kl_coeff=0.1), ALONE)
+    assert result.sums["clamped"] == 0
+
+
+def test_a_completion_without_a_trained_token_leaves_the_divisor_of_sequence_means():
+    rows = batch()
+    rows["mask"] = rows["mask"].clone()
+    rows["mask"][4] = False
+    trained = [response for response in responses(rows) if len(response["logprobs"])]
+    assert len(trained) == len(rows["mask"]) - 1
+    wanted = torch.stack([grpo_token(response).mean() for response in trained]).mean()
+    assert float(loss_of(rows, LossConfig())) == pytest.approx(float(wanted), abs=1e-12)
