@@ -190,6 +190,11 @@ class JobScript:
             raise ConfigError("\n".join(f"- {violation}" for violation in violations))
 
     @property
+    def done_text(self) -> str:
+        """Content of DONE of a program that is no training, which has no DONE of its own: what has succeeded."""
+        return f"mcore-rl {shlex.join(self.arguments)}"
+
+    @property
     def tasks_per_node(self) -> int:
         """Number of tasks that srun starts on each node."""
         return self.ranks_per_node if self.starter == "srun" else 1

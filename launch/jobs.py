@@ -14,8 +14,12 @@ from mcore_rl.errors import ConfigError
 
 TAIL_BYTES = 1_000_000
 """Size of the end of metrics.jsonl that is read; tables of the experts' load are long lines."""
+SLURM_S = 5.0
+"""Time in which Slurm must answer; the folders are shown without it."""
 LEVELS = 3
 """Depth to which folders are searched for runs."""
+NOT_STARTED = "not started"
+"""First words on a job that never ran because a stage before it failed."""
 COLUMNS = ("run", "job", "state", "attempts", "step", "tokens/s/rank", "checkpoint", "age", "nodes", "why")
 
 
@@ -48,11 +52,11 @@ def main(args: argparse.Namespace) -> int:
             f"{folders}: no run in it was launched. Name the run_dir of one, or a folder of them."
         )
     latest = {run: entry for run in runs if (entry := _latest(run)) is not None}
-    queued = {}
-    if slurm.has("squeue"):
-        queued = slurm.in_queue(list(dict.fromkeys(entry.job for entry in latest.values())))
-    else:
-        sys.stderr.write("squeue is not on the PATH: states come from the runs' folders alone\n")
+    queued = None
+    try:
+        queued = slurm.in_queue(list(dict.fromkeys(entry.job for entry in latest.values())), SLURM_S)
+    except slurm.SlurmError as error:
+        sys.stderr.write(f"{error} States come from the runs' folders alone.\n")
     rows = [_row(status_of(run, entry, queued)) for run, entry in latest.items()]
     sys.stdout.write("\n".join(table([COLUMNS, *rows])) + "\n")
     return 0
@@ -70,8 +74,11 @@ def found_runs(path: Path) -> Iterator[Path]:
             yield from (sorted(elements) if is_array else ()) or [run]
 
 
-def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.QueuedJob]) -> RunStatus:
-    """Return the state of a run from Slurm and from its folder; `queued` are the jobs that wait or run, by id."""
+def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.QueuedJob] | None) -> RunStatus:
+    """Return the state of a run from Slurm and from its folder.
+
+    `queued` are the jobs that wait or run, by id; None where Slurm does not answer: it is not asked again then.
+    """
     attempts = list(tail(run / "attempts.jsonl", TAIL_BYTES))
     if not submission.array:
         attempts = [entry for entry in attempts if str(entry.get("job")) == submission.job]
@@ -82,29 +89,66 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
     metrics = list(tail(run / "metrics.jsonl", TAIL_BYTES))
     is_element = submission.array and run.name.isdecimal()
     name = f"{submission.job}_{run.name}" if is_element else submission.job
-    job = queued.get(name) or (slurm.ended(name) if slurm.has("scontrol") else None)
+    job = None if queued is None else queued.get(name) or slurm.ended(name)
     newest = max((_number(entry, "time") or 0 for entry in metrics[:1] + attempts[:1]), default=0)
     return RunStatus(
         run=str(run),
         job=name,
-        state="DONE" if done(run) else (job.state if job else "ended"),
+        state="DONE" if done(run) else _state(job, attempts, is_asked=queued is not None),
         attempts=sum(entry.get("event") == "start" for entry in attempts),
         step=_first(metrics, "step"),
         tokens_per_s_per_rank=_first(metrics, "train/tokens_per_s_per_rank"),
         checkpoint=last_step(run),
         age_s=datetime.now(UTC).timestamp() - newest if newest else None,
         nodes=(job.nodes if job else "") or str(attempts[0].get("nodes", "") if attempts else ""),
-        why=_why(run, job, attempts),
+        why=done(run)
+        or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued)),
     )
 
 
-def _why(run: Path, job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]]) -> str:
-    """Return why a run waits or ended; for a job that was requeued and runs, how the attempt before ended."""
-    if done_text := done(run):
-        return done_text
-    reasons = [job.reason] if job and job.reason else []
+def _state(job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], *, is_asked: bool) -> str:
+    """Return the job's state in Slurm's word; where Slurm does not answer, what the folder tells."""
+    if job:
+        return job.state
     last = attempts[0] if attempts else {}
-    if job and job.state == "RUNNING" and last.get("event") == "start":
+    if is_asked or (last.get("event") == "end" and last.get("then") != "requeue"):
+        return "ended"
+    return {"start": "started", "end": "requeued"}.get(str(last.get("event")), "submitted")
+
+
+def _stage_before(
+    submission: Submission, job: slurm.QueuedJob | None, queued: Mapping[str, slurm.QueuedJob] | None
+) -> str:
+    """Return why a job that has not started waits, or why it never will: a stage of its pipeline has failed."""
+    own = job.reason if job else ""
+    run = Path(submission.after)
+    before = [entry for entry in submissions(run) if f":{entry.job}" in submission.dependency]
+    if not submission.after or not before:
+        return own
+    stage = status_of(run, before[-1], queued)
+    if stage.state == "DONE":
+        return own
+    name = f"{before[-1].name} (job {stage.job}, {run})"
+    if stage.state in slurm.ALIVE or stage.state in ("submitted", "started", "requeued"):
+        return f"waits for {name}"
+    if stage.why.startswith(NOT_STARTED):  # the stage that failed is further ahead
+        return stage.why
+    return (
+        f"{NOT_STARTED}: {name} {stage.state}{stage.why and ', '}{stage.why}. Mend that and launch the pipeline again: "
+        "finished stages are skipped"
+    )
+
+
+def _why(
+    job: slurm.QueuedJob | None,
+    attempts: Sequence[dict[str, object]],
+    queued: Mapping[str, slurm.QueuedJob] | None,
+) -> str:
+    """Return why a run waits or ended; for a job that was requeued and runs, how the attempt before ended."""
+    reasons = [job.reason] if job and job.reason else []
+    last = attempts[0]
+    may_run = job.state == "RUNNING" if job else queued is None
+    if may_run and last.get("event") == "start":
         last = next((entry for entry in attempts if entry.get("event") == "end"), {})
         cause = f": {last['cause']}," if last.get("cause") else ""
         return f"before: {last['why']}{cause} at step {last.get('step')}" if last else ""

@@ -137,7 +137,7 @@ def plan_conversion(
         name=options.name or _name("convert", run_dir),
         program="convert",
         module="mcore_rl.run.cli",
-        arguments=("convert", *stage.arguments),
+        arguments=_conversion(stage),
         run_dir=str(run_dir),
         is_training=False,
         starter="once",
@@ -145,11 +145,19 @@ def plan_conversion(
         **_placement(cluster, options, folder, stage.gpus),
     )
     files = {"cluster.toml": dump_config(cluster)}
-    line = f"mcore-rl convert {shlex.join(stage.arguments)}"
-    checked = Checked(lines=(line,), warnings=tuple(absent) if allowances.absent else ())
+    checked = Checked(lines=(conversion_text(stage),), warnings=tuple(absent) if allowances.absent else ())
     return PlannedJob(
         program="convert", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
     )
+
+
+def conversion_text(stage: ConversionStage) -> str:
+    """Return the command of a conversion, which its job writes to DONE in the end."""
+    return f"mcore-rl {shlex.join(_conversion(stage))}"
+
+
+def _conversion(stage: ConversionStage) -> tuple[str, ...]:
+    return ("convert", *stage.arguments)
 
 
 def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: int) -> dict[str, Any]:

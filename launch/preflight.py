@@ -61,6 +61,7 @@ def check_training(
             *(() if allowances.force else _too_large(memory, cluster)),
             *(() if allowances.absent else missing),
             *folder_violations(Path(config.run_dir)),
+            *_done_violations(Path(config.run_dir)),
             *environment_file_violations(cluster, Path(config.run_dir)),
         ]
     )
@@ -117,12 +118,16 @@ def folder_violations(run_dir: Path) -> Iterator[str]:
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         yield f'run_dir="{run_dir}" cannot be written: {existing} is no folder that you may write to. Choose another.'
+    yield from in_use_violations(run_dir)
+
+
+def _done_violations(run_dir: Path) -> Iterator[str]:
+    """Yield a sentence when the training of this folder has ended."""
     if done_text := records.done(run_dir):
         yield f'run_dir="{run_dir}": {done_text}. Delete its DONE and raise train.steps to train on, or choose another.'
-    yield from _in_use(run_dir)
 
 
-def _in_use(run_dir: Path) -> Iterator[str]:
+def in_use_violations(run_dir: Path) -> Iterator[str]:
     """Yield a sentence for each job that waits or runs for the same folder: submitted for it, or named by its fence."""
     jobs = dict.fromkeys([entry.job for entry in records.submissions(run_dir)])
     if writer := records.writing_job(run_dir):

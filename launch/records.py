@@ -36,6 +36,8 @@ class Submission:
     """Commit of the code, or version of the installed package."""
     array: str = ""
     dependency: str = ""
+    after: str = ""
+    """Folder of the run of the pipeline's stage before, whose job `dependency` names; empty for none."""
 
 
 def next_folder(run_dir: Path) -> Path:

@@ -87,14 +87,14 @@ def cancel(job: str) -> None:
     _ask(["scancel", job])
 
 
-def in_queue(jobs: Sequence[str]) -> dict[str, QueuedJob]:
+def in_queue(jobs: Sequence[str], timeout_s: float = TIMEOUT_S) -> dict[str, QueuedJob]:
     """Return the jobs among `jobs` that wait or run, by id; also elements of arrays that Slurm lists, as 12_3."""
     if not jobs:
         return {}
     layout = SEPARATOR.join(("%F", "%K", "%T", "%r", "%N"))
     command = ["squeue", "--noheader", "--format", layout, "--jobs", ",".join(jobs)]
     try:
-        answer = _ask(command)
+        answer = _run(command, timeout_s=timeout_s).stdout
     except SlurmError as error:
         if "Invalid job id" in str(error):  # none of them is known any more
             return {}
@@ -166,7 +166,9 @@ def _ask(command: Sequence[str]) -> str:
     return _run(command).stdout
 
 
-def _run(command: Sequence[str], text: str | None = None) -> "subprocess.CompletedProcess[str]":
+def _run(
+    command: Sequence[str], text: str | None = None, timeout_s: float = TIMEOUT_S
+) -> "subprocess.CompletedProcess[str]":
     """Run a command with `text` as its standard input; SlurmError with its own message when it fails."""
     if not has(command[0]):
         raise SlurmError(
@@ -180,12 +182,12 @@ def _run(command: Sequence[str], text: str | None = None) -> "subprocess.Complet
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise SlurmUnreachableError(
-            f"{command[0]} has not answered for {TIMEOUT_S} s. Try again later."
+            f"{command[0]} has not answered for {timeout_s:g} s. Try again later."
         ) from None
     if done.returncode:
         message = " ".join(done.stderr.split()) or f"status {done.returncode}"

@@ -15,9 +15,9 @@ from launch import slurm
 from launch.arguments import PIPELINE
 from launch.code_copy import Code, copy_code, refuse_changes, this_code
 from launch.job import render
-from launch.planning import JobOptions, PlannedJob, plan_conversion, plan_training
-from launch.preflight import Allowances, folder_violations
-from launch.records import LOCK, SCRIPT, Submission, record
+from launch.planning import JobOptions, PlannedJob, conversion_text, plan_conversion, plan_training
+from launch.preflight import Allowances, in_use_violations
+from launch.records import LOCK, SCRIPT, Submission, done, record
 from mcore_rl.checks.cluster import check_cluster
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
@@ -25,6 +25,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.kinds import READERS
 from mcore_rl.config.load import files_of, kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingStage
+from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.files import sole_writer
 
@@ -43,6 +44,9 @@ def main(args: argparse.Namespace) -> int:
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
     plans = list(_plans(args, cluster))
+    if not plans:
+        sys.stderr.write(f"{args.config}: all stages are finished; nothing is submitted\n")
+        return 0
     for plan in plans:
         _report(plan)
     code = this_code()
@@ -104,7 +108,10 @@ def _pipeline(
     options: JobOptions,
     allowances: Allowances,
 ) -> Iterator[PlannedJob]:
-    """Yield the job of each stage; its dependency names the stage before, whose job id is not known yet."""
+    """Yield the job of each stage but those that are finished, up to the first that is not.
+
+    A job's dependency names the stage before, whose job id is not known yet.
+    """
     refused = [name for name in ("array", "servers") if getattr(options, name)]
     if args.nodes or refused:
         option = "nodes" if args.nodes else refused[0]
@@ -115,7 +122,22 @@ def _pipeline(
     if not stages:
         raise ConfigError(f"{args.config} has no stage. Give one, as pretrain.config.")
     before = ""
+    is_next = True
+    run_dirs: set[Path] = set()
     for name, stage in stages:
+        run_dir = _run_dir(pipeline, name, stage)
+        if run_dir in run_dirs:
+            raise ConfigError(
+                f'{name}: run_dir="{run_dir}" is that of an earlier stage too. Give each its own, as '
+                f'{name}.fields = ["run_dir=runs/{name}"].'
+            )
+        run_dirs.add(run_dir)
+        if is_next and (text := _finished(run_dir, stage)):
+            sys.stderr.write(
+                f"{name}: finished and skipped ({text}); to run it again delete {run_dir}/DONE\n"
+            )
+            continue
+        is_next = False
         stage_options = replace(
             options,
             name=f"{options.name or pipeline.name}-{name}",
@@ -123,18 +145,12 @@ def _pipeline(
             dependency=f"afterok:{before}" if before else options.dependency,
         )
         if isinstance(stage, ConversionStage):
-            folder = Path(pipeline.run_dir) / name
-            plan = plan_conversion(stage, folder, cluster, options=stage_options, allowances=allowances)
+            plan = plan_conversion(stage, run_dir, cluster, options=stage_options, allowances=allowances)
             yield replace(plan, modes=_modes(args.cluster, None))
             outputs = {Path(word).absolute() for word in stage.arguments}
         else:
             plan = _stage(name, stage, cluster, stage_options, allowances)
-            outputs = {Path(plan.job.run_dir)}
-            if outputs & allowances.promised:
-                raise ConfigError(
-                    f'{name}: run_dir="{plan.job.run_dir}" is that of an earlier stage too. Give each its own, as '
-                    f'{name}.fields = ["run_dir=runs/{name}"].'
-                )
+            outputs = {run_dir}
             yield replace(plan, modes=_modes(args.cluster, Path(str(stage.config))))
         allowances = replace(allowances, promised=allowances.promised | outputs)
         before = name
@@ -143,9 +159,29 @@ def _pipeline(
 def _stage(
     name: str, stage: TrainingStage, cluster: ClusterConfig, options: JobOptions, allowances: Allowances
 ) -> PlannedJob:
+    return plan_training(
+        name, _config(name, stage), cluster, stage.nodes, options=options, allowances=allowances
+    )
+
+
+def _config(name: str, stage: TrainingStage) -> RunConfig:
     assert stage.config is not None, "a pipeline yields the stages that have one"
-    config = load_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
-    return plan_training(name, config, cluster, stage.nodes, options=options, allowances=allowances)
+    return load_config(PROGRAMS[name].config, Path(stage.config), stage.fields)
+
+
+def _run_dir(pipeline: PipelineConfig, name: str, stage: TrainingStage | ConversionStage) -> Path:
+    """Return the absolute path of a stage's folder."""
+    if isinstance(stage, ConversionStage):
+        return (Path(pipeline.run_dir) / name).absolute()
+    return Path(_config(name, stage).run_dir).absolute()
+
+
+def _finished(run_dir: Path, stage: TrainingStage | ConversionStage) -> str:
+    """Return the text of the stage's DONE; empty where it has not finished, or has converted something else."""
+    text = done(run_dir)
+    if isinstance(stage, ConversionStage) and text != conversion_text(stage):
+        return ""
+    return text
 
 
 def _report(plan: PlannedJob) -> None:
@@ -183,7 +219,8 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> None:
     for index, plan in enumerate(plans):
         job = replace(plan.job, dependency=f"afterok:{jobs[-1]}") if index else plan.job
         try:
-            jobs.append(_submit(replace(plan, job=job), code))
+            after = plans[index - 1].job.run_dir if index else ""
+            jobs.append(_submit(replace(plan, job=job), code, after))
         except McoreRlError:
             for submitted in jobs:
                 slurm.cancel(submitted)
@@ -194,8 +231,10 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> None:
         sys.stderr.write(f"{job.name}: job {jobs[-1]}{waits}; {plan.folder / SCRIPT}\n")
 
 
-def _submit(plan: PlannedJob, code: Code) -> str:
-    """Submit a job and return its id. A job that Slurm refuses leaves no folder.
+def _submit(plan: PlannedJob, code: Code, after: str = "") -> str:
+    """Submit a job, which waits for that of the run in folder `after`, and return its id.
+
+    A job that Slurm refuses leaves no folder.
 
     Of two launches for one run at the same time, one submits: the other waits for it, and then sees its job.
     """
@@ -205,7 +244,7 @@ def _submit(plan: PlannedJob, code: Code) -> str:
             (run_dir / "logs").mkdir(parents=True, exist_ok=True)
             plan.folder.parent.mkdir(exist_ok=True)
             _lock(claim, plan.folder.parent / LOCK)
-            refuse(list(folder_violations(run_dir)))
+            refuse(list(in_use_violations(run_dir)))
             with ExitStack() as undo:
                 _make(plan.folder)
                 undo.callback(shutil.rmtree, plan.folder, ignore_errors=True)
@@ -215,7 +254,7 @@ def _submit(plan: PlannedJob, code: Code) -> str:
                 copy_code(code, plan.folder)
                 job = slurm.submit([str(plan.folder / SCRIPT)])
                 undo.callback(slurm.cancel, job)
-                record(plan.folder, _submission(plan, code, job))
+                record(plan.folder, _submission(plan, code, job, after))
                 undo.pop_all()  # submitted and recorded: nothing is undone
         except OSError as error:
             raise ConfigError(
@@ -249,7 +288,7 @@ def _write(path: Path, text: str, modes: Mapping[str, int]) -> None:
         file.write(text)
 
 
-def _submission(plan: PlannedJob, code: Code, job: str) -> Submission:
+def _submission(plan: PlannedJob, code: Code, job: str, after: str) -> Submission:
     return Submission(
         job=job,
         program=plan.program,
@@ -261,4 +300,5 @@ def _submission(plan: PlannedJob, code: Code, job: str) -> Submission:
         code=code.describe(),
         array=plan.job.array,
         dependency=plan.job.dependency,
+        after=after,
     )

@@ -52,6 +52,9 @@ class LoginNode:
     def fails(self, name: str, text: str) -> None:
         (self.folder / f"{name}.error").write_text(text)
 
+    def hangs(self, name: str) -> None:
+        (self.bin / name).write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+
     def lacks(self, *names: str) -> None:
         for name in names:
             (self.bin / name).unlink()

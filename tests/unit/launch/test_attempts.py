@@ -200,3 +200,23 @@ def test_setting_up_a_containers_image_counts_against_no_checks_limit():
     )
     limits = re.findall(r"timeout --kill-after=10 (\d+) (\S+)", script)
     assert limits == [("60", "bash"), ("990", "srun")]
+
+
+def test_an_attempt_that_was_lost_with_its_first_node_is_recorded_by_the_next_one(machines):
+    machines.program("kill -KILL $(ps -o ppid= $PPID)")  # the job script; srun lies between
+    assert machines.attempt().returncode == -9 and machines.ends == []
+    machines.program("touch $RUN/DONE")
+    done = machines.attempt(1)
+    lost = "attempt 0 of job 7 ended without a word: its first node n1 was lost, or the script was killed"
+    why, then, cause = machines.ends[0]
+    assert (why, then) == ("lost", "requeue") and cause.startswith(lost) and lost in done.stdout
+    assert [end[:2] for end in machines.ends[1:]] == [("finished", "0")]
+
+
+def test_a_conversion_that_succeeds_leaves_its_command_in_done(machines):
+    fields = {"is_training": False, "program": "convert", "arguments": ("convert", "export", "a b", "out")}
+    machines.program("exit 3")
+    assert machines.attempt(hosts="n1", **fields).returncode == 3 and not (machines.run / "DONE").exists()
+    machines.program("exit 0")
+    assert machines.attempt(hosts="n1", **fields).returncode == 0
+    assert (machines.run / "DONE").read_text() == "mcore-rl convert export 'a b' out\n"

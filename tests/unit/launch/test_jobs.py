@@ -181,11 +181,60 @@ def test_the_elements_of_an_array_have_a_line_each(home, slurm, capsys):
     ]
 
 
-def test_without_slurm_the_folders_are_read(run, slurm, capsys):
-    slurm.lacks("squeue", "sacct", "scontrol")
-    run.metrics({"step": 3})
-    row = listed(capsys)["a"]
-    assert (row["state"], row["step"]) == ("ended", "3")
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_where_slurm_does_not_answer_the_folders_are_read_and_it_is_asked_once(
+    run, slurm, capsys, monkeypatch, is_installed
+):
+    if is_installed:
+        monkeypatch.setattr("launch.jobs.SLURM_S", 0.2)
+        slurm.hangs("squeue")
+    else:
+        slurm.lacks("squeue", "sacct", "scontrol")
+    Run(run.path.with_name("b"))
+    for event, fields, state, why in (
+        ("start", {}, "started", ""),
+        ("end", {"why": "hang", "then": "requeue", "step": 3}, "requeued", "hang: requeued"),
+        ("start", {"number": 1}, "started", "before: hang at step 3"),
+        ("end", {"number": 1, "why": "stop", "then": "10"}, "ended", "stop: stopped by the STOP file"),
+    ):
+        run.attempt(event, **fields)
+        assert main(["jobs"]) == 0
+        shown = capsys.readouterr()
+        assert "States come from the runs' folders alone." in shown.err
+        header, line, other = shown.out.splitlines()
+        assert line.split()[2] == state and line[header.index("why") :].startswith(why)
+        assert other.split()[2] == "submitted"
+    assert slurm.asked("sacct") == slurm.asked("scontrol") == ""
+
+
+def test_a_job_that_never_ran_is_listed_with_the_stage_that_failed(home, slurm, capsys):
+    before = ""
+    for number, name in enumerate(("pretrain", "sft", "rl")):
+        run = Run(home / "runs" / name)
+        path = run.path / "launch/0/submission.json"
+        fields = {"job": str(11 + number), "name": f"whole-{name}", "after": before}
+        fields |= {"dependency": f"afterok:{10 + number}" if before else ""}
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        before = str(run.path)
+        if name == "pretrain":
+            run.attempt("start", job="11")
+            slurm.says(
+                "squeue", "11|N/A|RUNNING||n1\n12|N/A|PENDING|Dependency|\n13|N/A|PENDING|Dependency|\n"
+            )
+            first = run
+    rows = listed(capsys)
+    assert rows["sft"]["why"] == f"waits for whole-pretrain (job 11, {home}/runs/pretrain)"
+    assert rows["rl"]["why"] == f"waits for whole-sft (job 12, {home}/runs/sft)"
+    first.attempt("end", job="11", why="crash", then="11", cause="rank 3 on n2 was killed by SIGKILL")
+    slurm.says("squeue", "")
+    slurm.says("sacct", "11|FAILED|11:0|n1\n12|CANCELLED|0:0|\n13|CANCELLED|0:0|\n")
+    rows = listed(capsys)
+    failed = (
+        f"not started: whole-pretrain (job 11, {home}/runs/pretrain) FAILED, status 11; crash: rank 3"
+    )
+    assert all(rows[name]["why"].startswith(failed) for name in ("sft", "rl"))
+    assert rows["rl"]["why"].endswith("launch the pipeline again: finished stages are skipped")
+    assert rows["pretrain"]["why"].startswith("status 11; crash: rank 3 on n2 was killed by SIGKILL; gave up")
 
 
 def test_torn_and_long_lines_of_metrics_are_skipped(run, slurm, capsys):

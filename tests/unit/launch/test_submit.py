@@ -481,6 +481,37 @@ def test_nothing_of_a_pipeline_is_submitted_when_a_later_stage_is_wrong(pipeline
     assert slurm.submitted == []
 
 
+def test_the_same_command_skips_finished_stages_and_goes_on_with_the_failed_one(
+    pipeline, home, slurm, capsys
+):
+    assert launch(**pipeline) == 0
+    done = home / "runs/tiny_moe/DONE"
+    done.write_text("all 300 steps are done\n")
+    checkpoint = home / "runs/tiny_moe/checkpoints"
+    checkpoint.mkdir()
+    capsys.readouterr()
+    assert launch(**pipeline) == 0
+    shown = capsys.readouterr()
+    assert "pretrain: finished and skipped (all 300 steps are done); to run it again delete" in shown.err
+    assert shown.out.split() == ["104", "105"]
+    assert dependencies(slurm)[3:] == [["whole-sft"], ["whole-convert", "afterok:104"]]
+    after = [
+        json.loads((path.parent / "submission.json").read_text())["after"] for path in slurm.submitted[3:]
+    ]
+    assert after == ["", str(home / "runs/tiny_moe_sft")]
+
+    (home / "runs/tiny_moe_sft/DONE").write_text("all 100 steps are done\n")
+    (home / "runs/pipeline/convert/DONE").write_text("mcore-rl convert export runs/tiny_moe_sft out/model\n")
+    assert launch(**pipeline) == 0
+    assert "all stages are finished; nothing is submitted" in capsys.readouterr().err
+    text = pipeline["recipe"].read_text().replace("out/model", "out/other")
+    pipeline["recipe"].write_text(text)
+    assert launch(**pipeline) == 0 and dependencies(slurm)[5:] == [["whole-convert"]]
+    done.unlink()  # what came after it is not finished either, and a training is not repeated unasked
+    assert launch(**pipeline) == 2
+    assert "all 100 steps are done. Delete its DONE" in capsys.readouterr().err
+
+
 def test_a_stage_may_load_one_checkpoint_of_the_run_before(pipeline, slurm):
     one = "checkpoint.load=runs/tiny_moe/checkpoints/iter_0000300"
     pipeline["recipe"].write_text(PIPELINE.replace("checkpoint.load=runs/tiny_moe", one))
