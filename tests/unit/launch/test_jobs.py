@@ -229,9 +229,7 @@ def test_a_job_that_never_ran_is_listed_with_the_stage_that_failed(home, slurm, 
     slurm.says("squeue", "")
     slurm.says("sacct", "11|FAILED|11:0|n1\n12|CANCELLED|0:0|\n13|CANCELLED|0:0|\n")
     rows = listed(capsys)
-    failed = (
-        f"not started: whole-pretrain (job 11, {home}/runs/pretrain) FAILED, status 11; crash: rank 3"
-    )
+    failed = f"not started: whole-pretrain (job 11, {home}/runs/pretrain) FAILED, status 11; crash: rank 3"
     assert all(rows[name]["why"].startswith(failed) for name in ("sft", "rl"))
     assert rows["rl"]["why"].endswith("launch the pipeline again: finished stages are skipped")
     assert rows["pretrain"]["why"].startswith("status 11; crash: rank 3 on n2 was killed by SIGKILL; gave up")
