@@ -40,6 +40,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "reward/*",
         "rl/*",
         "eval/accuracy",
+        "eval/prompts",
         "eval/reward",
         "eval/completion_tokens",
         "eval/truncated_fraction",

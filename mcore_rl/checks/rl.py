@@ -206,7 +206,7 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
             f"rl.reward.weights has {len(reward.weights)} numbers for {len(reward.parts)} parts. Give one each, "
             "or none for 1 each."
         )
-    if not all(map(math.isfinite, (*reward.weights, reward.error_value))):
+    if not all(map(math.isfinite, (*reward.weights, reward.error_value or 0.0))):
         yield (
             f"rl.reward.weights={list(reward.weights)}, error_value={reward.error_value}: not all are finite. "
             "Change them."

@@ -96,9 +96,16 @@ class RewardConfig(Section):
     overlong_penalty: PositiveFloat = 1.0
     """Reward taken from a completion of rollout.max_new_tokens tokens, with `overlong_buffer_tokens`."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds that a part may take on one completion; beyond them it is an error: counted, worth `error_value`."""
-    error_value: float = 0.0
-    """Value of a part that raised, returned no finite number, or took too long."""
+    """Seconds that a part may take on one completion; beyond them its score has failed."""
+    error_value: float | None = None
+    """Value of a part whose score failed: it raised, returned no finite number, took too long, or its process died;
+    `none`: the completion has no reward, and leaves the statistics of its group and the loss."""
+    max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Largest fraction of a part's scores in one rollout batch that may fail; above it the run ends; 1: it goes on
+    whatever fails."""
+    max_memory_gib: PositiveFloat | None = None
+    """GiB of address space that a process which computes rewards, and each that it starts, may take beyond what it
+    begins with (RLIMIT_AS); a function that needs more gets a MemoryError; `none`: no limit."""
     workers: PositiveInt = 1
     """Processes of each replica that compute rewards."""
 

@@ -179,7 +179,14 @@ METRICS: dict[str, MetricRow] = {
     "reward/groups_without_signal_fraction": MetricRow(
         "fraction", MEAN, "Groups whose rewards are all the same."
     ),
-    "reward/errors": MetricRow("scores", SUM, "Scores that failed and became rl.reward.error_value."),
+    "reward/unscored_completions": MetricRow(
+        "completions",
+        SUM,
+        "Completions without a reward, left out of their group and the loss: a part failed.",
+    ),
+    "reward/errors": MetricRow(
+        "scores", SUM, "Scores of a part that failed; reward_failures.jsonl has the first of each kind."
+    ),
     "reward/errors_raised": MetricRow("scores", SUM, "Failed scores whose function raised an exception."),
     "reward/errors_not_finite": MetricRow("scores", SUM, "Failed scores that were NaN or infinite."),
     "reward/errors_bad_steps": MetricRow(
@@ -188,7 +195,7 @@ METRICS: dict[str, MetricRow] = {
     "reward/errors_timeout": MetricRow(
         "scores", SUM, "Failed scores that took longer than rl.reward.timeout_s."
     ),
-    "reward/errors_died": MetricRow("scores", SUM, "Failed scores whose process crashed."),
+    "reward/errors_died": MetricRow("scores", SUM, "Failed scores whose process ended."),
     "rl/step_s": MetricRow("s", MEAN, "Wall time of a rollout batch with its updates."),
     "rl/rollouts": MetricRow("rollouts", LAST, "Rollout batches trained on so far."),
     "rl/consumed_prompts": MetricRow("prompts", LAST, "Prompts taken so far, including unused ones."),
@@ -212,6 +219,7 @@ METRICS: dict[str, MetricRow] = {
     "eval/accuracy": MetricRow(
         "fraction", MEAN, "Answers to held-out prompts to which the first part of the reward gives 1."
     ),
+    "eval/prompts": MetricRow("prompts", LAST, "Held-out prompts that eval/accuracy is the mean over."),
     "eval/reward": MetricRow("1", MEAN, "Reward of answers to held-out prompts."),
     "eval/completion_tokens": MetricRow("tokens", MEAN, "Length of answers to held-out prompts."),
     "eval/truncated_fraction": MetricRow(

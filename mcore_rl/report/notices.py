@@ -14,7 +14,8 @@ MAX_LOG_BYTES = 20 << 20
 """Size of the part of each log that is searched, from its beginning."""
 COUNTERS = {
     "train/skipped_steps": "steps were skipped because their gradient was not finite",
-    "reward/errors": "scores failed and became rl.reward.error_value",
+    "reward/errors": "scores failed; reward_failures.jsonl has the first of each kind",
+    "reward/unscored_completions": "completions had no reward and were left out of their group and the loss",
     "routes/unknown_tokens": "tokens were routed live because the engine returned no routes for them",
     "rollout_routes/unknown_tokens": "tokens have no routes of the engine to compare with",
 }

@@ -14,7 +14,10 @@ class SampledCompletion:
     """One completion with its reward."""
 
     text: str
-    reward: float
+    reward: float | None
+    """Reward; None where a score failed."""
+    reason: str
+    """Remarks of the reward's parts; empty where there are none."""
     tokens: int
     is_truncated: bool
 
@@ -27,18 +30,14 @@ class SampleGroup:
     answer: str
     completions: tuple[SampledCompletion, ...]
 
-    @property
-    def mean(self) -> float:
-        """Mean reward of the completions that are shown."""
-        return sum(one.reward for one in self.completions) / len(self.completions)
-
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
     """Samples of one step: some prompts, and the mean reward of all of them."""
 
     step: int
-    mean: float
+    mean: float | None
+    """Mean over the samples that have a reward; None where none has."""
     groups: tuple[SampleGroup, ...]
 
 
@@ -68,16 +67,20 @@ def _read(path: Path) -> dict[str, list[Mapping[str, Any]]]:
 def _sampled(table: Mapping[str, Sequence[Mapping[str, Any]]], common: Sequence[str]) -> SampledStep:
     every = [sample for samples in table.values() for sample in samples]
     shown = list(common or table)[:MAX_GROUPS]
-    mean = sum(float(sample["reward"]) for sample in every) / len(every)
+    rewards = [float(sample["reward"]) for sample in every if sample["reward"] is not None]
+    mean = sum(rewards) / len(rewards) if rewards else None
     return SampledStep(int(every[0]["step"]), mean, tuple(_group(table[problem]) for problem in shown))
 
 
 def _group(samples: Sequence[Mapping[str, Any]]) -> SampleGroup:
-    best_first = sorted(samples, key=lambda sample: -float(sample["reward"]))
+    best_first = sorted(
+        samples, key=lambda sample: (sample["reward"] is None, -float(sample["reward"] or 0.0))
+    )
     completions = tuple(
         SampledCompletion(
             text=shortened(str(sample["completion"])),
-            reward=float(sample["reward"]),
+            reward=None if sample["reward"] is None else float(sample["reward"]),
+            reason=shortened("; ".join(map(str, sample.get("reasons", {}).values()))),
             tokens=int(sample["tokens"]),
             is_truncated=sample["finish"] == "length",
         )

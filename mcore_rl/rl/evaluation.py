@@ -1,5 +1,6 @@
 """Evaluation of the policy on prompts that it never trains on."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import comb
@@ -30,18 +31,25 @@ def evaluate_policy(
 
 
 def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
-    """Yield means over all answers, and pass@k for powers of two up to the number of answers to a prompt."""
-    rewards = [reward for one in summaries for reward in one.rewards_G]
-    correct = [is_correct for one in summaries for is_correct in one.correct_G]
-    yield Metric("eval/accuracy", sum(correct), len(correct))
-    yield Metric("eval/reward", sum(rewards), len(rewards))
-    yield Metric("eval/completion_tokens", sum(sum(one.lengths_G) for one in summaries), len(correct))
-    yield Metric("eval/truncated_fraction", sum(sum(one.truncated_G) for one in summaries), len(correct))
-    num_samples = len(summaries[0].correct_G)
+    """Yield means over all answers, and pass@k for powers of two up to the number of answers to a prompt. Answers whose
+    score failed count in none of accuracy, reward and pass@k.
+    """
+    rewards = [reward for one in summaries for reward in one.rewards_G if not math.isnan(reward)]
+    scored_PG = [[is_correct for is_correct in one.correct_G if is_correct is not None] for one in summaries]
+    num_answers = sum(len(one.lengths_G) for one in summaries)
+    num_scored = sum(map(len, scored_PG))
+    if num_scored:
+        yield Metric("eval/accuracy", sum(map(sum, scored_PG)), num_scored)
+    if rewards:
+        yield Metric("eval/reward", sum(rewards), len(rewards))
+    yield Metric("eval/prompts", sum(1 for scored_G in scored_PG if scored_G))
+    yield Metric("eval/completion_tokens", sum(sum(one.lengths_G) for one in summaries), num_answers)
+    yield Metric("eval/truncated_fraction", sum(sum(one.truncated_G) for one in summaries), num_answers)
     k = 2
-    while k <= num_samples:
-        passes = [pass_at_k(sum(one.correct_G), num_samples, k) for one in summaries]
-        yield Metric(f"eval/pass_at_{k}", sum(passes), len(passes))
+    while k <= len(summaries[0].correct_G):
+        passes = [pass_at_k(sum(scored_G), len(scored_G), k) for scored_G in scored_PG if len(scored_G) >= k]
+        if passes:
+            yield Metric(f"eval/pass_at_{k}", sum(passes), len(passes))
         k *= 2
 
 

@@ -139,11 +139,16 @@ class PromptTooLongError(DataError):
 
 
 def train_prompts(
-    config: PromptConfig, held_out: Sequence[Prompt], encode: PromptEncoder, seed: int
+    config: PromptConfig,
+    held_out: Sequence[Prompt],
+    encode: PromptEncoder,
+    seed: int,
+    *,
+    needs_answer: bool = False,
 ) -> PromptSource:
-    """Return the prompts to train on; DataError when there are none."""
+    """Return the prompts to train on; DataError when there are none, or none with an answer where that is needed."""
     if config.task == "file":
-        return _file_prompts(read_problems(config), encode, seed)
+        return _file_prompts(read_problems(config, needs_answer=needs_answer), encode, seed)
     texts = frozenset(prompt.problem.prompt for prompt in held_out)
     return TaskPrompts(problems=TaskProblems(config=config, seed=seed, held_out=texts), encode=encode)
 
@@ -160,14 +165,14 @@ def held_out_problems(config: EvalConfig, prompts: PromptConfig, seed: int) -> t
 
 
 def held_out_prompts(
-    config: EvalConfig, prompts: PromptConfig, encode: PromptEncoder, seed: int
+    config: EvalConfig, prompts: PromptConfig, encode: PromptEncoder, seed: int, *, needs_answer: bool = False
 ) -> tuple[Prompt, ...]:
     """Return the prompts to evaluate on; none when files are trained on and no files are named for evaluation."""
     if prompts.task != "file":
         return tuple(map(encode, held_out_problems(config, prompts, seed)))
     if not config.files:
         return ()
-    read = read_problems(prompts.model_copy(update={"files": config.files}))
+    read = read_problems(prompts.model_copy(update={"files": config.files}), needs_answer=needs_answer)
     return _file_prompts(read, encode, seed).prompts[: config.num_prompts]
 
 

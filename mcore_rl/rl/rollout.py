@@ -1,10 +1,12 @@
 """Scored completions from prompts, over all replicas of the model."""
 
 import hashlib
+import math
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,12 @@ from mcore_rl.rl.batch import SampleShape, TrainedSample
 from mcore_rl.rl.engines.base import Engine, Sampling
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
 from mcore_rl.rl.prompts import PromptSource
+from mcore_rl.rl.rewards.failures import (
+    FailedPart,
+    FailureReport,
+    first_of_each_kind,
+    refuse_failing_parts,
+)
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.truncation import truncation_reason
@@ -35,7 +43,7 @@ class Rollout:
     groups: dict[int, Group]
     """Groups that this replica generated, by index."""
     rewards_PG: Tensor
-    """float64: rewards of all groups."""
+    """float64: rewards of all groups; NaN: the completion has none, and no part in its group or the loss."""
     shapes: dict[int, SampleShape]
     """Shapes of all samples, by index."""
     num_prompts: int
@@ -75,10 +83,24 @@ class GroupSummary:
     """Tokens of each completion."""
     truncated_G: list[bool]
     rewards_G: list[float]
-    correct_G: list[bool]
-    """Whether the first part of the reward is 1 or more."""
+    """Rewards; NaN where a score failed."""
+    correct_G: list[bool | None]
+    """Whether the first part of the reward is 1 or more; None where its score failed."""
     steps_GI: Sequence[Sequence[StepReward]] = ()
     """Rewards of the steps of each completion; empty unless rl.advantage.kind="steps"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ReplicaScores:
+    """What a replica tells all ranks about its groups; nothing on a rank that scores none."""
+
+    summaries: list[GroupSummary] = field(default_factory=list)
+    metrics: list[tuple[str, float, float]] = field(default_factory=list)
+    """Name, value and count of each metric."""
+    num_failed: Counter[str] = field(default_factory=Counter)
+    """Failed scores by part."""
+    first_failures: list[FailedPart] = field(default_factory=list)
+    """The first failure of each kind."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +110,8 @@ class Rollouts:
     engine: Engine
     reward: Reward | None
     """Reward functions, on the one rank of each replica that runs them (`runs_rewards`)."""
+    failures: FailureReport
+    """Report of scores that failed, on rank 0 of the world."""
     prompts: PromptSource
     sampling: Sampling
     mesh: Mesh
@@ -131,7 +155,9 @@ class Rollouts:
         # Without a group to train on nothing has a signal: the fraction is 1 then, not 0 of 0.
         num_constant = int(constant_groups(rewards_PG).sum()) if chosen else 1
         metrics.append(Metric("reward/groups_without_signal_fraction", num_constant, num_chosen))
-        metrics.append(Metric("reward/group_std", rewards_PG.std(dim=1, correction=0).sum(), num_chosen))
+        of_scored = [row_G[~row_G.isnan()] for row_G in rewards_PG]
+        stds = [row_G.std(correction=0).item() for row_G in of_scored if len(row_G)]
+        metrics.append(Metric("reward/group_std", sum(stds), max(1, len(stds))))
         return Rollout(
             groups={p: groups[one.index] for p, one in enumerate(chosen) if one.index in groups},
             rewards_PG=rewards_PG,
@@ -140,7 +166,8 @@ class Rollouts:
                     replica_rank=one.replica_rank,
                     num_prompt_tokens=one.num_prompt_tokens,
                     num_completion_tokens=one.lengths_G[g],
-                    is_trained=not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
+                    is_trained=not math.isnan(one.rewards_G[g])
+                    and not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
                 )
                 for p, one in enumerate(chosen)
                 for g in range(rollout.group_size)
@@ -185,25 +212,51 @@ class Rollouts:
         scores = on_every_rank(lambda: self.reward(groups) if self.reward and groups else None)
         scored_s = time.perf_counter()
         by_index = {first + p: group for p, group in zip(own, groups, strict=True)}
-        local: tuple[list[GroupSummary], list[tuple[str, float, float]]] = ([], [])
+        local = _ReplicaScores()
         if scores is not None:
+            by_index = {
+                index: replace(group, reasons_G=scores.reasons_PG[p])
+                for p, (index, group) in enumerate(by_index.items())
+            }
             summaries = self._summaries(by_index, scores)
             metrics = [
                 *scores.metrics(),
                 *_rollout_metrics(summaries, generated_s - start_s),
                 Metric("time/reward_s", scored_s - generated_s),
             ]
-            local = summaries, [(one.name, float(one.value), float(one.count)) for one in metrics]
+            local = _ReplicaScores(
+                summaries=summaries,
+                metrics=[(one.name, float(one.value), float(one.count)) for one in metrics],
+                num_failed=Counter(failed.part for failed in scores.failures),
+                first_failures=list(first_of_each_kind(scores.failures)),
+            )
         gathered = [local] * self.mesh.world.size
         dist.all_gather_object(gathered, local)
+        all_summaries = sorted(
+            (one for replica in gathered for one in replica.summaries), key=lambda one: one.index
+        )
+        self._report_failures(gathered, sum(len(one.rewards_G) for one in all_summaries))
         return (
             by_index,
-            sorted((one for summaries, _ in gathered for one in summaries), key=lambda one: one.index),
-            [Metric(*numbers) for _, metrics in gathered for numbers in metrics],
+            all_summaries,
+            [Metric(*numbers) for replica in gathered for numbers in replica.metrics],
         )
 
+    def _report_failures(self, gathered: "Sequence[_ReplicaScores]", num_completions: int) -> None:
+        """Report failures on rank 0, and raise on all ranks alike where too many scores of a part have failed."""
+        failures = [failed for replica in gathered for failed in replica.first_failures]
+        if self.mesh.world.rank == 0:
+            self.failures.add(failures)
+        num_failed: Counter[str] = Counter()
+        for replica in gathered:
+            num_failed += replica.num_failed
+        refuse_failing_parts(num_failed, num_completions, failures, self.config.rl.reward.max_failed_fraction)
+
     def _summaries(self, groups: dict[int, Group], scores: Scores) -> list[GroupSummary]:
-        correct_PG = (next(iter(scores.parts.values())) >= 1).tolist()
+        correct_PG = [
+            [None if math.isnan(value) else value >= 1 for value in row_G]
+            for row_G in next(iter(scores.parts.values())).tolist()
+        ]
         rewards_PG = scores.rewards_PG.tolist()
         has_steps = self.config.rl.advantage.kind == "steps"
         return [

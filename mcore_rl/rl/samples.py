@@ -1,6 +1,7 @@
 """Completions for people to read: JSON lines of a whole rollout batch, and a table of a few in the log."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ WIDTH = 60
 
 
 def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
-    """Collective over the data- and context-parallel ranks: return all samples with their rewards, in order, on the
-    first rank, and an empty list on the others.
+    """Collective over the data- and context-parallel ranks: return all samples with their rewards (None where a score
+    failed) and the reasons that the parts of the reward gave, in order, on the first rank, and an empty list on the
+    others.
     """
     samples_of_groups = {
         index: [
@@ -26,12 +28,15 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
                 "prompt": group.prompt.problem.prompt,
                 "answer": group.prompt.problem.answer,
                 "completion": completion.text,
-                "reward": reward,
+                "reward": None if math.isnan(reward) else reward,
+                **({"reasons": reasons} if reasons else {}),
                 "tokens": len(completion.tokens_T),
                 "finish": completion.finish,
                 "policy_version": completion.policy_version,
             }
-            for completion, reward in zip(group.completions, rollout.rewards_PG[index].tolist(), strict=True)
+            for completion, reward, reasons in zip(
+                group.completions, rollout.rewards_PG[index].tolist(), group.reasons_G, strict=True
+            )
         ]
         for index, group in rollout.groups.items()
     }
@@ -55,13 +60,14 @@ def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]])
 
 def table_lines(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:
     """Yield a line for each of `count` samples, spread evenly from the best reward to the worst."""
-    ordered = sorted(samples, key=lambda sample: -sample["reward"])
+    ordered = sorted(samples, key=lambda sample: (sample["reward"] is None, -(sample["reward"] or 0.0)))
     count = min(count, len(ordered))
     # Both ends are among them: the first index is 0, the last one len - 1.
     indices = [round(row * (len(ordered) - 1) / max(1, count - 1)) for row in range(count)]
     for sample in (ordered[index] for index in indices):
         prompt, completion, answer = (_shortened(sample[name]) for name in ("prompt", "completion", "answer"))
-        yield f"reward {sample['reward']:6.3f} | {prompt} -> {completion} | answer {answer}"
+        reward = "  none" if sample["reward"] is None else f"{sample['reward']:6.3f}"
+        yield f"reward {reward} | {prompt} -> {completion} | answer {answer}"
 
 
 def _shortened(text: str) -> str:

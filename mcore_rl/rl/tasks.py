@@ -54,14 +54,22 @@ def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:
     )
 
 
-def read_problems(config: PromptConfig) -> ProblemFile:
-    """Read all lines of `config.files`, in order; DataError where no line of a file is a prompt."""
+def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> ProblemFile:
+    """Read all lines of `config.files`, in order.
+
+    Args:
+        needs_answer: whether a part of the reward compares with the reference answer (`ANSWER_PARTS`): a line without
+            one is then no prompt.
+
+    Raises:
+        DataError: where no line of a file is a prompt.
+    """
     problems: list[Problem] = []
     bad_lines: list[BadLine] = []
     for name in config.files:
         before = len(problems)
         for number, line in enumerate(_lines(name), start=1):
-            read = _read_line(line, name, number, config)
+            read = _read_line(line, name, number, config, needs_answer)
             if isinstance(read, Problem):
                 problems.append(read)
             else:
@@ -86,7 +94,9 @@ def _lines(name: str) -> Iterator[bytes]:
         ) from error
 
 
-def _read_line(line: bytes, name: str, number: int, config: PromptConfig) -> Problem | str:
+def _read_line(
+    line: bytes, name: str, number: int, config: PromptConfig, needs_answer: bool = False
+) -> Problem | str:
     """Return the problem of a line, or the reason why it is none."""
     if not line.strip():
         return "empty"
@@ -104,6 +114,9 @@ def _read_line(line: bytes, name: str, number: int, config: PromptConfig) -> Pro
         prompt = messages[-1].get("content")
     if not isinstance(prompt, str) or not prompt.strip():
         return f"no text in {config.prompt_field!r} (other keys: {', '.join(entry) or 'none'})"
+    if needs_answer and (answer is None or not str(answer).strip()):
+        keys = ", ".join(entry) or "none"
+        return f"no answer in {config.answer_field!r}, with which the reward compares (other keys: {keys})"
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return f"{config.answer_field!r} holds {json.dumps(answer)[:40]}, neither text nor a number"
     problem_id = f"{Path(name).name}:{number}"

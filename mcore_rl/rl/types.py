@@ -1,6 +1,6 @@
 """Records that travel between the stages of an RL step: Problem -> Prompt -> Completion -> Group."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,3 +67,5 @@ class Group:
 
     prompt: Prompt
     completions: tuple[Completion, ...]
+    reasons_G: Sequence[Mapping[str, str]] = ()
+    """Remarks of the parts of the reward on each completion, by part; empty before scoring."""

@@ -82,6 +82,19 @@ def problems_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="the file to write, JSON lines")
 
 
+def reward_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare an RL config, a number of prompts, and a completion to score."""
+    parser.add_argument("config", metavar="CONFIG", help="an RL config, a file or the name of a recipe")
+    _overrides(parser)
+    parser.add_argument("--sample", type=positive, default=4, help="number of prompts (default 4)")
+    parser.add_argument(
+        "--completion",
+        metavar="TEXT",
+        help="the completion to score, in which {answer} stands for a reference answer: the prompt's own, then the "
+        "next prompt's (default: {answer} alone)",
+    )
+
+
 def tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a corpus and the tokenizer to train on it."""
     parser.set_defaults(data_command="tokenizer")
@@ -401,6 +414,12 @@ COMMANDS: dict[str, Command] = {
         example="mcore-rl problems tiny_moe/grpo --count 20000 --output runs/quickstart/chat.jsonl",
         add_arguments=problems_arguments,
         module="mcore_rl.run.problems",
+    ),
+    "reward": Command(
+        summary="Show what an RL config's reward gives to completions of its own prompts; it needs no model.",
+        example="mcore-rl reward tiny_moe/grpo --sample 4",
+        add_arguments=reward_arguments,
+        module="mcore_rl.run.reward",
     ),
     "config": Command(
         summary="Print the config of a file and overrides after all checks; with --migrate rewrite an older file.",

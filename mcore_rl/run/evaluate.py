@@ -17,6 +17,7 @@ from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
+from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.run.rollouts import load_prompts, open_rollouts
 
 
@@ -39,7 +40,8 @@ def evaluate(config: RlRunConfig) -> None:
     seed_ranks(config.train.seed)
     chunks = build_model(config.model, mesh, platform, settings)
     stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
-    with open_rollouts(config, prompts, chunks, mesh) as rollouts:
+    failures = FailureReport(_complain, folder=None)
+    with open_rollouts(config, prompts, chunks, mesh, failures) as rollouts:
         groups, statistics = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
         warning = rollouts.truncation_warning(groups, statistics)
     if platform.rank == 0:
@@ -48,6 +50,10 @@ def evaluate(config: RlRunConfig) -> None:
         result = {"checkpoint": str(stored.path), "prompts": len(prompts.held_out)}
         sys.stdout.write(json.dumps(result | reduced(evaluation_metrics(statistics))) + "\n")
     platforms.stop()
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
 
 
 def checkpoint_to_evaluate(config: RlRunConfig) -> Path:

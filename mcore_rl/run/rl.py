@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
@@ -12,12 +12,15 @@ from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
+from mcore_rl.rl.rewards.failures import FailedPart, FailureReport
+from mcore_rl.rl.rewards.trial import TRIED_AT_START, try_reward
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.run.open_run import is_done, open_run
-from mcore_rl.run.rollouts import load_prompts, open_rollouts
+from mcore_rl.run.rollouts import Prompts, load_prompts, open_rollouts
 from mcore_rl.run.trained_model import read_trained_model, run_of_checkpoint
 from mcore_rl.train.loop import Run
 
@@ -37,10 +40,14 @@ def train(config: RlRunConfig) -> None:
     # The engine's cache of keys and values needs our own attention, not TransformerEngine's.
     platform = platforms.start(config.platform.model_copy(update={"layers": "torch"}))
     if not is_done(config, platform):
-        with (
-            open_run(config, platform) as run,
-            open_rollouts(config, prompts, run.state.chunks, run.state.mesh) as rollouts,
-        ):
+        failed_at_start = on_rank_zero(lambda: try_reward_of(config, prompts))
+        with ExitStack() as stack:
+            run = stack.enter_context(open_run(config, platform))
+            failures = FailureReport(run.log.message, run.folder.path)
+            failures.add(failed_at_start)
+            rollouts = stack.enter_context(
+                open_rollouts(config, prompts, run.state.chunks, run.state.mesh, failures)
+            )
             for line in [*prompts.describe(), *warnings_of(config)]:
                 run.log.message(line)
             run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])
@@ -52,6 +59,12 @@ def train(config: RlRunConfig) -> None:
                 learner = Learner(run.state, config, reference, routes, vocab_size=vocab_size)
                 RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
+
+
+def try_reward_of(config: RlRunConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
+    """Call the reward once on real prompts, before a model costs time; TrainingError where a part always fails."""
+    reward, limit = config.rl.reward, config.rl.rollout.max_new_tokens
+    return try_reward(reward, limit, prompts.train.take(0, TRIED_AT_START), prompts.tokenizer.encode)
 
 
 def warnings_of(config: RlRunConfig) -> Iterator[str]:

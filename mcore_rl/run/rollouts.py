@@ -15,7 +15,8 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import sampling_of
 from mcore_rl.rl.engines.make import make_engine
 from mcore_rl.rl.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
-from mcore_rl.rl.rewards.score import Reward
+from mcore_rl.rl.rewards.failures import FailureReport
+from mcore_rl.rl.rewards.score import ANSWER_PARTS, Reward
 from mcore_rl.rl.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
 from mcore_rl.run.trained_model import load_matching_tokenizer
@@ -54,20 +55,27 @@ def load_prompts(config: RlRunConfig) -> Prompts:
         )
     encode = PromptEncoder(chat, config.rl.prompts.max_tokens)
     seed = config.train.seed
-    held_out = held_out_prompts(config.rl.eval, config.rl.prompts, encode, seed)
+    needs_answer = any(part in ANSWER_PARTS for part in config.rl.reward.parts)
+    held_out = held_out_prompts(config.rl.eval, config.rl.prompts, encode, seed, needs_answer=needs_answer)
     return Prompts(
         tokenizer=tokenizer,
         ends=ends,
-        train=train_prompts(config.rl.prompts, held_out, encode, seed),
+        train=train_prompts(config.rl.prompts, held_out, encode, seed, needs_answer=needs_answer),
         held_out=held_out,
     )
 
 
 @contextmanager
 def open_rollouts(
-    config: RlRunConfig, prompts: Prompts, chunks: Sequence[nn.Module], mesh: Mesh
+    config: RlRunConfig,
+    prompts: Prompts,
+    chunks: Sequence[nn.Module],
+    mesh: Mesh,
+    failures: FailureReport,
 ) -> Iterator[Rollouts]:
-    """Collective over the world: make the engine on `chunks` and the reward workers, which end on leaving."""
+    """Collective over the world: make the engine on `chunks` and the reward workers, which end on leaving. Scores that
+    fail are added to `failures` on rank 0.
+    """
     rl, tokenizer = config.rl, prompts.tokenizer
     with ExitStack() as stack:
         reward = None
@@ -76,6 +84,7 @@ def open_rollouts(
         yield Rollouts(
             engine=make_engine(config, chunks, mesh, tokenizer.decode),
             reward=reward,
+            failures=failures,
             prompts=prompts.train,
             sampling=sampling_of(
                 rl.rollout,

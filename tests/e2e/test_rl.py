@@ -136,6 +136,15 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(
 
 BAD = {
     "no prompts": (["rl.prompts.task=file", "rl.prompts.files=['{folder}/empty.jsonl']"], "holds no prompt"),
+    "prompts without answers": (
+        [
+            "rl.prompts.task=file",
+            "rl.prompts.files=['{folder}/unanswered.jsonl']",
+            "rl.reward.parts=['numeric']",
+            "rl.reward.length_max_tokens=none",
+        ],
+        "no answer in 'answer', with which the reward compares (other keys: solution)",
+    ),
     "prompts too long": (["rl.prompts.smallest=30", "rl.prompts.largest=40"], "rl.prompts.max_tokens=12"),
     "group of one": (["rl.rollout.group_size=1", "train.global_batch=4"], "Set group_size to at least 2"),
     "longer than the context": (["model.max_position=16"], "model.max_position=16"),
@@ -153,6 +162,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "unanswered.jsonl").write_text('{"prompt": "12=", "solution": "21"}\n')
     words, wanted = BAD[case]
     alone = ["mesh.tp=1", "mesh.ep=1", "rl.loss.reference_refresh_rollouts=none", "rl.loss.kl_coeff=0"]
     finished = run_main(
@@ -179,9 +189,10 @@ def hangs_and_crashes_once(judged):
     with open("calls", "a") as calls:
         calls.write(".")
         call = calls.tell()
-    if call == 20:  # after the 8 answers of the evaluation before the first step, whose errors are not reported
+    # After the 4 answers of the trial and the 8 of the evaluation before the first step, whose errors are not metrics.
+    if call == 24:
         time.sleep(60)
-    if call == 21:
+    if call == 25:
         os._exit(3)
     return 0.0
 """
@@ -201,6 +212,8 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
         "train.eval_interval=2",
         parts,
         "rl.reward.timeout_s=0.5",
+        "rl.reward.error_value=0.0",
+        "rl.reward.max_failed_fraction=1.0",
     ]
     words += [
         "replay.kind=r2",
@@ -218,6 +231,66 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
     assert last["reward/errors_raised"] == last["reward/errors_not_finite"] == 32
     # The model has 48 ids, the tokenizer 38: the engine and the trainer leave out the same ones.
     assert all(record.get("rollout/mismatch_max", 0.0) < 1e-5 for record in records)
+    # The first failure of each kind, not each of hundreds: on the console and in the run folder, with its sample.
+    failures = [json.loads(line) for line in (tmp_path / "rl/reward_failures.jsonl").read_text().splitlines()]
+    kinds = {(one["part"].partition(":")[2], one["kind"]) for one in failures}
+    assert (
+        len(failures) == len(kinds)
+        and {
+            ("broken", "raised"),
+            ("unnumbered", "not_finite"),
+            ("out_of_text", "bad_steps"),
+        }
+        <= kinds
+    )
+    assert finished.stdout.count('raise ValueError("no")') == 1 and "completion: " in finished.stdout
+
+
+def test_a_reward_that_always_raises_is_refused_before_the_model_is_built(
+    rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "misspelt_reward.py").write_text("def score(record):\n    return len(record.completoin)\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["mesh.tp=1", "mesh.ep=1", "rl.reward.parts=['length','misspelt_reward:score']"]
+    finished = run_main("mcore_rl.run.rl", [rl_file, *words])
+    assert finished.returncode == 2, finished.stdout
+    assert (
+        "has no attribute 'completoin'" in finished.stderr
+        and "return len(record.completoin)" in finished.stderr
+    )
+    assert "failed for 4 of 4 completions of a trial on reference answers" in finished.stderr
+    assert not (tmp_path / "rl").exists()
+
+
+def test_completions_without_a_score_leave_group_and_loss_and_a_batch_of_them_ends_the_run(
+    rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flaky_reward.py").write_text(
+        "def score(record):\n"
+        "    with open('calls', 'a') as calls:\n"
+        "        calls.write('.')\n"
+        "        call = calls.tell()\n"
+        "    if call % 4 == 0 or call > 4 + 32:\n"
+        "        raise ConnectionError('the service is gone')\n"
+        "    return call % 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["mesh.tp=1", "mesh.ep=1", "rl.reward.parts=['flaky_reward:score']", "train.steps=4"]
+    words += ["train.eval_interval=none", "rl.reward.length_max_tokens=none", "rl.samples.interval=1"]
+    finished = run_main("mcore_rl.run.rl", [rl_file, *words])
+    assert finished.returncode == 2, finished.stdout
+    assert "failed for 32 of 32 completions of this batch" in finished.stderr
+    assert finished.stderr.count("ConnectionError: the service is gone") and "Traceback" in finished.stdout
+    samples = [json.loads(x) for x in (tmp_path / "rl/samples/step_0000000.jsonl").read_text().splitlines()]
+    assert sum(sample["reward"] is None for sample in samples) == 8
+    (first, *_) = [
+        record
+        for record in map(json.loads, (tmp_path / "rl/metrics.jsonl").read_text().splitlines())
+        if "reward/mean" in record
+    ]
+    assert first["reward/unscored_completions"] == 8
+    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
+    assert first["reward/mean"] == pytest.approx(sum(rewards) / 24)
 
 
 def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
@@ -231,6 +304,7 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
     monkeypatch.chdir(tmp_path)
     parts = "rl.reward.parts=['own_steps:digits','own_steps:late']"
     words = ["mesh.tp=1", "mesh.dp=2", "train.steps=4", "train.eval_interval=none", "rl.advantage.kind=steps"]
+    words += ["rl.reward.error_value=0.0", "rl.reward.max_failed_fraction=1"]
     finished = mcore_rl(
         "rl", rl_file, *words, parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=none"
     )

@@ -12,6 +12,7 @@ from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.prompts import TaskProblems, TaskPrompts
+from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt
@@ -75,6 +76,7 @@ def taken(mesh: MeshConfig, cursors: Sequence[int], rollout: dict[str, Any]) -> 
     rollouts = Rollouts(
         engine=ScriptedEngine(),
         reward=judge,
+        failures=FailureReport(str, folder=None),
         prompts=source,
         sampling=Sampling(max_new_tokens=7),
         mesh=built,

@@ -19,6 +19,7 @@ PROGRAM_OF = {
     "rl": "rl",
     "eval": "rl",
     "problems": "rl",
+    "reward": "rl",
     "config": None,
 }
 

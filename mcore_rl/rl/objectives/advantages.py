@@ -12,8 +12,24 @@ from mcore_rl.errors import ConfigError
 
 
 def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
-    """Return the advantages `[P, G]` that `config` names, of finite rewards; groups of equal rewards have zeros."""
-    assert rewards_PG.isfinite().all(), "a reward is not finite; scoring counts such as errors"
+    """Return the advantages `[P, G]` that `config` names; groups of equal rewards have zeros.
+
+    A reward of NaN stands for none, because its score failed: the advantage is zero, and those of the others are what
+    they would be in a group without that completion.
+    """
+    assert not rewards_PG.isinf().any(), "a reward is not finite; scoring counts such as failed"
+    counts_P = (~rewards_PG.isnan()).sum(dim=1)
+    advantages_PG = torch.zeros_like(rewards_PG)
+    for count in sorted(set(counts_P.tolist()) - {0, 1}):
+        of_count_P = counts_P == count
+        chosen_PG = of_count_P[:, None] & ~rewards_PG.isnan()
+        # Rows of one count are a matrix again, without the completions that have no reward.
+        advantages_PG[chosen_PG] = _advantages(rewards_PG[chosen_PG].view(-1, count), config).flatten()
+    return advantages_PG
+
+
+def _advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
+    """Return the advantages of groups in which every completion has a reward."""
     constant_P = constant_groups(rewards_PG)
     advantages_PG = choose("rl.advantage.kind", config.kind, ADVANTAGES)(rewards_PG, config)
     if advantages_PG.shape != rewards_PG.shape:
@@ -32,8 +48,13 @@ def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
 
 
 def constant_groups(rewards_PG: Tensor) -> Tensor:
-    """Return which groups, bool `[P]`, have rewards that are all equal: nothing can be learned from them."""
-    return (rewards_PG == rewards_PG[:, :1]).all(dim=1)
+    """Return which groups, bool `[P]`, have rewards that are all equal, or fewer than two that are not NaN: nothing can
+    be learned from them.
+    """
+    has_none_PG = rewards_PG.isnan()
+    largest_P = rewards_PG.masked_fill(has_none_PG, -torch.inf).amax(dim=1)
+    smallest_P = rewards_PG.masked_fill(has_none_PG, torch.inf).amin(dim=1)
+    return largest_P <= smallest_P
 
 
 def groups_to_train_on(rewards_PG: Tensor, num_groups: int) -> list[int]:

@@ -28,6 +28,10 @@ class TextStep(NamedTuple):
     value: float
 
 
-RewardFunction = Callable[[RewardInput], float | Sequence[tuple[int, float]]]
-"""Function that returns a finite number, or the completion's steps as (end, value) whose ends rise from at least 1 to
-at most the length of the text; the reward is then the sum of the values. It runs in a process of its own."""
+RewardFunction = Callable[
+    [RewardInput],
+    float | tuple[float, str | None] | Mapping[str, Any] | Sequence[tuple[int, float]],
+]
+"""Function that returns a finite number; or (number, reason); or a dict with the number as "score" (or "reward"), whose
+other entries are the reason; or the completion's steps as (end, value) whose ends rise from at least 1 to at most the
+length of the text: the reward is then the sum of the values. It runs in a process of its own."""

@@ -6,9 +6,21 @@ from typing import Any
 from math_verify import parse, verify  # type: ignore[import-untyped]
 
 from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.rules import GSM8K_MARKER, after_marker, answered
+from mcore_rl.rl.rewards.rules import (
+    GSM8K_MARKER,
+    MINUS_SIGNS,
+    NUMBER,
+    after_marker,
+    answered,
+    first_line,
+)
 
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+# Words that are mathematics, or join two answers, are no unit.
+NUMBER_AND_REMARK = re.compile(
+    r"([-+]?\$?\d[\d,]*(?:\.\d+)?)\s*(?:(?!(?:pi|sqrt|log|ln|sin|cos|tan|exp|mod|or|and|to)\b)[A-Za-z]{2,}[^=+*/\\^]*"
+    r"|\([^=+*/\\^]*[A-Za-z]{2,}[^=+*/\\^]*\))"
+)
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
@@ -16,14 +28,25 @@ def math_equal(scored: RewardInput, *, answer_pattern: str) -> float:
     """Return 1 when the answer equals the reference, else 0. Without `answer_pattern` and `####`, the answer is what
     math-verify finds in the text: a boxed expression, what follows "answer is", or the last expression.
     """
-    wanted = _parsed(after_marker(scored.answer))
+    wanted = _parsed(after_marker(scored.answer).translate(MINUS_SIGNS))
     if not wanted:
         raise ValueError(f"the reference answer {scored.answer!r} is no mathematics")
     text = answered(scored.completion, answer_pattern)
     isolated = bool(answer_pattern) or GSM8K_MARKER in text
-    given = _parsed(after_marker(text)) if isolated else _free(text)
+    is_number = NUMBER.fullmatch(first_line(after_marker(scored.answer))) is not None
+    if isolated and is_number:
+        given = _parsed(_without_unit(after_marker(text)))
+    else:
+        given = _parsed(after_marker(text)) if isolated else _free(text)
     # Its own time-outs use SIGALRM, which is the worker's.
     return float(verify(wanted, given, timeout_seconds=None))
+
+
+def _without_unit(answer: str) -> str:
+    """Return the first line of an answer that stands alone, of a number with a unit or a remark only the number."""
+    line = first_line(answer)
+    match = NUMBER_AND_REMARK.fullmatch(line)
+    return match[1] if match else line
 
 
 def _parsed(answer: str) -> Any:

@@ -11,6 +11,14 @@ from mcore_rl.rl.rewards.interface import RewardInput
 
 # A number with or without commas between thousands. Digits right after a letter or digit are part of a name.
 NUMBER = re.compile(r"(?<![\w.])[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?![\w])")
+# A number at the beginning of what follows a marker: there a unit may touch it (12km), and a/b is a fraction.
+STATED = re.compile(
+    r"(?<![\w.])([-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?)(?!\d)(?:/(\d+))?"
+)
+MORE_OF_AN_EXPRESSION = re.compile(r"\s*[-+*/^\u00d7\u00b7\u00f7]\s*[\d(]")
+MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
+"""Characters that mean minus before a number: minus sign, en dash, small and full-width hyphen."""
+EMPHASIS = re.compile(r"\*\*|__|`")
 GSM8K_MARKER = "####"
 
 
@@ -46,16 +54,49 @@ def positions(scored: RewardInput, *, answer_pattern: str) -> float:
 
 
 def numeric(scored: RewardInput, *, answer_pattern: str) -> float:
-    """Return 1 when the last number of the answer equals the reference's last number (1,000 = 1000.0), else 0."""
-    wanted = last_number(after_marker(scored.answer))
+    """Return 1 when the number of the answer equals the reference's (1,000 = 1000.0), else 0.
+
+    After `####`, and in what `answer_pattern` finds, it is the number that is stated there (`stated_number`); in other
+    text it is the last one.
+    """
+    wanted = _number(scored.answer, is_isolated=False)
     if wanted is None:
         raise ValueError(f"the reference answer {scored.answer!r} holds no number")
-    return float(last_number(after_marker(answered(scored.completion, answer_pattern))) == wanted)
+    given = _number(answered(scored.completion, answer_pattern), is_isolated=bool(answer_pattern))
+    return float(given == wanted)
+
+
+def _number(text: str, *, is_isolated: bool) -> Fraction | None:
+    if is_isolated or GSM8K_MARKER in text:
+        return stated_number(after_marker(text))
+    return last_number(text)
+
+
+def stated_number(text: str) -> Fraction | None:
+    """Return the number that a short answer states; None without one, or where it is an expression without "=".
+
+    It is the first number of the first line, after its last "=" if there is one: 12 in "12km", "**12**",
+    "12 (in 3 days)" and "3 * 4 = 12".
+    """
+    line = first_line(text).rpartition("=")[2]
+    match = STATED.search(line)
+    if match is None or MORE_OF_AN_EXPRESSION.match(line, match.end()):
+        return None
+    number = Fraction(match[1].replace(",", "").replace("$", ""))
+    if match[2] is None:
+        return number
+    return number / int(match[2]) if int(match[2]) else None
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text that is not blank, without Markdown's emphasis and with ASCII minus signs."""
+    lines = text.strip().splitlines() or [""]
+    return EMPHASIS.sub("", lines[0]).translate(MINUS_SIGNS).strip()
 
 
 def last_number(text: str) -> Fraction | None:
     """Return the last decimal number of a text, exactly; None without one."""
-    matches = NUMBER.findall(text)
+    matches = NUMBER.findall(text.translate(MINUS_SIGNS))
     return Fraction(matches[-1].replace(",", "").replace("$", "")) if matches else None
 
 

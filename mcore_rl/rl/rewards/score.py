@@ -1,7 +1,8 @@
 """Rewards of groups of completions: the weighted sum of the parts that the config names."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -14,9 +15,13 @@ from mcore_rl.config.rl import RewardConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
+from mcore_rl.rl.rewards.failures import FailedPart
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
-from mcore_rl.rl.rewards.worker import Failure, Job, RewardWorkers
+from mcore_rl.rl.rewards.worker import Failure, Job, RewardWorkers, Score
 from mcore_rl.rl.types import Completion, Group, Problem
+
+ANSWER_PARTS = ("exact", "positions", "numeric", "math")
+"""Parts that compare with the reference answer of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,39 +29,41 @@ class Scores:
     """Rewards of the groups, with the parts that they are made of."""
 
     rewards_PG: Tensor
-    """float64: weighted sum of the parts of each completion."""
+    """float64: weighted sum of the parts of each completion; NaN where a part failed and rl.reward.error_value is none:
+    the completion has no reward."""
     parts: dict[str, Tensor]
-    """Values `[P, G]` of each part before its weight; `overlong` is the length penalty."""
+    """Values `[P, G]` of each part before its weight, NaN where it failed; `overlong` is the length penalty."""
     steps_PG: list[list[tuple[TextStep, ...]]]
     """Steps of all parts, times their weights, added where they have the same end. A plain number and the length
-    penalty are a step that ends with the text. The values of a completion's steps add up to its reward."""
-    failures: tuple["FailedPart", ...]
-    """Parts that gave no number and count as `error_value`."""
+    penalty are a step that ends with the text. The values of a completion's steps add up to its reward; one without a
+    reward has none."""
+    reasons_PG: list[list[dict[str, str]]]
+    """Remarks of the parts on each completion, by part."""
+    failures: tuple[FailedPart, ...]
+    """Parts that gave no number, in the order of the completions."""
 
     def metrics(self) -> Iterator[Metric]:
-        """Yield this rank's metrics of rewards, parts, accuracy and errors."""
-        count = self.rewards_PG.numel()
-        yield Metric("reward/mean", self.rewards_PG.sum(), count)
+        """Yield this rank's metrics of rewards, parts, accuracy and errors; means are over what has a value."""
+        yield from _mean("reward/mean", self.rewards_PG)
         for name, values_PG in self.parts.items():
-            yield Metric(f"reward/part/{name}", values_PG.sum(), count)
+            yield from _mean(f"reward/part/{name}", values_PG)
         correctness_PG = next(iter(self.parts.values()))
-        yield Metric("reward/accuracy", (correctness_PG >= 1).sum(), count)
+        correct_PG = (correctness_PG >= 1).double().masked_fill(correctness_PG.isnan(), torch.nan)
+        yield from _mean("reward/accuracy", correct_PG)
         for kind, count_of_kind in Counter(failed.failure.kind for failed in self.failures).items():
             yield Metric(f"reward/errors_{kind}", count_of_kind)
         yield Metric("reward/errors", len(self.failures))
+        yield Metric("reward/unscored_completions", self.rewards_PG.isnan().sum())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailedPart:
-    """A part that gave no number for one completion."""
-
-    part: str
-    problem_id: str
-    failure: Failure
+def _mean(name: str, values_PG: Tensor) -> Iterator[Metric]:
+    """Yield the mean over the values that are not NaN, if there are any."""
+    if num_values := int((~values_PG.isnan()).sum()):
+        yield Metric(name, values_PG.nansum(), num_values)
 
 
 class Reward:
-    """RewardWorkers completions in processes of its own; close it, or use it in a `with`."""
+    """Scores completions in processes of its own; close it, or use it in a `with`."""
 
     def __init__(self, config: RewardConfig, *, max_new_tokens: int) -> None:
         self._config = config
@@ -64,7 +71,12 @@ class Reward:
         self._weights = config.weights or (1.0,) * len(config.parts)
         # Modules are imported before the processes are forked, so that an error is raised here.
         functions = [part_function(name, config) for name in config.parts]
-        self._workers = RewardWorkers(functions, workers=config.workers, timeout_s=config.timeout_s)
+        self._workers = RewardWorkers(
+            functions,
+            workers=config.workers,
+            timeout_s=config.timeout_s,
+            max_memory_gib=config.max_memory_gib,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -82,19 +94,22 @@ class Reward:
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
         inputs = [_reward_input(problem, completion) for problem, completion in pairs]
         jobs = [Job(function, one) for one in inputs for function in range(len(names))]
-        outcomes: list[float | tuple[TextStep, ...]] = []
+        scores: list[Score] = []
         failures: list[FailedPart] = []
+        value = torch.nan if self._config.error_value is None else self._config.error_value
         for index, outcome in enumerate(self._workers.run(jobs)):
             if isinstance(outcome, Failure):
                 problem = pairs[index // len(names)][0]
                 part = names[index % len(names)]
-                failures.append(FailedPart(part=part, problem_id=problem.problem_id, failure=outcome))
-                outcomes.append(self._config.error_value)
-            else:
-                outcomes.append(outcome)
-        values = [_total(outcome) for outcome in outcomes]
+                scored = inputs[index // len(names)]
+                failures.append(
+                    FailedPart(part=part, problem_id=problem.problem_id, failure=outcome, scored=scored)
+                )
+            scores.append(Score(value) if isinstance(outcome, Failure) else outcome)
+        values = [score.value for score in scores]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))
+        # A part that failed makes the sum NaN, also where its weight is 0: nobody knows whether it would have raised.
         rewards_PG = values_PGR @ torch.tensor(self._weights, dtype=torch.float64)
         if self._config.overlong_buffer_tokens:
             parts["overlong"] = self._overlong(groups)
@@ -102,17 +117,15 @@ class Reward:
         return Scores(
             rewards_PG=rewards_PG,
             parts=parts,
-            steps_PG=self._steps(groups, outcomes, parts.get("overlong")),
+            steps_PG=self._steps(groups, scores, parts.get("overlong")),
+            reasons_PG=_reasons(groups, names, scores),
             failures=tuple(failures),
         )
 
     def _steps(
-        self,
-        groups: Sequence[Group],
-        outcomes: Sequence[float | tuple[TextStep, ...]],
-        overlong_PG: Tensor | None,
+        self, groups: Sequence[Group], scores: Sequence[Score], overlong_PG: Tensor | None
     ) -> list[list[tuple[TextStep, ...]]]:
-        of_parts = iter(outcomes)
+        of_parts = iter(scores)
         steps_PG: list[list[tuple[TextStep, ...]]] = []
         for p, group in enumerate(groups):
             steps_PG.append([])
@@ -120,12 +133,13 @@ class Reward:
                 whole = len(completion.text)
                 values: defaultdict[int, float] = defaultdict(float)
                 for weight in self._weights:
-                    outcome = next(of_parts)
-                    for step in outcome if isinstance(outcome, tuple) else (TextStep(whole, outcome),):
+                    score = next(of_parts)
+                    for step in (TextStep(whole, score.value),) if score.steps is None else score.steps:
                         values[step.end] += weight * step.value
                 if overlong_PG is not None:
                     values[whole] += overlong_PG[p, g].item()
-                steps_PG[-1].append(tuple(TextStep(end, values[end]) for end in sorted(values)))
+                steps = tuple(TextStep(end, values[end]) for end in sorted(values))
+                steps_PG[-1].append(() if any(math.isnan(step.value) for step in steps) else steps)
         return steps_PG
 
     def _overlong(self, groups: Sequence[Group]) -> Tensor:
@@ -145,7 +159,7 @@ def part_function(name: str, config: RewardConfig) -> RewardFunction:
         from mcore_rl.rl.rewards.mathematics import math_equal  # its parser takes half a second
 
         return partial(math_equal, answer_pattern=pattern)
-    functions: dict[str, Callable[..., float]] = {
+    functions: dict[str, RewardFunction] = {
         "exact": partial(rules.exact, answer_pattern=pattern),
         "positions": partial(rules.positions, answer_pattern=pattern),
         "numeric": partial(rules.numeric, answer_pattern=pattern),
@@ -159,8 +173,17 @@ def part_function(name: str, config: RewardConfig) -> RewardFunction:
     return choose("rl.reward.parts", name, functions)
 
 
-def _total(outcome: float | tuple[TextStep, ...]) -> float:
-    return sum(step.value for step in outcome) if isinstance(outcome, tuple) else outcome
+def _reasons(
+    groups: Sequence[Group], names: Sequence[str], scores: Sequence[Score]
+) -> list[list[dict[str, str]]]:
+    of_parts = iter(scores)
+    return [
+        [
+            {name: score.reason for name in names if (score := next(of_parts)).reason}
+            for _ in group.completions
+        ]
+        for group in groups
+    ]
 
 
 def _reward_input(problem: Problem, completion: Completion) -> RewardInput:

@@ -4,24 +4,39 @@ import gc
 import logging
 import math
 import multiprocessing
+import os
+import resource
 import signal
 import time
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
+import psutil
 import torch
 
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
+from mcore_rl.rl.rewards.process_tree import END_TREE, REQUESTS, supervise
 
 GRACE_S = 1.0
 """Seconds after its time-out at which a worker that has not ended itself is killed."""
 PATIENCE_S = 5.0
 """Seconds that a dying process is given to end, so that its exit status is known."""
+ENDING_S = 10.0
+"""Seconds that a process is given to end its descendants and itself; then it is killed."""
+MAX_TEXT = 2000
+"""Characters of an error's text or of a reason that leave a worker; what is longer is cut in the middle."""
+MAX_TRACEBACK = 8000
+"""Characters of a traceback that leave a worker."""
+SCORE_KEYS = ("score", "reward")
+"""Keys of a returned dict, one of which has the score."""
+WANTED = "wanted: a number, (number, reason), a dict with 'score', or steps [(end, value), ...]"
 
 
 class Job(NamedTuple):
@@ -37,13 +52,33 @@ class Failure:
 
     kind: Literal["raised", "not_finite", "bad_steps", "timeout", "died"]
     text: str
+    """One sentence: class and text of an exception, or what was returned or happened."""
+    error: str = ""
+    """Name of the exception's class; empty where none was raised."""
+    traceback: str = ""
+    """Traceback of the exception from the function on; empty where none was raised."""
 
 
-Outcome = float | tuple[TextStep, ...] | Failure
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a function gave a completion."""
+
+    value: float
+    """The number, or the sum of the steps' values."""
+    steps: tuple[TextStep, ...] | None = None
+    """Steps of the completion; None: the function returned a number."""
+    reason: str = ""
+    """The function's own remark on the score."""
+
+
+Outcome = Score | Failure
 
 
 class RewardWorkers:
-    """Forked processes that share the jobs; a process whose job takes longer than `timeout_s` is replaced."""
+    """Forked processes that share the jobs; a process whose job takes longer than `timeout_s` is replaced.
+
+    With a process ends everything that it has started: see `process_tree.supervise`.
+    """
 
     def __init__(
         self,
@@ -51,10 +86,19 @@ class RewardWorkers:
         *,
         workers: int,
         timeout_s: float,
+        max_memory_gib: float | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
+        """Start the processes.
+
+        Args:
+            timeout_s: seconds for one job.
+            max_memory_gib: GiB of address space that a process may take beyond what it inherits; None: no limit.
+            grace_s: seconds after `timeout_s` until a process that has not ended itself is killed.
+        """
         self._functions = tuple(functions)
         self._grace_s = grace_s
+        self._max_memory_gib = max_memory_gib
         self._timeout_s = timeout_s
         self._idle = [self._start() for _ in range(workers)]
 
@@ -117,9 +161,8 @@ class RewardWorkers:
     def _start(self) -> "_Worker":
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve, args=(theirs, ours, self._functions, self._timeout_s), daemon=True
-        )
+        serve = partial(_serve, theirs, self._functions, self._timeout_s, self._max_memory_gib)
+        process = context.Process(target=_start_serving, args=(serve, theirs, ours, os.getpid()), daemon=True)
         collects = gc.isenabled()
         gc.disable()  # until the child has set aside what it inherits, perhaps tensors on a GPU
         with warnings.catch_warnings():
@@ -138,9 +181,14 @@ class _Worker:
     pipe: Connection
 
     def stop(self, patience_s: float) -> int | None:
-        """Close the pipe, kill the process if it has not ended after `patience_s`, and return its exit status."""
+        """Close the pipe, end the process and its descendants if it has not ended after `patience_s`, and return its
+        exit status.
+        """
         self.pipe.close()
         self.process.join(timeout=patience_s)
+        if self.process.exitcode is None and self.process.pid is not None:
+            os.kill(self.process.pid, END_TREE)
+            self.process.join(timeout=ENDING_S)
         self.process.kill()
         self.process.join()
         return self.process.exitcode
@@ -168,20 +216,30 @@ class _Guard:
         return isinstance(error, Exception)
 
 
+def _start_serving(serve: "partial[None]", theirs: Connection, ours: Connection, parent: int) -> None:
+    """Score in a process of its own, under this one; only the worker itself has its end of the pipe then."""
+    ours.close()
+    gc.freeze()
+    supervise(serve, parent, after_start=theirs.close)
+
+
 def _serve(
-    pipe: Connection, parents: Connection, functions: tuple[RewardFunction, ...], timeout_s: float
+    pipe: Connection,
+    functions: tuple[RewardFunction, ...],
+    timeout_s: float,
+    max_memory_gib: float | None,
 ) -> None:
     """Score until the other end is closed, by the parent or by its death."""
-    gc.freeze()
     gc.enable()
     torch.set_num_threads(1)  # OpenMP's threads were not copied: a function of the user's may compute
-    parents.close()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # requests to stop are for the parent
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even inside C code
     logging.getLogger("math_verify").setLevel(
         logging.ERROR
     )  # it warns that its time-outs are off: ours is on
+    if max_memory_gib is not None:
+        _limit_memory(max_memory_gib)
     while True:
         try:
             job: Job = pipe.recv()
@@ -193,14 +251,69 @@ def _serve(
         pipe.send(outcome)
 
 
+def _limit_memory(max_memory_gib: float) -> None:
+    """Limit the address space of this process, and of each that it starts, to what it has now and so much more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + int(max_memory_gib * 2**30)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
     with _Guard() as guard:
-        returned: Any = function(scored)
-        if isinstance(returned, Sequence) and not isinstance(returned, str):
-            return _steps(returned, len(scored.completion))
-        value = float(returned)
-        return value if math.isfinite(value) else Failure("not_finite", str(value))
-    return Failure("raised", f"{type(guard.error).__name__}: {guard.error}")
+        return _outcome(function(scored), len(scored.completion))
+    assert guard.error is not None
+    return _raised(guard.error)
+
+
+def _raised(error: BaseException) -> Failure:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next  # our own, above the function
+    name = type(error).__name__
+    text, shown = f"{name}, whose text cannot be made", ""
+    with _Guard():
+        text = f"{name}: {error}"
+        shown = "".join(traceback.format_exception(type(error), error, frames))
+    return Failure("raised", cut(text, MAX_TEXT), error=name, traceback=cut(shown, MAX_TRACEBACK))
+
+
+def cut(text: str, most: int) -> str:
+    """Return `text`, or where it is longer than `most` characters its beginning, a note, and its end."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end]} … ({len(text) - most} characters cut) … {text[-end:]}"
+
+
+def _outcome(returned: Any, num_characters: int) -> Outcome:
+    """Return the score that a function's result stands for, for a text of so many characters."""
+    reason = ""
+    if isinstance(returned, Mapping):
+        returned, reason = _named(returned)
+    elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], str | None):
+        returned, reason = returned[0], returned[1] or ""
+    reason = cut(reason, MAX_TEXT)
+    if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
+        steps = _steps(returned, num_characters)
+        if isinstance(steps, Failure):
+            return steps
+        return Score(sum(step.value for step in steps), steps, reason)
+    if returned is None:
+        raise TypeError(f"the function returned None; {WANTED}")
+    value = float(returned)
+    return Score(value, None, reason) if math.isfinite(value) else Failure("not_finite", str(value))
+
+
+def _named(returned: Mapping[Any, Any]) -> tuple[Any, str]:
+    """Return the score of a dict, and its other entries as the reason."""
+    found = [key for key in SCORE_KEYS if key in returned]
+    if len(found) != 1:
+        keys = cut(", ".join(map(str, returned)) or "none", MAX_TEXT // 2)
+        raise TypeError(f"the function returned a dict with the keys {keys}; {WANTED}")
+    others = {key: value for key, value in returned.items() if key != found[0]}
+    reason = [str(others.pop("reason"))] if others.get("reason") else []
+    return returned[found[0]], "; ".join([*reason, *(f"{key}: {value}" for key, value in others.items())])
 
 
 def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | Failure:
@@ -211,7 +324,7 @@ def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...]
             case (Integral() as end, Real() as value):
                 steps.append(TextStep(int(end), float(value)))
             case _:
-                return Failure("bad_steps", f"{one!r} is no (end, value)")
+                return Failure("bad_steps", f"{cut(repr(one), MAX_TEXT // 2)} is no (end, value)")
     for before, step in zip((TextStep(0, 0.0), *steps), steps, strict=False):
         if not before.end < step.end <= num_characters:
             return Failure("bad_steps", f"end {step.end} after {before.end} of {num_characters} characters")

@@ -1,5 +1,7 @@
 """Metrics of an evaluation."""
 
+import math
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -18,14 +20,14 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_answer() -> None:
             assert pass_at_k(num_correct, 6, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
 
 
-def summary(correct: list[bool]) -> GroupSummary:
+def summary(correct: list[bool | None]) -> GroupSummary:
     return GroupSummary(
         index=0,
         replica_rank=0,
         num_prompt_tokens=3,
         lengths_G=[4] * len(correct),
         truncated_G=[True] + [False] * (len(correct) - 1),
-        rewards_G=[float(is_correct) / 2 for is_correct in correct],
+        rewards_G=[float(is_correct or 0) / 2 for is_correct in correct],
         correct_G=correct,
     )
 
@@ -38,6 +40,16 @@ def test_metrics_are_means_over_all_answers() -> None:
     assert metrics["eval/pass_at_2"] == pytest.approx((1 - 3 / 6) / 2)
     assert metrics["eval/pass_at_4"] == 0.5
     assert "eval/pass_at_8" not in metrics
+
+
+def test_answers_whose_score_failed_count_in_no_accuracy() -> None:
+    failed = replace(summary([True, False, False, None]), rewards_G=[0.5, 0.0, 0.0, math.nan])
+    metrics = reduced(evaluation_metrics([failed, summary([True, True, True, True])]))
+    assert metrics["eval/accuracy"] == pytest.approx(5 / 7)
+    assert metrics["eval/reward"] == pytest.approx(2.5 / 7)
+    assert metrics["eval/pass_at_2"] == pytest.approx((2 / 3 + 1) / 2)
+    assert metrics["eval/pass_at_4"] == 1.0  # of the prompt that has four scored answers
+    assert metrics["eval/prompts"] == 2
 
 
 def test_seeds_differ_between_runs_prompts_and_indices() -> None:

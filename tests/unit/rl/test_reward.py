@@ -1,22 +1,27 @@
 """Rewards of whole groups, among them functions that hang, crash and raise."""
 
 import ctypes
+import json
+import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-import torch
 
 from mcore_rl.config.rl import RewardConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.rl.objectives.advantages import StepReward
+from mcore_rl.rl.rewards.failures import FailureReport, refuse_failing_parts
 from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.rewards.worker import Failure, Job, RewardWorkers
+from mcore_rl.rl.rewards.trial import try_reward
+from mcore_rl.rl.rewards.worker import MAX_TEXT, MAX_TRACEBACK, Failure, Job, RewardWorkers
 from mcore_rl.rl.rollout import token_step
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt
 
@@ -32,6 +37,10 @@ def steps(judged):
     return [(2, 1.0), (len(judged.completion), 0.5)]
 def told(judged):
     return eval(judged.completion)
+def sometimes(judged):
+    if judged.completion == "raise":
+        raise ValueError("as asked")
+    return float(len(judged.completion))
 notafunction = 3
 """
 
@@ -73,6 +82,7 @@ def test_parts_are_weighed_and_added_and_told_by_name(own_module):
     assert scores.failures == ()
     told = reduced(scores.metrics())
     assert told == {
+        "reward/unscored_completions": 0,
         "reward/mean": 9.5 / 4,
         "reward/part/exact": 0.5,
         "reward/part/regex": 0.5,
@@ -87,16 +97,103 @@ def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):
     with Reward(config, max_new_tokens=8) as reward:
         scores = reward([group("a", "a", "b")])
     assert scores.rewards_PG.tolist() == [[-1, -2]]
-    assert {failed.part.partition(":")[2]: failed.failure for failed in scores.failures} == {
-        "never": Failure("raised", "KeyError: 'lost'"),
-        "nan": Failure("not_finite", "nan"),
+    told = {
+        failed.part.partition(":")[2]: (failed.failure.kind, failed.failure.text)
+        for failed in scores.failures
     }
+    assert told == {"never": ("raised", "KeyError: 'lost'"), "nan": ("not_finite", "nan")}
     told = reduced(scores.metrics())
     assert (told["reward/errors"], told["reward/errors_raised"], told["reward/errors_not_finite"]) == (
         4,
         2,
         2,
     )
+    assert told["reward/unscored_completions"] == 0
+
+
+def test_a_completion_whose_score_failed_has_no_reward_and_counts_in_no_mean(own_module):
+    config = RewardConfig(parts=("exact", f"{own_module}:sometimes"))
+    with Reward(config, max_new_tokens=8) as reward:
+        scores = reward([group("ab", "ab", "raise", "b"), group("a", "raise", "raise", "a")])
+    rewards = [[None if math.isnan(x) else x for x in row] for row in scores.rewards_PG.tolist()]
+    assert rewards == [[3.0, None, 1.0], [None, None, 2.0]]
+    assert scores.steps_PG[0][1] == scores.steps_PG[1][0] == ()
+    told = reduced(scores.metrics())
+    assert told["reward/mean"] == 2.0
+    assert told[f"reward/part/{own_module}:sometimes"] == pytest.approx(4 / 3)
+    assert told["reward/part/exact"] == told["reward/accuracy"] == pytest.approx(2 / 6)
+    assert told["reward/unscored_completions"] == told["reward/errors"] == 3
+
+
+def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(own_module, tmp_path):
+    said = []
+    report = FailureReport(said.append, tmp_path / "run")
+    with Reward(RewardConfig(parts=(f"{own_module}:never", f"{own_module}:nan")), max_new_tokens=8) as reward:
+        for answer in ("first", "second"):
+            report.add(reward([group(answer, "given", "other")]).failures)
+    assert len(said) == 2
+    assert "KeyError: 'lost'" in said[0] and 'raise KeyError("lost")' in said[0]
+    for word in ("Traceback", f"{own_module}.py", "in never", "p-first", "'given'", "'first'"):
+        assert word in said[0]
+    assert "worker.py" not in said[0]  # frames above the function are ours
+    lines = [json.loads(line) for line in (tmp_path / "run/reward_failures.jsonl").read_text().splitlines()]
+    assert [(one["part"], one["kind"]) for one in lines] == [
+        (f"{own_module}:never", "raised"),
+        (f"{own_module}:nan", "not_finite"),
+    ]
+    assert lines[0]["traceback"].endswith("KeyError: 'lost'\n") and lines[0]["completion"] == "given"
+
+
+@pytest.mark.parametrize(("num_failed", "limit", "ends"), [(7, 0.9, False), (8, 0.9, True), (8, 1.0, False)])
+def test_a_part_that_fails_for_more_than_the_fraction_ends_the_run(own_module, num_failed, limit, ends):
+    config = RewardConfig(parts=("exact", f"{own_module}:never"))
+    with Reward(config, max_new_tokens=8) as reward:
+        failures = reward([group("a", "b")]).failures
+    counts = {f"{own_module}:never": num_failed, "exact": 1}
+    if not ends:
+        refuse_failing_parts(counts, 8, failures, limit)
+        return
+    with pytest.raises(TrainingError, match=r"(?s)never\" failed for 8 of 8.*KeyError: 'lost'.*Traceback"):
+        refuse_failing_parts(counts, 8, failures, limit)
+
+
+def test_a_trial_on_reference_answers_refuses_what_always_fails(own_module):
+    prompts = [group(answer).prompt for answer in ("ab", "raise")]
+    failing = RewardConfig(parts=("exact", f"{own_module}:never"))
+    with pytest.raises(TrainingError, match="failed for 4 of 4 completions of a trial on reference answers"):
+        try_reward(failing, 8, prompts, list)
+    assert len(try_reward(failing.model_copy(update={"max_failed_fraction": 1.0}), 8, prompts, list)) == 4
+    # The completions are each prompt's reference answer and the other's.
+    (sometimes, other) = try_reward(RewardConfig(parts=(f"{own_module}:sometimes",)), 8, prompts, list)
+    assert (sometimes.problem_id, other.problem_id) == ("p-ab", "p-raise")
+
+
+@pytest.mark.parametrize(
+    ("returned", "value", "reason"),
+    [
+        ("(0.5, 'because')", 0.5, "because"),
+        ("(1, None)", 1.0, ""),
+        ("{'score': 0.25, 'reason': 'near', 'digits': 3}", 0.25, "near; digits: 3"),
+        ("{'reward': True}", 1.0, ""),
+        ("([(1, 0.5), (2, 0.25)], 'steps')", 0.75, "steps"),
+        ("{'score': [(1, 0.5)]}", 0.5, ""),
+        ("[(1, 0.5), (3, 1.0)]", 1.5, ""),
+    ],
+)
+def test_a_reward_may_come_with_its_reason(own_module, returned, value, reason):
+    part = f"{own_module}:told"
+    with Reward(RewardConfig(parts=(part,)), max_new_tokens=8) as reward:
+        scores = reward([group("", returned)])
+    assert scores.failures == ()
+    assert scores.rewards_PG.item() == value
+    assert scores.reasons_PG == [[{part: reason} if reason else {}]]
+
+
+@pytest.mark.parametrize("returned", ["None", "{}", "{'value': 1}", "{'score': 1, 'reward': 2}"])
+def test_a_return_without_one_score_names_what_is_wanted(own_module, returned):
+    with Reward(RewardConfig(parts=(f"{own_module}:told",)), max_new_tokens=8) as reward:
+        (failed,) = reward([group("", returned)]).failures
+    assert "wanted: a number, (number, reason), a dict with 'score', or steps" in failed.failure.text
 
 
 def test_steps_of_parts_are_weighed_and_those_with_the_same_end_added(own_module):
@@ -180,7 +277,24 @@ def obey(judged):
         raise SystemExit(4)
     if judged.completion == "pid":
         return os.getpid()
+    if judged.completion.startswith("start"):
+        leave_running(judged.completion)
+        time.sleep(60 if "hang" in judged.completion else 0)
+    if judged.completion == "error of 20 MB":
+        raise ValueError("x" * (20 << 20))
+    if judged.completion == "take 3 GiB":
+        return len(bytes(3 << 30)) / 2**30
     return len(judged.completion)
+
+
+def leave_running(completion):
+    """Start grandchildren that note their ids: one in a session of its own, one whose parent has ended."""
+    folder = completion.split()[1]
+    sleeper = f"echo $$ >> {folder}/pids; exec sleep 60"
+    subprocess.Popen(["sh", "-c", sleeper], start_new_session=True)
+    subprocess.run(["sh", "-c", f"(setsid sh -c '{sleeper}') & exit 0"], check=True)
+    while len(Path(folder, "pids").read_text().split()) < 2:
+        time.sleep(0.01)
 
 
 def jobs(*texts):
@@ -197,7 +311,7 @@ def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
     with RewardWorkers([obey], workers=workers, timeout_s=0.4, grace_s=0.8) as judges:
         texts = ["a", "hang", "bb", "hang in C", "ccc", "ignore the alarm", "crash", "exit", "quit", "dddd"]
         outcomes = judges.run(jobs(*texts))
-    kinds = [outcome.kind if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+    kinds = [outcome.kind if isinstance(outcome, Failure) else outcome.value for outcome in outcomes]
     assert kinds == [1, "timeout", 2, "timeout", 3, "timeout", "died", "died", "died", 4]
     assert outcomes[6].text == "the process ended with status -9"
 
@@ -205,11 +319,37 @@ def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
 def test_a_judge_that_died_between_two_batches_is_replaced():
     with RewardWorkers([obey], workers=1, timeout_s=5.0) as judges:
         (pid,) = judges.run(jobs("pid"))
-        os.kill(int(pid), signal.SIGKILL)
+        os.kill(int(pid.value), signal.SIGKILL)
         time.sleep(0.05)
         outcomes = judges.run(jobs("pid", "aa"))
-    assert outcomes[1] == 2
-    assert outcomes[0] != pid or isinstance(outcomes[0], Failure)
+    assert outcomes[1].value == 2
+    assert outcomes[0] != pid
+
+
+def test_what_a_reward_started_ends_with_a_time_out_and_with_the_workers(tmp_path):
+    """Both grandchildren leave the worker's process group, and one also its parent."""
+    for name, started in (("late", "start {} and hang"), ("whole", "start {}")):
+        (tmp_path / name).mkdir()
+        with RewardWorkers([obey], workers=1, timeout_s=1.5) as judges:
+            (outcome,) = judges.run(jobs(started.format(tmp_path / name)))
+            pids = [int(pid) for pid in (tmp_path / name / "pids").read_text().split()]
+            assert len(pids) == 2
+            if name == "late":
+                assert outcome.kind == "timeout"
+                assert not any(is_running(pid) for pid in pids)
+            else:
+                # A function that returns may have started a server for the completions that follow.
+                assert all(is_running(pid) for pid in pids)
+        assert not any(is_running(pid) for pid in pids)
+
+
+def test_errors_of_any_length_are_cut_and_memory_is_limited():
+    with RewardWorkers([obey], workers=1, timeout_s=20.0, max_memory_gib=2.0) as judges:
+        long, large, short = judges.run(jobs("error of 20 MB", "take 3 GiB", "aa"))
+    assert long.kind == large.kind == "raised" and short.value == 2
+    assert long.text.startswith("ValueError: xxx") and "characters cut" in long.text
+    assert len(long.text) < MAX_TEXT + 50 and len(long.traceback) < MAX_TRACEBACK + 50
+    assert large.error == "MemoryError"
 
 
 @pytest.mark.parametrize("then", ["idle", "hang in C"])
@@ -219,7 +359,7 @@ def test_judges_end_with_the_process_that_started_them(then):
 
     def start_and_hang():
         judges = RewardWorkers([obey], workers=1, timeout_s=0.5, grace_s=60.0)
-        theirs.send([int(pid) for pid in judges.run(jobs("pid"))])
+        theirs.send([int(pid.value) for pid in judges.run(jobs("pid"))])
         if then != "idle":
             judges.run(jobs(then))
         time.sleep(60)
@@ -247,4 +387,4 @@ def is_running(pid):
 def test_many_jobs_keep_their_order():
     with RewardWorkers([obey], workers=3, timeout_s=5.0) as judges:
         outcomes = judges.run(jobs(*["x" * (number % 17) for number in range(300)]))
-    assert torch.tensor(outcomes).tolist() == [number % 17 for number in range(300)]
+    assert [outcome.value for outcome in outcomes] == [number % 17 for number in range(300)]

@@ -95,6 +95,20 @@ def test_the_last_number_of_a_text(text, number):
         ("1000", "1,000", 1),
         ("nothing", "12", 0),
         ("-12", "12", 0),
+        ("#### 12km", "12", 1),
+        ("#### 12 (in 3 days)", "12", 1),
+        ("#### 12 (in 3 days)", "3", 0),
+        ("#### \N{MINUS SIGN}12", "-12", 1),
+        ("12", "#### \N{MINUS SIGN}12", 0),
+        ("it is \N{MINUS SIGN}12", "-12", 1),
+        ("#### **12**", "12", 1),
+        ("#### 3 * 4 = 12", "12", 1),
+        ("#### 3 * 4", "4", 0),
+        ("#### 1/2", "0.5", 1),
+        ("#### 1/2", "2", 0),
+        ("#### 12\n\nIn 3 days.", "12", 1),
+        ("#### $1,200.50 each", "1200.5", 1),
+        ("#### none", "12", 0),
     ],
 )
 def test_numeric(completion, answer, reward):
@@ -119,10 +133,23 @@ def test_a_reference_that_cannot_be_compared_is_an_error_not_a_zero(rule):
         ("\\boxed{(1, 2]}", "(1,2]", 1),
         ("I do not know", "3", 0),
         ("", "3", 0),
+        ("#### 12km", "12", 1),
+        ("#### 12 (in 3 days)", "12", 1),
+        ("#### 12 (in 3 days)", "3", 0),
+        ("#### \N{MINUS SIGN}12", "-12", 1),
+        ("#### **12**", "12", 1),
+        ("#### 12 km in 3 days", "#### 12", 1),
+        ("#### 12 or 13", "12", 0),
+        ("#### 3\\pi", "3", 0),
+        ("#### 1/2", "0.5", 1),
     ],
 )
 def test_mathematics(completion, answer, reward):
     assert math_equal(judged(completion, answer), answer_pattern="") == reward
+
+
+def test_an_answer_that_a_pattern_finds_may_have_a_unit():
+    assert numeric(judged("in 3 days <answer>12km (2 h)</answer>", "12"), answer_pattern=TAG) == 1
 
 
 def test_mathematics_within_a_tag():

@@ -110,6 +110,16 @@ def test_a_file_without_a_prompt_is_refused(tmp_path, lines, message):
         read_problems(PromptConfig(files=(write(tmp_path / "p.jsonl", *lines),)))
 
 
+def test_lines_without_an_answer_are_no_prompts_where_the_reward_compares_with_one(tmp_path):
+    lacking = write(tmp_path / "lacking.jsonl", {"prompt": "1 + 1?", "solution": "2"}, {"prompt": "2 + 2?"})
+    assert len(read_problems(PromptConfig(files=(lacking,))).problems) == 2
+    with pytest.raises(DataError, match=r"Line 1: no answer in 'answer'.*other keys: solution.*answer_field"):
+        read_problems(PromptConfig(files=(lacking,)), needs_answer=True)
+    mixed = write(tmp_path / "mixed.jsonl", {"prompt": "?", "answer": 0}, {"prompt": "?", "answer": " "})
+    read = read_problems(PromptConfig(files=(mixed,)), needs_answer=True)
+    assert ([one.answer for one in read.problems], [bad.line for bad in read.bad_lines]) == (["0"], [2])
+
+
 def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(DataError, match=r"no_such\.jsonl cannot be read"):
         read_problems(PromptConfig(files=("no_such.jsonl",)))

@@ -1,5 +1,6 @@
 """Advantages by hand and by the statistics module."""
 
+import math
 import statistics
 
 import pytest
@@ -85,7 +86,7 @@ def test_centered_rows_sum_to_zero():
 
 def test_a_reward_that_is_not_finite_never_gets_this_far():
     with pytest.raises(AssertionError, match="not finite"):
-        group_advantages(tensor([[1.0, float("nan")]]), AdvantageConfig())
+        group_advantages(tensor([[1.0, float("inf")]]), AdvantageConfig())
 
 
 def test_a_token_is_worth_the_steps_that_end_at_it_or_later():
@@ -136,3 +137,20 @@ def test_advantages_of_the_users_own_are_masked_like_ours_and_checked(tmp_path, 
         group_advantages(rewards_PG, AdvantageConfig(kind="own_advantages:flat"))
     with pytest.raises(ConfigError, match="not finite"):
         group_advantages(rewards_PG, AdvantageConfig(kind="own_advantages:infinite"))
+
+
+@pytest.mark.parametrize("kind", ["zscore", "mean", "leave_one_out", "leave_one_out_zscore"])
+def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind: str) -> None:
+    none = math.nan
+    rewards = tensor(
+        [[1.0, none, 0.5, 0.0], [0.0, 0.25, 1.0, 0.5], [none, none, none, 1.0], [none, none, none, none]]
+    )
+    config = AdvantageConfig(kind=kind, ddof=0, eps=1e-3)
+    advantages = group_advantages(rewards, config)
+    without = group_advantages(tensor([[1.0, 0.5, 0.0]]), config)
+    whole = group_advantages(tensor([[0.0, 0.25, 1.0, 0.5]]), config)
+    torch.testing.assert_close(advantages[0, [0, 2, 3]], without[0], rtol=0, atol=0)
+    torch.testing.assert_close(advantages[1], whole[0], rtol=0, atol=0)
+    assert advantages[0, 1] == 0 and not advantages[2:].any()
+    assert constant_groups(rewards).tolist() == [False, False, True, True]
+    assert constant_groups(tensor([[0.5, none, 0.5], [0.5, none, 0.25]])).tolist() == [True, False]

@@ -1,0 +1,108 @@
+"""A process and everything that it starts, ended together: children of children too, also those that left its group."""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+import psutil
+
+END_TREE = signal.SIGRTMIN
+"""Signal that ends a supervised process with its descendants. Nobody else sends it: requests to stop a job reach all of
+its processes as SIGINT, SIGTERM or SIGUSR1."""
+POLL_S = 0.5
+"""Seconds between two looks at whether the process that asked for the work still runs."""
+MAX_KILLING_S = 5.0
+"""Seconds after which descendants that do not end, as those that wait for a broken disk, are left."""
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Requests to stop, which are for the process that asked for the work."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def supervise(work: Callable[[], None], parent: int, *, after_start: Callable[[], None]) -> NoReturn:
+    """Run `work` in a child of this process, and end with its exit status when nothing that it started runs any more.
+    `after_start` is called here when the child has started.
+
+    The descendants are killed when the child ends, when END_TREE arrives, or when the process `parent` is gone. They
+    are a process group of their own, so that Ctrl-C does not reach them; one that leaves the group, or whose parent
+    dies, becomes a child of this process (a subreaper, Linux) and is found there.
+    """
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it ends by the child's signal, which dumped already
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
+    awaited = {signal.SIGCHLD, END_TREE}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _work_and_exit(work)
+    after_start()
+    status = None
+    while status is None and os.getppid() == parent:
+        arrived = signal.sigtimedwait(awaited, POLL_S)
+        status = _reaped(child)
+        if arrived is not None and arrived.si_signo == END_TREE:
+            break
+    _kill_descendants()
+    _exit_as(status or 0)
+
+
+def _work_and_exit(work: Callable[[], None]) -> NoReturn:
+    code = 1
+    try:
+        work()
+        code = 0
+    finally:
+        # Nothing of the parent's, such as its exit handlers, is to run here.
+        if code and sys.exc_info()[0] is not SystemExit:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _reaped(child: int) -> int | None:
+    """Collect all children that have ended; return the wait status of `child` where it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == child:
+            found = status
+
+
+def _kill_descendants() -> None:
+    """Kill and collect until none is left: one that is killed may have started another a moment before."""
+    deadline = time.monotonic() + MAX_KILLING_S
+    itself = psutil.Process()
+    while (found := itself.children(recursive=True)) and time.monotonic() < deadline:
+        for process in found:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.002)
+        _reaped(0)
+
+
+def _exit_as(status: int) -> NoReturn:
+    """End as the child with this wait status did: by the same signal, or with the same code."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))

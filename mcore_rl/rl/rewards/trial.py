@@ -1,0 +1,63 @@
+"""Completions to try a reward on before there is a model: reference answers, each also where it is wrong."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from mcore_rl.config.rl import RewardConfig
+from mcore_rl.rl.rewards.failures import FailedPart, failing_part
+from mcore_rl.rl.rewards.score import Reward, Scores
+from mcore_rl.rl.types import Completion, Group, Prompt
+
+ANSWER = "{answer}"
+"""Text that stands for the reference answer in a completion to try."""
+NO_ANSWER = "no reference answer"
+"""Completion that is tried where a prompt has no reference answer."""
+TRIED_AT_START = 2
+"""Prompts of the call before a training starts."""
+
+
+def trial_groups(
+    prompts: Sequence[Prompt], encode: Callable[[str], list[int]], template: str = ANSWER
+) -> list[Group]:
+    """Return two completions for each prompt: `template` with its own reference answer, and with the next prompt's."""
+    groups = []
+    for index, prompt in enumerate(prompts):
+        other = prompts[(index + 1) % len(prompts)]
+        answers = [one.problem.answer or NO_ANSWER for one in (prompt, other)]
+        texts = [template.replace(ANSWER, answer) for answer in answers]
+        completions = tuple(_completion(text, tuple(encode(text))) for text in texts)
+        groups.append(Group(prompt=prompt, completions=completions))
+    return groups
+
+
+def try_reward(
+    config: RewardConfig, max_new_tokens: int, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]
+) -> tuple[FailedPart, ...]:
+    """Score reference answers of `prompts`, so that a function which always fails ends a start and not a run.
+
+    Returns:
+        The scores that failed, where some did not.
+
+    Raises:
+        TrainingError: when every score of a part failed, unless rl.reward.max_failed_fraction=1.
+    """
+    with Reward(config, max_new_tokens=max_new_tokens) as reward:
+        scores = reward(trial_groups(prompts, encode))
+    refuse_failing_trial(scores, config)
+    return scores.failures
+
+
+def refuse_failing_trial(scores: Scores, config: RewardConfig) -> None:
+    """Raise a TrainingError for a part of which every score failed, unless rl.reward.max_failed_fraction=1."""
+    num_failed = Counter(failed.part for failed in scores.failures)
+    num_scores = scores.rewards_PG.numel()
+    if config.max_failed_fraction < 1 and max(num_failed.values(), default=0) == num_scores:
+        raise failing_part(
+            num_failed, num_scores, scores.failures, "of a trial on reference answers, before the start"
+        )
+
+
+def _completion(text: str, tokens_T: tuple[int, ...]) -> Completion:
+    return Completion(
+        text=text, tokens_T=tokens_T, logprobs_T=(0.0,) * len(tokens_T), policy_version=0, finish="stop"
+    )

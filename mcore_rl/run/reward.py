@@ -1,0 +1,66 @@
+"""`mcore-rl reward`: what the reward of an RL config gives to completions of its own prompts, without a model."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from mcore_rl.checks.rl_run import check_rl
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.rl.rewards.failures import FailureReport
+from mcore_rl.rl.rewards.score import Reward, Scores
+from mcore_rl.rl.rewards.trial import ANSWER, refuse_failing_trial, trial_groups
+from mcore_rl.run.rollouts import load_prompts
+
+SHOWN = 400
+"""Characters of a prompt or a reference that are shown."""
+FAILED_STATUS = 1
+"""Exit status where a score failed."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Score completions of the first `args.sample` prompts and print them with prompt and reference.
+
+    Returns:
+        0; 1 where a score failed. A part that always fails is a TrainingError.
+    """
+    config = load_config(RlRunConfig, Path(args.config), args.overrides)
+    check_rl(config, config.mesh.smallest_world)
+    prompts = load_prompts(config)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    groups = trial_groups(
+        prompts.train.take(0, args.sample), prompts.tokenizer.encode, args.completion or ANSWER
+    )
+    with Reward(config.rl.reward, max_new_tokens=config.rl.rollout.max_new_tokens) as reward:
+        scores = reward(groups)
+    for p, group in enumerate(groups):
+        problem = group.prompt.problem
+        console.print(f"{problem.problem_id}: {_short(problem.prompt)}")
+        console.print(f"  reference: {_short(problem.answer) or 'none'}")
+        for g, completion in enumerate(group.completions):
+            whose = "with its reference" if g == 0 else "with another's"
+            console.print(f"  {whose}: {_short(completion.text)}")
+            console.print(f"    {_scored(scores, p, g)}")
+    refuse_failing_trial(scores, config.rl.reward)
+    FailureReport(console.print, folder=None).add(scores.failures)
+    return FAILED_STATUS if scores.failures else 0
+
+
+def _scored(scores: Scores, p: int, g: int) -> str:
+    """Return the reward of a completion with its parts and their reasons."""
+    reasons = scores.reasons_PG[p][g]
+    parts = [
+        f"{name} {_number(values_PG[p, g].item())}" + (f" ({reasons[name]})" if name in reasons else "")
+        for name, values_PG in scores.parts.items()
+    ]
+    return f"reward {_number(scores.rewards_PG[p, g].item())} = {' | '.join(parts)}"
+
+
+def _number(value: float) -> str:
+    return "failed" if value != value else f"{value:.3f}"
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= SHOWN else f"{flat[:SHOWN]} … ({len(flat) - SHOWN} characters more)"
