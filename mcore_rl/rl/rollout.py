@@ -92,7 +92,7 @@ class GroupSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ReplicaScores:
-    """What a replica tells all ranks about its groups; nothing on a rank that scores none."""
+    """Scores of one replica that all ranks get; empty on a rank that scores none."""
 
     summaries: list[GroupSummary] = field(default_factory=list)
     metrics: list[tuple[str, float, float]] = field(default_factory=list)

@@ -28,7 +28,7 @@ class FailedPart:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """What failures of one kind have in common: the part, how it failed, and the class of an exception."""
+        """Properties that failures of one kind share: the part, how it failed, and the class of an exception."""
         return self.part, self.failure.kind, self.failure.error
 
     def sample(self) -> dict[str, str]:

@@ -61,7 +61,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a function gave a completion."""
+    """Score that a function gave a completion."""
 
     value: float
     """The number, or the sum of the steps' values."""
