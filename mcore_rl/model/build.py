@@ -6,7 +6,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
@@ -14,6 +14,19 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.spec import block_spec, mtp_spec
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.parallel.mesh import Mesh, is_first_chunk, is_last_chunk
+from mcore_rl.parallel.vocab import exclude_padding
+
+
+class LanguageModel(GPTModel):
+    """Megatron's model, whose losses are over the `num_tokens` ids of the vocabulary and not over the rows that pad it."""
+
+    num_tokens: int
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the cross entropy `[B, s]` of `labels` `[B, s]`; of `logits` `[s, B, v]`, padding is overwritten."""
+        exclude_padding(logits, self.pg_collection.tp, self.num_tokens)
+        losses: Tensor = super().compute_language_model_loss(labels, logits)
+        return losses
 
 
 def build_model(
@@ -47,7 +60,7 @@ def _build_chunk(
 ) -> nn.Module:
     te = platform.layers == "te"
     yarn = model.rope.scaling == "yarn" and not config.multi_latent_attention
-    chunk = GPTModel(
+    chunk = LanguageModel(
         config,
         block_spec(config, te=te, vp_stage=vp_stage),
         vocab_size=model.padded_vocab_size,
@@ -63,6 +76,7 @@ def _build_chunk(
         mtp_block_spec=mtp_spec(config, te=te, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
+    chunk.num_tokens = model.vocab_size
     chunk.model_type = ModelType.encoder_or_decoder
     for name, param in chunk.named_parameters():
         # Megatron 0.16 reduces experts' gradients over the dense data-parallel group when ep = 1, which is wrong for

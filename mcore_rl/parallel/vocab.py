@@ -21,7 +21,20 @@ def gather_logits(logits_BSv: Tensor, tp: Axis) -> Tensor:
 
 
 LOWEST = -1e30
-"""Logit in the place of -inf: its exponential is 0 too, and so are their products."""
+"""Logit in the place of -inf: its exponential is 0 too, and so are their products. Infinite ones would make NaN on a
+rank whose whole slice pads the vocabulary."""
+
+
+@torch.no_grad()
+def exclude_padding(logits_sBv: Tensor, tp: dist.ProcessGroup, vocab_size: int) -> None:
+    """Overwrite in place the logits of the ids from `vocab_size` on, which pad the vocabulary.
+
+    Their probability in a softmax over the ranks of `tp`, and with it the gradient of their rows, is then exactly 0.
+    """
+    first = dist.get_rank(tp) * logits_sBv.shape[-1]
+    logits_sBv[..., max(vocab_size - first, 0) :] = LOWEST
+
+
 IGNORED_TARGET = -1
 """Target for `logprobs_and_entropy` at positions that need no result."""
 

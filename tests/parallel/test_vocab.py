@@ -1,10 +1,13 @@
-"""Logprobs and entropy from two slices of the vocabulary equal those from the whole."""
+"""Logprobs, entropy and cross entropy from two slices of the vocabulary equal those from the whole without padding."""
 
 import torch
 import torch.distributed as dist
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from mcore_rl.parallel.mesh import Axis
-from mcore_rl.parallel.vocab import IGNORED_TARGET, logprobs_and_entropy
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.parallel.mesh import Axis, build_mesh, destroy_mesh
+from mcore_rl.parallel.vocab import IGNORED_TARGET, exclude_padding, logprobs_and_entropy
 from tests.ranks import run_ranks
 
 TOKENS, PADDED = 9, 16
@@ -29,13 +32,41 @@ def on_a_rank(vocab_size):
     return [x.detach() for x in facts], shard.grad
 
 
+def cross_entropies(vocab_size, dtype):
+    """On a rank: the sums of the losses and this rank's gradient by Megatron's plain and by its fused function."""
+    group = dist.group.WORLD
+    logits, targets, _ = inputs()
+    found = []
+    for losses_of in (
+        lambda logits, targets: vocab_parallel_cross_entropy(logits, targets),
+        lambda logits, targets: fused_vocab_parallel_cross_entropy(logits, targets, group),
+    ):
+        leaf = logits.to(dtype).chunk(2, dim=1)[dist.get_rank()].clone().requires_grad_()
+        shard = leaf[:, None].clone()
+        exclude_padding(shard, group, vocab_size)
+        losses = losses_of(shard, targets.clamp(min=0)[:, None])
+        losses.sum().backward()
+        found.append((losses.detach().double().flatten(), leaf.grad))
+    return found
+
+
 def on_both(*vocab_sizes):
-    return [on_a_rank(vocab_size) for vocab_size in vocab_sizes]
+    statistics = [on_a_rank(vocab_size) for vocab_size in vocab_sizes]
+    build_mesh(MeshConfig(tp=2))  # Megatron's plain cross entropy asks for the group
+    losses = [
+        cross_entropies(vocab_size, dtype)
+        for vocab_size in vocab_sizes
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    destroy_mesh()
+    return statistics, losses
 
 
 def test_two_slices_equal_the_whole_in_value_and_gradient():
     sizes = (16, 11, 8)  # no padding; padding on the second rank; the second rank has padding only
-    ranks = run_ranks(on_both, 2, *sizes)
+    results = run_ranks(on_both, 2, *sizes)
+    assert_cross_entropies([losses for _, losses in results], sizes)
+    ranks = [statistics for statistics, _ in results]
     for index, vocab_size in enumerate(sizes):
         logits, targets, pull = inputs()
         logits.requires_grad_()
@@ -48,3 +79,23 @@ def test_two_slices_equal_the_whole_in_value_and_gradient():
             torch.testing.assert_close(facts, [logprobs.detach(), entropy.detach()], rtol=0, atol=1e-12)
         gradient = torch.cat([ranks[0][index][1], ranks[1][index][1]], dim=1)
         torch.testing.assert_close(gradient, logits.grad, rtol=0, atol=1e-12)
+
+
+def assert_cross_entropies(ranks, sizes):
+    """Against torch's cross entropy in float64 over the ids of the vocabulary only."""
+    cells = [(size, dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
+    for index, (vocab_size, dtype) in enumerate(cells):
+        logits, targets, _ = inputs()
+        leaf = logits.to(dtype).double().requires_grad_()
+        losses = torch.nn.functional.cross_entropy(
+            leaf[:, :vocab_size], targets.clamp(min=0), reduction="none"
+        )
+        losses.sum().backward()
+        for plain_or_fused in range(2):
+            # The fused function rounds every gradient to bfloat16.
+            tolerance = 1e-6 if dtype == torch.float32 and not plain_or_fused else 1e-2
+            found = [rank[index][plain_or_fused] for rank in ranks]
+            gradient = torch.cat([gradient for _, gradient in found], dim=1)
+            assert not gradient[:, vocab_size:].any()
+            torch.testing.assert_close(found[0][0], losses.detach(), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(gradient.double(), leaf.grad, rtol=0, atol=tolerance)

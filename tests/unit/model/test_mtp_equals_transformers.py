@@ -18,7 +18,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.parallel.mesh import Mesh
-from tests.hf_models import DEEPSEEK, GLM4, TOLERANCE, Tensors, random_tokens, randomize
+from tests.hf_models import DEEPSEEK, GLM4, TOLERANCE, VOCAB, Tensors, random_tokens, randomize
 from tests.hf_weights import to_global, to_hf
 
 DEPTH, WEIGHT = 2, 0.3
@@ -40,9 +40,11 @@ def main_and_mtp(family: str) -> tuple[Any, Any]:
 
 
 def our_model(main: Any) -> ModelConfig:
-    """Without padding of the vocabulary, which takes its share of Megatron's softmax."""
+    """With a padded vocabulary: transformers has no such rows, whose probability must be 0 in both losses."""
     model = checked_model_from_hf(main.config.to_dict())
-    return model.model_copy(update={"mtp_loss_coeff": WEIGHT, "vocab_multiple": 1})
+    model = model.model_copy(update={"mtp_loss_coeff": WEIGHT, "vocab_multiple": 16})
+    assert model.padded_vocab_size > model.vocab_size
+    return model
 
 
 def named(main: Any, mtp: Any) -> dict[str, Tensor]:
@@ -116,6 +118,8 @@ def test_gradients_of_both_losses_equal_those_of_transformers(family: str, one_r
     for key in (key for key in theirs if not key.endswith("expert_bias")):
         error = (ours[key] - theirs[key]).norm() / theirs[key].norm()
         assert error <= 1e-5, (key, error.item())
+    assert ours["output_layer.weight"].shape[0] == model.padded_vocab_size > VOCAB
+    assert not ours["output_layer.weight"][VOCAB:].any(), "rows that pad the vocabulary have a gradient"
 
 
 @each_family
@@ -126,7 +130,7 @@ def test_logits_are_those_of_the_main_model_and_train_no_mtp_layer(family: str, 
     copy_in([chunk], to_global({name: tensor.detach() for name, tensor in named(main, mtp).items()}, model))
     positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
     logits_BSV = chunk(input_ids=tokens_BS, position_ids=positions_BS, attention_mask=None)
-    torch.testing.assert_close(logits_BSV, main(tokens_BS).logits, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(logits_BSV[..., :VOCAB], main(tokens_BS).logits, rtol=0, atol=TOLERANCE)
     logits_BSV.sum().backward()
     assert [name for name, param in chunk.named_parameters() if param.grad is None] == [
         name for name, _ in chunk.named_parameters() if name.startswith("mtp.")
