@@ -18,7 +18,7 @@ from mcore_rl.parallel.vocab import exclude_padding
 
 
 class LanguageModel(GPTModel):
-    """Megatron's model, whose losses are over the `num_tokens` ids of the vocabulary and not over the rows that pad it."""
+    """Megatron's model with losses over the `num_tokens` ids of the vocabulary, without the rows that pad it."""
 
     num_tokens: int
 

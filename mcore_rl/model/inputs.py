@@ -30,6 +30,13 @@ class LocalMicrobatch:
     """Boundaries of packed sequences; None when each row is one sequence."""
     is_padding_Bs: Tensor | None = None
     """True at padding, bool; None when there is none."""
+    packed_spans: tuple[Tensor, int] | None = None
+    """Index of each position's packed sequence, int64 `[s]`, -1 at padding, and their number; None as `packed` is."""
+
+    @property
+    def routed_tokens(self) -> Tensor | int:
+        """Number of positions on this rank that are no padding, a scalar."""
+        return self.tokens_Bs.numel() if self.is_padding_Bs is None else (~self.is_padding_Bs).sum()
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
         """Return the arguments of GPTModel.forward: with labels it returns losses `[B, s]`, else logits `[B, s, v]`."""
@@ -66,6 +73,12 @@ def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMic
         return cut_Bs.to(device, non_blocking=True)
 
     is_padding_BS = microbatch.is_padding_BS
+    packed_spans = None
+    if lengths:
+        spans_S = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        if is_padding_BS is not None:
+            spans_S = spans_S.masked_fill(is_padding_BS.reshape(-1), -1)
+        packed_spans = local(spans_S)[0], len(lengths)
     return LocalMicrobatch(
         shape=(rows, length),
         tokens_Bs=local(microbatch.tokens_BS),
@@ -73,5 +86,6 @@ def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMic
         loss_mask_Bs=local(microbatch.loss_mask_BS),
         position_ids_Bs=local(microbatch.position_ids_BS),
         packed=packed,
+        packed_spans=packed_spans,
         is_padding_Bs=None if is_padding_BS is None else local(is_padding_BS),
     )

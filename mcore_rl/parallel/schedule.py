@@ -3,14 +3,20 @@
 The rollout engine, which generates token by token over a cache, has its own loop (rl/engines/native).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
+
+from mcore_rl.parallel.mesh import layer_groups
+from mcore_rl.parallel.routers import routers
 
 Routing = Callable[[nn.Module, int], AbstractContextManager[None]]
 """Context for the forward of one chunk on one microbatch, by index: inside, it decides which experts tokens go to."""
@@ -22,6 +28,16 @@ class PassInput(Protocol):
     @property
     def shape(self) -> tuple[int, int]:
         """Sequences and their full (not context-parallel) length, from which Megatron derives its messages' shape."""
+        ...
+
+    @property
+    def routed_tokens(self) -> Tensor | int:
+        """Number of positions on this context-parallel rank that are no padding."""
+        ...
+
+    @property
+    def packed_spans(self) -> tuple[Tensor, int] | None:
+        """Sequence index of each position of a packed row, `[s]`, -1 at padding, and their number; None: not packed."""
         ...
 
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
@@ -42,7 +58,7 @@ class HeadOutput:
     loss: Tensor
     """Sum of the loss over the counted tokens, a scalar; divided once, by the world's count."""
     count: Tensor
-    """Number of counted tokens, an integer scalar."""
+    """Number of counted tokens, an integer scalar: what the head's `count` returns."""
     outputs: dict[str, Tensor]
     """Tensors without gradient that `run_pass` returns."""
 
@@ -52,6 +68,10 @@ class Head(Protocol[Input]):
 
     wants_losses: bool
     """Whether the model is given labels and returns losses `[B, s]`; otherwise it returns logits `[B, s, v]`."""
+
+    def count(self, microbatch: Input) -> Tensor:
+        """Return the number of tokens of one microbatch of this rank that the loss counts, an integer scalar."""
+        ...
 
     def __call__(self, microbatch: Input, output: Tensor) -> HeadOutput:
         """Return the loss and the outputs of one microbatch of this rank."""
@@ -84,27 +104,71 @@ def run_pass(
     Returns:
         The head's outputs of each microbatch, in order, on the last stage; [] on other stages.
     """
+    found = {chunk: [router for _, router in routers(chunk)] for chunk in chunks}
 
     def forward_step(queue: Iterator[tuple[int, Input]], chunk: nn.Module) -> tuple[Tensor, Any]:
         index, microbatch = next(queue)
+        _name_sequences(found[chunk], microbatch)
         with routing(chunk, index):
             output = chunk(**microbatch.model_inputs(with_labels=head.wants_losses))
+        if output.requires_grad and microbatch.packed_spans is not None:
+            # The gradient of the output arrives before anything of this microbatch is recomputed.
+            output.register_hook(lambda _: _name_sequences(found[chunk], microbatch))
         return output, partial(_apply_head, head, microbatch)
 
     num_sequences, length = microbatches[0].shape
     # With interleaving every chunk reads every microbatch, and Megatron advances each chunk's iterator by itself.
     queues = [iter(enumerate(microbatches)) for _ in chunks]
     single = len(chunks) == 1
-    outputs: list[dict[str, Tensor]] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=queues[0] if single else queues,
-        model=chunks[0] if single else list(chunks),
-        num_microbatches=len(microbatches),
-        seq_length=length,
-        micro_batch_size=num_sequences,
-        forward_only=not backward,
-    )
+    with _router_losses(found.values(), microbatches, head if backward else None):
+        outputs: list[dict[str, Tensor]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=queues[0] if single else queues,
+            model=chunks[0] if single else list(chunks),
+            num_microbatches=len(microbatches),
+            seq_length=length,
+            micro_batch_size=num_sequences,
+            forward_only=not backward,
+        )
     return outputs
+
+
+@contextmanager
+def _router_losses(
+    found: Iterable[Sequence[TopKRouter]], microbatches: Sequence[Input], head: Head[Input] | None
+) -> Iterator[None]:
+    """Collective over the ranks of a stage: the weight of the routers' losses in a pass with the backward of `head`.
+
+    They are sums over all routed tokens, and the schedule divides gradients by the number of counted ones. On leaving,
+    the routers know neither the weight nor the sequences of the last microbatch.
+    """
+    all_routers = [router for routers_of_chunk in found for router in routers_of_chunk]
+    if head is not None and any(
+        router.is_aux_loss_enabled() or router.config.moe_z_loss_coeff for router in all_routers
+    ):
+        totals = torch.zeros(2, dtype=torch.float64, device=all_routers[0].weight.device)
+        for microbatch in microbatches:
+            totals[0] += head.count(microbatch)
+            totals[1] += microbatch.routed_tokens
+        dist.all_reduce(totals, group=layer_groups("dp_cp").dp_cp)
+        for router in all_routers:
+            router.loss_weight = (totals[0] / totals[1].clamp(min=1)).float()
+    try:
+        yield
+    finally:
+        for router in all_routers:
+            router.loss_weight, router.packed_spans_T = 1.0, None
+
+
+def _name_sequences(found: Sequence[TopKRouter], microbatch: PassInput) -> None:
+    """Set which sequence of a packed row each token of this rank's routers belongs to, until the next microbatch."""
+    for router in found:
+        router.packed_spans_T = None
+        if microbatch.packed_spans is not None:
+            spans_s, router.num_packed_spans = microbatch.packed_spans
+            # Under sequence parallelism a rank's routers see its part of the positions.
+            parts = router.tp_group.size() if router.config.sequence_parallel else 1
+            router.packed_spans_T = spans_s.chunk(parts)[router.tp_group.rank() if parts > 1 else 0]
 
 
 def _apply_head(

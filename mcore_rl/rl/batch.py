@@ -87,6 +87,16 @@ class PolicyMicrobatch:
         """Rows (1) and length of the packed sequence before context parallelism cuts it."""
         return self.inputs.shape
 
+    @property
+    def routed_tokens(self) -> Tensor | int:
+        """Number of positions on this rank that are no padding."""
+        return self.inputs.routed_tokens
+
+    @property
+    def packed_spans(self) -> tuple[Tensor, int] | None:
+        """Index of each position's sample, -1 at padding, and the number of spans."""
+        return self.inputs.packed_spans
+
     def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
         """Return the keyword arguments of a chunk's forward."""
         return self.inputs.model_inputs(with_labels=with_labels)

@@ -74,7 +74,6 @@ class RlTrainer(Trainer):
         minibatches = learner.with_reference_logprobs(minibatches)
         advantages = learner.advantages(rollout, minibatches)
 
-        num_microbatches = 0
         updates = minibatches * self.config.rl.update.epochs
         for index, minibatch in enumerate(updates):
             update_start_s = time.perf_counter()
@@ -83,14 +82,13 @@ class RlTrainer(Trainer):
             metrics: list[Metric] = []
             if report is not None:
                 metrics += self._update_metrics(minibatch, report, update_s)
-                num_microbatches += len(minibatch.microbatches)
             metrics += learner.routes.take_metrics()
             if index == len(updates) - 1:
                 # The next rollout is sampled by the policy as it is now.
                 self.rollouts.engine.update_weights(progress.step)
                 learner.refresh_reference()
                 metrics += rollout.metrics
-                metrics += self._rollout_metrics(time.perf_counter() - start_s, num_microbatches)
+                metrics += self._rollout_metrics(time.perf_counter() - start_s)
             self.log.write(progress.step, metrics)
             if report is None:
                 self.log.message(
@@ -137,8 +135,8 @@ class RlTrainer(Trainer):
         maxima = {name.removeprefix(MAX): x for name, x in report.sums.items() if name.startswith(MAX)}
         yield from update_metrics(report.sums, maxima)
 
-    def _rollout_metrics(self, step_s: float, num_microbatches: int) -> list[Metric]:
-        """Collective over the world: metrics of one rollout batch, whose updates had so many microbatches here."""
+    def _rollout_metrics(self, step_s: float) -> list[Metric]:
+        """Collective over the world: metrics of one rollout batch."""
         state = self.state
         metrics = [
             Metric("rl/step_s", step_s),
@@ -147,8 +145,7 @@ class RlTrainer(Trainer):
             *state.timers.take(),
             *memory_metrics(state.platform.device),
         ]
-        if num_microbatches:
-            metrics += take_auxiliary_losses(state, num_microbatches)
+        metrics += take_auxiliary_losses(state)
         if self._load is not None:
             metrics += self._load.gather(state.mesh).metrics()
         return metrics

@@ -2,61 +2,46 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from mcore_rl.backend.patches.versions import router_loss_report
+from mcore_rl.backend.patches.router_losses import take_loss_sums
 from mcore_rl.model.build import unwrap
 from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.routers import routers
 from mcore_rl.train.state import TrainState
 
-BALANCE_NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
 
-
-def take_auxiliary_losses(state: TrainState, num_microbatches: int) -> list[Metric]:
+def take_auxiliary_losses(state: TrainState) -> list[Metric]:
     """Collective over the world: the losses since the last call, whose records are cleared.
 
-    Args:
-        state: The model in training.
-        num_microbatches: Microbatches of this rank since the last call.
-
     Returns:
-        Balance and z-loss as means over microbatches and layers, the loss of multi-token prediction as the mean over
-        tokens and depths.
+        Balance and z-loss as means over tokens and layers, the loss of multi-token prediction as the mean over tokens
+        and depths; nothing of what no training pass has computed.
     """
-    return [*_router_losses(state, num_microbatches), *_mtp_losses(state)]
+    return [*_router_losses(state), *_mtp_losses(state)]
 
 
-def _router_losses(state: TrainState, num_microbatches: int) -> list[Metric]:
-    """Collective over the world: means over microbatches, layers and ranks."""
-    moe = state.config.model.moe
-    names = [BALANCE_NAMES[moe.balance]] if moe.balance != "none" and moe.aux_loss_coeff else []
-    names += ["z_loss"] if moe.z_loss_coeff else []
-    if not (state.config.model.is_moe and names):
+def _router_losses(state: TrainState) -> list[Metric]:
+    """Collective over the world: means over tokens, then over layers."""
+    model = state.config.model
+    has_balance = model.moe.balance != "none" and model.moe.aux_loss_coeff > 0
+    if not (model.is_moe and (has_balance or model.moe.z_loss_coeff)):
         return []
-    config = unwrap(state.chunks[0]).config
-    losses: dict[str, Tensor] = {}
-    router_loss_report()(
-        1 / num_microbatches,
-        state.progress.step,
-        total_loss_dict=losses,
-        force_initialize=True,
-        track_names=names,
-        num_layers=config.num_layers,
-        moe_layer_freq=config.moe_layer_freq,
-        mtp_num_layers=config.mtp_num_layers,
+    sums_L3 = torch.zeros(
+        model.num_layers + model.mtp_layers, 3, dtype=torch.float64, device=state.platform.device
     )
-    zero = torch.zeros((), device=state.platform.device)
-    means = torch.stack([losses.get(name, zero).detach().to(zero.device) for name in names])
-    # Ranks that saw other tokens recorded another z-loss; the balance loss is already the same on all.
-    dist.all_reduce(means, group=state.mesh.world.group)
-    return [
-        Metric("moe/z_loss" if name == "z_loss" else "moe/aux_loss", mean / state.mesh.world.size)
-        for name, mean in zip(names, means.tolist(), strict=True)
-    ]
+    for chunk in state.chunks:
+        for layer, router in routers(chunk):
+            sums_3 = take_loss_sums(router)
+            if sums_3 is not None:
+                sums_L3[layer] += sums_3
+    # Every rank has recorded its own tokens in its own layers.
+    dist.all_reduce(sums_L3, group=state.mesh.world.group)
+    sums_L3 = sums_L3[sums_L3[:, 2] > 0]
+    if not len(sums_L3):
+        return []
+    balance, z = (sums_L3[:, :2] / sums_L3[:, 2:]).mean(0).tolist()
+    metrics = [Metric("moe/aux_loss", balance)] if has_balance else []
+    return metrics + ([Metric("moe/z_loss", z)] if model.moe.z_loss_coeff else [])
 
 
 def _mtp_losses(state: TrainState) -> list[Metric]:
@@ -72,4 +57,6 @@ def _mtp_losses(state: TrainState) -> list[Metric]:
     # Tensor-parallel ranks all hold the same sums and counts: their ratio does not change.
     dist.all_reduce(totals, group=state.mesh.world.group)
     losses, counts = totals.unbind(1)
+    if not counts.any():
+        return []
     return [Metric("mtp/loss_nats", (losses / counts.clamp(min=1)).mean().item())]

@@ -164,7 +164,6 @@ class SupervisedTrainer(Trainer):
         self._peak_flops = peak_flops(
             state.platform.device, config.platform.precision, config.log.peak_tflops
         )
-        self._microbatches_since_logged = 0
 
     def _source(self, dataset: SampleDataset) -> BatchSource:
         dp = self.state.mesh.dp
@@ -184,7 +183,6 @@ class SupervisedTrainer(Trainer):
         report = train_step(state, microbatches, self._head)
         progress.consumed_samples = after
         progress.consumed_tokens += report.count
-        self._microbatches_since_logged += len(microbatches)
         self._log_step(report, global_batch, time.perf_counter() - start_s)
         self._check_skipped(report)
 
@@ -232,8 +230,7 @@ class SupervisedTrainer(Trainer):
                 Metric("train/grad_norm", report.grad_norm),
             ]
         if progress.step % state.config.log.interval == 0:
-            metrics += take_auxiliary_losses(state, self._microbatches_since_logged)
-            self._microbatches_since_logged = 0
+            metrics += take_auxiliary_losses(state)
             metrics += memory_metrics(state.platform.device)
             if self._load is not None:
                 metrics += self._load.gather(state.mesh).metrics()

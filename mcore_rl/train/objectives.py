@@ -12,11 +12,13 @@ class NextTokenHead:
 
     wants_losses = True
 
+    def count(self, microbatch: LocalMicrobatch) -> Tensor:
+        """Return the number of tokens that the loss mask counts."""
+        return microbatch.loss_mask_Bs.sum().to(torch.int)
+
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
         """Return the loss in nats and the number of tokens; `output` is the loss of each token, `[B, s]`."""
         mask_Bs = microbatch.loss_mask_Bs.float()
         loss = (output.float() * mask_Bs).sum()
-        count = mask_Bs.sum()
-        return HeadOutput(
-            loss=loss, count=count.to(torch.int), outputs={"loss": loss.detach(), "count": count}
-        )
+        outputs = {"loss": loss.detach(), "count": mask_Bs.sum()}
+        return HeadOutput(loss=loss, count=self.count(microbatch), outputs=outputs)

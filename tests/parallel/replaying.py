@@ -87,6 +87,10 @@ class LossHead:
 
     wants_losses = True
 
+    def count(self, microbatch: LocalMicrobatch) -> Tensor:
+        """Return the number of trained tokens."""
+        return microbatch.loss_mask_Bs.sum().int()
+
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
         """Return loss and count of one microbatch."""
         mask_Bs = microbatch.loss_mask_Bs

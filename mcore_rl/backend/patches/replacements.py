@@ -36,19 +36,6 @@ def scale_as_scalar(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
     return staticmethod(scaled)
 
 
-def summed_over_shards(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
-    """`MoEAuxLossAutoScaler.set_loss_scale` by the tokens of all tensor- and context-parallel ranks."""
-
-    def scaled(scale: torch.Tensor) -> None:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        # A scalar, which Megatron can copy into what it holds already: of a forward without a scale, a scalar too.
-        size = ProcessGroupCollection.use_mpu_process_groups(["tp_cp"]).tp_cp.size()
-        set_loss_scale(scale.squeeze() * size)
-
-    return staticmethod(scaled)
-
-
 def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..., Any]:
     """The resolver of norms before projections, for which directly projected queries have none."""
 
@@ -65,21 +52,6 @@ def padding_counts_no_tokens(apply_expert_bias: Callable[..., None]) -> Callable
     def wrapped(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         column = None if padding_mask is None else padding_mask[:, None]
         apply_expert_bias(self, routing_map, padding_mask=column)
-
-    return wrapped
-
-
-def counted_over_shards(count: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_tokens_per_expert_and_token_count` whose shares of padded tokens are those of the mean rank."""
-
-    def wrapped(
-        routing_map: torch.Tensor, reduce_group: Any, topk: int, with_padding_mask: bool = False
-    ) -> Any:
-        tokens_E, local, total = count(routing_map, reduce_group, topk, with_padding_mask)
-        if not with_padding_mask:
-            return tokens_E, local, total
-        total = total.clamp(min=1.0)
-        return tokens_E, total / reduce_group.size(), total
 
     return wrapped
 

@@ -20,6 +20,7 @@ from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS
 from mcore_rl.backend.patches import foreign_files, replacements
 from mcore_rl.backend.patches.mtp_loss import mtp_losses_as_sums
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
+from mcore_rl.backend.patches.router_losses import losses_as_sums
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
 from mcore_rl.backend.patches.versions import has_module, megatron_version
 from mcore_rl.errors import ConfigError
@@ -164,18 +165,19 @@ PATCHES_WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
 
 ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     Patch(
-        symbol="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
-        replace=replacements.summed_over_shards,
-        versions=("0.16",),
+        symbol="megatron.core.transformer.moe.router:TopKRouter.routing",
+        replace=losses_as_sums,
         cause="version",
-        reason="with a per-token loss each rank scales its share of the balance and z losses by its own tokens only, "
-        "so that they weigh tp * cp times less than on one rank",
-        until="0.19, which multiplies by the size of the tensor and context parallel group",
+        reason="with a per-token loss the balance and z losses are multiplied by the tokens of a rank and divided by "
+        "those in the loss mask: they weigh more the fewer tokens are trained on. In 0.16 the loss of sequences weighs "
+        "1 / rows of a micro-batch, and all of them tp * cp times less than on one rank; in both the global one weighs "
+        "1 / dp, padding weighs by rank, and packed sequences count as one. Capacity is a number of tokens of each "
+        "rank, so that tp and cp drop other tokens",
+        until="losses are sums over tokens, divided by all tokens, and the capacity is that of a micro-batch",
     ),
     Patch(
         symbol="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
         replace=replacements.scale_as_scalar,
-        versions=("0.19",),
         cause="version",
         reason="the schedule's scale has one element, and cannot be copied into the scalar that a backward pass "
         "outside of a schedule leaves behind",
@@ -188,14 +190,6 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
         reason="a mask of padding [tokens] does not broadcast over the experts: an error, or with as many tokens as "
         "experts the wrong ones",
         until="it makes a column of the mask",
-    ),
-    Patch(
-        symbol="megatron.core.transformer.moe.router:get_tokens_per_expert_and_token_count",
-        replace=replacements.counted_over_shards,
-        cause="version",
-        reason="with padding each rank weighs the balance loss by its own share of the tokens, of which a row's end "
-        "has fewer, and a row of padding alone divides by zero",
-        until="the loss is weighed by the tokens of all ranks",
     ),
     Patch(
         symbol="megatron.core.models.gpt.gpt_model:GPTModel._preprocess",

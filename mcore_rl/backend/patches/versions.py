@@ -29,17 +29,6 @@ def with_moe_layer(mlp: Any, moe_layer: type) -> Any:
     return functools.partial(moe_layer, *mlp.args, **mlp.keywords)
 
 
-def router_loss_report() -> Any:
-    """Return Megatron's function that reduces the losses that the routers recorded, and clears the records."""
-    if megatron_version() == "0.16":
-        from megatron.core.transformer.moe.moe_utils import track_moe_metrics
-
-        return track_moe_metrics
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-    return get_moe_metrics_tracker().report
-
-
 def writer_choice() -> dict[str, str]:
     """Return the arguments by which a checkpoint strategy plans for Megatron's own writer, not 0.19's default."""
     return {} if megatron_version() == "0.16" else {"async_strategy": "mcore"}

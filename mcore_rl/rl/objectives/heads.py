@@ -35,6 +35,10 @@ class LogprobHead:
             chunk_tokens=self._chunk_tokens,
         )
 
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return microbatch.mask_T.new_zeros((), dtype=torch.int)
+
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""
         zero = output.new_zeros((), dtype=torch.float32)
@@ -54,6 +58,10 @@ class PolicyHead:
         self._logprobs = logprobs
         self._mesh = mesh
         self._config = config
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return the number of trained tokens."""
+        return microbatch.mask_T.sum().to(torch.int)
 
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
         """Return the loss of one microbatch, and output the sums and maxima of `update_statistics`."""
