@@ -300,9 +300,7 @@ def replay(
     runs = opened(case, model)
     state, mesh = runs[0].state, runs[0].state.mesh
     copy_in(state.chunks, weights)
-    # What is dropped depends on which tokens are together on a rank: other ranks record other routes.
-    records_too = case.same_weights and not (model.moe.capacity_factor and mesh.world.size > 1)
-    results = [replayed_unchanged(run) if records_too else {} for run in runs]
+    results = [replayed_unchanged(run) if case.same_weights else {} for run in runs]
     if mesh.world.size == 1:
         for run, found in zip(runs, results, strict=True):
             found["saved"] = run.saved()

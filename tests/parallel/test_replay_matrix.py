@@ -135,7 +135,7 @@ def test_drops_of_one_rank_are_recorded_and_imposed_as_an_oracle_does() -> None:
 @pytest.mark.matrix("pp2-vpp2", "cp2", "tp2-ep2")
 @pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2", "tp2-ep2", "cp2"])
 def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
-    """Left alone, each of these meshes would drop other tokens: capacity counts the tokens of a rank."""
+    """With the weights of the record each mesh drops the same by itself; with others it drops as recorded."""
     cases = [Case(model=CAPACITY, mesh=MESHES[mesh], recompute=recompute) for recompute in ("none", "full")]
     recorded = one_rank(CAPACITY).outcomes["packed"].recorded.values()
     codes = [code for routes in recorded for codes in routes.values() for code in codes]
