@@ -34,18 +34,19 @@ class MoEConfig(Section):
     routed_scaling: PositiveFloat = 1.0
     """Factor on the routed experts' gates (Hugging Face's `routed_scaling_factor`)."""
     balance: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
-    """Loss that evens out the experts' load, over the micro-batch, each sequence, or the global batch."""
+    """Loss that evens out the experts' load over each micro-batch, each sequence (also where several are packed into a
+    row), or the micro-batches of a step so far on all ranks (arXiv 2501.11873)."""
     aux_loss_coeff: NonNegativeFloat = 1e-3
-    """Weight of the balance loss."""
+    """Weight of the balance loss, a mean over all tokens but padding, whether or not the loss mask counts them."""
     expert_bias: bool = False
     """Evens out the load by a bias on the choice of experts instead of a loss (arXiv 2408.15664)."""
     expert_bias_rate: NonNegativeFloat = 1e-3
     """Step of the expert bias at each update, the paper's u."""
     z_loss_coeff: NonNegativeFloat = 0.0
-    """Weight of the router z-loss (arXiv 2202.08906)."""
+    """Weight of the router z-loss (arXiv 2202.08906), a mean over the same tokens."""
     capacity_factor: PositiveFloat | None = None
-    """Number of tokens that an expert takes, as a multiple of the even share; further ones are dropped; `none`: an
-    expert takes all."""
+    """Number of choices that an expert takes, as a multiple of its even share of a micro-batch on all its tp and cp
+    ranks; those with smaller gates are dropped; `none`: an expert takes all."""
     dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
     """Exchange that sends tokens to their experts; `deepep` needs CUDA and the deep_ep package."""
 

@@ -21,7 +21,7 @@ import mcore_rl
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.files import write_atomically
-from mcore_rl.obs.attempts_file import FILE_NAME, RunAttempt, read_attempts
+from mcore_rl.obs.attempts_file import FILE_NAME, NUMERICS, RunAttempt, read_attempts
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 MESH_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
@@ -49,6 +49,7 @@ def this_run_attempt(
             "cores": os.cpu_count() or 0,
             "memory_bytes": psutil.virtual_memory().total,
         },
+        numerics=NUMERICS,
         mesh={**{name: getattr(mesh, name) for name in MESH_SIZES}, "world": platform.world_size},
         extensions=dict(extensions or {}),
     )

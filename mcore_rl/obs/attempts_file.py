@@ -14,6 +14,15 @@ from pathlib import Path
 from mcore_rl.errors import DataError
 
 FILE_NAME = "run.json"
+NUMERICS = 2
+"""Version of what a training step computes from the same config, weights and data.
+
+1: Rows that pad the vocabulary take part in the losses of pretraining and fine-tuning. Balance and z losses act at
+   their coefficients times tokens / counted tokens; the loss of sequences weighs 1 / micro_batch with megatron-core
+   0.16, and counts packed sequences as one; the global one weighs 1 / dp. Capacity is counted on each tp and cp rank.
+2: Padding has no probability. Balance and z losses are means over all tokens but padding, on every mesh. Capacity is
+   that of a micro-batch, on every mesh.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +43,8 @@ class RunAttempt:
     """device (its name), ranks, and cores and memory_bytes of the host of rank 0."""
     mesh: dict[str, int]
     """Size of each parallel dimension, and `world`, the number of ranks."""
+    numerics: int = 1
+    """NUMERICS of the code; runs of before it was recorded have 1."""
     extensions: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the source file of everything of the user's own that the config names as `module:name`."""
 

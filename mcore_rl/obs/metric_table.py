@@ -55,9 +55,9 @@ METRICS: dict[str, MetricRow] = {
     "train/consumed_tokens": MetricRow("tokens", LAST, "Tokens trained on so far."),
     "train/global_batch": MetricRow("sequences", LAST, "Sequences in a step."),
     "moe/aux_loss": MetricRow(
-        "1", MEAN, "Balance loss before its coefficient, mean over layers; 1 for an even load."
+        "1", MEAN, "Balance loss before its coefficient, mean over tokens and layers; 1 for an even load."
     ),
-    "moe/z_loss": MetricRow("1", MEAN, "Router z-loss before its coefficient, mean over layers."),
+    "moe/z_loss": MetricRow("1", MEAN, "Router z-loss before its coefficient, mean over tokens and layers."),
     "moe/load_max_over_mean": MetricRow(
         "1", MEAN, "Tokens of the busiest expert / tokens of the mean expert, mean over layers."
     ),

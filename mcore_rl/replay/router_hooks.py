@@ -151,8 +151,8 @@ class ChunkRouters:
     def _replay_drops(self, column: int, router: TopKRouter) -> None:
         """Respect the capacity where routes are live, and record what is dropped; impose the same drops later.
 
-        Which choices are dropped depends on the tokens of the microbatch and on the gates, so that other microbatches or
-        other weights would drop others. The router therefore runs without capacity where routes are imposed.
+        Which choices are dropped depends on the tokens of the microbatch and on the gates, so that other microbatches
+        or other weights would drop others. The router therefore runs without capacity where routes are imposed.
         """
         with_capacity = router.config
         without_capacity = copy.copy(with_capacity)

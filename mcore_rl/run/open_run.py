@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.backend.watchdog import Watchdog
+from mcore_rl.checks.dependences import mesh_dependences
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
@@ -63,6 +64,8 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
             log = open_log(folder.path, config.log, step, config.train.steps, settings)
         for line in [platform.describe(), *checkpoints.poll()]:
             log.message(line)
+        for sentence in mesh_dependences(config, platform.world_size):
+            log.message(f"warning: {sentence}")
         log.write_now(step, checkpoints.take_metrics())
         with StopRequest(folder.stop_file) as request:
             yield Run(

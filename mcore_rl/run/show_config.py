@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.checks.dependences import mesh_dependences
 from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.kinds import KINDS, READERS
@@ -28,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout.write(f"# fields of a {kind}, which {READERS[kind]} checks\n{dump_config(written)}")
         return 0
     config, ranks = PROGRAMS[kind].checked_config(path, args.overrides, args.ranks)
-    for sentence in absent_inputs(config):
+    for sentence in [*absent_inputs(config), *mesh_dependences(config, ranks)]:
         sys.stderr.write(f"warning: {sentence}\n")
     sys.stdout.write(f"# mcore-rl {kind}; passes all checks on {ranks} ranks\n{dump_config(config)}")
     return 0

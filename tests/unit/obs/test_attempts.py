@@ -11,7 +11,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.errors import DataError
 from mcore_rl.obs.attempts import add_attempt, code_commit, this_run_attempt
-from mcore_rl.obs.attempts_file import read_attempts
+from mcore_rl.obs.attempts_file import NUMERICS, read_attempts
 
 PLATFORM = Platform(
     device=torch.device("cpu"),
@@ -33,6 +33,15 @@ def test_every_start_is_added_and_read_back(tmp_path):
     assert first.mesh == {"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1, "world": 4}
     assert torch.__version__.startswith(first.versions["torch"])
     assert first.machine["ranks"] == 4
+    assert (first.numerics, NUMERICS) == (2, 2)
+
+
+def test_a_start_before_numerics_were_recorded_has_the_first(tmp_path):
+    add_attempt(tmp_path, this_run_attempt(PLATFORM, MeshConfig(), 0))
+    (entry,) = json.loads((tmp_path / "run.json").read_text())
+    del entry["numerics"]
+    (tmp_path / "run.json").write_text(json.dumps([entry]))
+    assert [attempt.numerics for attempt in read_attempts(tmp_path)] == [1]
 
 
 def test_no_environment_variable_is_written(tmp_path, monkeypatch):

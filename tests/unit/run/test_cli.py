@@ -138,6 +138,12 @@ def test_config_finds_the_program_of_a_recipe_and_warns_of_files_that_are_not_th
     )
 
 
+def test_config_warns_of_a_setting_that_means_something_else_on_another_mesh(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "tiny_moe/pretrain", "model.moe.balance=global_aux_loss"]) == 0
+    assert 'warning: model.moe.balance="global_aux_loss" evens out the load' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["recipes", "config tiny_moe/grpo"])
 def test_a_reader_that_ends_first_leaves_no_traceback(words):
     """`mcore-rl recipes | head`: 141, as of a program that SIGPIPE ends."""
