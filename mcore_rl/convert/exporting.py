@@ -1,10 +1,10 @@
 """Export: a Megatron checkpoint becomes a Hugging Face folder."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,19 @@ import torch
 
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
 from mcore_rl.convert.copying.copier import replace_folder
-from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
+from mcore_rl.convert.copying.manifest import MANIFEST, file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.copying.regions import RegionCopy, copies_into_hf, sizes
-from mcore_rl.convert.hf.folder import INDEX, HfFolder, open_hf, read_config
+from mcore_rl.convert.hf.folder import ADAPTER_FILES, INDEX, HfFolder, open_hf, read_config
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout
+from mcore_rl.convert.hf.text_files import (
+    CARD,
+    TEMPLATES,
+    ModelText,
+    has_tokenizer,
+    model_card,
+    text_files,
+)
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import DTYPES, OutputDtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
@@ -25,6 +33,8 @@ from mcore_rl.families.weight_map import DuplicateTensor
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Names that configs have for the number of MTP layers."""
+NOT_COPIED = (MANIFEST, CARD, *ADAPTER_FILES)
+"""Files of a reference that are of its own weights: the export has its own, or has them merged."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 """Endings of a reference's files that are not copied."""
 
@@ -39,6 +49,10 @@ class ExportOptions:
     """Type of the weights; expert biases stay fp32."""
     mtp: MtpLayers = "keep"
     """Whether layers for multi-token prediction are kept or left out."""
+    text: ModelText | None = None
+    """The tokenizer that the model was trained with; None: that of the reference, if it has one."""
+    run: Path | None = None
+    """Folder of the run that trained the model, of which the model card tells."""
 
 
 def plan_export(source: Path, folder: Path, options: ExportOptions, settings: CopySettings) -> Conversion:
@@ -53,7 +67,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     shards = shards_of(targets, settings.shard_bytes)
     file_of = {target.name: file for file, group in shards.items() for target in group}
     chunks = (chunk for target in targets for chunk in chunks_of(target))
-    config, notes = _config(dist_model, options, targets)
+    files, notes = _small_files(dist_model, options, targets)
     identity = files_identity(dist_model.folder.path, sorted(dist_model.folder.files))
     return Conversion(
         title="export",
@@ -62,8 +76,8 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
         tasks=tasks_of(chunks, settings.task_bytes, file_of),
         open_source=dist_model.source,
         writer=SafetensorsWriter(shards),
-        identity=f"export {options} {dist_model.model} {dist_model.folder.digest} {identity}",
-        finish=partial(_finish, dist_model, options.reference, config, file_of),
+        identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest} {identity}",
+        finish=partial(_finish, dist_model, options.reference, files, file_of),
         publish=replace_folder,
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
@@ -116,17 +130,43 @@ def _dtype(dist_model: DistModel, name: str, copies: Sequence[RegionCopy], dtype
     return common_dtype(name, {copy.source: dist_model.dtype(copy.source) for copy in copies})
 
 
-def _config(
+def _small_files(
     dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor]
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files beside weights and those that are copied from a reference, by name, and notes about them."""
+    files: dict[str, bytes] = {}
+    special: dict[str, Any] = {}
+    notes = []
+    if options.text is not None:
+        files, special = text_files(options.text, dist_model.model, options.reference)
+        template = f", chat template {options.text.chat_template}" if options.text.chat_template else ""
+        notes.append(f"tokenizer: {options.text.tokenizer.path}{template}")
+    elif options.reference is None or not has_tokenizer(options.reference):
+        notes.append("there is no tokenizer in the output: transformers makes no text of it")
+    config, config_notes = _config(dist_model, options, targets, special)
+    card = model_card(dist_model.model, dist_model.folder.step, options.run, options.reference)
+    return files | {"config.json": config, CARD: card}, [*config_notes, *notes]
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    """Return the SHA-256 of names and contents."""
+    return sha256(
+        b"".join(f"{name} {len(files[name])}".encode() + files[name] for name in sorted(files))
+    ).hexdigest()
+
+
+def _config(
+    dist_model: DistModel, options: ExportOptions, targets: Sequence[TargetTensor], special: dict[str, Any]
 ) -> tuple[bytes, list[str]]:
-    """Return config.json, byte for byte the reference's where nothing in it changes, and notes about it."""
+    """Return config.json, byte for byte the reference's where nothing in it changes, and notes about it.
+
+    Without a reference it has `special`, the ids of the special tokens: absent keys mean those of another model.
+    """
     if options.reference is None:
         kinds = {target.dtype for target in targets} - {torch.float32}
-        config = hf_config(dist_model.model) | {
-            "dtype": str(next(iter(kinds), torch.float32)).removeprefix("torch.")
-        }
-        note = "config.json is made from the checkpoint's settings; there is no tokenizer (see --reference)"
-        return _json(config), [note]
+        config = hf_config(dist_model.model) | special
+        config |= {"dtype": str(next(iter(kinds), torch.float32)).removeprefix("torch.")}
+        return _json(config), ["config.json is made from the checkpoint's settings"]
     raw, config = (options.reference / "config.json").read_bytes(), read_config(options.reference)
     changed = []
     if config.pop("quantization_config", None):
@@ -142,6 +182,12 @@ def _config(
 
 def _json(config: dict[str, Any]) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _target(folder: Path, name: str) -> Path:
+    """Return the path of a file whose folder exists."""
+    (folder / name).parent.mkdir(exist_ok=True)
+    return folder / name
 
 
 def _padding_notes(dist_model: DistModel) -> list[str]:
@@ -161,22 +207,24 @@ def _padding_notes(dist_model: DistModel) -> list[str]:
 def _finish(
     dist_model: DistModel,
     reference: Path | None,
-    config: bytes,
+    files: Mapping[str, bytes],
     file_of: Mapping[str, str],
     folder: Path,
     plan: str,
     done: Sequence[RecordedTask],
 ) -> None:
-    """Add index, config, the reference's small files and the manifest to the shards."""
+    """Add the index, the reference's small files, `files` (which replace those) and the manifest to the shards."""
     if len(set(file_of.values())) > 1:
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     if reference is not None:
-        for file in sorted(reference.iterdir()):
-            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHT_FILES):
-                shutil.copyfile(file, folder / file.name)
-    (folder / "config.json").write_bytes(config)
+        for file in (*sorted(reference.iterdir()), *sorted(reference.glob(f"{TEMPLATES}/*.jinja"))):
+            is_weights = file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED
+            if file.is_file() and not file.name.startswith(".") and not is_weights:
+                _target(folder, str(file.relative_to(reference))).write_bytes(file.read_bytes())
+    for name, content in files.items():
+        _target(folder, name).write_bytes(content)
     description = {
         "kind": "export",
         "family": dist_model.model.family,

@@ -243,6 +243,11 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HF_DIR",
         help="a folder of the same model, to name its family and, in an export, to copy config and tokenizer from",
     )
+    what.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="export: a tokenizer's folder or .model file, or none (default: that of the run, else of --reference)",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--workers", type=positive, default=2, metavar="N", help="processes (default 2)")
     how.add_argument(

@@ -1,11 +1,15 @@
 """`mcore-rl convert`: checkpoints from Hugging Face's format to Megatron's and back, on one machine without a GPU."""
 
 import argparse
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
+from mcore_rl.checkpoint.read import find_checkpoint
+from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
@@ -13,6 +17,7 @@ from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.hf.folder import is_hf
 from mcore_rl.convert.hf.model import open_hf_model
+from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
 from mcore_rl.convert.importing import ImportOptions, import_targets, plan_import
 from mcore_rl.convert.logits import largest_distance
 from mcore_rl.convert.megatron.layouts import KeyLayout, native_layout
@@ -20,7 +25,9 @@ from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
 from mcore_rl.convert.megatron.model import open_dist_model
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.verify import compare
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.run.trained_model import read_trained_model, run_of_checkpoint
 
 MAX_LINES = 100
 """Most differences that are listed."""
@@ -66,8 +73,51 @@ def _import(source: Path, output: Path, args: argparse.Namespace, settings: Copy
 
 
 def _export(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
-    options = ExportOptions(reference=args.reference, dtype=args.dtype, mtp=args.mtp)
+    run = run_of_checkpoint(find_checkpoint(source))
+    options = ExportOptions(
+        reference=args.reference, dtype=args.dtype, mtp=args.mtp, text=_text(args, run), run=run
+    )
     return plan_export(source, output, options, settings)
+
+
+def _text(args: argparse.Namespace, run: Path | None) -> ModelText | None:
+    """Return the tokenizer of an export: the user's, the run's; None: that of the reference, or none is wanted.
+
+    Raises:
+        ConfigError: There is none, or the run and the reference have different ones.
+    """
+    trained = read_trained_model(run) if run is not None else None
+    template = trained.chat_template if trained is not None else None
+    if args.tokenizer == "none":
+        return None
+    if args.tokenizer is not None:
+        kind: Literal["huggingface", "sentencepiece"] = (
+            "huggingface" if Path(args.tokenizer).is_dir() else "sentencepiece"
+        )
+        return ModelText(tokenizer=TokenizerConfig(kind=kind, path=args.tokenizer), chat_template=template)
+    in_reference = args.reference is not None and has_tokenizer(args.reference)
+    if trained is not None and trained.tokenizer.path is not None:
+        if in_reference and not Path(trained.tokenizer.path).exists():
+            return None
+        theirs = args.reference / "tokenizer.json" if in_reference else Path()
+        if trained.tokenizer.kind == "huggingface" and theirs.is_file():
+            own, other = (
+                load_tokenizer(trained.tokenizer).digest,
+                hashlib.sha256(theirs.read_bytes()).hexdigest(),
+            )
+            if own != other:
+                raise ConfigError(
+                    f"--reference {args.reference} has another tokenizer than {trained.tokenizer.path}, with which "
+                    f"{run} was trained. Name the one that the model should have: --tokenizer FOLDER."
+                )
+        return ModelText(tokenizer=trained.tokenizer, chat_template=template)
+    if in_reference or args.action == "plan":
+        return None
+    raise ConfigError(
+        f"{args.paths[0]} names no tokenizer, and without one the output makes no text: transformers would open it "
+        "with a vocabulary of one token. Give --tokenizer FOLDER_OR_MODEL_FILE, a --reference that has one, or, for "
+        "the weights alone, --tokenizer none."
+    )
 
 
 def _relayout(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
@@ -134,9 +184,19 @@ def _check(args: argparse.Namespace) -> None:
             f"convert {args.action} takes {' or '.join(map(str, wanted))} folders, got {len(args.paths)}."
         )
     allowed = {
-        "plan": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "reference", "mesh", "family"},
+        "plan": {
+            "dtype",
+            "mtp",
+            "keys",
+            "layers",
+            "vocab_multiple",
+            "reference",
+            "mesh",
+            "family",
+            "tokenizer",
+        },
         "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "family"},
-        "export": {"dtype", "mtp", "reference"},
+        "export": {"dtype", "mtp", "reference", "tokenizer"},
         "verify": {"mtp", "reference", "logits", "family"},
         "relayout": {"keys", "layers", "reference"},
     }[args.action]
@@ -147,6 +207,7 @@ def _check(args: argparse.Namespace) -> None:
         "layers": None,
         "vocab_multiple": None,
         "reference": None,
+        "tokenizer": None,
         "mesh": {},
         "logits": False,
         "family": None,

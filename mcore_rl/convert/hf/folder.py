@@ -16,6 +16,11 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Shape, listed
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_FILES = (
+    "adapter_config.json",
+    ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
+)
+"""Files of an adapter (of the library peft) beside or without a model's weights."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -1,0 +1,212 @@
+"""An export is a complete Hugging Face folder: transformers makes text from text with it alone."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.data.documents import DocumentFormat
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
+from mcore_rl.run.cli import main
+from tests.conversion import imported, saved
+from tests.hf_models import oracle
+
+VOCAB = 420
+TEXTS = ["Größe 12: two  spaces,\n\ttabs\n", "def f(x): return x", "漢字 🙂 <s> it is", ""]
+OPEN = """
+import json, sys
+from transformers import AutoTokenizer, pipeline
+texts, found, greedy = json.loads(sys.argv[1]), {}, {"do_sample": False, "max_new_tokens": 12}
+for folder in sys.argv[2:]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    generate = pipeline("text-generation", model=folder, device="cpu")
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    template = tokenizer.chat_template and tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
+    )
+    found[folder] = {
+        "size": len(tokenizer),
+        "ids": ids,
+        "again": [tokenizer.decode(found, skip_special_tokens=False) for found in ids],
+        "eos": tokenizer.eos_token,
+        "ends": generate.model.generation_config.eos_token_id,
+        "template": template,
+        "text": generate("def f", **greedy)[0]["generated_text"],
+        "tokens": generate("def f", return_tensors=True, **greedy)[0]["generated_token_ids"],
+    }
+print(json.dumps(found))
+"""
+
+
+def opened(*folders: Path) -> list[dict[str, Any]]:
+    """What transformers, in a program without this package, makes of the folders."""
+    command = [sys.executable, "-c", OPEN, json.dumps(TEXTS), *map(str, folders)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return [found[str(folder)] for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spm")
+    shutil.copy(Path(__file__), folder / "text.txt")
+    options = TokenizerTraining(
+        inputs=(folder / "text.txt",),
+        output=folder / "tok.model",
+        document_format=DocumentFormat(kind="text"),
+        vocab_size=VOCAB,
+    )
+    train_tokenizer(options)
+    return options.output
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer whose template ends turns with a token that is not its eos."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    inner.train_from_iterator(
+        [Path(__file__).read_text()],
+        tokenizers.trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet),
+    )
+    folder = tmp_path_factory.mktemp("chat")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(
+        folder
+    )
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def run_of(folder: Path, case: str, tokenizer: str, data: str = "") -> Path:
+    """The folder of a run of a tiny model, as a training leaves it."""
+    checkpoint = imported(saved(case, folder / "hf", vocab_size=VOCAB), folder / "ckpt")
+    run = folder / "my_run"
+    (run / "checkpoints").mkdir(parents=True)
+    checkpoint.rename(run / "checkpoints" / checkpoint.name)
+    (run / "config.toml").write_text(f"[data]\n{data}\n[data.tokenizer]\n{tokenizer}\n")
+    attempt = {
+        "started": "2026-01-31T12:00:00+00:00",
+        "step": 0,
+        "command": ["mcore-rl", "pretrain"],
+        "commit": "0123abc",
+        "versions": {"torch": "2.9"},
+        "machine": {},
+        "mesh": {"tp": 2},
+    }
+    (run / "run.json").write_text(json.dumps([attempt]))
+    records = [{"step": 0, "eval/loss_nats": 5.25, "moe/drop": 1.0}, {"step": 9, "eval/loss_nats": 1.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run
+
+
+def continued(case: str, ids: list[int], stop: int) -> list[int]:
+    """`ids` and twelve tokens more, or up to `stop`, each the likeliest of transformers' model."""
+    theirs, found = oracle(case, vocab_size=VOCAB), list(ids)
+    while len(found) < len(ids) + 12 and found[-1] != stop:
+        found.append(int(theirs.logits(torch.tensor([found]))[0, -1].argmax()))
+    return found
+
+
+def test_transformers_makes_text_of_text_with_an_export(
+    tmp_path: Path, sentencepiece_model: Path, chat_folder: Path
+) -> None:
+    plain = run_of(tmp_path / "a", "llama", f'kind = "sentencepiece"\npath = "{sentencepiece_model}"')
+    chat = run_of(
+        tmp_path / "b",
+        "qwen3_moe",
+        f'kind = "huggingface"\npath = "{chat_folder}"',
+        'chat_template = "tokenizer"',
+    )
+    folders = [tmp_path / "out_a", tmp_path / "out_b"]
+    for run, out in zip((plain, chat), folders, strict=True):
+        assert main(["convert", "export", str(run), str(out), "--workers", "1"]) == 0
+    first, second = opened(*folders)
+
+    ours = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(sentencepiece_model)))
+    assert first["size"] == VOCAB and first["ends"] == ours.eod_id and first["eos"] == "</s>"
+    # transformers reads the name of a control token in a text as that token, sentencepiece as text.
+    without_names = [index for index, text in enumerate(TEXTS) if "<s>" not in text]
+    assert [first["ids"][index] for index in without_names] == [
+        ours.encode(TEXTS[index]) for index in without_names
+    ]
+    assert first["again"] == second["again"] == TEXTS
+    assert first["tokens"] == continued("llama", ours.encode("def f"), ours.eod_id)
+    assert first["text"].startswith("def f") and len(first["text"]) > len("def f")
+
+    theirs = tokenizers.Tokenizer.from_file(str(chat_folder / "tokenizer.json"))
+    start = theirs.encode("def f", add_special_tokens=False).ids
+    end = theirs.token_to_id("<|im_end|>")
+    assert set(second["ends"]) == {end, theirs.token_to_id("<|endoftext|>")}
+    assert second["template"] == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert second["tokens"] == continued("qwen3_moe", start, end)
+    assert second["text"] == theirs.decode(second["tokens"])
+    assert (folders[1] / "additional_chat_templates" / "tools.jinja").is_file()
+
+
+def test_the_model_card_names_run_commit_and_metrics_of_the_step(
+    tmp_path: Path, sentencepiece_model: Path
+) -> None:
+    data = f'kind = "sentencepiece"\npath = "{sentencepiece_model}"'
+    run = run_of(tmp_path, "llama", data, 'chat_template = "plain"')
+    assert main(["convert", "export", str(run), str(tmp_path / "out"), "--workers", "1"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    for line in (
+        "# my_run",
+        "| commit | 0123abc |",
+        "| command | mcore-rl pretrain |",
+        "| eval/loss_nats | 5.25 | 0 |",
+    ):
+        assert line in card.splitlines(), card
+    assert "moe/drop" not in card
+    template = (tmp_path / "out" / "chat_template.jinja").read_text()
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    render = transformers.utils.chat_template_utils.render_jinja_template
+    rendered, _ = render([turns], chat_template=template, add_generation_prompt=True, eos_token="</s>")
+    assert rendered == ["user:\na\n\nassistant:\nb</s>assistant:\n"]
+
+
+def test_an_export_without_a_tokenizer_is_refused_unless_it_is_wanted(
+    tmp_path: Path, chat_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved("llama", tmp_path / "hf", vocab_size=VOCAB)
+    checkpoint = str(imported(source, tmp_path / "ckpt"))
+    out = str(tmp_path / "out")
+    (source / "tokenizer.json").unlink()
+    assert main(["convert", "export", checkpoint, out, "--reference", str(source)]) == 2
+    assert "names no tokenizer" in capsys.readouterr().err
+    assert main(["convert", "export", checkpoint, out, "--tokenizer", "none"]) == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert main(["convert", "export", checkpoint, out, "--tokenizer", str(chat_folder), "--overwrite"]) == 0
+    assert transformers.AutoTokenizer.from_pretrained(out)("hello").input_ids
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == 0 and config["bos_token_id"] is None
+
+
+def test_a_reference_with_another_tokenizer_than_the_runs_is_refused(
+    tmp_path: Path, chat_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, "llama", f'kind = "huggingface"\npath = "{chat_folder}"')
+    arguments = ["convert", "export", str(run), str(tmp_path / "out"), "--reference", str(tmp_path / "hf")]
+    assert main(arguments) == 2
+    assert "has another tokenizer than" in capsys.readouterr().err
+    assert main([*arguments, "--tokenizer", str(chat_folder)]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (chat_folder / "tokenizer.json").read_bytes()
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": 0, "temperature": 0.6}
