@@ -23,6 +23,7 @@ import jinja2
 
 from mcore_rl.checks.cluster import seconds_of
 from mcore_rl.errors import HUNG_STATUS, ConfigError
+from mcore_rl.files import RESERVE_BYTES, RESERVE_FILE
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE = "job.sbatch.j2"
@@ -38,6 +39,8 @@ STATUS: Mapping[str, int] = MappingProxyType(
         "not_requeued": 14,
         "in_use": 15,
         "stalled": 16,
+        "crash_limit": 17,
+        "no_space": 18,
         "cancelled": 143,
     }
 )
@@ -54,6 +57,8 @@ MEANING: Mapping[int, str] = MappingProxyType(
         15: "another running job writes to this run",
         16: "gave up: attempts without a new checkpoint, the last of which was ended by the time limit, by "
         "preemption or by the loss of its node",
+        17: "gave up: survival.max_crashes crashes and hangs in all, with new checkpoints between them",
+        18: "gave up: attempts without a new checkpoint, the last of which found the disk full",
         143: "cancelled, or ended by Slurm, which requeues after the loss of a node",
     }
 )
@@ -66,9 +71,11 @@ ATTEMPT_FIELDS = (
     "nodes",  # as Slurm writes them: n[1-4]
     "step",  # of the last complete checkpoint
     "status",  # at the end: of srun; null where the program did not start
-    # at the end, the reason: finished, limit, preempted, term, stop, crash, hang, refused, unfit, ended, lost, in_use
+    # at the end, the reason: finished, limit, preempted, term, stop, crash, hang, disk, refused, unfit, ended, lost,
+    # in_use
     "why",
     "then",  # at the end: "requeue", "orphan" (Slurm had ended the attempt) or the script's exit status
+    "host",  # at the end: host of the rank that failed first; empty where none did
     "cause",  # at the end: one line on what was wrong, of a failed program the headline of failure.json; else empty
 )
 """Keys of a line of attempts.jsonl. When an attempt has several ends (TERM, then the end itself) the last counts."""
@@ -182,6 +189,11 @@ class JobScript:
 
     max_attempts: int = 3
     """Number of starts in a row without a new checkpoint after which the job gives up."""
+    max_crashes: int = 50
+    """Number of crashes and hangs of the job in all after which it gives up."""
+    bad_node_crashes: int = 3
+    """Number of crashes that begin on one node, among the last `bad_node_attempts` attempts, which exclude it."""
+    bad_node_attempts: int = 10
     hang_s: int = 0
     """train.hang_s of a training; 0 keeps that of its config."""
 
@@ -271,7 +283,12 @@ def render(job: JobScript) -> str:
         autoescape=False,  # bash, not HTML: what comes from the job is quoted by `q`
     )
     environment.filters["q"] = lambda value: shlex.quote(str(value))
-    return environment.get_template(TEMPLATE).render(job=job, status={**STATUS, "hung_rank": HUNG_STATUS})
+    return environment.get_template(TEMPLATE).render(
+        job=job,
+        status={**STATUS, "hung_rank": HUNG_STATUS},
+        reserve=RESERVE_FILE,
+        reserve_bytes=RESERVE_BYTES,
+    )
 
 
 def _violations(job: JobScript) -> Iterator[str]:

@@ -106,6 +106,9 @@ def plan_training(
         pre_node=cluster.checks.pre_node,
         post_node=cluster.checks.post_node,
         max_attempts=cluster.survival.max_attempts,
+        max_crashes=cluster.survival.max_crashes,
+        bad_node_crashes=cluster.survival.bad_node_crashes,
+        bad_node_attempts=cluster.survival.bad_node_attempts,
         **_placement(cluster, options, folder, gpus),
     )
     files = {"config.toml": dump_config(config), "cluster.toml": dump_config(cluster)}

@@ -19,6 +19,9 @@ from mcore_rl.errors import CheckpointError, DataError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 LOCK_POLL_S = 0.1
+RESERVE_FILE = "reserve"
+"""File beside the causes of a failure that takes room: deleted, it leaves some on a full disk for their words."""
+RESERVE_BYTES = 65536
 GIB = 2**30
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from mcore_rl.files import write_atomically
+from mcore_rl.files import FULL, RESERVE_BYTES, RESERVE_FILE, write_atomically
 
 FAILURES = "MCORE_RL_FAILURES"
 """Environment variable with the folder of the causes; unset: nobody collects them."""
@@ -92,12 +92,25 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
     if folder is None:
         return None
     path = folder / f"{failure.order}-{time.time():.3f}-{failure.rank}.json"
+    # Keys on lines of their own, the headline first: the job script reads it with sed.
+    content = json.dumps(asdict(failure), indent=1, ensure_ascii=False) + "\n"
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Keys on lines of their own, the headline first: the job script reads it with sed.
-        write_atomically(path, json.dumps(asdict(failure), indent=1, ensure_ascii=False) + "\n")
+        try:
+            write_atomically(path, content)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            (folder.parent / RESERVE_FILE).unlink(missing_ok=True)
+            write_atomically(path, content)
         return path
     return None
+
+
+def make_reserve(folder: Path) -> None:
+    """Take room beside `folder` that `note_failure` gives back when the disk is full, so that the cause is written."""
+    with suppress(OSError):  # the disk is full already
+        (folder.parent / RESERVE_FILE).write_bytes(bytes(RESERVE_BYTES))
 
 
 def has_noted(rank: int, folder: Path | None = None) -> bool:

@@ -24,6 +24,7 @@ from mcore_rl.backend.failures import (
     Order,
     first_cause,
     has_noted,
+    make_reserve,
     note_failure,
     publish,
     rank_death,
@@ -105,6 +106,7 @@ def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path
     causes, stage = (log_dir / "failures").resolve(), (log_dir / ".stage").resolve()
     for old in (*causes.glob("*.json"), log_dir / "failure.json", stage):
         old.unlink(missing_ok=True)
+    make_reserve(causes)
     environment = _environment(num_ranks) | {FAILURES: str(causes), STAGE_FILE: str(stage)}
     command = [sys.executable, "-m", module, *args]
     ranks: list[_Rank] = []

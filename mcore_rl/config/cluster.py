@@ -116,6 +116,12 @@ class SurvivalConfig(Section):
     take."""
     max_attempts: PositiveInt = 3
     """Attempts in a row that fail without a new checkpoint before the job gives up."""
+    max_crashes: PositiveInt = 50
+    """Crashes and hangs of a job in all, also those after a new checkpoint, before it gives up."""
+    bad_node_crashes: PositiveInt = 3
+    """Crashes that begin on one node, among the job's last `bad_node_attempts` attempts, before the job excludes it."""
+    bad_node_attempts: PositiveInt = 10
+    """Attempts back to which crashes of a node count against it."""
 
 
 class ClusterConfig(Section):

@@ -5,11 +5,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launch.job import STATUS, JobScript, render
+from tests.unit.launch.conftest import ROOT
 
 SRUN = """#!/bin/bash
 # Runs the command on each host, one after the other. `unfit` names hosts that are gone.
@@ -47,6 +49,8 @@ class Machines:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.run = folder / "run"
+        self.wrap: list[str] = []
+        """Command that runs the script, if any."""
         (self.run / "logs").mkdir(parents=True)
         for name, text in {
             "srun": SRUN,
@@ -94,7 +98,7 @@ class Machines:
             "SLURM_JOB_NODELIST": "n[1-9]",
         }
         return subprocess.run(
-            [shutil.which("bash"), str(script)],
+            [*self.wrap, shutil.which("bash"), str(script)],
             env=os.environ | environment,
             cwd=self.folder,
             capture_output=True,
@@ -220,3 +224,83 @@ def test_a_conversion_that_succeeds_leaves_its_command_in_done(machines):
     machines.program("exit 0")
     assert machines.attempt(hosts="n1", **fields).returncode == 0
     assert (machines.run / "DONE").read_text() == "mcore-rl convert export 'a b' out\n"
+
+
+def fails_on(host: str, headline: str = "ended", status: int = 139, prefix: str = "") -> str:
+    """A program whose rank on `host` writes a cause, as mcore_rl/backend/failures.py does, and ends."""
+    cause = {
+        "headline": headline,
+        "rank": 1,
+        "host": f"{host}.cluster",
+        "status": status,
+        "order": 0,
+        "text": "",
+    }
+    text = json.dumps(cause, indent=1)
+    file = "$MCORE_RL_FAILURES/0-1700000000.000-1.json"
+    return f"{prefix}\n[ $SLURMD_NODENAME != {host} ] || cat >{file} <<'EOF'\n{text}\nEOF\nexit 1"
+
+
+def test_a_node_that_crashes_ranks_again_and_again_is_excluded_although_there_is_progress(machines):
+    for number, host in enumerate(("n2", "n1", "n2", "n1")):
+        machines.program(fails_on(host))
+        machines.checkpoint(10 * number + 10)
+        assert machines.attempt(number, "n1 n2 n3").returncode == 0 and machines.excluded == ""
+    machines.program(fails_on("n2"))
+    done = machines.attempt(4, "n1 n2 n3")
+    assert (
+        machines.excluded == "n2" and "n2 crashed in 3 of the last 10 attempts: it is excluded" in done.stdout
+    )
+    assert [end[:2] for end in machines.ends] == [("crash", "requeue")] * 5
+
+
+def test_crashes_long_ago_do_not_count_against_a_node(machines):
+    for number, host in enumerate(("n2", "n2", "n1", "n2")):
+        machines.program(fails_on(host))
+        machines.checkpoint(10 * number + 10)
+        machines.attempt(number, bad_node_attempts=3)
+    assert machines.excluded == ""
+
+
+def test_without_its_bad_node_a_job_has_one_more_attempt(machines):
+    machines.program(fails_on("n2"))
+    for number in range(3):
+        assert machines.attempt(number).returncode == 0
+    assert machines.excluded == "n2"
+    machines.program(fails_on("n1"))
+    assert machines.attempt(3, "n1 n3").returncode == STATUS["crash_loop"] and machines.excluded == "n2"
+
+
+def test_crashes_with_progress_between_them_have_a_limit_too(machines):
+    codes = []
+    for number in range(3):
+        machines.program(fails_on(f"n{1 + number % 2}"))
+        machines.checkpoint(10 * number + 10)
+        codes.append(machines.attempt(number, max_crashes=3).returncode)
+    assert codes == [0, 0, STATUS["crash_limit"]]
+
+
+def test_a_full_disk_is_the_cause_and_is_retried_before_the_job_gives_up(machines):
+    headline = 'rank 0 on n1: writing checkpoint "a" failed: No space left on device. 0.01 GiB are free'
+    machines.program(fails_on("n1", headline.replace('"', "'"), status=2))
+    codes = [machines.attempt(number).returncode for number in range(3)]
+    assert codes == [0, 0, STATUS["no_space"]]
+    why, then, cause = machines.ends[-1]
+    assert (why, then) == ("disk", str(STATUS["no_space"]))
+    assert re.fullmatch(r"the disk is full \(\d+ MiB free at /\S+\): rank 0 on n1: writing .*", cause)
+
+
+def test_on_a_disk_that_is_full_to_the_last_byte_cause_and_end_are_written(machines):
+    """A disk of 4 MiB for the run, in a namespace of its own: a mount needs no privileges there."""
+    enter = [shutil.which("unshare"), "--map-root-user", "--mount"]
+    mount = f"mount -t tmpfs -o size=4M tmpfs {machines.run} && mkdir {machines.run}/logs"
+    fill = "dd if=/dev/zero of=$RUN/filled bs=4k 2>/dev/null"
+    module = "from mcore_rl.backend.failures import note_failure, rank_failure as f"
+    note = f'{sys.executable} -c \'{module}; note_failure(f(1, 2, "No space left on device", host="n1"))\''
+    machines.program(f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{fill}\nPYTHONPATH={ROOT} {note}\nexit 1")
+    shown = f"tail -n 1 {machines.run}/attempts.jsonl"
+    machines.wrap = [*enter, "sh", "-c", f'{mount} && "$0" "$@"; {shown}']
+    done = machines.attempt()
+    end = json.loads(done.stdout.splitlines()[-1])
+    assert (end["why"], end["then"]) == ("disk", "requeue")
+    assert end["cause"].endswith("rank 1 on n1: No space left on device")

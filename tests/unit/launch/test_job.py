@@ -52,7 +52,7 @@ def test_all_that_is_wrong_is_told_at_once():
 def test_the_script_knows_the_folder_of_causes_and_the_status_of_a_hung_rank():
     script = render(JobScript(**JOB))
     assert f"{FAILURES}=$log/failures" in script
-    assert re.search(rf"^  {HUNG_STATUS}\) back_or_give_up hang", script, re.MULTILINE)
+    assert re.search(rf"^  {HUNG_STATUS}\) failed hang", script, re.MULTILINE)
 
 
 def test_every_exit_status_has_a_meaning_and_is_used():
