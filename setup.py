@@ -41,6 +41,7 @@ EXTRAS = {
     # tests/report drives a Chromium with it: Debian's, none that it downloads.
     "browser": ["playwright>=1.45"],
     "dev": [
+        "hypothesis>=6.100",
         "pytest>=8",
         "pytest-xdist>=3.5",
         "ruff>=0.6",

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from mcore_rl.backend.launcher import launch_local, under_launcher
 from mcore_rl.backend.processes import rank_guard
+from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.checks.run import refuse
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.load import load_config as load_config_file
 from mcore_rl.config.run import RunConfig
@@ -23,6 +25,7 @@ from mcore_rl.errors import (
     TrainingError,
 )
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.plan.local import local_memory_violations
 from mcore_rl.run import cli
 from mcore_rl.run.log_folders import next_log_dir
 
@@ -110,6 +113,12 @@ def train(
     loaded = load_config(program, config, overrides)
     ranks = ranks or loaded.mesh.smallest_world
     PROGRAMS[program].check(loaded, ranks)
+    refuse(
+        [
+            *absent_inputs(loaded),
+            *local_memory_violations(loaded, ranks, PROGRAMS[program].seq_length(loaded), trains=True),
+        ]
+    )
     log_dir = next_log_dir(Path(loaded.run_dir))
     file = log_dir / "config.toml"
     file.write_text(dump_config(loaded), encoding="utf-8")

@@ -17,7 +17,14 @@ from mcore_rl.errors import CheckpointError, DataError
 
 # A quota and a file-size limit stop a writer as a full disk does; the last two: a file where a folder should be.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
+FORBIDDEN = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+)
 LOCK_POLL_S = 0.1
 RESERVE_FILE = "reserve"
 """File beside the causes of a failure that takes room: deleted, it leaves some on a full disk for their words."""

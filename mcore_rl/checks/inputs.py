@@ -1,6 +1,7 @@
 """The files that a run reads, and which of them are not there."""
 
 import difflib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +14,13 @@ from mcore_rl.config.sft import SFTDataConfig
 def absent_inputs(config: RunConfig) -> Iterator[str]:
     """Yield a sentence, with its remedy, for each file that the run would read and that does not exist."""
     for name, path, what in inputs_of(config):
-        if not path.exists():
+        if not os.path.exists(path):  # False too for a name that is too long, where Path.exists() raises
             yield absent(name, path, what)
 
 
 def absent(name: str, path: Path, what: str) -> str:
     """Return the sentence on `path`, which field `name` names and which does not exist; it names similar files."""
-    there = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    there = sorted(entry.name for entry in path.parent.iterdir()) if os.path.isdir(path.parent) else []
     near = difflib.get_close_matches(path.name, there, n=3)
     hint = f" Its folder has {' and '.join(near)}." if near else ""
     return f"{name} names {what} {path}, which does not exist.{hint} Make it, or correct the path."
@@ -43,7 +44,7 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
 
 def _has_checkpoints(run_dir: Path) -> bool:
     folder = run_dir / "checkpoints"
-    return folder.is_dir() and any(folder.iterdir())
+    return os.path.isdir(folder) and any(folder.iterdir())
 
 
 def _files(data: object) -> Iterator[tuple[str, str]]:

@@ -109,6 +109,12 @@ def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
                 f"mesh.{name}_stage_layers={layers} is not a multiple of mesh.vpp={mesh.vpp}: the chunks of "
                 "a stage are equally long. Change one of them."
             )
+    if mesh.vpp > 1 and mesh.pp == 2 and first and last:
+        yield (
+            f"mesh.first_stage_layers={first} and mesh.last_stage_layers={last} with mesh.pp=2 and mesh.vpp={mesh.vpp}"
+            ": Megatron counts the layers of stages between the two, of which there are none. Set one of the fields to "
+            '"none": that stage gets the rest.'
+        )
     stages -= bool(first) + bool(last)
     middle = model.num_layers - first - last
     uneven = f" without the {first + last} of the first and last stage" if first or last else ""

@@ -1,6 +1,7 @@
 """Checks that a model's settings agree with each other and with its family, on whatever mesh."""
 
 from collections.abc import Iterator
+from math import isqrt
 from operator import attrgetter
 
 from mcore_rl.config.model import ModelConfig
@@ -9,6 +10,9 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import FAMILIES, family_of, model_from_hf
 from mcore_rl.families.family import OPTIONAL_SETTINGS, Family
 from mcore_rl.families.hf_config import LLAMA3_CONSTANTS, HfConfig
+
+MAX_DIVISOR = 10_000
+"""Largest number that is tried as a divisor for a message: a misspelt width of 10^18 is refused at once too."""
 
 
 def checked_model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
@@ -37,9 +41,13 @@ def model_violations(model: ModelConfig) -> Iterator[str]:
 
 
 def divisors(number: int) -> str:
-    """Return the divisors of `number` for a message, as in "1, 2, 4, 8"."""
-    found = [str(i) for i in range(1, number + 1) if number % i == 0]
-    return ", ".join(found if len(found) <= 10 else [*found[:8], "...", found[-1]])
+    """Return the divisors of `number` for a message, as in "1, 2, 4, 8"; of many, or of a large number, the first."""
+    limit = min(isqrt(number), MAX_DIVISOR)
+    small = [i for i in range(1, limit + 1) if number % i == 0]
+    if limit < isqrt(number):
+        return ", ".join(map(str, [*small[:8], "...", number]))
+    found = sorted({*small, *(number // i for i in small)})
+    return ", ".join(map(str, found if len(found) <= 10 else [*found[:8], "...", found[-1]]))
 
 
 def _experts(model: ModelConfig, family: Family) -> Iterator[str]:
@@ -140,6 +148,11 @@ def _router(model: ModelConfig, family: Family) -> Iterator[str]:
         yield (
             f"model.moe.top_k={moe.top_k} is more than model.moe.num_experts={moe.num_experts}: a token "
             "cannot go to more experts than there are. Lower it."
+        )
+    if moe.capacity_factor is not None and moe.capacity_factor > moe.num_experts:
+        yield (
+            f"model.moe.capacity_factor={moe.capacity_factor} is more than model.moe.num_experts={moe.num_experts}: an "
+            'expert would take more tokens than there are. Lower it, or set "none", with which no token is dropped.'
         )
     if moe.first_dense_layers >= model.num_layers:
         yield (

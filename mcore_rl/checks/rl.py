@@ -1,6 +1,5 @@
 """Checks that the settings of the section `rl` agree with each other, and do what their names say."""
 
-import math
 import re
 from collections.abc import Iterator
 
@@ -205,11 +204,6 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
         yield (
             f"rl.reward.weights has {len(reward.weights)} numbers for {len(reward.parts)} parts. Give one each, "
             "or none for 1 each."
-        )
-    if not all(map(math.isfinite, (*reward.weights, reward.error_value or 0.0))):
-        yield (
-            f"rl.reward.weights={list(reward.weights)}, error_value={reward.error_value}: not all are finite. "
-            "Change them."
         )
 
 

@@ -7,6 +7,8 @@ from mcore_rl.checks.rl import rl_violations
 from mcore_rl.checks.run import chat_violations, refuse, run_violations
 from mcore_rl.config.rl_run import RlRunConfig
 
+MAX_DISTANCE = 100_000
+
 
 def check_rl(config: RlRunConfig, world_size: int) -> None:
     """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
@@ -49,8 +51,7 @@ def _batches(config: RlRunConfig) -> Iterator[str]:
     rollout, train = config.rl.rollout, config.train
     size = config.rollout_size
     if size % train.global_batch:
-        fitting = [batch for batch in range(1, size + 1) if size % batch == 0]
-        near = min(fitting, key=lambda batch: abs(batch - train.global_batch))
+        near = _nearest_divisor(size, train.global_batch)
         yield (
             f"train.global_batch={train.global_batch} does not divide the {size} completions of a rollout batch "
             f"(rl.rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size}). Use {near}."
@@ -62,6 +63,16 @@ def _batches(config: RlRunConfig) -> Iterator[str]:
         )
     if train.ramp_start or train.ramp_increment or train.ramp_samples:
         yield 'train.ramp_*: the batch of reinforcement learning does not grow. Set all three to "none".'
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    """Return the divisor of `size` next to `wanted`, the smaller of two; one far away, of a huge size, is 1."""
+    start = min(size, wanted)
+    for distance in range(min(start, MAX_DISTANCE)):
+        for batch in (start - distance, start + distance):
+            if size % batch == 0:
+                return batch
+    return 1
 
 
 def _intervals(config: RlRunConfig) -> Iterator[str]:

@@ -4,11 +4,12 @@ Megatron keeps most of these rules in scripts that its package does not contain,
 break without an error. Each function is one topic and yields a message for each violation.
 """
 
+import os
 from collections.abc import Iterator, Sequence
-from math import lcm
+from math import gcd, lcm
 
 from mcore_rl.checks.mesh import mesh_violations
-from mcore_rl.checks.model import model_violations
+from mcore_rl.checks.model import divisors, model_violations
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -17,6 +18,8 @@ from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, Train
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
+
+LONGEST_NAME, LONGEST_PATH = 255, 3500
 
 
 def check(config: PretrainConfig, world_size: int) -> None:
@@ -39,12 +42,25 @@ def refuse(violations: Sequence[str]) -> None:
 def run_violations(config: RunConfig, world_size: int, seq_length: int, field: str) -> Iterator[str]:
     """Yield what is wrong in the sections that all trainings share; `field` gives the sequences' length."""
     model, mesh = config.model, config.mesh
+    yield from _run_dir(config.run_dir)
     yield from model_violations(model)
     yield from mesh_violations(model, mesh, seq_length, field)
     yield from _world(mesh, model, world_size)
     yield from _schedule(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
     yield from _recompute(config.platform, model)
+    yield from _recomputed_groups(config.platform, model, mesh)
+
+
+def _run_dir(run_dir: str) -> Iterator[str]:
+    longest = max(len(os.fsencode(part)) for part in run_dir.split("/"))
+    if not run_dir or "\0" in run_dir:
+        yield f"run_dir={toml_value(run_dir)} is no name of a folder. Choose another."
+    elif longest > LONGEST_NAME or len(os.fsencode(run_dir)) > LONGEST_PATH:
+        yield (
+            f'run_dir="{run_dir[:40]}..." is too long: file systems take names of 255 bytes and paths of 4,096, and '
+            "files in the folder need some of them. Choose another."
+        )
 
 
 def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:
@@ -192,6 +208,21 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
         yield (
             f'platform.fp8="{platform.fp8}" needs TransformerEngine, but platform.layers="torch". Set '
             'platform.layers="te", or platform.fp8="none".'
+        )
+
+
+def _recomputed_groups(platform: PlatformConfig, model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    """Check that full recomputation cuts each stage's chunks into whole groups; Megatron 0.16 reads past their end."""
+    if platform.recompute != "full":
+        return
+    first, last = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0
+    stages = mesh.pp - bool(first) - bool(last)
+    middle = (model.num_layers - first - last) // stages if stages > 0 else 0
+    shortest = gcd(*(layers // mesh.vpp for layers in (first, last, middle)))
+    if shortest and shortest % platform.recompute_layers:
+        yield (
+            f"platform.recompute_layers={platform.recompute_layers} does not divide the layers of each stage's chunks. "
+            f"Set it to one of {divisors(shortest)}."
         )
 
 

@@ -1,5 +1,6 @@
 """The fields of a config in words: for help pages, for documentation and for error messages."""
 
+import functools
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,8 @@ def describe(cls: type[Section]) -> list[FieldDoc]:
     return [field for section in describe_sections(cls) for field in section.fields]
 
 
-def describe_sections(cls: type[Section], prefix: str = "") -> list[SectionDoc]:
+@functools.cache
+def describe_sections(cls: type[Section], prefix: str = "") -> tuple[SectionDoc, ...]:
     """Return `cls` itself, then the sections in it, depth first."""
     inner = {name: section_of(field.annotation) for name, field in cls.model_fields.items()}
     fields = tuple(
@@ -48,7 +50,7 @@ def describe_sections(cls: type[Section], prefix: str = "") -> list[SectionDoc]:
     for name, section in inner.items():
         if section is not None:
             docs += describe_sections(section, f"{prefix}{name}.")
-    return docs
+    return tuple(docs)
 
 
 def section_of(annotation: Any) -> type[Section] | None:

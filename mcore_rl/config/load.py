@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,7 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
         for key, setting in settings.items()
         if key not in fields and key not in names_of_before
     ]
+    mistakes += [_too_large(setting) for setting in settings.values() if _is_too_large(setting.value)]
     if outdated:
         mistakes.insert(0, _outdated(outdated))
     if mistakes and path is not None and any(setting.path for setting in settings.values()):
@@ -142,7 +144,9 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"Config file {path}{origin} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (
+        ValueError
+    ) as error:  # TOMLDecodeError, UnicodeDecodeError, an integer of more digits than Python reads
         raise ConfigError(f"Config file {path}{origin} is not valid TOML: {error}.") from None
 
 
@@ -236,6 +240,17 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
     return f"Unknown key {key} {setting.source}. {remedy}"
 
 
+def _is_too_large(value: Any) -> bool:
+    """Whether `value` holds an integer of more than 64 bits, which is no integer of TOML, Megatron or numpy."""
+    if isinstance(value, list):
+        return any(map(_is_too_large, value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def _too_large(setting: Setting) -> str:
+    return f"{setting.key} = {_shown(setting.value)[:40]} {setting.source}: an integer has 64 bits at most. Lower it."
+
+
 def _nearest(key: str, known: Sequence[str]) -> str | None:
     """Return the known key most like `key`: by its whole dotted name, or else by its last part alone."""
     last = key.rpartition(".")[2]
@@ -275,9 +290,18 @@ def _wrong_values(
         reported.add(key)
         if key in settings:
             setting = settings[key]
-            yield f"{key} = {_shown(setting.value)} {setting.source}: expected {fields[key].type}."
+            expected = fields[key].type
+            if not _is_finite(setting.value):
+                expected = expected.replace("a number", "a finite number")
+            yield f"{key} = {_shown(setting.value)} {setting.source}: expected {expected}."
         else:
             yield f"{key} is not set; it has no default ({detail['msg']})."
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _shown(value: Any) -> str:

@@ -1,5 +1,6 @@
 """The layout of a model over ranks."""
 
+from math import lcm
 from typing import Literal
 
 from pydantic import PositiveInt
@@ -50,10 +51,6 @@ class MeshConfig(Section):
     @property
     def smallest_world(self) -> int:
         """Fewest ranks that this mesh runs on, with dp as given (`auto`: the smallest that fits)."""
-        expert = self.etp * self.ep * self.pp
         if self.dp != "auto":
             return self.model_parallel * self.dp
-        dp = 1
-        while (self.model_parallel * dp) % expert:
-            dp += 1
-        return self.model_parallel * dp
+        return lcm(self.model_parallel, self.etp * self.ep * self.pp)

@@ -104,7 +104,7 @@ class ModelConfig(Section):
 
     family: str | Extension = "qwen3_moe"
     """Architecture: a name of `mcore_rl.families.FAMILIES` (Hugging Face's `model_type`), or a `Family` of your own."""
-    num_layers: PositiveInt = 4
+    num_layers: Annotated[int, Field(gt=0, le=10_000)] = 4
     """Number of transformer layers, without MTP layers."""
     hidden_size: PositiveInt = 256
     """Width of the residual stream."""
@@ -138,7 +138,7 @@ class ModelConfig(Section):
     """Probability that an element of a layer's output is dropped in training, before the residual sum."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
-    mtp_layers: NonNegativeInt = 0
+    mtp_layers: Annotated[int, Field(ge=0, le=100)] = 0
     """Number of multi-token-prediction layers (arXiv 2412.19437)."""
     mtp_loss_coeff: NonNegativeFloat = 0.1
     """Weight of the MTP layers' loss."""

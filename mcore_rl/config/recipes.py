@@ -1,6 +1,7 @@
 """The recipes of launch/recipes, found by name: `tiny_moe/grpo` is launch/recipes/tiny_moe/grpo.toml."""
 
 import difflib
+import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ def config_file(path: Path, folder: Path = RECIPES) -> Path:
     Raises:
         ConfigError: There is no such file and no such recipe; the message names the most similar recipes.
     """
-    if path.suffix == ".toml" or path.exists():
+    if path.suffix == ".toml" or os.path.exists(path):
         return path
     files = recipe_files(folder)
     if str(path) in files:

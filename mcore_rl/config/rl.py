@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.extension import Extension
-from mcore_rl.config.section import Probability, Section, Text
+from mcore_rl.config.section import Probability, Seconds, Section, Text
 
 LossKind = Literal["grpo", "gspo", "gspo_token", "kimi_k2", "cispo"]
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
@@ -95,7 +95,7 @@ class RewardConfig(Section):
     it does not fall."""
     overlong_penalty: PositiveFloat = 1.0
     """Reward taken from a completion of rollout.max_new_tokens tokens, with `overlong_buffer_tokens`."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds that a part may take on one completion; beyond them its score has failed."""
     error_value: float | None = None
     """Value of a part whose score failed: it raised, returned no finite number, took too long, or its process died;

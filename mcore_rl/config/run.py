@@ -8,7 +8,7 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.section import Section, Text
+from mcore_rl.config.section import Seconds, Section, Seed, Text
 
 
 class PlatformConfig(Section):
@@ -34,7 +34,7 @@ class PlatformConfig(Section):
     """Parts of a layer that `selective` recomputes."""
     recompute_layers: PositiveInt = 1
     """Layers between two activations that `full` keeps."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Seconds that a collective may wait; one that waits longer ends the run."""
 
 
@@ -53,7 +53,7 @@ class TrainConfig(Section):
     """Sequences by which the batch grows at a time."""
     ramp_samples: PositiveInt | None = None
     """Sequences trained on until the batch has reached `global_batch`."""
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
     """Seed of the initial weights, the order of the data, and dropout."""
     eval_interval: PositiveInt | None = None
     """Steps between evaluations; `none`: only at the end."""
@@ -61,7 +61,7 @@ class TrainConfig(Section):
     """Batches of `global_batch` sequences per evaluation; `none`: no evaluation."""
     max_skipped: NonNegativeInt = 10
     """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
-    hang_s: PositiveFloat | None = 1800.0
+    hang_s: Seconds | None = 1800.0
     """Seconds that may pass between two steps (in RL: rollouts), and that a start, an evaluation or a save may take. A
     run that takes longer hangs: it is ended, to resume from its last checkpoint; `none`: it is never ended."""
 

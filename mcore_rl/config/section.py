@@ -7,6 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 """A number from 0 to less than 1."""
+Seconds = Annotated[float, Field(ge=0.001, le=31_536_000)]
+"""A duration from a millisecond to a year: clocks and collectives take no shorter and no longer ones."""
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""A seed of 32 bits, which is what numpy takes."""
 Text = Annotated[str, Field(min_length=1)]
 """A text that is not empty; what may be unset is `Text | None`."""
 
@@ -24,5 +28,10 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
     )

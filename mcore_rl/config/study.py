@@ -1,8 +1,8 @@
 """Several reinforcement-learning runs from one start, to be compared."""
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
-from mcore_rl.config.section import Section, Text
+from mcore_rl.config.section import Section, Seed, Text
 
 
 class StudyConfig(Section):
@@ -12,7 +12,7 @@ class StudyConfig(Section):
     """RL config that all arms start from, as a path from the folder in which the command is given; it has to be set."""
     run_dir: str = "runs/study"
     """Folder of the runs, one folder each; a run that is done is not run again."""
-    seeds: tuple[NonNegativeInt, ...] = (1234,)
+    seeds: tuple[Seed, ...] = (1234,)
     """Values of train.seed, one run of each arm for each: prompts, their order, and sampling. The weights are those of
     checkpoint.load."""
     overrides: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ def parse_value(text: str) -> Any:
     """Read the TOML value `text`; a bare word is a string, also in a list, because shells take quotes away."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML; also, with no class of its own, an integer of more digits than Python reads
         if text.startswith("[") and text.endswith("]"):
             return [parse_value(item.strip()) for item in text[1:-1].split(",") if item.strip()]
         return text

@@ -127,6 +127,10 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 def _entry(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line.decode("utf-8-sig"))
+        # JSON can spell half a surrogate pair ("\\ud800"), which no tokenizer takes.
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError("it holds a lone surrogate, which is not text") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}") from error
     if not isinstance(entry, dict):

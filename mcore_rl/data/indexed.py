@@ -157,6 +157,11 @@ def _check_fit(indexes: dict[str, IndexFile], config: DataConfig, vocab_size: in
             checks.check_sidecar(indexes[prefix], sidecar)
     checks.check_same_tokenizer(sidecars)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer.kind != "none" else None
+    if tokenizer and tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer {config.tokenizer.path} has {tokenizer.vocab_size} tokens, and model.vocab_size is "
+            f"{vocab_size}. Set model.vocab_size={tokenizer.vocab_size}."
+        )
     for prefix, sidecar in sidecars.items():
         if tokenizer and sidecar:
             checks.check_tokenizer(prefix, sidecar, tokenizer, str(config.tokenizer.path))
@@ -203,7 +208,7 @@ def _weighted(
         raise DataError(
             f"data.train_weights has {len(weights)} numbers for the {len(prefixes)} prefixes of data.train."
         )
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+    if not all(weight > 0 for weight in weights):
         raise DataError(
             f"data.train_weights={tuple(weights)}: each must be above 0. Leave out data that is not wanted."
         )

@@ -26,6 +26,7 @@ from mcore_rl.errors import (
     ConfigError,
     McoreRlError,
 )
+from mcore_rl.plan.local import local_memory_violations
 from mcore_rl.run.commands import COMMANDS, Command
 from mcore_rl.run.log_folders import next_log_dir
 
@@ -96,8 +97,15 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
         if args.ranks:
             raise ConfigError(f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out.")
         return int(importlib.import_module(command.module).main(argv))
-    config, ranks = PROGRAMS[command.program].checked_config(Path(args.config), args.overrides, args.ranks)
-    refuse(list(absent_inputs(config)))
+    program = PROGRAMS[command.program]
+    config, ranks = program.checked_config(Path(args.config), args.overrides, args.ranks)
+    trains = command.module == program.module
+    refuse(
+        [
+            *absent_inputs(config),
+            *local_memory_violations(config, ranks, program.seq_length(config), trains=trains),
+        ]
+    )
     return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)))
 
 

@@ -9,6 +9,7 @@ import mcore_rl.backend.patches.table  # noqa: F401
 # isort: split
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.model import model_violations
@@ -42,8 +43,10 @@ def layers_of_the_chunks(num_layers, mesh):
             pipeline_dtype="float32",
         )
         stages = [range(mesh.pp), range(vpp) if vpp else [None]]
+        for stage, chunk in itertools.product(*stages):
+            get_transformer_layer_offset(config, chunk, stage)
         return [get_num_layers_to_build(config, chunk, stage) for stage, chunk in itertools.product(*stages)]
-    except (ValueError, AssertionError):
+    except (ValueError, AssertionError, ZeroDivisionError):
         return None
 
 

@@ -81,7 +81,6 @@ def test_these_settings_are_fine(words):
         ("reward.parts=[exactly]", 'names "exactly"'),
         ("reward.parts=[a/b:c]", 'names "a/b:c"'),
         ("reward.weights=[1,2]", "2 numbers for 1 parts"),
-        ("reward.error_value=inf", "finite"),
         ("reward.parts=[regex]", "regex_pattern is not set"),
         ("reward.format_pattern=a", "not used"),
         ("reward.parts=[regex] reward.regex_pattern='(a'", "no regular expression"),

@@ -172,7 +172,7 @@ def test_a_dumped_config_loads_back_equal(tmp_path):
         "run_dir=" + repr('a "quoted" \\ path, tab\t and ünïcode'),
         "optim.lr=1e-7",
         "optim.eps=1e+22",
-        "optim.clip_grad=inf",
+        "optim.clip_grad=1e300",
         'data.train=["a b", "c\\u007f"]',
         "data.split=[1, 0.5, 0]",
         "mesh.overlap_p2p=false",

@@ -44,6 +44,7 @@ def test_both_formats_say_the_same(read, tokenizer):
     [
         (b"{", "not JSON"),
         (b"\xff", "not JSON"),
+        (b'{"prompt": "a", "response": "\\ud800"}', "a lone surrogate, which is not text"),
         (b"[]", "a JSON list, wanted an object"),
         ({"text": "a"}, '"messages" is not there'),
         ({"messages": "a"}, '"messages" is a str'),

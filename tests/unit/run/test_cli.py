@@ -125,6 +125,18 @@ def test_a_run_dir_that_cannot_be_written_is_refused_before_ranks_start(tmp_path
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_model_larger_than_this_machines_memory_is_refused_before_ranks_start(tmp_path, capsys):
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"data{ending}").touch()
+    words = [TINY, f"data.train={tmp_path}/data", "model.hidden_size=10000000", f"run_dir={tmp_path}/run"]
+    assert main(["pretrain", *words]) == 2
+    told = capsys.readouterr().err
+    assert re.search(
+        r"optimizer state of this model take [\d,]+ GiB on 2 local ranks, and this machine has \d", told
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_config_finds_the_program_of_a_recipe_and_warns_of_files_that_are_not_there(
     capsys, monkeypatch, tmp_path
 ):
