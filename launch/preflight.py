@@ -15,6 +15,7 @@ from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.plan.disk import disk_of, disk_warning
 from mcore_rl.plan.memory import GIB, Memory, memory_of_fullest_rank
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -66,12 +67,19 @@ def check_training(
         ]
     )
     warnings = [*placed.warnings, *(missing if allowances.absent else ())]
+    if disk := disk_warning(config):
+        warnings.append(disk)
     if allowances.tp_across_nodes:
         warnings += placed.refused
     if allowances.force:
         warnings += _too_large(memory, cluster)
     return Checked(
-        lines=(_layout(config, nodes, per_node), _memory_line(memory, cluster)), warnings=tuple(warnings)
+        lines=(
+            _layout(config, nodes, per_node),
+            _memory_line(memory, cluster),
+            f"disk, estimated: {disk_of(config).describe()}",
+        ),
+        warnings=tuple(warnings),
     )
 
 

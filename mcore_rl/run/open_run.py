@@ -14,6 +14,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.plan.disk import disk_warning
 from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
@@ -66,6 +67,8 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
             log.message(line)
         for sentence in mesh_dependences(config, platform.world_size):
             log.message(f"warning: {sentence}")
+        if platform.rank == 0 and (warning := disk_warning(config)):
+            log.message(f"warning: {warning}")
         log.write_now(step, checkpoints.take_metrics())
         with StopRequest(folder.stop_file) as request:
             yield Run(

@@ -196,6 +196,15 @@ def test_tensor_parallelism_across_nodes_is_refused_unless_it_is_allowed(home, s
     assert "warning: mesh.tp=8 does not lie inside" in capsys.readouterr().err
 
 
+def test_a_disk_that_is_too_small_for_the_run_is_warned_of(home, slurm, capsys, monkeypatch):
+    usage = shutil.disk_usage(home)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=2**20))
+    assert launch(DATA, "--dry-run") == 0
+    told = capsys.readouterr().err
+    assert re.search(r"disk, estimated: (\S+ [GM]iB) \(\d checkpoints of .*\)\n", told)
+    assert re.search(r"warning: the run will take .* of disk, and \S+ has 1\.0 MiB free", told)
+
+
 def test_experts_across_nodes_are_warned_of(home, slurm, capsys):
     assert launch(DATA, "mesh.ep=8", nodes=("--nodes", "2")) == 0
     assert "warning: mesh.ep=8 (x etp=1) goes over nodes of 4 ranks" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""A forecast, in closed form, of the disk that a run takes, so that a full one is known before hours are spent.
+
+It counts checkpoints (weights, and with optimizer state three fp32 numbers for each weight), the samples of RL that
+people read, and routes that replay keeps in files. Metrics, logs and the tables of experts are small beside them.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.plan.memory import GIB
+from mcore_rl.plan.weights import weights_by_stage
+
+STATE_BYTES = 12
+"""Bytes of a weight's optimizer state in a checkpoint, fp32 in every precision: the weight and two moments."""
+TEXT_BYTES = 5
+"""Bytes of a token's text in the files of samples."""
+BYTE_EXPERTS = 256
+"""Largest number of experts whose indices are stored in one byte."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """Bytes that a run writes to its folder."""
+
+    checkpoint: int
+    """Bytes of one checkpoint."""
+    num_checkpoints: int
+    """Largest number of checkpoints at one time: the kept ones, and the one that is being written."""
+    samples: int
+    """Bytes of all files of samples; 0 without RL."""
+    routes: int
+    """Bytes of the routes of one rollout batch, where replay may keep them in files."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.checkpoint * self.num_checkpoints + self.samples + self.routes
+
+    def describe(self) -> str:
+        """Return the total and its parts, for messages."""
+        text = f"{_gib(self.total)} ({self.num_checkpoints} checkpoints of {_gib(self.checkpoint)}"
+        for name, size in (("samples", self.samples), ("routes", self.routes)):
+            if size:
+                text += f", {name} {_gib(size)}"
+        return f"{text})"
+
+
+def disk_of(config: RunConfig) -> Disk:
+    """Return the bytes that the whole of a run takes; the config must have passed the checks."""
+    weights = sum(stage.total for stage in weights_by_stage(config.model, MeshConfig()))
+    element = 2 if config.platform.precision == "bf16" else 4
+    saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))
+    keep = config.checkpoint.keep
+    return Disk(
+        checkpoint=weights * (element + STATE_BYTES),
+        num_checkpoints=saves if keep == "all" else min(saves, keep + 1),
+        samples=_samples(config) if isinstance(config, RlRunConfig) else 0,
+        routes=_routes(config) if isinstance(config, RlRunConfig) else 0,
+    )
+
+
+def disk_warning(config: RunConfig) -> str:
+    """Return a sentence when the file system of `run_dir` has less room than the run will take; empty when it has."""
+    folder = Path(config.run_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    disk = disk_of(config)
+    # A run that resumes has written a part already.
+    written = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    if disk.total - written <= free:
+        return ""
+    return (
+        f"the run will take {disk.describe()} of disk, and {existing} has {_gib(free)} free"
+        f"{f' beside {_gib(written)} of checkpoints' if written else ''}. Make room, choose another run_dir, or lower "
+        "checkpoint.keep."
+    )
+
+
+def _samples(config: RlRunConfig) -> int:
+    interval = config.rl.samples.interval
+    if interval is None:
+        return 0
+    rollouts = -(-config.train.steps // config.updates_per_rollout)
+    return -(-rollouts // interval) * config.rollout_size * config.longest_sample * TEXT_BYTES
+
+
+def _routes(config: RlRunConfig) -> int:
+    replay, moe = config.replay, config.model.moe
+    if replay.kind == "none" or (replay.store != "file" and replay.budget_gib is None):
+        return 0
+    width = 1 if moe.num_experts <= BYTE_EXPERTS else 2
+    layers = sum(config.model.moe_layers)
+    return config.rollout_size * config.longest_sample * layers * moe.top_k * width
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

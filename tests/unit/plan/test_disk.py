@@ -1,0 +1,73 @@
+from collections import namedtuple
+
+import pytest
+
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.plan.disk import disk_of, disk_warning
+
+USAGE = namedtuple("USAGE", "total used free")
+DENSE = (
+    "model.family=llama",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=16",
+    "model.ffn_hidden_size=128",
+    "model.vocab_size=512",
+)
+# Query, key, value and output of attention, the MLP's three matrices, two norms; embedding, output layer, last norm.
+WEIGHTS = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 2 * 512 * 64 + 64
+
+
+def config(*overrides, cls=PretrainConfig):
+    return load_config(cls, None, [*DENSE, *overrides])
+
+
+@pytest.mark.parametrize(("precision", "bytes_per_weight"), [("bf16", 14), ("fp32", 16)])
+def test_a_checkpoint_has_weights_and_three_fp32_numbers_for_each(precision, bytes_per_weight):
+    disk = disk_of(config(f"platform.precision={precision}"))
+    assert disk.checkpoint == WEIGHTS * bytes_per_weight
+
+
+@pytest.mark.parametrize(
+    ("keep", "interval", "number"), [("2", "10", 3), ("all", "30", 4), ("5", "60", 2), ("2", "none", 1)]
+)
+def test_the_kept_checkpoints_are_counted_and_the_one_that_is_written(keep, interval, number):
+    words = ("train.steps=100", f"checkpoint.keep={keep}", f"checkpoint.interval={interval}")
+    assert disk_of(config(*words)).num_checkpoints == number
+
+
+def test_samples_and_routes_of_rl_are_counted():
+    words = [
+        "model.family=qwen3_moe",
+        "model.moe.num_experts=8",
+        "model.moe.top_k=2",
+        "train.steps=80",
+        "train.global_batch=16",
+        "rl.rollout.prompts_per_step=4",
+        "rl.rollout.group_size=8",
+        "rl.rollout.max_new_tokens=100",
+        "rl.prompts.max_tokens=28",
+        "rl.samples.interval=10",
+    ]
+    disk = disk_of(config(*words, cls=RlRunConfig))
+    # 80 steps, two for each of 40 rollouts of 32 completions; every tenth is written, with 5 bytes a token.
+    assert (disk.samples, disk.routes) == (4 * 32 * 128 * 5, 0)
+    routes = disk_of(config(*words, "replay.kind=r2", "replay.store=file", cls=RlRunConfig)).routes
+    assert routes == 32 * 128 * 2 * 2  # tokens x layers x top 2, one byte each
+
+
+def test_too_little_room_is_a_warning_and_what_is_there_already_counts(tmp_path, monkeypatch):
+    run = config(f"run_dir={tmp_path}/runs/a", "train.steps=100", "checkpoint.interval=10")
+    total = disk_of(run).total
+    monkeypatch.setattr("shutil.disk_usage", lambda path: USAGE(total, 1000, total - 1000))
+    warning = disk_warning(run)
+    assert (
+        f"{tmp_path} has" in warning and "3 checkpoints of" in warning and "lower checkpoint.keep" in warning
+    )
+    (tmp_path / "runs/a/checkpoints").mkdir(parents=True)
+    (tmp_path / "runs/a/checkpoints/0.distcp").write_bytes(bytes(1000))
+    assert disk_warning(run) == ""
