@@ -77,6 +77,10 @@ def _slurm(job: argparse._ArgumentGroup) -> None:
     )
     job.add_argument("--exclude", default="", metavar="NODES", help="nodes to avoid")
     job.add_argument("--nodelist", default="", metavar="NODES", help="nodes to use")
+    job.add_argument("--mail-user", default="", metavar="ADDRESS", help="address for mail about the job")
+    job.add_argument(
+        "--mail-type", default="", metavar="EVENTS", help="events that are mailed, as END,FAIL,REQUEUE"
+    )
     for name in ("reservation", "partition", "account", "qos"):
         job.add_argument(f"--{name}", default="", metavar="NAME", help=f"as sbatch's --{name}")
 

@@ -143,6 +143,8 @@ class JobScript:
     constraint: str = ""
     nodelist: str = ""
     exclude: str = ""
+    mail_user: str = ""
+    mail_type: str = ""
     dependency: str = ""
     """Dependency in sbatch's format, `afterok:12:13`; Slurm cancels a job whose dependency can never be fulfilled."""
     array: str = ""
@@ -171,6 +173,8 @@ class JobScript:
     environment_file: str = ""
     """Absolute path of a file of NAME=value lines, which the job reads when it starts; empty for none."""
 
+    bind: bool = False
+    """Whether each rank is bound to the cores near its GPU: see mcore_rl/backend/binding.py."""
     node_check: bool = True
     """Whether mcore_rl.run.node_check runs on all nodes first."""
     gpus_per_node: int = 0
@@ -229,6 +233,11 @@ class JobScript:
         )
 
     @property
+    def is_pyxis(self) -> bool:
+        """Whether srun sets up the container."""
+        return self.container is not None and self.container.kind == "pyxis"
+
+    @property
     def inside(self) -> tuple[str, ...]:
         """Command before Python that enters an apptainer container."""
         if self.container is None or self.container.kind != "apptainer":
@@ -259,10 +268,12 @@ class JobScript:
             "constraint",
             "nodelist",
             "exclude",
+            "mail_user",
+            "mail_type",
             "array",
             "dependency",
         )
-        options = [f"--{name}={value}" for name in named if (value := getattr(self, name))]
+        options = [f"--{name.replace('_', '-')}={value}" for name in named if (value := getattr(self, name))]
         if self.dependency:
             options.append("--kill-on-invalid-dep=yes")
         if self.cores_per_task:

@@ -44,6 +44,8 @@ class JobOptions:
     partition: str = ""
     account: str = ""
     qos: str = ""
+    mail_user: str = ""
+    mail_type: str = ""
     servers: int = 0
     """Number of server nodes beside the trainer."""
     server_command: str = ""
@@ -96,6 +98,7 @@ def plan_training(
         array=options.array,
         array_field=options.array_field,
         components=_servers(cluster, options),
+        bind=cluster.node.bind and cluster.slurm.exclusive,
         node_check=cluster.checks.node,
         gpus_per_node=gpus,
         # The free memory that the check finds is a little less than the card's nominal memory.
@@ -178,6 +181,8 @@ def _placement(cluster: ClusterConfig, options: JobOptions, folder: Path, gpus: 
         "reservation": options.reservation,
         "nodelist": options.nodelist,
         "exclude": options.exclude,
+        "mail_user": options.mail_user or slurm.mail_user or "",
+        "mail_type": (options.mail_type or slurm.mail_type) if options.mail_user or slurm.mail_user else "",
         "dependency": options.dependency,
         "cores_per_node": cluster.node.cores or 0,
         "sbatch": sbatch_options(cluster, gpus),

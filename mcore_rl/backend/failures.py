@@ -88,7 +88,7 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
     Returns:
         The file; None where nobody collects, or nothing can be written: the error itself is on stderr in any case.
     """
-    folder = folder or _collected_in()
+    folder = folder or collected_in()
     if folder is None:
         return None
     path = folder / f"{failure.order}-{time.time():.3f}-{failure.rank}.json"
@@ -115,7 +115,7 @@ def make_reserve(folder: Path) -> None:
 
 def has_noted(rank: int, folder: Path | None = None) -> bool:
     """Return whether `rank` has written a cause to `folder`, by default that where the launcher collects them."""
-    folder = folder or _collected_in()
+    folder = folder or collected_in()
     return folder is not None and any(folder.glob(f"[0-9]-*-{rank}.json"))
 
 
@@ -132,7 +132,8 @@ def publish(folder: Path) -> None:
         )
 
 
-def _collected_in() -> Path | None:
+def collected_in() -> Path | None:
+    """Return the folder in which the launcher collects causes, beside the logs of this attempt; None: nobody does."""
     folder = os.environ.get(FAILURES)
     return Path(folder) if folder else None
 

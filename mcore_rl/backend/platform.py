@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mcore_rl.backend.patches.table  # noqa: F401  # first: torch and Megatron are patched
+from mcore_rl.backend import flight_recorder
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.versions import has_module, megatron_version
 from mcore_rl.config.run import PlatformConfig
@@ -57,6 +58,7 @@ def start(config: PlatformConfig) -> Platform:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        flight_recorder.arm()
     if config.deterministic:
         _be_deterministic()
     if not dist.is_initialized():

@@ -25,7 +25,7 @@ import psutil
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
-from mcore_rl.backend.failures import Failure, Order, note_failure, rank_failure
+from mcore_rl.backend.failures import Failure, Order, collected_in, first_cause, note_failure, rank_failure
 from mcore_rl.backend.launcher import error_text, rank_of_launcher, world_size_of_launcher
 from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError
 
@@ -38,7 +38,7 @@ SILENT_S = 15.0
 """The time without a sign of a rank after which it is recorded as stopped or cut off."""
 MOST_NAMED = 4
 """Number of lost ranks that a message names."""
-MONITOR_LOOKS = 5
+MONITOR_LOOKS = 3
 """Number of looks at the store between two counts of all ranks' signs, by the first and the last rank."""
 LOST_PEER_TEXTS = ("connection", "broken pipe", "gloo", "nccl", "peer")
 
@@ -106,6 +106,7 @@ class _Guard(AbstractContextManager[None]):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"mcore_rl/rank_guard/{attempt}", store)
         self.store.set(f"host/{self.rank}", platform.node())
+        self.store.add(f"sign/{self.rank}", 1)
         self.watcher = threading.Thread(target=self._watch, name="rank_guard", daemon=True)
         self.watcher.start()
         if self.is_monitor:
@@ -128,6 +129,7 @@ class _Guard(AbstractContextManager[None]):
                 looks += 1
                 if self.is_monitor and looks % MONITOR_LOOKS == 0:
                     self._note_silent_ranks(signs)
+                    self._publish_death()
             except RuntimeError:
                 self._end_without_store()
             self.looked_s = time.monotonic()
@@ -149,6 +151,13 @@ class _Guard(AbstractContextManager[None]):
                 self._note_silence(rank, self.store.get(f"host/{rank}").decode())
             elif count != before:
                 self._withdraw_silence(rank)
+
+    def _publish_death(self) -> None:
+        """Publish the death of a rank, which the process above it has recorded: NCCL would wait for the rank."""
+        folder = collected_in()
+        cause = first_cause(folder) if folder else None
+        if cause and cause.order == Order.CAUSE and not self.store.check(["failure"]):
+            self.store.set("failure", json.dumps([cause.rank, cause.headline]))
 
     def _note_silence(self, rank: int, host: str) -> None:
         if rank in self.silent:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from mcore_rl.backend.binding import bind
 from mcore_rl.backend.failures import OomKills, Order, has_noted, note_failure, rank_death, rank_failure
 from mcore_rl.backend.launcher import FORWARDED, PR_SET_PDEATHSIG, raise_open_files, rank_of_launcher
 from mcore_rl.errors import INTERRUPTED_STATUS
@@ -26,6 +27,9 @@ def main(argv: Sequence[str]) -> int:
     """Run module `argv[0]` with the arguments that follow, in a child; end as the child ends, and record a failure."""
     rank, oom = rank_of_launcher(), OomKills()
     raise_open_files()
+    if bound := bind(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)):
+        sys.stderr.write(f"rank {rank}: {bound}\n")
+        sys.stderr.flush()
     # Until both sides have their handlers: a signal in between would end one of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     parent = os.getpid()

@@ -7,6 +7,7 @@ import time
 import traceback
 from types import TracebackType
 
+from mcore_rl.backend import flight_recorder
 from mcore_rl.backend.failures import Order, note_failure, rank_failure
 from mcore_rl.backend.processes import end_process
 from mcore_rl.errors import HUNG_STATUS
@@ -63,6 +64,10 @@ class Watchdog:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main else ""
         cause = f"finished nothing in {self._limit_s:g} s (train.hang_s); it hangs, or waits for another rank"
+        trace = flight_recorder.dump(self._rank)
+        if trace:
+            sys.stderr.write(trace + "\n")
+            cause += f". {trace}"
         text = f"{headline} It was here:\n{stack}"
         note_failure(rank_failure(self._rank, HUNG_STATUS, cause, text, Order.CONSEQUENCE))
         time.sleep(LINGER_S)

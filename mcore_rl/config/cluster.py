@@ -27,6 +27,10 @@ class SlurmConfig(Section):
     """Option that asks for GPUs: `--gpus-per-node=8`, `--gres=gpu:8`, or not at all, where a node comes with them."""
     gpu_type: Text | None = None
     """Type of GPU, as in `--gpus-per-node=h100:8`; `none`: any."""
+    mail_user: Text | None = None
+    """Address for mail about jobs; `none`: no mail."""
+    mail_type: str = "END,FAIL,REQUEUE,TIME_LIMIT_90"
+    """Events that are mailed to mail_user, as sbatch names them."""
     options: tuple[str, ...] = ()
     """Further `#SBATCH` lines, as "--comment=moe"."""
 
@@ -44,6 +48,9 @@ class NodeConfig(Section):
     """GiB of a GPU's memory that are not for tensors: CUDA's context, buffers of NCCL and DeepEP, fragmentation."""
     cores: PositiveInt | None = None
     """Cores of a node that its tasks share; `none`: as Slurm gives them."""
+    bind: bool = True
+    """Bind each rank to its share of the cores near its GPU, and order the GPUs by NUMA node, so that tensor-parallel
+    neighbours share one; only on exclusive nodes (slurm.exclusive)."""
     memory_gib: PositiveInt | Literal["all"] = "all"
     """Main memory of a node in GiB; `all`: all that the node has (`--mem=0`)."""
 

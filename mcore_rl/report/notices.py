@@ -42,6 +42,8 @@ def notices(run: RunRecord) -> list[Notice]:
 def _failures(run: RunRecord) -> Iterator[Notice]:
     """Yield an error for each attempt whose launcher recorded a failure; the file was once [rank, status, text]."""
     for path in sorted((run.path / "logs").glob("*/failure.json")):
+        if path.parent.is_symlink():
+            continue  # `latest` is one of the others
         try:
             found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         except ValueError:

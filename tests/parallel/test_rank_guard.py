@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.backend.failures import FAILURES
 from mcore_rl.backend.launcher import free_port, launch_local
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +164,26 @@ def test_a_killed_rank_does_not_leave_the_other_waiting(tmp_path, killed):
     assert outcome.statuses[killed] == -signal.SIGKILL and outcome.statuses[1 - killed] == 1
     if killed:  # rank 0 took the store with it
         assert f"rank 1 on {platform.node()} is gone without a word: killed, or" in outcome.errors[0]
+
+
+def test_a_rank_that_does_not_notice_the_death_of_another_hears_of_it(tmp_path, monkeypatch):
+    """As with NCCL, where nothing breaks when a peer dies; the process above the dead rank has recorded it."""
+    monkeypatch.setenv(FAILURES, str(tmp_path / "failures"))
+    outcome = run_bare(
+        tmp_path,
+        """
+    from mcore_rl.backend.failures import note_failure, rank_death
+    join()
+    if rank == 1:
+        note_failure(rank_death(1, signal.SIGKILL))
+        about_to_fail()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+""",
+    )
+    assert outcome.ended_after_s < ENDED_WITHIN_S and outcome.statuses == [1, -signal.SIGKILL]
+    headline = f"rank 1 on {platform.node()} was killed by SIGKILL"
+    assert f"Rank 0 ends because rank 1 failed: {headline}" in outcome.errors[0]
 
 
 def test_ranks_that_are_done_at_different_times_all_end_well(tmp_path):

@@ -1,0 +1,153 @@
+"""Cores of each rank of a node, near the GPU of the rank; imports no torch.
+
+The kernel moves an unbound rank between sockets, and a tensor-parallel group whose GPUs hang on two sockets sends over
+the slower link. GPUs are therefore ordered by NUMA node, so that neighbouring local ranks (Megatron numbers tensor
+parallelism first) have neighbouring GPUs, and each rank gets its share of the physical cores of that node.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+RANKS_PER_NODE = "MCORE_RL_BIND"
+"""Environment variable with the number of ranks of this node among which its cores are divided; unset: no binding."""
+UNKNOWN = -1
+"""NUMA node of a device as the kernel writes it where it does not know."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU of this node."""
+
+    name: str
+    """Index or UUID, as CUDA_VISIBLE_DEVICES names it."""
+    numa: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Core:
+    """A physical core: its hardware threads and its NUMA node."""
+
+    threads: tuple[int, ...]
+    numa: int
+
+
+def bind(local_rank: int) -> str | None:
+    """Bind this process and its children to the cores of a local rank, and order the GPUs that it sees.
+
+    Returns:
+        A line on what was done; None where nothing was asked for, or cannot be divided.
+    """
+    num_ranks = int(os.environ.get(RANKS_PER_NODE, "0"))
+    if not num_ranks or sys.platform != "linux":
+        return None
+    gpus = by_numa(visible_gpus())
+    cores = allowed_cores(os.sched_getaffinity(0))
+    numas = [gpus[i % len(gpus)].numa for i in range(num_ranks)] if gpus else []
+    share = divide(cores, num_ranks, numas)
+    if share is None:
+        return None
+    threads = sorted(thread for core in share[local_rank] for thread in core.threads)
+    os.sched_setaffinity(0, threads)
+    line = f"cores {_ranges(threads)}"
+    if gpus and len(gpus) >= num_ranks:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.name for gpu in gpus)
+        line += f", GPU {gpus[local_rank].name} on NUMA node {gpus[local_rank].numa}"
+    return line
+
+
+def by_numa(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Return the GPUs with those of one NUMA node side by side, otherwise in their order."""
+    first = {gpu.numa: index for index, gpu in reversed(list(enumerate(gpus)))}
+    return sorted(gpus, key=lambda gpu: first[gpu.numa])
+
+
+def divide(cores: Sequence[Core], num_ranks: int, numas: Sequence[int]) -> list[list[Core]] | None:
+    """Divide physical cores among the ranks of a node.
+
+    Args:
+        cores: Cores that ranks may use.
+        num_ranks: Number of ranks.
+        numas: NUMA node of each rank's GPU; empty without GPUs: ranks are then spread over all nodes in order.
+
+    Returns:
+        The cores of each rank, disjoint and of equal number within a NUMA node; None where a rank would have none.
+    """
+    ordered = sorted(cores, key=lambda core: (core.numa, core.threads))
+    if not numas or UNKNOWN in numas or not {core.numa for core in ordered} >= set(numas):
+        groups = {UNKNOWN: (list(range(num_ranks)), ordered)}
+    else:
+        groups = {
+            numa: (
+                [rank for rank in range(num_ranks) if numas[rank] == numa],
+                [core for core in ordered if core.numa == numa],
+            )
+            for numa in set(numas)
+        }
+    shares: list[list[Core]] = [[] for _ in range(num_ranks)]
+    for ranks, of_group in groups.values():
+        size = len(of_group) // len(ranks)
+        if not size:
+            return None
+        for index, rank in enumerate(ranks):
+            shares[rank] = of_group[index * size : (index + 1) * size]
+    return shares
+
+
+def visible_gpus(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, else all, as the driver lists them; none without a driver."""
+    found: dict[str, Gpu] = {}
+    folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"), key=lambda path: path.name)
+    for index, folder in enumerate(folders):
+        numa, uuid = UNKNOWN, ""
+        with suppress(OSError, ValueError):
+            text = (folder / "information").read_text(encoding="utf-8", errors="replace")
+            match = re.search(r"GPU UUID:\s*(\S+)", text)
+            uuid = match[1] if match else ""
+            numa = int((root / "sys/bus/pci/devices" / folder.name / "numa_node").read_text(encoding="ascii"))
+        found[str(index)] = found[uuid] = Gpu(name=str(index), numa=numa)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(len(folders))] if visible is None else visible.split(",")
+    # A part of a GPU (MIG) has no entry of its own.
+    return [Gpu(name=name, numa=found[name].numa) for name in names] if set(names) <= set(found) else []
+
+
+def allowed_cores(threads: set[int], root: Path = Path("/")) -> list[Core]:
+    """Return the physical cores that have some of the hardware threads `threads`."""
+    numas: dict[int, int] = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        with suppress(OSError, ValueError):
+            for thread in _threads((folder / "cpulist").read_text(encoding="ascii")):
+                numas[thread] = int(folder.name.removeprefix("node"))
+    cores = set()
+    for thread in threads:
+        siblings = {thread}
+        with suppress(OSError, ValueError):
+            file = root / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"
+            siblings = _threads(file.read_text(encoding="ascii"))
+        cores.add(Core(threads=tuple(sorted(siblings & threads)), numa=numas.get(thread, 0)))
+    return list(cores)
+
+
+def _threads(text: str) -> set[int]:
+    """Return the numbers in a list of the kernel, as 0-3,8."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _ranges(threads: Sequence[int]) -> str:
+    """Return numbers in order as the kernel's list: 0-3,8."""
+    parts: list[list[int]] = []
+    for thread in threads:
+        if parts and thread == parts[-1][1] + 1:
+            parts[-1][1] = thread
+        else:
+            parts.append([thread, thread])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in parts)
