@@ -34,7 +34,8 @@ def dump(rank: int) -> str:
         return ""
     path = Path(f"{prefix}{rank}")
     with suppress(OSError):
-        path.write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
+        trace = torch._C._distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]  # not for CPUs
+        path.write_bytes(trace)
         reader = f"python -m torch.distributed.flight_recorder.fr_trace {path.parent} --prefix {PREFIX}"
         return f"NCCL's last collectives: {path} ({reader} compares the ranks)."
     return ""
