@@ -54,7 +54,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/reference_s",
         "time/eval_s",
     ),
-    "rl with dynamic sampling": ("rollout/refills", "rollout/unused_groups"),
+    "rl with dynamic sampling": ("rollout/refills", "rollout/unused_groups", "rollout/cut_kl_nats"),
 }
 """Test run -> patterns; the run emits every row of METRICS that matches one of them."""
 ONLY_ON_CUDA = ("memory/device_bytes", "memory/peak_device_bytes", "memory/device_reserved_bytes")

@@ -124,6 +124,11 @@ METRICS: dict[str, MetricRow] = {
     "rollout/mismatch_max": MetricRow(
         "nats", MAX, "Largest difference between the engine's and the trainer's logprob of a token."
     ),
+    "rollout/cut_kl_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "KL(distribution sampled from, after top_k, top_p and min_p || the whole one, which is trained on), exact.",
+    ),
     "rollout/importance_sampling_masked_fraction": MetricRow(
         "fraction", MEAN, "Tokens that rl.loss.importance_sampling masks."
     ),

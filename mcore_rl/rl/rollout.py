@@ -5,7 +5,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,6 +28,7 @@ from mcore_rl.rl.rewards.failures import (
 )
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
+from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.truncation import truncation_reason
 from mcore_rl.rl.types import Completion, Group, Prompt
 
@@ -222,6 +223,7 @@ class Rollouts:
             metrics = [
                 *scores.metrics(),
                 *_rollout_metrics(summaries, generated_s - start_s),
+                *_cut_metrics(groups, sampling.cut),
                 Metric("time/reward_s", scored_s - generated_s),
             ]
             local = _ReplicaScores(
@@ -308,6 +310,18 @@ def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequenc
 
 def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:
     return torch.tensor([one.rewards_G for one in summaries], dtype=torch.float64)
+
+
+def _cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:
+    """Yield the KL of the distribution that tokens were drawn from to the one that is trained on, where they differ.
+
+    The first is the second without the tokens that were cut, over the mass m of those that were kept: the log of their
+    ratio is -log m at every token.
+    """
+    kept = [one.kept_logprobs_T for group in groups for one in group.completions]
+    if not cut.is_open and None not in kept:
+        kept_T = [logprob for logprobs_T in kept if logprobs_T for logprob in logprobs_T]
+        yield Metric("rollout/cut_kl_nats", -sum(kept_T), len(kept_T))
 
 
 def _rollout_metrics(summaries: Sequence[GroupSummary], generation_s: float) -> list[Metric]:

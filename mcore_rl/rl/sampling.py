@@ -35,11 +35,14 @@ class Cut:
 
 
 class Drawn(NamedTuple):
-    """A token for each row, and its logprob under the whole distribution at the temperature and at temperature 1."""
+    """A token for each row, its logprob under the whole distribution at the temperature and at temperature 1, and the
+    logprob, at the temperature, that a token of the whole distribution is one that may be drawn.
+    """
 
     tokens_B: Tensor
     logprobs_B: Tensor
     untempered_logprobs_B: Tensor
+    kept_logprobs_B: Tensor
 
 
 def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
@@ -64,6 +67,7 @@ def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_siz
     logits_Bv = logits_Bv.float()
     if first + logits_Bv.shape[1] > vocab_size:
         logits_Bv = logits_Bv.masked_fill(ids_v >= vocab_size, -torch.inf)
+    kept_logprobs_B = logits_Bv.new_zeros(len(logits_Bv), dtype=torch.float64)
     highest_B = _reduced(logits_Bv.amax(1), dist.ReduceOp.MAX, tp)
     plain_Bv = logits_Bv - highest_B[:, None]
     if cut.temperature == 0.0:
@@ -72,10 +76,13 @@ def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_siz
     else:
         tempered_Bv = plain_Bv / cut.temperature if cut.temperature != 1.0 else plain_Bv
         lowest_B = None if cut.is_open else _lowest_kept(tempered_Bv, cut, tp)
+        if lowest_B is not None:
+            kept_logprobs_B = _kept_logprobs(tempered_Bv, lowest_B, tp)
         tokens_B = _inverse_cdf(tempered_Bv, lowest_B, uniforms_B, tp).clamp_(max=vocab_size - 1)
     logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp)
     same = tempered_Bv is plain_Bv
-    return Drawn(tokens_B, logprobs_B, logprobs_B if same else _logprobs(plain_Bv, tokens_B - first, tp))
+    untempered_B = logprobs_B if same else _logprobs(plain_Bv, tokens_B - first, tp)
+    return Drawn(tokens_B, logprobs_B, untempered_B, kept_logprobs_B)
 
 
 def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
@@ -96,6 +103,15 @@ def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
         is_in_BV = pad(mass_BV, (1, -1)) < cut.top_p * mass_BV[:, -1:]
         lowest_B = torch.maximum(lowest_B, sorted_BV.masked_fill(~is_in_BV, torch.inf).amin(1))
     return lowest_B
+
+
+def _kept_logprobs(scores_Bv: Tensor, lowest_B: Tensor, tp: Axis) -> Tensor:
+    """Return the logprob, float64, of all tokens together whose score is at least the lowest that may be drawn."""
+    weights_Bv = scores_Bv.exp()
+    kept_Bv = weights_Bv.where(scores_Bv >= lowest_B[:, None], 0.0)
+    both_2B = torch.stack([each_Bv.sum(1, dtype=torch.float64) for each_Bv in (kept_Bv, weights_Bv)])
+    both_2B = _reduced(both_2B, dist.ReduceOp.SUM, tp).log()
+    return both_2B[0] - both_2B[1]
 
 
 def _inverse_cdf(scores_Bv: Tensor, lowest_B: Tensor | None, uniforms_B: Tensor, tp: Axis) -> Tensor:

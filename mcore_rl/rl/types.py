@@ -48,6 +48,9 @@ class Completion:
     """`stop`: a stop token or string ended it; `length`: it reached the largest number of new tokens."""
     untempered_logprobs_T: tuple[float, ...] | None = None
     """Logprobs at temperature 1; None: the engine does not report them."""
+    kept_logprobs_T: tuple[float, ...] | None = None
+    """For each token the logprob, at the sampling temperature, of all tokens together that top-k, top-p and min-p left
+    to draw from; None: the engine does not report it."""
     experts_TLK: Tensor | None = None
     """Experts of each token of prompt and completion but the last, which enters no layer, for all layers that route
     or for those of this pipeline stage; None: not asked for."""

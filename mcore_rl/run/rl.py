@@ -77,6 +77,15 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             f'trained with "{learned}": where the two differ, the model reads turns, and ends them, otherwise than it '
             "has learned. Set the same."
         )
+    rollout = config.rl.rollout
+    cuts = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
+    off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+    if named := [f"rl.rollout.{name}={value}" for name, value in cuts.items() if value != off[name]]:
+        yield (
+            f"warning: {', '.join(named)}: tokens are sampled from a part of the distribution and trained on with "
+            "their probabilities in the whole one, so that updates move probability to the tokens that were cut "
+            "(see rollout/cut_kl_nats). Set top_k=none, top_p=1 and min_p=0 to train on what was sampled."
+        )
     capacity_factor = config.model.moe.capacity_factor
     if config.model.is_moe and capacity_factor:
         yield (

@@ -340,9 +340,11 @@ def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Pat
         "rl.reward.length_max_tokens=none",
     ]
     words = ["mesh.tp=1", "mesh.ep=1", "train.steps=4", "rl.rollout.dynamic_sampling=true", *parts]
+    words += ["rl.rollout.top_p=0.9"]
     finished = run_main("mcore_rl.run.rl", [rl_file, *words, "rl.rollout.max_refills=1"])
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("nothing to train on in this update") == 4
+    assert "warning: rl.rollout.top_p=0.9: tokens are sampled from" in finished.stdout
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     name = "reward/groups_without_signal_fraction"
     assert {record[name] for record in records if name in record} == {1.0}

@@ -133,6 +133,7 @@ class _Run:
             tokens_T=tuple(draft.tokens_T),
             logprobs_T=tuple(draft.logprobs_T),
             untempered_logprobs_T=tuple(draft.untempered_logprobs_T),
+            kept_logprobs_T=tuple(draft.kept_logprobs_T),
             policy_version=self._engine.policy_version,
             finish="stop" if self._stops.ends(draft.tokens_T) else "length",
             experts_TLK=self.routes.get(draft),
@@ -141,10 +142,11 @@ class _Run:
     def _add(self, slot: int, numbers: Sequence[Any]) -> bool:
         """Append a token to the slot's completion, and return whether the completion ends with it."""
         draft = self.scheduler.active[slot]
-        token, logprob, untempered = numbers
+        token, logprob, untempered, kept = numbers
         draft.tokens_T.append(int(token))
         draft.logprobs_T.append(logprob)
         draft.untempered_logprobs_T.append(untempered)
+        draft.kept_logprobs_T.append(kept)
         if self._engine.listener is not None:
             self._engine.listener(draft.group, draft.index, draft.tokens_T)
         is_full = len(draft.tokens_T) >= self._sampling.max_new_tokens
@@ -180,27 +182,27 @@ class _Run:
         return tokens, torch.tensor(drawing, dtype=torch.int64, device=self._decoder.device)
 
     def _drawn(self, logits_Bv: Tensor | None, positions_B: Tensor, step: Step) -> list[list[float]]:
-        """Collective over this model's ranks: tokens, logprobs and logprobs at temperature 1 of the drawing slots."""
+        """Collective over this model's ranks: the fields of `Drawn`, each for all drawing slots."""
         engine = self._engine
         if not step.drawing:
-            return [[], [], []]
-        drawn_3B = torch.zeros(3, len(step.drawing), dtype=torch.float64, device=self._decoder.device)
+            return [[], [], [], []]
+        drawn_4B = torch.zeros(4, len(step.drawing), dtype=torch.float64, device=self._decoder.device)
         if logits_Bv is not None:
             seeds_B = torch.tensor([self.scheduler.active[slot].seed for slot in step.drawing])
             numbers_B = uniforms(seeds_B.to(positions_B.device), positions_B)
             cut, tp = self._sampling.cut, engine.mesh.tp
             vocab_size = self._sampling.vocab_size or engine.model.vocab_size
-            drawn_3B = torch.stack(
+            drawn_4B = torch.stack(
                 [values_B.double() for values_B in draw(logits_Bv, numbers_B, cut, tp, vocab_size=vocab_size)]
             )
         if engine.mesh.pp.size > 1:
-            dist.broadcast(drawn_3B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
-        if drawn_3B.isnan().any():
+            dist.broadcast(drawn_4B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
+        if drawn_4B.isnan().any():
             raise EngineError(
                 f"the policy of version {engine.policy_version} gives logits that are not finite. Go back to an "
                 "earlier checkpoint, or lower optim.lr."
             )
-        return drawn_3B.tolist()
+        return drawn_4B.tolist()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ class Draft:
     tokens_T: list[int] = field(default_factory=list)
     logprobs_T: list[float] = field(default_factory=list)
     untempered_logprobs_T: list[float] = field(default_factory=list)
+    kept_logprobs_T: list[float] = field(default_factory=list)
     cached: int = 0
     """Positions whose keys and values are in its slot."""
 
