@@ -113,6 +113,18 @@ def _model(config: RlRunConfig) -> Iterator[str]:
             "other tokens than the pass for old logprobs, and the ratios would measure that. Set capacity_factor=none, "
             'or replay.kind="r2" with rl.update.old_logprobs="trainer", which imposes what that pass dropped.'
         )
+    if config.rl.freeze_router and not config.model.is_moe:
+        yield "rl.freeze_router=true, but the model has no experts. Set it to false."
+    losses = {
+        "aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0,
+        "z_loss_coeff": moe.z_loss_coeff,
+    }
+    if config.rl.freeze_router and config.model.is_moe and any(losses.values()):
+        named = ", ".join(f"model.moe.{name}={value}" for name, value in losses.items() if value)
+        yield (
+            f"rl.freeze_router=true with {named}: a loss on routers that do not learn would move the layers below them "
+            "instead. Set it to 0."
+        )
     if config.replay.kind == "r2" and config.rl.update.old_logprobs == "rollout":
         yield (
             'replay.kind="r2" with rl.update.old_logprobs="rollout": the routes to replay are recorded in the '

@@ -172,7 +172,8 @@ class LossConfig(Section):
     kl_gradient: Literal["estimator", "k2"] = "estimator"
     """Gradient of the KL in the loss: the estimator's derivative, or that of k2, which is the KL's in expectation."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Place of the KL: added to the loss, or its sum over a completion, under the old policy, taken from the reward."""
+    """Place of the KL: added to the loss, or its sum over a completion, under the old policy, taken from the reward. In
+    the reward a completion that `mask_truncated` masks pays too, and a group of equal rewards still gets zeros."""
     reference_refresh_rollouts: PositiveInt | None = None
     """Rollout batches after which the reference becomes the policy (iterative GRPO); `none`: never."""
     entropy_coeff: NonNegativeFloat = 0.0
@@ -257,6 +258,8 @@ class RlConfig(Section):
     update: UpdateConfig = UpdateConfig()
     eval: EvalConfig = EvalConfig()
     samples: SamplesConfig = SamplesConfig()
+    freeze_router: bool = False
+    """Train no router: their weights, and the biases on the choice of experts, stay as they are."""
 
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

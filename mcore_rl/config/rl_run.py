@@ -31,6 +31,11 @@ class RlRunConfig(RunConfig):
     replay: ReplayConfig = ReplayConfig()
 
     @property
+    def freezes_router(self) -> bool:
+        """Whether the routers are not trained."""
+        return self.rl.freeze_router
+
+    @property
     def wants_engine_routes(self) -> bool:
         """True when the rollout engine is to return the experts of each token and layer."""
         return self.model.is_moe and (self.replay.kind == "r3" or self.replay.observe_rollout)

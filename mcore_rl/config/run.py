@@ -112,6 +112,11 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
+    @property
+    def freezes_router(self) -> bool:
+        """Whether the routers are not trained; only reinforcement learning has the choice (`rl.freeze_router`)."""
+        return False
+
 
 class PretrainConfig(RunConfig):
     """`mcore-rl pretrain`."""

@@ -71,6 +71,8 @@ class PolicyMicrobatch:
     """(positions, positions with padding) of each whole sample; what follows the last one is padding."""
     mask_T: Tensor
     """bool: positions that are trained on."""
+    completion_mask_T: Tensor
+    """bool: positions that predict a token of a completion, also of one that is not trained on."""
     sequence_T: Tensor
     """int64: index in `samples` of the sample of each position; any where nothing is trained."""
     lengths_N: Tensor
@@ -139,7 +141,7 @@ def make_microbatch(
     if limits.is_fixed:
         length = limits.max_tokens
     tokens_S, labels_S, positions_S, sequence_S = torch.zeros(4, length, dtype=torch.int64)
-    mask_S, rollout_logprobs_S = torch.zeros(2, length)
+    mask_S, completion_mask_S, rollout_logprobs_S = torch.zeros(3, length)
     is_padding_S = torch.ones(length, dtype=torch.bool)
     begin = 0
     for index, (sample, (size, span)) in enumerate(zip(chosen, spans, strict=True)):
@@ -148,10 +150,8 @@ def make_microbatch(
         is_padding_S[here] = False
         # The first token of the completion is predicted at the last position of the prompt.
         completion = slice(begin + sample.num_prompt_tokens - 1, begin + size)
-        mask_S[completion], rollout_logprobs_S[completion] = (
-            float(sample.is_trained),
-            sample.rollout_logprobs_C,
-        )
+        mask_S[completion], completion_mask_S[completion] = float(sample.is_trained), 1.0
+        rollout_logprobs_S[completion] = sample.rollout_logprobs_C
         positions_S[begin : begin + span] = torch.arange(span)
         sequence_S[begin : begin + span] = index
         begin += span
@@ -181,6 +181,7 @@ def make_microbatch(
         samples=tuple(indices),
         spans=tuple(spans),
         mask_T=inputs.loss_mask_Bs[0] > 0,
+        completion_mask_T=on_this_rank(completion_mask_S) > 0,
         sequence_T=on_this_rank(sequence_S),
         lengths_N=torch.tensor(num_trained).to(device, non_blocking=True),
         rollout_logprobs_T=on_this_rank(rollout_logprobs_S),

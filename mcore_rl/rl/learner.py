@@ -15,7 +15,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.parallel.schedule import Routing, run_pass
 from mcore_rl.rl.batch import PolicyMicrobatch, exchange_samples, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.objectives.advantages import group_advantages, kl_penalised, step_advantages
+from mcore_rl.rl.objectives.advantages import group_advantages, kl_penalised_advantages, step_advantages
 from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.heads import LogprobHead, PolicyHead
@@ -199,9 +199,11 @@ class Learner:
             return by_sample
         rewards_PG = rollout.rewards_PG
         if loss.kl_coeff and loss.kl_in == "reward":
-            kl_N = self._kl_sums(rewards_PG.numel(), minibatches)
-            rewards_PG = kl_penalised(rewards_PG, kl_N.view_as(rewards_PG), coeff=loss.kl_coeff)
-        advantages_N = group_advantages(rewards_PG, advantage).flatten()
+            kl_PG = self._kl_sums(rewards_PG.numel(), minibatches).view_as(rewards_PG)
+            advantages_PG = kl_penalised_advantages(rewards_PG, kl_PG, advantage, coeff=loss.kl_coeff)
+        else:
+            advantages_PG = group_advantages(rewards_PG, advantage)
+        advantages_N = advantages_PG.flatten()
         return {index: advantages_N[index].expand(rollout.shapes[index].num_positions) for index in samples}
 
     def update(self, minibatch: Minibatch, advantages: Mapping[int, Tensor]) -> StepReport | None:
@@ -264,7 +266,9 @@ class Learner:
         return loss_weights(num_trained_N, totals, loss.aggregation_in_use, norm_tokens=norm_tokens)
 
     def _kl_sums(self, num_samples: int, minibatches: Sequence[Minibatch]) -> Tensor:
-        """Return the KL of the old policy to the reference, summed over each completion, float64 `[N]`."""
+        """Collective over the world: return the KL of the old policy to the reference, summed over each completion,
+        trained on or not, float64 `[N]`.
+        """
         mesh, device = self.state.mesh, self.state.platform.device
         sums_N = torch.zeros(num_samples, dtype=torch.float64, device=device)
         if mesh.is_last_stage:
@@ -274,7 +278,7 @@ class Learner:
                 assert one.old_logprobs_T is not None and one.reference_logprobs_T is not None
                 kl_T = kl_estimate(
                     one.old_logprobs_T, one.reference_logprobs_T, self.config.rl.loss.kl_estimator
-                ).where(one.mask_T, 0.0)
+                ).where(one.completion_mask_T, 0.0)
                 samples_N = torch.tensor(one.samples, device=device)
                 sums_N.index_add_(0, samples_N[one.sequence_T], kl_T.double())
             dist.all_reduce(sums_N, group=mesh.dp_cp.group)

@@ -77,12 +77,25 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             f'trained with "{learned}": where the two differ, the model reads turns, and ends them, otherwise than it '
             "has learned. Set the same."
         )
+    moe = config.model.moe
+    moving = {
+        "aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0,
+        "z_loss_coeff": moe.z_loss_coeff,
+        "expert_bias_rate": moe.expert_bias_rate if moe.expert_bias and not config.rl.freeze_router else 0.0,
+    }
+    if config.model.is_moe and any(moving.values()):
+        named = ", ".join(f"model.moe.{name}={value}" for name, value in moving.items() if value)
+        yield (
+            f"{named}: the balance of the experts moves the policy too, also in a rollout batch whose rewards are all "
+            "equal (Adam makes a step of optim.lr of a gradient of any size). Set it to 0 to learn from rewards alone, "
+            "and rl.freeze_router=true to keep the routers as they are."
+        )
     rollout = config.rl.rollout
     cuts = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
     off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
-    if named := [f"rl.rollout.{name}={value}" for name, value in cuts.items() if value != off[name]]:
+    if set_cuts := [f"rl.rollout.{name}={value}" for name, value in cuts.items() if value != off[name]]:
         yield (
-            f"warning: {', '.join(named)}: tokens are sampled from a part of the distribution and trained on with "
+            f"warning: {', '.join(set_cuts)}: tokens are sampled from a part of the distribution and trained on with "
             "their probabilities in the whole one, so that updates move probability to the tokens that were cut "
             "(see rollout/cut_kl_nats). Set top_k=none, top_p=1 and min_p=0 to train on what was sampled."
         )

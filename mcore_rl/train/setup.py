@@ -16,6 +16,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.parallel.routers import routers
 from mcore_rl.train.optimizer import build_optimizer, build_schedule
 from mcore_rl.train.state import Progress, TrainState
 
@@ -25,6 +26,8 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
     bare = build_model(config.model, mesh, platform, config.platform)
+    if config.freezes_router:
+        freeze_routers(bare)
     chunks = wrap_for_data_parallelism(bare, config.mesh, mesh)
     optimizer = build_optimizer(config.optim, config.mesh, platform, chunks)
     connect(chunks, optimizer, config.mesh)
@@ -38,6 +41,16 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
         progress=Progress(),
         timers=Timers(platform.device),
     )
+
+
+def freeze_routers(chunks: Sequence[nn.Module]) -> None:
+    """Keep the routers out of training, before the optimizer is built: their weights, and their expert biases, which
+    Megatron moves after each step by the load.
+    """
+    for chunk in chunks:
+        unwrap(chunk).config.moe_router_bias_update_rate = 0.0
+        for _, router in routers(chunk):
+            router.requires_grad_(False)
 
 
 def wrap_for_data_parallelism(

@@ -156,3 +156,20 @@ def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, 
 def replaced(sums: dict[str, float]) -> dict[str, float]:
     """Sums as means over tokens, so that numbers of all kinds are about as large."""
     return {name: value if name.startswith("max/") else value / sums["count"] for name, value in sums.items()}
+
+
+def moved_parameters(config: RlRunConfig, folder: Path) -> dict[str, bool]:
+    """On a rank: for each parameter and buffer, whether one rollout's updates change it."""
+    state = set_up(config, start(config.platform))
+    (chunk,) = state.chunks
+    tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    routes = PolicyRoutes(state, config, folder)
+    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    rollout = rollout_of(config, 0, 1)
+    minibatches = learner.minibatches(rollout)
+    routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+    minibatches = learner.with_old_logprobs(minibatches)
+    for minibatch in minibatches:
+        learner.update(minibatch, learner.advantages(rollout, minibatches))
+    return {name: not torch.equal(tensor, before[name]) for name, tensor in tensors.items()}

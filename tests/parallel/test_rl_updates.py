@@ -21,7 +21,7 @@ from mcore_rl.config.rl import (
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import TrainConfig
 from tests.parallel.parity import Tensors, random_weights
-from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, token_advantages, updates
+from tests.parallel.rl_steps import GROUPS, SIZE, moved_parameters, rollout_of, token_advantages, updates
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -195,3 +195,20 @@ def test_the_kl_to_an_equal_reference_is_nothing(tmp_path: Path) -> None:
     (told,) = run_ranks(updates, 1, config, same, same, tmp_path, CHANGES[:1])[0]
     assert told[0]["kl_reference"] == 0.0
     assert told[1]["kl_reference"] > 1e-9
+
+
+def test_frozen_routers_and_their_biases_stay_and_all_else_learns(tmp_path: Path) -> None:
+    config = config_of("deepseek_v3", MeshConfig())
+    for frozen in (False, True):
+        rl = config.rl.model_copy(update={"freeze_router": frozen})
+        (moved,) = run_ranks(
+            moved_parameters, 1, config.model_copy(update={"rl": rl}), tmp_path / str(frozen)
+        )
+        trained = {name: has_moved for name, has_moved in moved.items() if ".decoder." in name}
+        router = {name: has_moved for name, has_moved in trained.items() if ".router." in name}
+        router = {name: has_moved for name, has_moved in router.items() if "tokens_per_expert" not in name}
+        assert {name.rsplit(".", 1)[1] for name in router} == {"weight", "expert_bias"}
+        assert all(has_moved != frozen for has_moved in router.values()), router
+        assert all(
+            moved[name] for name in trained if name.endswith("linear_fc1.weight") or ".linear_proj." in name
+        )

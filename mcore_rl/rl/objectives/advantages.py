@@ -144,6 +144,13 @@ def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer_tokens: int, 
     return -penalty * (excess_N / buffer_tokens).clamp(0.0, 1.0)
 
 
-def kl_penalised(rewards_PG: Tensor, kl_sums_PG: Tensor, *, coeff: float) -> Tensor:
-    """Subtract from each reward `coeff` times the completion's summed KL to the reference."""
-    return rewards_PG - coeff * kl_sums_PG
+def kl_penalised_advantages(
+    rewards_PG: Tensor, kl_sums_PG: Tensor, config: AdvantageConfig, *, coeff: float
+) -> Tensor:
+    """Return the advantages `[P, G]` of the rewards minus `coeff` times each completion's summed KL to the reference.
+
+    Groups whose rewards are all equal before the KL have zeros, as without it: there is no task to trade the KL for,
+    and a division by the deviation of the KL alone would make advantages of size 1 of a penalty of any size.
+    """
+    advantages_PG = group_advantages(rewards_PG - coeff * kl_sums_PG, config)
+    return advantages_PG.masked_fill(constant_groups(rewards_PG)[:, None], 0.0)

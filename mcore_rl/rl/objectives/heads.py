@@ -13,7 +13,10 @@ from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 
 
 class LogprobHead:
-    """Keeps `logprobs` `[T]` of trained tokens at the sampling temperature, in nats; zeros elsewhere."""
+    """Keeps `logprobs` `[T]` of the completions' tokens at the sampling temperature, in nats; zeros elsewhere.
+
+    They include completions that are not trained on, which pay a KL in the reward like the others of their group.
+    """
 
     wants_losses = False
 
@@ -23,9 +26,13 @@ class LogprobHead:
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
 
-    def logprobs_and_entropy(self, microbatch: PolicyMicrobatch, output: Tensor) -> TokenStatistics:
-        """Collective over the tensor-parallel ranks: logprobs and entropy `[T]` from logits `[1, T, v]`."""
-        targets_T = microbatch.inputs.labels_Bs[0].where(microbatch.mask_T, IGNORED_TARGET)
+    def logprobs_and_entropy(
+        self, microbatch: PolicyMicrobatch, output: Tensor, mask_T: Tensor
+    ) -> TokenStatistics:
+        """Collective over the tensor-parallel ranks: logprobs and entropy `[T]` from logits `[1, T, v]` where the mask
+        is true, zeros elsewhere.
+        """
+        targets_T = microbatch.inputs.labels_Bs[0].where(mask_T, IGNORED_TARGET)
         return logprobs_and_entropy(
             output[0],
             targets_T,
@@ -42,7 +49,9 @@ class LogprobHead:
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""
         zero = output.new_zeros((), dtype=torch.float32)
-        logprobs_T = self.logprobs_and_entropy(microbatch, output).logprobs_T.detach()
+        logprobs_T = self.logprobs_and_entropy(
+            microbatch, output, microbatch.completion_mask_T
+        ).logprobs_T.detach()
         return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
 
 
@@ -66,7 +75,7 @@ class PolicyHead:
     def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
         """Return the loss of one microbatch, and output the sums and maxima of `update_statistics`."""
         assert microbatch.advantages_T is not None and microbatch.loss_weights_T is not None
-        logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output)
+        logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output, microbatch.mask_T)
         old_logprobs_T = microbatch.old_logprobs_T
         tokens = PolicyTokens(
             logprobs_T=logprobs_T,

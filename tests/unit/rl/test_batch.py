@@ -37,6 +37,7 @@ def test_index_t_belongs_to_the_token_that_is_predicted_there() -> None:
     assert batch.inputs.position_ids_Bs.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 0, 1]]
     assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 25, 26]
     assert batch.rollout_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -25, -26]
+    assert batch.inputs.labels_Bs[0][batch.completion_mask_T].tolist() == [21, 22, 23, 24, 25, 26]
     assert batch.sequence_T[batch.mask_T].tolist() == [0, 0, 0, 2, 2]
     assert batch.lengths_N.tolist() == [3, 0, 2]
     assert batch.inputs.is_padding_Bs is not None

@@ -15,7 +15,7 @@ from mcore_rl.rl.objectives.advantages import (
     group_advantages,
     group_centered,
     groups_to_train_on,
-    kl_penalised,
+    kl_penalised_advantages,
     leave_one_out_zscore,
     overlong_penalty,
     step_advantages,
@@ -112,8 +112,13 @@ def test_overlong_penalty_falls_from_the_buffer_to_the_end():
     assert penalty.tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5])
 
 
-def test_kl_is_taken_from_the_reward():
-    assert kl_penalised(tensor([[1.0, 0.0]]), tensor([[2.0, 4.0]]), coeff=0.25).tolist() == [[0.5, -1.0]]
+def test_kl_is_taken_from_the_reward_except_in_groups_of_equal_rewards():
+    rewards_PG, kl_PG = tensor([[1.0, 0.0], [1.0, 1.0]]), tensor([[2.0, 4.0], [2.0, 6.0]])
+    # 1 - 0.5 and 0 - 1 are 0.75 above and below their mean; the second group's differ by the KL alone.
+    for kind, wanted in (("mean", 0.75), ("zscore", 0.75 / (1.5 / 2**0.5))):
+        config = AdvantageConfig(kind=kind, eps=0.0)
+        got = kl_penalised_advantages(rewards_PG, kl_PG, config, coeff=0.25)
+        assert got.tolist() == [pytest.approx([wanted, -wanted]), [0.0, 0.0]]
 
 
 def test_groups_with_signal_are_those_whose_rewards_differ():
