@@ -128,7 +128,7 @@ def _finish(
     source = dist_model.source()
     weights = KeyTranslation(dist_model.model, layout).weights(dist_model.canonical)
     objects = empty_extra_states(weights) | {
-        key: source.object_bytes(saved)
+        key: source.object_bytes(key, saved)
         for key, saved in dist_model.folder.objects.items()
         if EXTRA_STATE not in key
     }

@@ -1,7 +1,7 @@
 """Verify that two checkpoints, in whatever formats, hold the same model: bit for bit, type for type, name for name."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,7 +84,14 @@ def compare(
         open_model(path, reference or (other if is_hf(other) else one if is_hf(one) else None), mtp, family)
         for path in (one, other)
     ]
-    sides = [_as_hf_tensors(found) for found in models]
+    repeated = {
+        copy.name
+        for found in models
+        if isinstance(found, HfModel)
+        for copy in found.weights.copies
+        if copy.name in found.folder.tensors
+    }
+    sides = [_as_hf_tensors(found, repeated) for found in models]
     found = list(_config_differences(models[0].model, models[1].model))
     return [*found, *_compared(sides[0], sides[1], progress)]
 
@@ -103,8 +110,11 @@ def open_model(
         return open_dist_model(path, reference, mtp=mtp)
 
 
-def _as_hf_tensors(found: HfModel | DistModel) -> ComparedCheckpoint:
-    """Return a model under names that both formats can be brought to: Hugging Face's, a tensor for each expert."""
+def _as_hf_tensors(found: HfModel | DistModel, repeated: Collection[str]) -> ComparedCheckpoint:
+    """Return a model under names that both formats can be brought to: Hugging Face's, a tensor for each expert.
+
+    The tensors of `repeated`, such as a tied output, are compared too: a side that lacks one has its original instead.
+    """
     weights = found.weights if isinstance(found, DistModel) else weight_map(found.model)
     copies, targets = copies_into_hf(weights.blocks), {}
     through = copies_into_megatron(found.weights.blocks)
@@ -116,6 +126,15 @@ def _as_hf_tensors(found: HfModel | DistModel) -> ComparedCheckpoint:
         dtypes = {copy.source: found.dtype(copy.source) for copy in copies[name]}
         dtype = torch.float32 if keeps_fp32 else common_dtype(name, dtypes)
         targets[name] = TargetTensor(name=name, shape=shape, dtype=dtype, copies=tuple(copies[name]))
+    for copy in weights.copies:
+        if copy.name in repeated:
+            original = targets[copy.original]
+            targets[copy.name] = replace(original, name=copy.name)
+            if isinstance(found, HfModel) and copy.name in found.folder.tensors:
+                stored = RegionCopy(whole(original.shape), copy.name, whole(original.shape))
+                targets[copy.name] = replace(
+                    targets[copy.name], dtype=found.dtype(copy.name), copies=(stored,)
+                )
     return ComparedCheckpoint(path=found.folder.path, targets=targets, source=found.source())
 
 

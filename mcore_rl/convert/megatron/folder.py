@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from mcore_rl.backend.archives import FileRange
 from mcore_rl.backend.pickles import load_common, load_metadata
 from mcore_rl.checkpoint.folder import FORMAT_FILE, MARKER, Marker, check, step_of
-from mcore_rl.checkpoint.integrity import check_descriptions
+from mcore_rl.checkpoint.integrity import check_descriptions, check_identity
 from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.convert.hf.folder import read_json
 from mcore_rl.errors import CheckpointError
@@ -82,6 +82,21 @@ def open_dist(path: Path) -> DistFolder:
         files=_files(path, metadata),
         digest=sha256((path / ".metadata").read_bytes()).hexdigest(),
     )
+
+
+def check_files(folder: DistFolder) -> None:
+    """Raise a CheckpointError when a file is not the one that was written, by the small records of its archives.
+
+    The elements of tensors are compared with their checksums when they are read (DistSource).
+    """
+    if folder.marker is None:
+        return
+    archives: dict[str, list[FileRange]] = {name: [] for name in folder.files}
+    parts = (part.saved for tensor in folder.tensors.values() for part in tensor.parts)
+    for saved in (*parts, *folder.objects.values()):
+        archives[saved.file].append(saved)
+    for name, ranges in archives.items():
+        check_identity(folder.path, folder.marker, name, ranges)
 
 
 def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, DistTensor], dict[str, FileRange]]:

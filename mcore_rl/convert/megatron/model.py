@@ -13,7 +13,7 @@ from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.hf.folder import read_config
 from mcore_rl.convert.hf.model import FLOATS, MtpLayers
-from mcore_rl.convert.megatron.folder import DistFolder, open_dist
+from mcore_rl.convert.megatron.folder import DistFolder, check_files, open_dist
 from mcore_rl.convert.megatron.layouts import KeyLayout, detect
 from mcore_rl.convert.megatron.source import DistSource
 from mcore_rl.errors import CheckpointError
@@ -71,6 +71,7 @@ def open_dist_model(
         ConfigError: The reference's config.json describes a model that cannot be represented.
     """
     folder = open_dist(path)
+    check_files(folder)
     stored = {key: tensor.shape for key, tensor in folder.weights.items()}
     model = _model(folder, reference, stored)
     if mtp == "drop":

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.backend.archives import FileRange
+from mcore_rl.checkpoint.integrity import check_part
 from mcore_rl.convert.copying.regions import sizes
 from mcore_rl.convert.copying.source import ByteRun, FileBytes, as_bytes
 from mcore_rl.convert.megatron.folder import DistFolder, DistPart
@@ -18,7 +19,10 @@ MAX_PREFETCH_BYTES = 64 << 20
 
 
 class DistSource:
-    """Tensors of a Megatron checkpoint, whatever mesh cut them into parts."""
+    """Tensors of a Megatron checkpoint, whatever mesh cut them into parts.
+
+    Each part is compared with its checksum before the first of its elements is used; damage is a CheckpointError.
+    """
 
     def __init__(self, folder: DistFolder) -> None:
         self._tensors = folder.tensors
@@ -57,8 +61,9 @@ class DistSource:
         """Return the CRC-32 of a run."""
         return self._files.part(run.file, run.start, run.size).crc32(0, run.size)
 
-    def object_bytes(self, saved: FileRange) -> bytes:
-        """Return the bytes of an object as torch.save wrote them."""
+    def object_bytes(self, key: str, saved: FileRange) -> bytes:
+        """Return the bytes of an object as torch.save wrote them; CheckpointError when they are damaged."""
+        check_part(self._path, key, saved)
         return self._files.part(saved.file, saved.start, saved.length)[:]
 
     def _overlapping(self, name: str, where: Region) -> Iterator[tuple[DistPart, Region]]:
@@ -98,6 +103,7 @@ class DistSource:
         """Return where the elements of a part are in its file."""
         saved = self._saved.get(part.saved)
         if saved is None:
+            check_part(self._path, name, part.saved)
             what = f"{name} in {self._path / part.saved.file}"
             archive = self._files.part(*part.saved)
             saved = self._saved[part.saved] = find_tensor(archive, part.saved.start, what)

@@ -1,7 +1,6 @@
 """Every fault of a converted checkpoint is found, however small it is."""
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.checkpoint.folder import MARKER, Marker, write_marker
+from mcore_rl.checkpoint.folder import read_marker, write_marker
 from tests.conversion import differing, imported, saved, write_hf
 from tests.hf_models import Tensors, oracle
 from tests.unit.convert.conftest import Converted
@@ -79,8 +78,7 @@ def test_mistakes_in_the_config_that_change_logits_are_found(
     case, change = WRONG_CONFIGS[mistake]
     source, checkpoint = converted(case)
     copied = shutil.copytree(checkpoint, tmp_path / "iter_0000000")
-    marker = Marker(**json.loads((checkpoint / MARKER).read_text()))
     wrong = change(oracle(case).ours).model_dump(mode="json")
-    write_marker(copied, dataclasses.replace(marker, model=wrong))
+    write_marker(copied, dataclasses.replace(read_marker(checkpoint), model=wrong))
     assert differing(source, checkpoint) == []
     assert {difference.name for difference in differing(source, copied)} == {"config"}
