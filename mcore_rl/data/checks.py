@@ -64,25 +64,10 @@ def check_vocabulary(index: IndexFile, sidecar: Sidecar | None, vocab_size: int)
         )
 
 
-def check_enough(prefix: str, split: str, *, documents: int, tokens: int, seq_length: int) -> None:
-    """Raise DataError unless a split of `prefix` fills one sequence: with none, Megatron counts epochs for ever."""
-    if tokens > seq_length:
-        return
-    remedy = f"Give more text, or lower data.seq_length={seq_length}"
-    if split != "train":
-        remedy += f", or change the shares of data.split, or name other data in data.{split}"
-    raise DataError(
-        f"the {split} part of data prefix {prefix!r} has {documents} documents with {tokens} tokens; one "
-        f"sequence takes {seq_length + 1}. {remedy}. (Documents are never cut by the split: a dataset of "
-        "one document is all train.)"
-    )
-
-
-def check_not_repeated(prefix: str, split: str, *, sequences: int, wanted: int) -> None:
-    """Raise DataError when an evaluation would read a held-out sequence twice."""
-    if wanted > sequences:
+def check_enough(prefix: str, *, tokens: int, seq_length: int) -> None:
+    """Raise DataError unless the part to train on fills one sequence: with none, Megatron counts epochs for ever."""
+    if tokens <= seq_length:
         raise DataError(
-            f"the {split} part of data prefix {prefix!r} has {sequences} sequences, and an evaluation reads "
-            f"{wanted} of them (train.eval_batches x train.global_batch, by its share of the blend). Lower "
-            "train.eval_batches, or hold out more text."
+            f"the train part of data prefix {prefix!r} has {tokens} tokens; one sequence takes {seq_length + 1}. Give "
+            f"more text, or lower data.seq_length={seq_length}."
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from mcore_rl.errors import DataError
+from mcore_rl.files import with_ending
 
 BOM = b"\xef\xbb\xbf"
 COMPRESSED = {
@@ -80,13 +81,17 @@ class Document:
 
 
 def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
-    """Return the files of `inputs`, in that order; a folder stands for all files below it, by name, hidden ones not."""
+    """Return the files of `inputs`, in that order; a folder stands for all files below it, by name.
+
+    Left out of folders are hidden files and what preprocessing and the training of tokenizers write, so that their
+    output may lie inside of their input.
+    """
     paths: list[Path] = []
     for path in inputs:
         if not path.exists():
             raise DataError(f"input {path} does not exist. Give files, or folders of files.")
         inner = (
-            (p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            (p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".") and not _is_output(p))
             if path.is_dir()
             else [path]
         )
@@ -94,6 +99,15 @@ def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
     if not paths:
         raise DataError(f"no file in {', '.join(map(str, inputs)) or 'the inputs (none given)'}.")
     return tuple(_source(path) for path in paths)
+
+
+def _is_output(path: Path) -> bool:
+    """Return whether a file is a tokenizer, or one of PREFIX.bin, .idx, .json, .log.jsonl and PREFIX.partial/*."""
+    if path.suffix in (".model", ".bin", ".idx") or any(part.endswith(".partial") for part in path.parts):
+        return True
+    prefix = path.name.removesuffix(".log.jsonl").removesuffix(".json")
+    made = (".idx", ".partial") if prefix != path.name else ()
+    return any(with_ending(path.with_name(prefix), ending).exists() for ending in made)
 
 
 def _source(path: Path) -> InputFile:

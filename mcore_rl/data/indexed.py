@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +20,7 @@ from mcore_rl.data import checks
 from mcore_rl.data.index_file import IndexFile, read_index
 from mcore_rl.data.loader import SampleDataset
 from mcore_rl.data.sidecar import read_sidecar
+from mcore_rl.data.token_ranges import write_range
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 from mcore_rl.files import disk_errors_explained, sole_writer
@@ -64,6 +65,11 @@ class DataPlan:
     split: str
     """Megatron's notation when one blend is cut in three; empty when each split has its own prefixes."""
     tokenizer: "DatasetTokenizer"
+    ranges: Mapping[str, tuple[IndexFile, tuple[int, int, int, int]]] = field(default_factory=dict)
+    """Prefix -> its pair and the first token of train, valid, test and the end, where the split cuts documents; else
+    empty."""
+    warnings: tuple[str, ...] = ()
+    """Sentences on what differs from what the config asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +102,17 @@ class Datasets:
     test: SampleDataset | None
 
 
-def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts) -> DataPlan:
+def plan_data(
+    config: DataConfig, *, vocab_size: int, samples: SampleCounts, evaluated_at_once: int = 1
+) -> DataPlan:
     """Read and check all data that `config` names: a DataError comes before any work, on every rank alike.
 
     With `valid` or `test` given there is no split: `train` is trained on whole, and a split without prefixes
     has no data. Samples are an error where there is no data for valid, and none where there is none for test.
+
+    Where whole documents leave a part of a dataset without a sequence, as of one book, the split cuts the documents in
+    which the parts meet. Where a part for evaluation has fewer sequences than `samples`, the plan has fewer, in
+    multiples of `evaluated_at_once` (a batch): no sequence is read twice in one evaluation.
     """
     if not config.train:
         raise DataError(
@@ -111,9 +123,34 @@ def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts) -> 
     eod = _check_fit(indexes, config, vocab_size)
     split = "" if config.valid or config.test else ",".join(f"{share:.9f}" for share in config.split)
     blends = _blends(config, indexes, split, samples)
-    for name, blend in zip(SPLITS, blends, strict=True):
-        if blend:
-            _check_amounts(name, blend, indexes, config.seq_length, getattr(samples, name))
+    parts = [_part_tokens(blend, indexes) if blend else {} for blend in blends]
+    ranges: dict[str, tuple[IndexFile, tuple[int, int, int, int]]] = {}
+    warnings: list[str] = []
+    if split and any(tokens <= config.seq_length for part in parts for tokens in part.values()):
+        ranges = {
+            prefix: (indexes[prefix], _token_bounds(config, indexes[prefix])) for prefix in config.train
+        }
+        parts = [
+            {prefix: bounds[i + 1] - bounds[i] for prefix, (_, bounds) in ranges.items()} if blend else {}
+            for i, blend in enumerate(blends)
+        ]
+        warnings.append(
+            "warning: whole documents leave a part of the data without a sequence of data.seq_length tokens: "
+            f"data.split={list(config.split)} cuts the documents in which its parts meet"
+        )
+    for prefix, tokens in parts[0].items():
+        checks.check_enough(prefix, tokens=tokens, seq_length=config.seq_length)
+    for name, blend, part in zip(SPLITS[1:], blends[1:], parts[1:], strict=True):
+        wanted = getattr(samples, name)
+        found = _evaluated(wanted, evaluated_at_once, blend, part, config.seq_length) if blend else 0
+        if blend and found < wanted:
+            warnings.append(
+                f"warning: the {name} part of the data has fewer sequences than an evaluation asks for: {found} are "
+                f"read in place of {wanted}{'' if found else ', and there is no evaluation'}. Hold out more text "
+                "(data.split, data.valid) for more"
+            )
+        samples = replace(samples, **{name: found})
+    blends = (blends[0], blends[1] if samples.valid else None, blends[2] if samples.test else None)
     fingerprints = tuple(index.fingerprint for index in indexes.values())
     return DataPlan(
         seq_length=config.seq_length,
@@ -121,6 +158,8 @@ def plan_data(config: DataConfig, *, vocab_size: int, samples: SampleCounts) -> 
         samples=samples,
         split=split,
         tokenizer=DatasetTokenizer(vocab_size=vocab_size, eod=eod, fingerprints=fingerprints),
+        ranges=ranges,
+        warnings=tuple(warnings),
     )
 
 
@@ -132,9 +171,11 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
     longer run begins like a shorter one.
     """
     sizes = [plan.samples.train, plan.samples.valid, plan.samples.test]
-    config = _megatron_config(plan, seed, cache_dir)
     with contextlib.ExitStack() as cache_lock:
         on_rank_zero(lambda: cache_lock.enter_context(_repaired_cache(cache_dir)))
+        if plan.ranges:
+            plan = on_rank_zero(lambda: _with_ranges_written(plan, cache_dir))
+        config = _megatron_config(plan, seed, cache_dir)
         try:
             built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
         except FileNotFoundError as error:
@@ -216,18 +257,49 @@ def _weighted(
     return DatasetBlend(prefixes=tuple(prefixes), weights=tuple(weight / total for weight in weights))
 
 
-def _check_amounts(
-    name: str, blend: DatasetBlend, indexes: dict[str, IndexFile], seq_length: int, count: int
-) -> None:
-    for prefix, weight in zip(blend.prefixes, blend.weights, strict=True):
+def _part_tokens(blend: DatasetBlend, indexes: dict[str, IndexFile]) -> dict[str, int]:
+    """Return prefix -> number of tokens of its part of whole documents."""
+    tokens = {}
+    for prefix in blend.prefixes:
         lengths_N = indexes[prefix].lengths_N
         first, last = (round(bound * lengths_N.size) for bound in blend.bounds)
-        tokens = int(lengths_N[first:last].sum(dtype=numpy.int64))
-        checks.check_enough(prefix, name, documents=last - first, tokens=tokens, seq_length=seq_length)
-        if name != "train":
-            is_alone = len(blend.prefixes) == 1
-            wanted = count if is_alone else math.ceil(math.ceil(count * weight) * (1 + SURPLUS))
-            checks.check_not_repeated(prefix, name, sequences=(tokens - 1) // seq_length, wanted=wanted)
+        tokens[prefix] = int(lengths_N[first:last].sum(dtype=numpy.int64))
+    return tokens
+
+
+def _token_bounds(config: DataConfig, index: IndexFile) -> tuple[int, int, int, int]:
+    """Return the first token of train, valid and test, and the end."""
+    train, valid, _ = (share / sum(config.split) for share in config.split)
+    return 0, round(train * index.num_tokens), round((train + valid) * index.num_tokens), index.num_tokens
+
+
+def _evaluated(
+    wanted: int, at_once: int, blend: DatasetBlend, tokens: dict[str, int], seq_length: int
+) -> int:
+    """Return how many of `wanted` sequences can be read once each, in multiples of `at_once`."""
+    sequences = {prefix: max(0, tokens[prefix] - 1) // seq_length for prefix in blend.prefixes}
+    if len(sequences) == 1:
+        return min(wanted, sum(sequences.values()) // at_once * at_once)
+    found = wanted
+    # Each dataset of a blend gives its share, rounded up, and has a surplus in reserve.
+    while found > 0 and any(
+        math.ceil(math.ceil(found * weight) * (1 + SURPLUS)) > sequences[prefix]
+        for prefix, weight in zip(blend.prefixes, blend.weights, strict=True)
+    ):
+        found -= at_once
+    return max(0, found)
+
+
+def _with_ranges_written(plan: DataPlan, folder: Path) -> DataPlan:
+    """Write the parts of the datasets that the split cuts inside documents; return the plan of these parts."""
+    blends = []
+    for i, blend in enumerate(plan.blends):
+        prefixes = (
+            write_range(index, bounds[i], bounds[i + 1], folder)
+            for index, bounds in (plan.ranges[prefix] for prefix in (blend.prefixes if blend else ()))
+        )
+        blends.append(DatasetBlend(prefixes=tuple(prefixes), weights=blend.weights) if blend else None)
+    return replace(plan, blends=(blends[0], blends[1], blends[2]), split="", ranges={})
 
 
 def _megatron_config(plan: DataPlan, seed: int, cache_dir: Path) -> GPTDatasetConfig:

@@ -11,7 +11,7 @@ from mcore_rl.checks.run import check
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.index_file import unigram_entropy
-from mcore_rl.data.indexed import SampleCounts, build_datasets, plan_data
+from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.run.open_run import is_done, open_run
 from mcore_rl.train.batch_size import total_samples
@@ -31,10 +31,18 @@ def train(config: PretrainConfig) -> None:
     # Everything that a user can get wrong comes first, before a model costs time.
     check(config, world_size_of_launcher())
     counts = sample_counts(config)
-    plan = plan_data(config.data, vocab_size=config.model.vocab_size, samples=counts)
+    plan = plan_data(
+        config.data,
+        vocab_size=config.model.vocab_size,
+        samples=counts,
+        evaluated_at_once=config.train.global_batch,
+    )
+    config = with_evaluations_of(config, plan)
     platform = platforms.start(config.platform)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
+            for line in plan.warnings:
+                run.log.message(line)
             cache_dir = config.data.cache_dir
             datasets = build_datasets(
                 plan,
@@ -55,6 +63,15 @@ def train(config: PretrainConfig) -> None:
                 seq_length=config.data.seq_length,
             ).run()
     platforms.stop()
+
+
+def with_evaluations_of(config: PretrainConfig, plan: DataPlan) -> PretrainConfig:
+    """Return the config with as many batches of an evaluation as the data of `plan` has, where they are fewer."""
+    if config.train.eval_batches is None:
+        return config
+    evaluated = [count for count in (plan.samples.valid, plan.samples.test) if count]
+    batches = min(evaluated) // config.train.global_batch if evaluated else None
+    return config.model_copy(update={"train": config.train.model_copy(update={"eval_batches": batches})})
 
 
 def sample_counts(config: PretrainConfig) -> SampleCounts:

@@ -161,22 +161,50 @@ def refused(message, data, train=4, valid=0, vocab_size=60_000):
         plan_data(data, vocab_size=vocab_size, samples=SampleCounts(train=train, valid=valid))
 
 
-def test_a_split_that_leaves_no_document_for_valid_is_refused_and_does_not_hang(tmp_path):
-    prefix = write(tmp_path / "data", [list(range(5000))])
-    data = config(prefix, split=(98.0, 1.0, 1.0))
-    refused(r"the valid part of .* has 0 documents with 0 tokens; one sequence takes 17", data, valid=4)
+def test_a_split_of_one_book_cuts_it_where_the_parts_meet(tmp_path):
+    prefix = write(tmp_path / "book", [list(range(5000))])
+    data = config(prefix, split=(90.0, 6.0, 4.0))
+    built = build(
+        data, 281, 18, 12, cache=tmp_path / "cache"
+    )  # 4500, 300 and 200 tokens: 281, 18 and 12 sequences
+    found = [
+        Counter(tokens_of(part, count))
+        for part, count in zip((built.train, built.valid, built.test), (281, 18, 12), strict=True)
+    ]
+    assert [set(part.values()) for part in found] == [{1}, {1}, {1}]
+    assert (max(found[0]), min(found[1]), max(found[1]), min(found[2])) == (4495, 4500, 4787, 4800)
+    again = build(data, 281, 18, 12, cache=tmp_path / "cache")
+    assert tokens_of(again.train, 281) == tokens_of(built.train, 281)
+
+
+def test_documents_are_cut_only_where_whole_ones_do_not_fill_the_parts(tmp_path):
+    prefix = write(tmp_path / "data", numbered(0, 50))
+    plan = plan_data(
+        config(prefix, split=(90.0, 10.0, 0.0)), vocab_size=60_000, samples=SampleCounts(train=4, valid=2)
+    )
+    assert plan.ranges == {} and plan.warnings == ()
+    prefix = write(tmp_path / "books", [list(range(3000)), list(range(3000, 4000))])
+    plan = plan_data(
+        config(prefix, split=(95.0, 5.0, 0.0)), vocab_size=60_000, samples=SampleCounts(train=4, valid=2)
+    )
+    assert [bounds for _, bounds in plan.ranges.values()] == [(0, 3800, 4000, 4000)]
+    assert "cuts the documents in which its parts meet" in plan.warnings[0]
 
 
 def test_too_little_data_is_refused(tmp_path):
-    refused("the train part of .* has 1 documents with 16 tokens", config(write(tmp_path / "a", [[1] * 16])))
+    refused("the train part of .* has 16 tokens", config(write(tmp_path / "a", [[1] * 16])))
     plan_data(config(write(tmp_path / "b", [[1] * 17])), vocab_size=9, samples=SampleCounts(train=1))
 
 
-def test_an_evaluation_that_would_read_a_sequence_twice_is_refused(tmp_path):
+@pytest.mark.parametrize(("wanted", "at_once", "found"), [(4, 1, 4), (5, 1, 4), (9, 3, 3), (5, 5, 0)])
+def test_an_evaluation_reads_no_sequence_twice_but_fewer_with_a_warning(wanted, at_once, found, tmp_path):
     train, valid = write(tmp_path / "a", numbered(0, 40)), write(tmp_path / "b", numbered(0, 4))
-    data = config(train, valid=(valid,))
-    build(data, 4, 4, cache=tmp_path / "cache")  # 79 // 16 sequences
-    refused(r"has 4 sequences, and an evaluation reads 5 of them", data, valid=5)
+    data = config(train, valid=(valid,))  # 79 // 16 = 4 sequences
+    samples = SampleCounts(train=4, valid=wanted)
+    plan = plan_data(data, vocab_size=60_000, samples=samples, evaluated_at_once=at_once)
+    assert plan.samples.valid == found
+    assert bool(plan.warnings) == (found < wanted)
+    assert not plan.warnings or f"{found} are read in place of {wanted}" in plan.warnings[0]
 
 
 def test_nothing_to_evaluate_on_is_refused(tmp_path):

@@ -21,6 +21,7 @@ from rich.console import Console
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
+from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.errors import DataError
 from mcore_rl.run.cli import main
 
@@ -335,3 +336,24 @@ def test_one_flipped_bit_of_a_dataset_is_found_without_a_second_copy(options, ca
     Path(f"{options.output}.json").unlink()
     assert main(["check", str(options.output)]) == 0
     assert "nothing was recorded when it was written" in capsys.readouterr().out
+
+
+def test_the_output_may_lie_inside_the_input(tokenizer, tmp_path):
+    books = tmp_path / "books"
+    books.mkdir()
+    for name in ("a", "b"):
+        (books / f"{name}.txt").write_text(f"etao {name}")
+    shutil.copy(tokenizer.path, books / "tokenizer.model")
+    options = PreprocessOptions(
+        inputs=(books,),
+        output=books / "all",
+        tokenizer=tokenizer,
+        document_format=DocumentFormat(kind="text"),
+    )
+    for output in ("all", "all", "more/again"):
+        run(replace(options, output=books / output, overwrite=True))
+        assert [Path(source.path).name for source in read_sidecar(str(books / output)).sources] == [
+            "a.txt",
+            "b.txt",
+        ]
+    assert len(IndexedDataset(str(books / "all"))) == 2
