@@ -35,7 +35,10 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
                 "policy_version": completion.policy_version,
             }
             for completion, reward, reasons in zip(
-                group.completions, rollout.rewards_PG[index].tolist(), group.reasons_G, strict=True
+                group.completions,
+                rollout.rewards_PG[index].tolist(),
+                group.reasons_G or [{}] * len(group.completions),  # a rank that scored nothing has no reasons
+                strict=True,
             )
         ]
         for index, group in rollout.groups.items()
