@@ -55,6 +55,19 @@ def jobs_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run_dir, or a folder of them (default: runs)",
     )
+    parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
+
+
+def attach_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a job and what runs on its node."""
+    parser.add_argument("job", metavar="JOB", help="id of a running job, or the run_dir of its run")
+    parser.add_argument("--node", default="", metavar="HOST", help="node (default: the job's first)")
+    parser.add_argument(
+        "command",
+        nargs="*",
+        metavar="COMMAND",
+        help="command and its arguments (default: a shell); options of its own after --, as -- nvidia-smi --list-gpus",
+    )
 
 
 def _slurm(job: argparse._ArgumentGroup) -> None:

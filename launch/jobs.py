@@ -1,9 +1,10 @@
 """`mcore-rl jobs`: state of launched runs, from Slurm and from the files in their folders."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -57,8 +58,11 @@ def main(args: argparse.Namespace) -> int:
         queued = slurm.in_queue(list(dict.fromkeys(entry.job for entry in latest.values())), SLURM_S)
     except slurm.SlurmError as error:
         sys.stderr.write(f"{error} States come from the runs' folders alone.\n")
-    rows = [_row(status_of(run, entry, queued)) for run, entry in latest.items()]
-    sys.stdout.write("\n".join(table([COLUMNS, *rows])) + "\n")
+    statuses = [status_of(run, entry, queued) for run, entry in latest.items()]
+    if args.json:
+        sys.stdout.write(json.dumps([asdict(status) for status in statuses], indent=1) + "\n")
+        return 0
+    sys.stdout.write("\n".join(table([COLUMNS, *map(_row, statuses)])) + "\n")
     return 0
 
 

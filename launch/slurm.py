@@ -1,9 +1,11 @@
 """The only file that runs Slurm's commands. It parses their plain text: what `--json` writes differs by version."""
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mcore_rl.errors import McoreRlError
 
@@ -151,6 +153,18 @@ def _from_controller(job: str) -> QueuedJob | None:
         reason=_status(fields.get("ExitCode", "")),
         nodes=fields.get("NodeList", ""),
     )
+
+
+def script_of(job: str) -> Path | None:
+    """Return the script that a job was submitted with; None when the controller has forgotten the job."""
+    try:
+        answer = _ask(["scontrol", "--oneliner", "show", "job", job])
+    except SlurmUnreachableError:
+        raise
+    except SlurmError:
+        return None
+    match = re.search(r" Command=(.*?) WorkDir=", answer)
+    return Path(match[1]) if match else None
 
 
 def _status(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.arguments import jobs_arguments, launch_arguments
+from launch.arguments import attach_arguments, jobs_arguments, launch_arguments
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.migrate import BACKUP
 from mcore_rl.config.rl_run import RlRunConfig
@@ -469,6 +469,12 @@ COMMANDS: dict[str, Command] = {
         example="mcore-rl jobs runs/qwen3_30b_a3b",
         add_arguments=jobs_arguments,
         module="launch.jobs",
+    ),
+    "attach": Command(
+        summary="Open a shell on a node of a running job, in its container, or run a command there.",
+        example="mcore-rl attach runs/qwen3_30b_a3b --node n3 nvidia-smi",
+        add_arguments=attach_arguments,
+        module="launch.attach",
     ),
     "report": Command(
         summary="Write one HTML page about runs, side by side: curves, experts, speed, samples, warnings, settings.",

@@ -80,7 +80,8 @@ def test_a_command_is_one_and_its_config_can_run(command):
 def test_what_this_machine_cannot_run_is_marked(command):
     """Under a launcher, submitted, or a model whose weights no laptop holds; the others are run by tests/docs."""
     words = command.words
-    wants_cluster = words[0] in NEEDS_MORE or words[:2] in (["mcore-rl", "launch"], ["mcore-rl", "jobs"])
+    of_cluster = [["mcore-rl", name] for name in ("launch", "jobs", "attach")]
+    wants_cluster = words[0] in NEEDS_MORE or words[:2] in of_cluster
     trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rl", "eval")
     is_large = trains and "tiny_moe" not in words[2]
     assert command.is_marked == (wants_cluster or is_large or "platform.precision=bf16" in words)

@@ -38,7 +38,7 @@ class LoginNode:
         for name in ("git", "bash"):
             (self.bin / name).symlink_to(str(shutil.which(name)))
         self.install("sbatch", SBATCH)
-        for name in ("squeue", "sacct", "scontrol", "scancel"):
+        for name in ("squeue", "sacct", "scontrol", "scancel", "srun"):
             self.install(name, ANSWERS)
 
     def install(self, name: str, text: str) -> None:

@@ -134,6 +134,18 @@ def test_the_first_cause_of_a_failure_is_in_the_line_of_its_run(run, slurm, caps
     assert listed(capsys)["a"]["why"] == f"before: crash: {cause}, at step 5"
 
 
+def test_json_has_an_object_for_each_run_with_numbers_as_numbers(run, slurm, capsys):
+    slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
+    run.attempt("start")
+    run.metrics({"step": 12, "train/tokens_per_s_per_rank": 4321.5})
+    assert main(["jobs", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    found = [
+        listed[key] for key in ("job", "state", "attempts", "step", "tokens_per_s_per_rank", "checkpoint")
+    ]
+    assert found == ["12", "RUNNING", 1, 12, 4321.5, None]
+
+
 def test_an_attempt_that_ended_without_a_record_is_reported(run, slurm, capsys):
     run.attempt("start")
     assert "its last attempt ended without a record" in listed(capsys)["a"]["why"]
