@@ -31,6 +31,7 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     urgent = ["--partition=urgent", "--nodes=5", "--exclusive", "--output=/dev/null", "--wrap=true"]
     cluster.run("sbatch", "--wait", *urgent)
     assert cluster.job(id_)["Restarts"] == "2"
+    assert ends(run_dir, id_)[1] == ("preempted", str(STATUS["cancelled"]))
     gets_on(cluster, run_dir)
     cluster.run("scancel", id_)
     cluster.until(lambda: ends(run_dir, id_)[-1] == ("term", str(STATUS["cancelled"])), "it has left", 60)

@@ -1,5 +1,6 @@
 """A run that loses a daemon and a rank, is requeued by hand and asked to save, computes what it would have anyway."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tests.slurm.training import TWO_RANKS, ends, job, losses, saved_step, submi
 
 PROGRAM = "^[^ ]*python .*mcore_rl.run.pretrain"
 """torchrun and its ranks; srun has that name among its words too."""
+ABOVE_A_RANK = "^[^ ]*python -u -m mcore_rl.backend.rank_process"
 BEGIN_S = 180.0
 
 
@@ -35,17 +37,29 @@ def test_a_run_that_is_interrupted_in_every_way_ends_bit_equal(cluster: Cluster,
     def stop_second_rank() -> None:
         cluster.run("pkill", "-STOP", "-f", PROGRAM, node=cluster.hosts(id_)[1])
 
+    def kill_second_rank() -> None:
+        """Only the rank: the process above it records how it ended."""
+        killed.append(cluster.hosts(id_)[1])
+        above = cluster.run("pgrep", "-o", "-f", ABOVE_A_RANK, node=killed[0])
+        cluster.run("pkill", "-KILL", "-P", above, node=killed[0])
+
     nodes: list[str] = []
+    killed: list[str] = []
     interrupt(lose_daemon, 120)
     cluster.until_state(id_, ["RUNNING"], 120)
     cluster.run("pkill", "-CONT", "-f", PROGRAM, node=nodes[0], as_root=True)  # the orphans go on
     interrupt(lambda: cluster.run("scontrol", "requeue", id_), 60)
     interrupt(stop_second_rank, 180)
+    interrupt(kill_second_rank, 60)
     interrupt(lambda: cluster.run("scancel", "--batch", "--signal=USR1", id_), 60)
 
     assert cluster.until_state(id_, ENDED, 400) == "COMPLETED"
     assert losses(run_dir) == losses(pipeline.run_dir) and len(losses(run_dir)) == STEPS
-    ended = ["lost orphan", "term 143", "hang requeue", "limit requeue", "finished 0"]
+    ended = ["lost orphan", "term 143", "hang requeue", "crash requeue", "limit requeue", "finished 0"]
     assert [" ".join(end) for end in ends(run_dir)] == ended
+    crash = json.loads((run_dir / f"logs/{id_}.3/failure.json").read_text())
+    headline = f"rank 1 on {killed[0]} was killed by SIGKILL"
+    log = (run_dir / f"logs/{id_}.log").read_text()
+    assert crash["headline"] == headline and f"[{id_}.3] first cause: {headline}\n" in log
     cluster.start_slurmd(nodes[0])
     cluster.until_idle(cluster.nodes)
