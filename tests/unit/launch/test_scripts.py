@@ -30,6 +30,8 @@ ALL = JobOptions(
     reservation="week",
     qos="high",
     time="8:00:00",
+    mail_user="me@example.org",
+    mail_type="FAIL",
 )
 SERVERS = JobOptions(servers=2, server_command="serve --port 8000")
 CASES = {
