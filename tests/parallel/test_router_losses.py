@@ -40,24 +40,19 @@ EVERYWHERE = (
     Case(balance="aux_loss", micro_batch=1, is_packed=True, capacity_factor=0.75),
 )
 SEVERAL_ROWS = (
-    Case(balance="aux_loss", micro_batch=2),
     Case(balance="seq_aux_loss", micro_batch=4),
     Case(balance="seq_aux_loss", micro_batch=2, is_packed=True),
-    Case(balance="aux_loss", micro_batch=2, capacity_factor=0.75),
     Case(balance="aux_loss", micro_batch=2, is_packed=True, capacity_factor=0.75),
 )
-RUNNING = (
-    Case(balance="global_aux_loss", micro_batch=1),
-    Case(balance="global_aux_loss", micro_batch=2, is_packed=True),
-)
+RUNNING = Case(balance="global_aux_loss", micro_batch=2, is_packed=True)
 WHOLE_BATCH = (Case(balance="global_aux_loss", micro_batch=1), Case(balance="aux_loss", micro_batch=1))
 PLAIN = PlatformConfig()
 # The routers choose again in the backward pass, between forward passes of later microbatches.
 RECOMPUTED = PlatformConfig(recompute="selective", recompute_modules=("moe",))
 MESHES: dict[str, tuple[MeshConfig, PlatformConfig, tuple[Case, ...]]] = {
-    "tp2-cp2": (MeshConfig(tp=2, cp=2), PLAIN, (*EVERYWHERE, *SEVERAL_ROWS, *RUNNING)),
+    "tp2-cp2": (MeshConfig(tp=2, cp=2), PLAIN, (*EVERYWHERE, *SEVERAL_ROWS, RUNNING)),
     "pp2-vpp2-dp2, recomputed": (MeshConfig(pp=2, vpp=2, dp=2), RECOMPUTED, EVERYWHERE),
-    "tp2-pp2": (MeshConfig(tp=2, pp=2), PLAIN, (*EVERYWHERE, SEVERAL_ROWS[-1], RUNNING[1])),
+    "tp2-pp2": (MeshConfig(tp=2, pp=2), PLAIN, (*EVERYWHERE, SEVERAL_ROWS[-1], RUNNING)),
     "dp4": (MeshConfig(dp=4), PLAIN, WHOLE_BATCH),
 }
 """Name -> mesh of four ranks, platform, cases."""
