@@ -113,13 +113,18 @@ def build(folder: Path) -> None:
     """All files, unless they are there; takes a minute or two."""
     if (folder / "hf" / "config.json").is_file():
         return
+    write_inputs(folder)
+    program(folder, ["sft", "sft.toml"])
+    program(folder, ["convert", "export", f"sft/checkpoints/iter_{WARM_STEPS:07d}", "hf"])
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the tokenizer, the conversations, and the configs of both programs."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(folder / "tokenizer")
     _write_examples(folder / "sft.jsonl")
     for name, text in (("model", MODEL), ("sft", SFT), ("rl", RL)):
         (folder / f"{name}.toml").write_text(text)
-    _program(folder, ["sft", "sft.toml"])
-    _program(folder, ["convert", "export", f"sft/checkpoints/iter_{WARM_STEPS:07d}", "hf"])
 
 
 def overrides(kind: str) -> list[str]:
@@ -182,7 +187,8 @@ def _write_examples(path: Path) -> None:
             file.write(json.dumps({"prompt": f"{digits}=", "response": digits[::-1]}) + "\n")
 
 
-def _program(folder: Path, words: Sequence[str]) -> None:
+def program(folder: Path, words: Sequence[str]) -> None:
+    """Run `mcore-rl words...` in the folder; its output goes to a log file beside the configs."""
     with (folder / f"{words[0]}.log").open("w") as log:
         command = [sys.executable, "-m", "mcore_rl.run.cli", *words]
         subprocess.run(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, check=True)

@@ -47,12 +47,7 @@ class Log:
 
         Matrices are written every `log.matrix_interval` steps.
         """
-        self._step = step
-        if not self._sinks:
-            return
-        for metric in metrics:
-            is_matrix = isinstance(metric.value, Tensor) and metric.value.dim() > 0
-            (self._pending_matrices if is_matrix else self._pending).append(metric)
+        self._take(step, metrics)
         due: list[Metric] = []
         if step % self._config.interval == 0:
             due, self._pending = self._pending, []
@@ -61,6 +56,25 @@ class Log:
         elif step % self._config.matrix_interval == 0:
             due, self._pending_matrices = due + self._pending_matrices, []
         self._write(step, due)
+
+    def flush(self, step: int, metrics: Iterable[Metric] = ()) -> None:
+        """Write what is pending, with `metrics`, before a checkpoint, which does not hold it: a run that resumes there
+        would lose it, and a sum over steps (moe/expert_load) would lack the steps before.
+        """
+        self._take(step, metrics)
+        if self._config.matrix_interval is None:
+            self._pending_matrices = []
+        due, self._pending, self._pending_matrices = self._pending + self._pending_matrices, [], []
+        self._write(step, due)
+
+    def _take(self, step: int, metrics: Iterable[Metric]) -> None:
+        """Add the metrics of a step to those that are pending."""
+        self._step = step
+        if not self._sinks:
+            return
+        for metric in metrics:
+            is_matrix = isinstance(metric.value, Tensor) and metric.value.dim() > 0
+            (self._pending_matrices if is_matrix else self._pending).append(metric)
 
     def write_now(self, step: int, metrics: Iterable[Metric]) -> None:
         """Write metrics that do not occur in every step, as of an evaluation or a checkpoint, at once."""

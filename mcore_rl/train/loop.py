@@ -95,7 +95,12 @@ class Trainer(ABC):
                 self._save()
         self._log_saving(self.checkpoints.poll())
 
+    def _pending_metrics(self) -> list[Metric]:
+        """Collective over the world: metrics that are gathered less often than every step, since they were last."""
+        return []
+
     def _save(self) -> None:
+        self.log.flush(self.state.progress.step, self._pending_metrics())
         with self.state.timers.phase("checkpoint"):
             self.checkpoints.save()
 
@@ -160,6 +165,8 @@ class SupervisedTrainer(Trainer):
         self._valid = None if valid is None else self._source(valid)
         self._test = None if test is None else self._source(test)
         self._load = RouterLoad(state.chunks) if config.model.is_moe else None
+        self._gathered_step = state.progress.step
+        """Step up to which the experts' load and the auxiliary losses are gathered."""
         self._flops_per_token = train_flops_per_token(config.model, seq_length)
         self._peak_flops = peak_flops(
             state.platform.device, config.platform.precision, config.log.peak_tflops
@@ -230,8 +237,15 @@ class SupervisedTrainer(Trainer):
                 Metric("train/grad_norm", report.grad_norm),
             ]
         if progress.step % state.config.log.interval == 0:
-            metrics += take_auxiliary_losses(state)
-            metrics += memory_metrics(state.platform.device)
-            if self._load is not None:
-                metrics += self._load.gather(state.mesh).metrics()
+            metrics += self._pending_metrics()
         self.log.write(progress.step, metrics)
+
+    def _pending_metrics(self) -> list[Metric]:
+        state = self.state
+        if self._gathered_step == state.progress.step:
+            return []
+        self._gathered_step = state.progress.step
+        metrics = [*take_auxiliary_losses(state), *memory_metrics(state.platform.device)]
+        if self._load is not None:
+            metrics += self._load.gather(state.mesh).metrics()
+        return metrics

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from mcore_rl.obs.jsonl import read_records
 from tests.e2e.conftest import Finished, command, losses
 from tests.emitted import assert_emitted
+
+LOAD = "moe/expert_load"
 
 
 def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
@@ -51,6 +55,14 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
     assert f"resumed from {run_dir}/checkpoints/iter_{stopped_at:07d}" in last.stdout
     assert (run_dir / "DONE").exists()
     assert losses(run_dir) == losses(tmp_path / "run")
+    # Every step's tokens are counted once, also those that were pending when a checkpoint was written.
+    assert expert_tokens(run_dir) == expert_tokens(tmp_path / "run")
+
+
+def expert_tokens(run_dir: Path) -> int:
+    """Return the sum of `moe/expert_load` over all records, layers and experts."""
+    loads = [record[LOAD] for record in read_records(run_dir / "metrics.jsonl") if LOAD in record]
+    return int(torch.tensor(loads).sum())
 
 
 def test_a_second_run_does_not_write_to_the_folder_of_a_living_one(

@@ -39,6 +39,27 @@ def test_what_is_pending_is_told_when_the_log_is_closed(tmp_path):
     assert records(tmp_path / "m") == [{"step": 1, "train/lr": 1.5}]
 
 
+@pytest.mark.parametrize("killed_after", [5, 6, 8])
+def test_sums_over_steps_survive_a_kill_when_checkpoints_flush_them(tmp_path, killed_after):
+    """A checkpoint at steps 5 and 10; the log that is killed is not closed, and the next one starts at step 5."""
+
+    def run(name, first, last):
+        log = jsonl_log(tmp_path / name, first - 1, interval=4, matrix_interval=10)
+        for step in range(first, last + 1):
+            log.write(step, [Metric("moe/expert_load", torch.tensor([[1, step]])), Metric("train/lr", step)])
+            if step % 5 == 0:
+                log.flush(step, [Metric("moe/dropped_tokens", 1)])
+
+    run("straight", 1, 10)
+    run("killed", 1, killed_after)
+    run("killed", 6, 10)
+    assert records(tmp_path / "killed") == records(tmp_path / "straight")
+    loads = [
+        record["moe/expert_load"] for record in records(tmp_path / "killed") if "moe/expert_load" in record
+    ]
+    assert loads == [[[5, 15]], [[5, 40]]]
+
+
 def test_an_evaluation_does_not_wait_for_the_interval(tmp_path):
     log = jsonl_log(tmp_path / "m", interval=10)
     log.write(4, [Metric("train/lr", 1.5)])

@@ -1,12 +1,15 @@
 """`mcore-rl generate` on a random model and a real tokenizer."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sentencepiece
+import tokenizers
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checkpoint.weights import load_weights, save_weights
@@ -21,7 +24,8 @@ from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.run.cli import main
-from mcore_rl.run.generate import Request
+from mcore_rl.run.generate import Request, request_of
+from mcore_rl.run.trained_model import TrainedModel
 
 TEXT = "the cat sat on the mat and the dog sat on the cat while nobody looked at 1984 letters "
 MODEL = ModelConfig(
@@ -164,3 +168,47 @@ def test_what_cannot_be_is_refused(
         main(["generate", *(word.replace("RUN", str(run_dir)) for word in words)])
     assert ended.value.code == 2
     assert error in capsys.readouterr().err
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> TrainedModel:
+    """As a run of fine-tuning on conversations leaves it, with a tokenizer whose documents end otherwise than turns."""
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"?": 0} | {c: i for i, c in enumerate(TEXT, 1)}, "?")
+    )
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    names = {"eos_token": "<|endoftext|>", "chat_template": CHATML}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    return TrainedModel(
+        model=MODEL,
+        platform=PlatformConfig(),
+        tokenizer=TokenizerConfig(kind="huggingface", path=str(tmp_path)),
+        chat_template="tokenizer",
+    )
+
+
+@pytest.mark.parametrize("system", ["the dog", None])
+def test_a_chat_begins_and_ends_as_transformers_has_it(chat_model: TrainedModel, system: str | None) -> None:
+    args = argparse.Namespace(chat=True, prompt="the cat", system=system)
+    request = request_of(args, chat_model)
+    theirs = PreTrainedTokenizerFast.from_pretrained(chat_model.tokenizer.path)
+    turns = [{"role": "system", "content": system}] if system else []
+    turns.append({"role": "user", "content": "the cat"})
+    wanted = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert list(request.prompt_T) == wanted
+    end, text = theirs.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert request.ends == {end, text}
+    assert request.text_of([*theirs.encode("sat"), end]) == "sat"
+    marked = argparse.Namespace(chat=False, prompt="<|im_start|>the cat<|im_end|>", system=None)
+    assert list(request_of(marked, chat_model).prompt_T) == theirs.encode(marked.prompt)
+    assert request_of(marked, chat_model).ends == request.ends
