@@ -93,6 +93,8 @@ FP8_RECIPES = (
 MALFORMED = (
     *(zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, EOFError),
     *(AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError),
+    # Crafted bytes: values within values without end, and sizes beyond all memory.
+    *(RecursionError, MemoryError),
 )
 """Exceptions that reading a pickle or an archive raises when the bytes are none."""
 

@@ -30,13 +30,13 @@ from mcore_rl.convert.copying.regions import (
     whole,
 )
 from mcore_rl.convert.hf.folder import is_hf
-from mcore_rl.convert.hf.model import HfModel
+from mcore_rl.convert.hf.model import HfModel, MtpLayers
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.megatron.layouts import KeyTranslation, refuse_singletons
 from mcore_rl.convert.megatron.model import DistModel
 from mcore_rl.convert.megatron.source import DistSource
 from mcore_rl.convert.verify import open_model
-from mcore_rl.errors import CheckpointError
+from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import weight_map
 from mcore_rl.families.weight_map import AxisRange
 from mcore_rl.model.build import build_uninitialized, unwrap
@@ -45,6 +45,7 @@ from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 
 NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32
 """Size of the batch of random tokens."""
+EXPERT_BIAS = "e_score_correction_bias"
 TOLERANCE = 2e-5
 """Difference of logits that rounding in fp32 explains, relative to the largest logit, or to 1 where that is less."""
 
@@ -72,16 +73,34 @@ class OutputDistance:
 
 @torch.no_grad()
 def largest_distance(
-    one: Path, other: Path, reference: Path | None, progress: ByteProgress
+    one: Path,
+    other: Path,
+    reference: Path | None,
+    progress: ByteProgress,
+    *,
+    mtp: MtpLayers = "keep",
+    dtype: torch.dtype | None = None,
 ) -> OutputDistance:
     """Run both models in fp32 on the same random tokens and return how far their outputs are apart.
 
-    This process must not have Megatron's groups yet. CheckpointError when the models have other sizes.
+    This process must not have Megatron's groups yet.
+
+    Args:
+        one: A checkpoint of either format.
+        other: The checkpoint to compare with.
+        reference: A Hugging Face folder of the same model, for Megatron checkpoints that do not name their family.
+        progress: Where progress is shown.
+        mtp: Whether MTP layers, whose outputs are not compared, may be absent ("drop").
+        dtype: Type to which transformers' weights are rounded first, as those of the other side were; None: none.
+
+    Raises:
+        CheckpointError: The models have other sizes.
+        ConfigError: Transformers has no such model.
     """
     outputs = []
     for path in (one, other):
         known = reference or next((folder for folder in (one, other) if is_hf(folder)), None)
-        found = open_model(path, known, "keep")
+        found = open_model(path, known, mtp)
         tokens_BS = torch.randint(
             0,
             found.model.vocab_size,
@@ -89,7 +108,7 @@ def largest_distance(
             generator=torch.Generator().manual_seed(0),
         )
         outputs.append(
-            _in_transformers(found, tokens_BS)
+            _in_transformers(found, tokens_BS, dtype)
             if isinstance(found, HfModel)
             else _in_megatron(found, tokens_BS)
         )
@@ -106,11 +125,22 @@ def largest_distance(
     return OutputDistance(float((logits - other_logits).abs().max()), max(apart), float(logits.abs().max()))
 
 
-def _in_transformers(found: HfModel, tokens_BS: Tensor) -> list[Tensor]:
-    """Run the model of transformers, which is empty but for the module at work.
+def is_in_transformers(model_type: object) -> bool:
+    """Return whether transformers has the code of a model."""
+    return model_type in transformers.CONFIG_MAPPING
+
+
+def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
+    """Run the model of transformers, which is empty but for the module at work, with weights rounded to `dtype`.
 
     Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
     """
+    model_type = (found.folder.config or {}).get("model_type")
+    if not is_in_transformers(model_type):
+        raise ConfigError(
+            f"{found.folder.path} has model_type {model_type!r}, which transformers does not have: there is nothing to "
+            "compare the logits with. Leave out --check-logits or --logits."
+        )
     config = transformers.AutoConfig.from_pretrained(found.folder.path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -120,7 +150,7 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor) -> list[Tensor]:
         )
     _restore_wavelengths(model, config)
     model.eval()
-    load = partial(_load_hf, found, _copies_of_modules(found), found.source())
+    load = partial(_load_hf, found, _copies_of_modules(found), found.source(), dtype)
     names = {module: name for name, module in model.named_modules()}
     units = [model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head]
 
@@ -139,14 +169,21 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor) -> list[Tensor]:
 
 
 def _load_hf(
-    found: HfModel, copies: Mapping[str, list[RegionCopy]], source: HfSource, name: str, tensor: Tensor
+    found: HfModel,
+    copies: Mapping[str, list[RegionCopy]],
+    source: HfSource,
+    dtype: torch.dtype | None,
+    name: str,
+    tensor: Tensor,
 ) -> None:
-    """Fill a parameter of transformers' model from the folder's tensors."""
+    """Fill a parameter of transformers' model from the folder's tensors, rounded to the type that an import has."""
     originals = {duplicate.name: duplicate.original for duplicate in found.weights.copies}
     name = originals.get(name, name)
-    target = TargetTensor(
-        name=name, shape=tuple(tensor.shape), dtype=torch.float32, copies=tuple(copies[name])
-    )
+    # The biases of the choice of experts stay as they are. Quantized weights are read as the model's type.
+    stored = {found.dtype(copy.source) for copy in copies[name]}
+    exact = name.endswith(EXPERT_BIAS) or (dtype is None and len(stored) > 1)
+    read_as = torch.float32 if exact else dtype or next(iter(stored))
+    target = TargetTensor(name=name, shape=tuple(tensor.shape), dtype=read_as, copies=tuple(copies[name]))
     tensor.copy_(fill(chunk_at(target, whole(target.shape)), source))
 
 

@@ -244,6 +244,12 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder of the same model, to name its family and, in an export, to copy config and tokenizer from",
     )
     what.add_argument(
+        "--check-logits",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="import: compare the output's logits with transformers' before it has its name (default: up to 2 GiB)",
+    )
+    what.add_argument(
         "--tokenizer",
         metavar="PATH",
         help="export: a tokenizer's folder or .model file, or none (default: that of the run, else of --reference)",

@@ -3,6 +3,8 @@
 import argparse
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,22 +15,24 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
-from mcore_rl.convert.copying.progress import ByteProgress
+from mcore_rl.convert.copying.progress import ByteProgress, readable_bytes
 from mcore_rl.convert.exporting import ExportOptions, plan_export
-from mcore_rl.convert.hf.folder import is_hf
+from mcore_rl.convert.hf.folder import is_hf, read_config
 from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.hf.text_files import ModelText, has_tokenizer
-from mcore_rl.convert.importing import ImportOptions, import_targets, plan_import
-from mcore_rl.convert.logits import largest_distance
+from mcore_rl.convert.importing import DTYPES, ImportOptions, import_targets, plan_import
+from mcore_rl.convert.logits import is_in_transformers, largest_distance
 from mcore_rl.convert.megatron.layouts import KeyLayout, native_layout
 from mcore_rl.convert.megatron.mesh_bytes import mesh_lines
 from mcore_rl.convert.megatron.model import open_dist_model
 from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.verify import compare
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.run.trained_model import read_trained_model, run_of_checkpoint
 
+LOGITS_BYTES = 2 << 30
+"""Largest import whose logits are compared without being asked: a minute at most on two cores."""
 MAX_LINES = 100
 """Most differences that are listed."""
 
@@ -44,6 +48,8 @@ def main(args: argparse.Namespace) -> int:
             return _verify(args, progress)
         else:
             conversion = PLANS[args.action](args.paths[0], args.paths[1], args, settings)
+            if args.action == "import" and _wants_logits(args, conversion, progress):
+                conversion = replace(conversion, check=partial(_check_logits, args, progress))
             convert(conversion, settings, progress)
         return 0
 
@@ -70,6 +76,37 @@ def _import(source: Path, output: Path, args: argparse.Namespace, settings: Copy
         family=args.family,
     )
     return plan_import(source, output, options, settings)
+
+
+def _wants_logits(args: argparse.Namespace, conversion: Conversion, progress: ByteProgress) -> bool:
+    """Return whether the outputs of an import are compared: as the user says, else where it costs little."""
+    if args.check_logits is not None:
+        return bool(args.check_logits)
+    model_type = read_config(args.paths[0]).get("model_type")
+    if args.family is not None or not is_in_transformers(model_type):
+        progress.message(f"logits are not compared: transformers has no {model_type!r}")
+        return False
+    if conversion.num_bytes > LOGITS_BYTES or args.max_ram is not None:
+        progress.message(
+            f"logits are not compared: only of models up to {readable_bytes(LOGITS_BYTES)}, without --max-ram "
+            "(--check-logits compares them)"
+        )
+        return False
+    return True
+
+
+def _check_logits(args: argparse.Namespace, progress: ByteProgress, folder: Path) -> None:
+    """Raise a CheckpointError when an import computes other logits than transformers does with its source."""
+    dtype = DTYPES.get(args.dtype)
+    distance = largest_distance(args.paths[0], folder, None, progress, mtp=args.mtp, dtype=dtype)
+    found = f"logits differ from transformers' by at most {distance.logits:.3g}"
+    if not distance.is_small:
+        raise CheckpointError(
+            f"the import of {args.paths[0]} is another model: {found}, and rounding explains {distance.tolerance:.3g}. "
+            "Its config.json has something that the family's file does not read, or reads otherwise. To import it all "
+            "the same: --no-check-logits."
+        )
+    progress.message(f"{found} (rounding explains {distance.tolerance:.3g})")
 
 
 def _export(source: Path, output: Path, args: argparse.Namespace, settings: CopySettings) -> Conversion:
@@ -195,7 +232,7 @@ def _check(args: argparse.Namespace) -> None:
             "family",
             "tokenizer",
         },
-        "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "family"},
+        "import": {"dtype", "mtp", "keys", "layers", "vocab_multiple", "family", "check_logits"},
         "export": {"dtype", "mtp", "reference", "tokenizer"},
         "verify": {"mtp", "reference", "logits", "family"},
         "relayout": {"keys", "layers", "reference"},
@@ -210,6 +247,7 @@ def _check(args: argparse.Namespace) -> None:
         "tokenizer": None,
         "mesh": {},
         "logits": False,
+        "check_logits": None,
         "family": None,
     }
     for name, default in defaults.items():

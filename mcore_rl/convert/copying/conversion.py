@@ -91,6 +91,8 @@ class Conversion:
     """Gives the complete folder its final name."""
     notes: Sequence[str] = ()
     """Sentences for the user."""
+    check: Callable[[Path], None] | None = None
+    """Raises a CheckpointError when the complete folder, before it has its final name, is not what it should be."""
 
     @property
     def num_bytes(self) -> int:

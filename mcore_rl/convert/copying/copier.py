@@ -33,7 +33,7 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
 
     Raises:
         CheckpointError: Before anything is written, when the output exists, something else is being converted to it,
-            or memory or disk do not suffice; later, when a worker fails.
+            or memory or disk do not suffice; later, when a worker fails, or the output does not pass its check.
         DataError: Another process is at work on the same output.
     """
     workers = conversion.workers_within(settings)
@@ -48,6 +48,8 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
         job = CopyJob(conversion=conversion, settings=settings, out=work / "out", records=work / "done")
         run_tasks(job, workers, progress)
         conversion.finish(job.out, conversion.plan, list(job.recorded_tasks()))
+        if conversion.check is not None:
+            conversion.check(job.out)
         with checkpoint_errors_explained(conversion.final, "naming"):
             flush_to_disk(job.out)
             conversion.publish(job.out, conversion.final)

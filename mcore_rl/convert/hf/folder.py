@@ -38,6 +38,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
+NOT_JSON = (ValueError, RecursionError, MemoryError)
+"""Exceptions that parsing JSON raises; the last two on crafted texts."""
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -80,6 +82,9 @@ def open_hf(path: Path) -> HfFolder:
     """Return the tensors of a folder, or of one file; CheckpointError when files are missing, cut off or at odds."""
     folder = path if path.is_dir() else path.parent
     files = [path.name] if path.is_file() else _files(path)
+    # transformers would load the adapter's base and apply it; here its tensors would be left out, or be strange ones.
+    if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
+        raise CheckpointError(_adapter_fault(folder, adapter[0]))
     tensors: dict[str, HfTensor] = {}
     sizes, headers = {}, {}
     for name in files:
@@ -96,6 +101,18 @@ def open_hf(path: Path) -> HfFolder:
     return HfFolder(path=folder, config=config, tensors=tensors, files=sizes, headers=headers)
 
 
+def _adapter_fault(folder: Path, name: str) -> str:
+    """Return what is wrong with a folder that has an adapter, whose config names its kind and base."""
+    config = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
+    known = config if isinstance(config, dict) else {}
+    kind, base = known.get("peft_type", "an unknown kind"), known.get("base_model_name_or_path")
+    return (
+        f"{folder} has an adapter ({name}: {kind}{f' on {base}' if base else ''}), which changes what the model "
+        "computes, and is not merged here. Merge it first (peft: model.merge_and_unload(), then save_pretrained), or "
+        "move its files away to convert the model without it."
+    )
+
+
 def is_hf(path: Path) -> bool:
     """Return whether a path is of Hugging Face's format: a safetensors file, or a folder that has some."""
     return path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("*.safetensors*")))
@@ -103,12 +120,21 @@ def is_hf(path: Path) -> bool:
 
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file; CheckpointError when it cannot be read or is not JSON."""
+    refuse_special_file(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}. Take another copy.") from error
+    except NOT_JSON as error:
+        raise CheckpointError(f"{path} is not JSON: {error or 'too large'}. Take another copy.") from error
+
+
+def refuse_special_file(path: Path) -> None:
+    """Raise a CheckpointError for a pipe or device, which could be read for ever; what is not there passes."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(
+            f"{path} is no regular file, but a folder, pipe or device. Put the file itself there."
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -181,6 +207,7 @@ def _check_index(folder: Path, tensors: Mapping[str, HfTensor]) -> None:
 
 def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
     """Return a file's header, the byte at which its data begins, its size, and the header's SHA-256."""
+    refuse_special_file(file)
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -191,7 +218,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
     try:
         header = json.loads(raw)
-    except ValueError:
+    except NOT_JSON:
         header = None
     if not isinstance(header, dict):
         raise CheckpointError(
@@ -221,7 +248,7 @@ def _entries(
                 )
             position = stop
             yield name, tensor
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{file} has a header that is not of safetensors ({error}).") from error
     if data_start + position != size:
         raise CheckpointError(

@@ -9,10 +9,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from mcore_rl.backend.archives import FileRange
 from mcore_rl.backend.pickles import load_common, load_metadata
-from mcore_rl.checkpoint.folder import FORMAT_FILE, MARKER, Marker, check, step_of
+from mcore_rl.checkpoint.folder import FORMAT_FILE, MARKER, METADATA, Marker, check, step_of
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity
 from mcore_rl.checkpoint.read import find_checkpoint
-from mcore_rl.convert.hf.folder import read_json
+from mcore_rl.convert.hf.folder import read_json, refuse_special_file
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
 
@@ -62,6 +62,8 @@ class DistFolder:
 def open_dist(path: Path) -> DistFolder:
     """Return the checkpoint that `path` is or has in it; CheckpointError when it is damaged, incomplete or foreign."""
     path = find_checkpoint(path)
+    for name in (MARKER, METADATA, FORMAT_FILE):
+        refuse_special_file(path / name)
     marker = check(path) if (path / MARKER).exists() else None
     config = path / FORMAT_FILE
     if marker is None and (not config.is_file() or read_json(config).get("sharded_backend") != "torch_dist"):

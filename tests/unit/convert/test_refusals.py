@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import shutil
 import struct
@@ -18,6 +19,7 @@ from mcore_rl.convert.megatron.folder import open_dist
 from mcore_rl.errors import CheckpointError, ConfigError
 from tests.conversion import differing, exported, imported, saved, with_mtp, write_hf
 from tests.hf_models import Tensors, oracle
+from tests.unit.convert.conftest import Converted
 
 NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -77,12 +79,37 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit_header(f / SECOND, lambda h: first(h).update(dtype="F4")),
         "a type that is not",
     ),
+    "nested without end": (lambda f: nested_header(f / SECOND), "does not begin as safetensors do"),
+    "a pipe": (lambda f: as_pipe(f / SECOND), "names files that are not there"),
+    "a pipe without an index": (
+        lambda f: ((f / INDEX).unlink(), as_pipe(f / SECOND)),
+        f"{SECOND} is no regular file",
+    ),
+    "a config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "is not JSON"),
+    "an adapter": (
+        lambda f: (f / "adapter_config.json").write_text(
+            '{"peft_type": "LORA", "base_model_name_or_path": "wolf"}'
+        ),
+        r"has an adapter \(adapter_config.json: LORA on wolf\)",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "unknown family": (
         lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="x")),
         "model_type='x'",
     ),
 }
+
+
+def nested_header(file: Path) -> None:
+    """Write a header that no parser gets to the end of."""
+    text = b'{"a":' * 10**6
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def as_pipe(file: Path) -> None:
+    """Put a pipe in the file's place, from which a reader would wait for ever."""
+    file.unlink()
+    os.mkfifo(file)
 
 
 @pytest.mark.parametrize("fault", BROKEN_FILES)
@@ -241,6 +268,32 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         open_dist(checkpoint)
     (checkpoint / "metadata.json").unlink()
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        open_dist(checkpoint)
+
+
+CRAFTED = {
+    "a length beyond all memory": pickle.PROTO
+    + b"\x04"
+    + pickle.BINUNICODE8
+    + struct.pack("<Q", 2**62)
+    + b"x",
+    "an index beyond all memory": pickle.EMPTY_LIST
+    + pickle.LONG_BINPUT
+    + struct.pack("<I", 2**32 - 1)
+    + pickle.STOP,
+}
+
+
+@pytest.mark.parametrize("what", CRAFTED)
+def test_crafted_metadata_is_a_damaged_checkpoint(what: str, converted: Converted, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(converted("llama")[1], tmp_path / "iter_0000000"))
+    (checkpoint / "checkpoint.json").unlink()
+    (checkpoint / ".metadata").write_bytes(CRAFTED[what])
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        open_dist(checkpoint)
+    (checkpoint / ".metadata").unlink()
+    os.mkfifo(checkpoint / ".metadata")
+    with pytest.raises(CheckpointError, match=r"\.metadata is no regular file"):
         open_dist(checkpoint)
 
 

@@ -1,0 +1,57 @@
+"""An import is compared with transformers before it has its name, where that costs little or is asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.families.qwen3_moe import Qwen3Moe
+from mcore_rl.run.cli import main
+from tests.conversion import saved, write_hf
+from tests.unit.convert.test_fp8 import model as fp8_model
+
+
+def test_an_import_that_computes_something_else_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved("qwen3_moe", tmp_path / "hf", torch.bfloat16)
+    read = Qwen3Moe.from_hf
+
+    def misread(self, config):
+        arguments = read(self, config)
+        return arguments | {"moe": arguments["moe"] | {"normalize_top_k": False}}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Qwen3Moe, "from_hf", misread)
+        arguments = ["convert", "import", str(source), str(tmp_path / "ckpt"), "--workers", "1"]
+        assert main(arguments) == 2
+        assert "is another model: logits differ from transformers' by at most" in capsys.readouterr().err
+        assert not list((tmp_path / "ckpt").glob("iter_*[0-9]"))
+        # Nothing is copied again: what was written is named.
+        assert main([*arguments, "--no-check-logits"]) == 0
+    assert (tmp_path / "ckpt" / "iter_0000000").is_dir()
+    assert "logits" not in capsys.readouterr().out
+
+
+def test_an_import_in_another_type_is_compared_with_weights_rounded_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = saved("deepseek_v3", tmp_path / "plain")
+    config, stored, _ = fp8_model()
+    quantized = write_hf(tmp_path / "fp8", config, stored)
+    for source, options in ((plain, ["--dtype", "bf16"]), (quantized, [])):
+        out = tmp_path / f"ckpt_{source.name}"
+        assert main(["convert", "import", str(source), str(out), "--workers", "1", *options]) == 0
+        assert "logits differ from transformers' by at most" in capsys.readouterr().out
+
+
+def test_it_is_said_why_logits_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved("deepseek_v3", tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    arguments = ["convert", "import", str(source), str(tmp_path / "ckpt"), "--workers", "1"]
+    assert main(arguments) == 0
+    assert "logits are not compared: transformers has no 'kimi_k2'" in capsys.readouterr().out
+    assert main([*arguments, "--overwrite", "--check-logits"]) == 2
+    assert "there is nothing to compare the logits with" in capsys.readouterr().err
