@@ -75,7 +75,7 @@ setup(
     packages=find_packages(include=["mcore_rl", "mcore_rl.*", "launch"]),
     package_data={
         "mcore_rl": ["py.typed"],
-        "mcore_rl.report": ["page/*"],
+        "mcore_rl.report": ["page/*", "page/vendor/*"],
         "launch": ["py.typed", "templates/*", "clusters/*.toml", "recipes/*/*.toml"],
     },
     python_requires=">=3.11",

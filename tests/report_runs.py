@@ -112,7 +112,10 @@ def write_run(folder: Path, config: RunConfig, steps: int, samples: Sequence[int
     is_rl = isinstance(config, RlRunConfig)
     for step in range(1, steps + 1):
         if is_rl and step in (1, steps):
-            log.write_now(0 if step == 1 else step, [Metric("eval/accuracy", 0.1 + step / 100)])
+            log.write_now(
+                0 if step == 1 else step,
+                [Metric("eval/accuracy", 0.1 + step / 100), Metric("eval/prompts", 64)],
+            )
         log.write(step, (policy_metrics if is_rl else training_metrics)(step))
     log.message(f"warning: a warning with {HOSTILE}")
     log.write_now(steps, [Metric("eval/loss_nats", loss_at(steps))] if not is_rl else [])

@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from mcore_rl.obs.metric_table import row_of
+from mcore_rl.report.accuracies import ACCURACY, NUM_PROMPTS, by_conditions, own_conditions, wilson
 from mcore_rl.report.figures import LAYER_MAPS, Band, Figure, Line
 from mcore_rl.report.runs import RunRecord, Series
 
@@ -13,40 +14,57 @@ Chart: TypeAlias = dict[str, Any]
 """Record with kind (lines, experts, layers, stack or bars), title, note, and what page/*.js reads for that kind."""
 
 MAX_POINTS = 400
-"""Points of a line; a screen cannot show more."""
+"""Points of a line; beyond them each is the mean of neighbouring steps, because a screen cannot show more."""
 MAX_FRAMES, MAX_CELLS = 40, 120_000
 """Tables of the experts' load of a run, and numbers in all of them together."""
 MAX_COLUMNS = 160
 """Columns of a map of layers."""
 DIGITS = 6
-ACCURACY = "eval/accuracy"
-SPREAD = " Band: plus and minus the standard deviation within a group."
+BANDS = {
+    "spread": " Band: plus and minus the standard deviation within a group.",
+    "interval": " Band: interval of 95 % over the prompts.",
+    "extent": " Line: mean of neighbouring steps; band: from their smallest value to their largest.",
+}
+"""Kinds of bands around a line, and what a reader must know of each."""
 
 
 def line_charts(
     figures: Sequence[Figure | Band], runs: Sequence[RunRecord], run_indices: Sequence[int]
 ) -> Iterator[Chart]:
-    """Yield the charts of `figures` that a run has numbers for; `run_indices` are the indices of `runs` on the page."""
+    """Yield the charts of `figures` that a run has numbers for; `run_indices` are the indices of `runs` on the page.
+
+    Accuracies on held-out prompts are on one chart only where they were measured under the same conditions.
+    """
+    indexed = list(zip(run_indices, runs, strict=True))
     for figure in figures:
-        series = [
-            one
-            for run_index, run in zip(run_indices, runs, strict=True)
-            for one in _series_of(figure, run, run_index)
-        ]
-        if not series or (isinstance(figure, Figure) and not _is_worth_it(figure, series)):
+        if not (isinstance(figure, Figure) and figure.lines[0].metric == ACCURACY):
+            yield from _line_chart(figure, indexed)
             continue
-        first = figure.low if isinstance(figure, Band) else series[0]["metric"]
-        row = row_of(first)
-        yield {
-            "kind": "lines",
-            "title": figure.title,
-            "note": (figure.note or row.text) + (SPREAD if "low" in series[0] and series[0]["y"] else ""),
-            "unit": "1" if row.unit == "fraction" else row.unit,
-            "percent": row.unit == "fraction",
-            "zero": isinstance(figure, Figure) and figure.zero,
-            "smooth": isinstance(figure, Figure) and figure.smooth,
-            "series": series,
-        }
+        conditions = {run_index: own_conditions(run) for run_index, run in indexed}
+        for words in dict.fromkeys(conditions.values()):
+            alike = [(run_index, run) for run_index, run in indexed if conditions[run_index] == words]
+            for chart in _line_chart(figure, alike):
+                yield chart | {"note": f"{chart['note']} {words}."}
+
+
+def _line_chart(figure: Figure | Band, indexed: Sequence[tuple[int, RunRecord]]) -> Iterator[Chart]:
+    """Yield the chart of a figure, unless no run has numbers for it."""
+    series = [one for run_index, run in indexed for one in _series_of(figure, run, run_index)]
+    if not series or (isinstance(figure, Figure) and not _is_worth_it(figure, series)):
+        return
+    first = figure.low if isinstance(figure, Band) else series[0]["metric"]
+    row = row_of(first)
+    bands = {one["band"] for one in series if "band" in one}
+    yield {
+        "kind": "lines",
+        "title": figure.title,
+        "note": (figure.note or row.text) + "".join(text for band, text in BANDS.items() if band in bands),
+        "unit": "1" if row.unit == "fraction" else row.unit,
+        "percent": row.unit == "fraction",
+        "zero": isinstance(figure, Figure) and figure.zero,
+        "smooth": isinstance(figure, Figure) and figure.smooth,
+        "series": series,
+    }
 
 
 def _is_worth_it(figure: Figure, series: Sequence[Chart]) -> bool:
@@ -70,33 +88,61 @@ def _line_series(figure: Figure, run: RunRecord, run_index: int) -> Iterator[Cha
             series = run.series(name)
             if not len(series):
                 continue
-            kept = thinned(series.values)
-            one = _series(series, kept, run_index, name) | {"label": label, "style": line.style}
-            one["y"] = [rounded(series.values[at]) for at in kept]
-            if line.spread and (around := _spread(series, run.series(line.spread), kept)):
-                one["low"], one["high"] = around
+            bins = binned(len(series))
+            one = _series(series, bins, run_index, name) | {"label": label, "style": line.style}
+            one["y"] = [rounded(mean) for mean in means(series.values, bins)]
+            one["last"] = rounded(series.values[-1])
+            if around := _around(line, series, run, bins):
+                one["band"], one["low"], one["high"] = around
             yield one
 
 
 def _band_series(band: Band, run: RunRecord, run_index: int) -> Iterator[Chart]:
     low, high = run.series(band.low), run.series(band.high)
     if len(low) and low.steps == high.steps:
-        kept = sorted({*thinned(low.values), *thinned(high.values)})
-        yield _series(low, kept, run_index, band.low) | {
+        bins = binned(len(low))
+        yield _series(low, bins, run_index, band.low) | {
             "label": "",
             "style": "solid",
             "y": [],
-            "low": [rounded(low.values[at]) for at in kept],
-            "high": [rounded(high.values[at]) for at in kept],
+            "low": [rounded(min(low.values[at] for at in one)) for one in bins],
+            "high": [rounded(max(high.values[at] for at in one)) for one in bins],
         }
 
 
-def _series(series: Series, kept: Sequence[int], run_index: int, metric: str) -> Chart:
+def _around(
+    line: Line, series: Series, run: RunRecord, bins: Sequence[range]
+) -> tuple[str, list[float], list[float]] | None:
+    """Return the kind of the band around a line, a key of BANDS, with its lower and its upper edge."""
+    if line.spread and (spread := run.series(line.spread)).steps == series.steps:
+        pairs = list(zip(means(series.values, bins), means(spread.values, bins), strict=True))
+        return (
+            "spread",
+            [rounded(mean - around) for mean, around in pairs],
+            [rounded(mean + around) for mean, around in pairs],
+        )
+    if line.metric == ACCURACY and (counts := run.series(NUM_PROMPTS)).steps == series.steps:
+        intervals = [
+            wilson(mean, max(1, round(count)))
+            for mean, count in zip(means(series.values, bins), means(counts.values, bins), strict=True)
+        ]
+        return "interval", [rounded(low) for low, _ in intervals], [rounded(high) for _, high in intervals]
+    if len(bins) < len(series):
+        return (
+            "extent",
+            [rounded(min(series.values[at] for at in one)) for one in bins],
+            [rounded(max(series.values[at] for at in one)) for one in bins],
+        )
+    return None
+
+
+def _series(series: Series, bins: Sequence[range], run_index: int, metric: str) -> Chart:
     return {
         "run": run_index,
         "metric": metric,
-        "x": [series.steps[at] for at in kept],
-        "s": [rounded(series.seconds[at]) for at in kept],
+        "x": [rounded(mean) for mean in means(series.steps, bins)],
+        "s": [rounded(mean) for mean in means(series.seconds, bins)],
+        "binned": len(bins) < len(series),
     }
 
 
@@ -109,27 +155,15 @@ def _fitting(line: Line, run: RunRecord) -> list[tuple[str, str]]:
     return [(name, line.label.format(name.removeprefix(before).removesuffix(after))) for name in names]
 
 
-def _spread(mean: Series, spread: Series, kept: Sequence[int]) -> tuple[list[float], list[float]] | None:
-    """Return mean - spread and mean + spread; None when the two are not recorded at the same steps."""
-    if mean.steps != spread.steps:
-        return None
-    pairs = [(mean.values[at], spread.values[at]) for at in kept]
-    return [rounded(value - around) for value, around in pairs], [
-        rounded(value + around) for value, around in pairs
-    ]
+def binned(count: int, most: int = MAX_POINTS) -> list[range]:
+    """Return the indices of `count` values in at most `most` bins of neighbours, whose sizes differ by at most 1."""
+    num_bins = min(count, most)
+    return [range(at * count // num_bins, (at + 1) * count // num_bins) for at in range(num_bins)]
 
 
-def thinned(values: Sequence[float], most: int = MAX_POINTS) -> list[int]:
-    """Return indices of at most `most` values: all, or both ends and the extremes of stretches of equal length."""
-    count = len(values)
-    if count <= most:
-        return list(range(count))
-    stretches = most // 2 - 1
-    kept = {0, count - 1}
-    for stretch in range(stretches):
-        indices = range(stretch * count // stretches, (stretch + 1) * count // stretches)
-        kept |= {min(indices, key=values.__getitem__), max(indices, key=values.__getitem__)}
-    return sorted(kept)
+def means(values: Sequence[float], bins: Sequence[range]) -> list[float]:
+    """Return the mean of the values of each bin."""
+    return [math.fsum(values[at] for at in one) / len(one) for one in bins]
 
 
 def rounded(value: float) -> float:
@@ -270,31 +304,20 @@ def phase_seconds(run: RunRecord) -> list[tuple[str, float]]:
     return [*parts, (OTHER, rounded(other_s))] if other_s > 0 else parts
 
 
-def accuracy_chart(runs: Sequence[RunRecord]) -> Chart | None:
-    """Return the chart of accuracy on held-out prompts, one bar per run; None when no run was evaluated."""
-    bars = [
-        {"run": run_index, "value": rounded(last), "before": _at_start(run)}
-        for run_index, run in enumerate(runs)
-        if (last := held_out(run)) is not None
-    ]
-    if not bars:
-        return None
-    note = "Chance that one answer is correct, from evaluation.json (mcore-rl eval), else the run's last evaluation."
-    if any(bar["before"] is not None for bar in bars):
-        note += " A line marks the run's start."
-    return {"kind": "bars", "title": "Accuracy on held-out prompts, by run", "note": note, "bars": bars}
-
-
-def held_out(run: RunRecord) -> float | None:
-    """Return the accuracy of evaluation.json, which is comparable between stages, else of the run's last evaluation."""
-    kept: Mapping[str, Any] = run.evaluation
-    if ACCURACY in kept:
-        return float(kept[ACCURACY])
-    return next(reversed(run.series(ACCURACY).values), None)
-
-
-def _at_start(run: RunRecord) -> float | None:
-    """Return the accuracy of the run before its first step; None beside evaluation.json, which has other prompts."""
-    series = run.series(ACCURACY)
-    is_comparable = ACCURACY not in run.evaluation and len(series) and series.steps[0] == 0
-    return rounded(series.values[0]) if is_comparable else None
+def accuracy_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield a chart of accuracy on held-out prompts, one bar per run, for each of the conditions of evaluation."""
+    for conditions, found in by_conditions(runs).items():
+        bars = [
+            {
+                "run": run_index,
+                "value": rounded(one.value),
+                "before": None if one.before is None else rounded(one.before),
+                "interval": None if one.interval is None else [rounded(end) for end in one.interval],
+                "count": one.num_prompts,
+            }
+            for run_index, one in found.items()
+        ]
+        note = f"{conditions}. The thin line is the interval of 95 % (Wilson) over the n prompts."
+        if any(bar["before"] is not None for bar in bars):
+            note += " A mark shows the run's start."
+        yield {"kind": "bars", "title": "Accuracy on held-out prompts, by run", "note": note, "bars": bars}

@@ -50,7 +50,13 @@ LEARNING: tuple[Figure | Band, ...] = (
         zero=True,
     ),
     Figure("Reward", (Line("reward/mean", spread="reward/group_std"),)),
-    Figure("Accuracy, training prompts", (Line("reward/accuracy"),), zero=True),
+    Figure(
+        "Accuracy, training prompts",
+        (Line("reward/accuracy"),),
+        zero=True,
+        note="Completions sampled for training, at rl.rollout.temperature, of which the first part of the reward is 1 "
+        "or more; not to be compared with held-out prompts.",
+    ),
     Figure(
         "Parts of the reward",
         (Line("reward/part/*", "{}"),),

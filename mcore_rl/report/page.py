@@ -21,7 +21,8 @@ from mcore_rl.report.notices import Notice, notices
 from mcore_rl.report.runs import STAGES, RunRecord, Stage, read_runs
 from mcore_rl.report.samples import SampledStep, before_and_after
 
-SCRIPTS = ("base.js", "lines.js", "maps.js", "bars.js", "page.js")
+SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "lines.js", "maps.js", "bars.js", "page.js")
+STYLES = ("vendor/uPlot.min.css", "report.css")
 NUM_COLOURS = 8
 
 
@@ -75,10 +76,10 @@ def rendered(views: Sequence[RunView]) -> str:
     """Return the HTML of the page."""
     runs = [view.run for view in views]
     drawn: list[Chart] = []
-    overview = _appended(drawn, filter(None, [charts.accuracy_chart(runs)]))
+    overview = _appended(drawn, charts.accuracy_charts(runs))
     stages = [view for stage in STAGES if (view := _stage(stage, runs, drawn))]
-    script = "\n".join(_asset(name) for name in SCRIPTS)
-    style = _asset("report.css")
+    script = "\n".join(['"use strict";', *(_asset(name) for name in SCRIPTS)])
+    style = "\n".join(map(_asset, STYLES))
     data = {
         "runs": [{"name": view.run.name, "colour": view.colour, "label": view.run.label} for view in views],
         "charts": drawn,

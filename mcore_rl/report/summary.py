@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rl.config.toml import toml_value
 from mcore_rl.obs.attempts_file import RunAttempt
+from mcore_rl.report.accuracies import Accuracy, accuracies, by_conditions
 from mcore_rl.report.runs import RunRecord, Series
 
 
@@ -28,10 +29,13 @@ class Headline:
 
 def headline(run: RunRecord) -> Headline:
     """Return the accuracy on held-out prompts where there is one, else the reward or the loss."""
-    if accuracy := _evaluated(run):
-        return Headline(accuracy.partition(",")[0], "accuracy on held-out prompts")
+    for accuracy in accuracies(run):
+        begin = "" if accuracy.before is None else f"{percent(accuracy.before)} → "
+        value, _, interval = accuracy.text.partition(" (")
+        return Headline(
+            begin + value, f"accuracy on held-out prompts ({interval.rstrip(')')}): {accuracy.conditions}"
+        )
     for name, meaning, show in (
-        ("eval/accuracy", "accuracy on held-out prompts", percent),
         ("reward/mean", "reward", plain),
         ("eval/loss_nats", "held-out loss, nats a token", plain),
         ("train/loss_nats", "training loss, nats a token", plain),
@@ -111,8 +115,6 @@ NUMBERS: dict[str, Callable[[RunRecord], str]] = {
     "tokens trained on": lambda run: count(_last(run, "train/consumed_tokens")),
     "loss": lambda run: _first_to_last(run, "train/loss_nats", plain),
     "held-out loss": lambda run: _first_to_last(run, "eval/loss_nats", plain),
-    "accuracy on held-out prompts": lambda run: _first_to_last(run, "eval/accuracy", percent),
-    "the same by mcore-rl eval": lambda run: _evaluated(run),
     "reward": lambda run: _first_to_last(run, "reward/mean", plain),
     "entropy, nats": lambda run: _first_to_last(run, "policy/entropy_nats", plain),
     "KL to the old policy, largest": lambda run: _of(run.series("policy/kl_old_nats"), max, plain),
@@ -127,8 +129,24 @@ NUMBERS: dict[str, Callable[[RunRecord], str]] = {
 
 def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return rows of a table with one column per run; a row that no run has is left out."""
-    rows = [(name, [show(run) for run in runs]) for name, show in NUMBERS.items()]
+    rows = [
+        *_accuracy_rows(runs),
+        *((name, [show(run) for run in runs]) for name, show in NUMBERS.items()),
+    ]
     return [(name, cells) for name, cells in rows if any(cells)]
+
+
+def _accuracy_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
+    """Yield a row for each of the conditions of evaluation, so that cells beside each other can be compared."""
+    for conditions, found in by_conditions(runs).items():
+        cells = [_accuracy_text(found[index]) if index in found else "" for index in range(len(runs))]
+        yield f"accuracy, {conditions}", cells
+    yield "pass@k by mcore-rl eval", [_pass_at_k(run) for run in runs]
+
+
+def _accuracy_text(accuracy: Accuracy) -> str:
+    begin = "" if accuracy.before is None else f"{percent(accuracy.before)} → "
+    return begin + accuracy.text
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
@@ -147,12 +165,11 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield prefix + key, toml_value(value)
 
 
-def _evaluated(run: RunRecord) -> str:
-    """Return accuracy and pass@k of evaluation.json as text."""
+def _pass_at_k(run: RunRecord) -> str:
+    """Return the largest pass@k of evaluation.json as text."""
     kept = run.evaluation
-    shares = [percent(float(kept["eval/accuracy"]))] if "eval/accuracy" in kept else []
     chances = {int(key.rpartition("_")[2]): kept[key] for key in kept if key.startswith("eval/pass_at_")}
-    return ", ".join([*shares, *(f"pass@{k} {percent(float(chances[k]))}" for k in sorted(chances)[-1:])])
+    return ", ".join(f"pass@{k} {percent(float(chances[k]))}" for k in sorted(chances)[-1:])
 
 
 def _last(run: RunRecord, name: str) -> float | None:

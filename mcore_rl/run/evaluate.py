@@ -10,6 +10,7 @@ from mcore_rl.backend.launcher import world_size_of_launcher
 from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checks.rl_run import check_rl
+from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
@@ -47,7 +48,11 @@ def evaluate(config: RlRunConfig) -> None:
     if platform.rank == 0:
         if warning:
             sys.stderr.write(warning + "\n")
-        result = {"checkpoint": str(stored.path), "prompts": len(prompts.held_out)}
+        result = {
+            "checkpoint": str(stored.path),
+            "prompts": len(prompts.held_out),
+            "conditions": evaluation_conditions(config.model_dump()),
+        }
         sys.stdout.write(json.dumps(result | reduced(evaluation_metrics(statistics))) + "\n")
     platforms.stop()
 

@@ -4,6 +4,7 @@ The pages of a group share a folder, in the order in which they are read: each g
 What needs a GPU or a cluster is marked on its page, which tests/unit/test_docs.py keeps true; tests/slurm covers jobs.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ GROUPS = (
     ("docs/from_one_gpu_to_a_cluster.md", "docs/meshes.md"),
     ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md"),
     ("docs/conversion.md",),
+    ("docs/gsm8k.md",),
 )
 QUICKSTART_STEPS = 4
 ALONE = "mesh.tp=1 mesh.ep=1"
@@ -122,12 +124,22 @@ def lay_out(folder: Path, quickstart: Path) -> None:
     library = sorted(Path(os.__file__).parent.glob("*.py"), key=lambda path: path.stat().st_size)
     for path in library[-20:]:
         (folder / "books" / f"{path.stem}.txt").write_text(path.read_text())
-    (folder / "data").mkdir()
+    (folder / "data/gsm8k").mkdir(parents=True)
+    for name, first in (("train", 0), ("test", 100)):
+        lines = [json.dumps(apples(number)) + "\n" for number in range(first, first + 16)]
+        (folder / f"data/gsm8k/{name}.jsonl").write_text("".join(lines))
     (folder / "chat.jsonl").symlink_to(quickstart / "chat.jsonl")
     shape = {"num_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     saved("qwen3_moe", folder / "models/Qwen3-30B-A3B", torch.bfloat16, **shape)
     (folder / "model").symlink_to("models/Qwen3-30B-A3B")
     (folder / "runs/a").symlink_to("../checkpoints/qwen3")
+
+
+def apples(number: int) -> dict[str, str]:
+    """A problem with the fields and the form of GSM8K's, which is fetched from elsewhere."""
+    question = f"Ann has {number} apples and buys {number} more for $2 each. How many has she?"
+    worked = f"She has {number} + {number} = <<{number}+{number}={2 * number}>>{2 * number} apples."
+    return {"question": question, "answer": f"{worked}\n#### {2 * number}"}
 
 
 def masked(text: str) -> list[str]:

@@ -1,5 +1,7 @@
 """A headless Chromium, and the page of a pipeline's runs."""
 
+import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +9,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.report.page import write_report
-from tests.report_runs import write_all
+from tests.report_runs import write_all, write_run
 
 SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
 
@@ -28,6 +31,25 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_report(write_all(folder), folder / "report.html")
     return folder / "report.html"
+
+
+@pytest.fixture(scope="session")
+def long_report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[float]]]:
+    """The page of two runs of 10,000 steps, and the KL to the old policy at every step of each."""
+    folder = tmp_path_factory.mktemp("long")
+    runs, values = [], []
+    for seed, name in enumerate(("one", "two")):
+        runs.append(write_run(folder, RlRunConfig(run_dir=name), 2))
+        generator = random.Random(seed)
+        spiky = [0.06 if generator.random() < 0.02 else 1e-3 * generator.random() for _ in range(10_000)]
+        lines = (
+            json.dumps({"step": step, "time": 2.0 * step, "policy/kl_old_nats": value, "reward/mean": value})
+            for step, value in enumerate(spiky, 1)
+        )
+        (runs[-1] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        values.append(spiky)
+    write_report(runs, folder / "long.html")
+    return folder / "long.html", values
 
 
 class Opened:

@@ -49,7 +49,13 @@ function phaseColour(chart, name) {
   return `var(--phase${chart.phases.indexOf(name)})`;
 }
 
-/** Draws a fraction for every run as a bar, and a mark at the run's first value. */
+function intervalWords(bar) {
+  if (!bar.interval) return ", n not recorded";
+  const [low, high] = bar.interval.map((share) => words(share, "", true));
+  return `, ${low} to ${high}, n = ${bar.count}`;
+}
+
+/** Draws a fraction for every run as a bar with its interval, and a mark at the run's first value. */
 function drawBars(figure, chart) {
   const plot = figure.querySelector(".plot");
   const bars = chart.bars.filter((bar) => !VIEW.hidden.has(bar.run));
@@ -66,9 +72,14 @@ function drawBars(figure, chart) {
   bars.forEach((bar, at) => {
     const top = at * (BAR_HEIGHT + BAR_GAP) + 16;
     const { name, label } = DATA.runs[bar.run];
-    svg(root, "text", { x: 1, y: top - 4, class: "value" }, `${name} (${label}): ${words(bar.value, "", true)}`);
+    svg(root, "text", { x: 1, y: top - 4, class: "value" }, `${name} (${label}): ${words(bar.value, "", true)}${intervalWords(bar)}`);
     const group = svg(root, "g", { class: runClass(bar.run) });
     svg(group, "rect", { x: 1, y: top, width: Math.max(1, x(bar.value) - 1), height: BAR_HEIGHT, rx: 3, class: "filled" });
+    if (bar.interval) {
+      const [low, high] = bar.interval.map(x);
+      const middle = top + BAR_HEIGHT / 2;
+      svg(root, "path", { d: `M${low} ${middle}H${high}M${low} ${middle - 4}v8M${high} ${middle - 4}v8`, class: "interval" });
+    }
     if (bar.before !== null) {
       const mark = svg(root, "path", { d: `M${x(bar.before)} ${top - 2}v${BAR_HEIGHT + 4}`, class: "mark" });
       svg(mark, "title", {}, `start of the run: ${words(bar.before, "", true)}`);

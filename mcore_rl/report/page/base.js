@@ -1,8 +1,7 @@
-"use strict";
 // Shared by all kinds of charts: elements, ticks, formatted numbers, colours, and the reader's choices.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const VIEW = { axis: "x", smooth: true, hidden: new Set() };
+const VIEW = { axis: "x", smooth: true, log: false, hidden: new Set() };
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Adds an SVG element to `parent`. */

@@ -1,18 +1,24 @@
-// Lines over steps or time, with bands, dots, a legend with the last values, and all values under the pointer.
+// Lines over steps or time, drawn by uPlot: bands, dots, a legend with the last values, one cursor and one zoom for all charts.
 
-const HEIGHT = 210;
+const HEIGHT = 230;
 const RAW_IS_ENOUGH = 30;
+const PLOTS = new Map();
 
 function drawLines(figure, chart) {
   const plot = figure.querySelector(".plot");
   const shown = chart.series.filter((series) => !VIEW.hidden.has(series.run));
   const labels = lineLabels(chart);
   drawLegend(figure.querySelector(".legend"), chart, shown, labels);
+  PLOTS.get(figure)?.destroy();
+  PLOTS.delete(figure);
   plot.replaceChildren();
   if (!shown.length) return;
-  const frame = lineFrame(plot, chart, shown);
-  for (const series of shown) drawSeries(frame, series, VIEW.smooth && chart.smooth);
-  followPointer(plot, frame, chart, shown, labels);
+  const drawn = linesOf(chart, shown);
+  const options = lineOptions(plot, figure, chart, shown, labels, drawn);
+  const made = new uPlot(options, uPlot.join(drawn.tables), plot);
+  made.root.setAttribute("role", "img");
+  made.root.setAttribute("aria-label", ariaLabel(chart, shown));
+  PLOTS.set(figure, made);
 }
 
 /** Returns what distinguishes the series of a chart: run, label, or both. */
@@ -29,7 +35,7 @@ function lineLabels(chart) {
 
 function lastWords(series, chart) {
   const format = (value) => words(value, chart.unit, chart.percent);
-  if (series.y.length) return format(series.y[series.y.length - 1]);
+  if (series.y.length) return format(series.last);
   return `${format(series.low[series.low.length - 1])} … ${format(series.high[series.high.length - 1])}`;
 }
 
@@ -48,85 +54,118 @@ function drawLegend(legend, chart, shown, labels) {
   }
 }
 
-/** Draws scales, grid and ticks of a chart as wide as its box. */
-function lineFrame(plot, chart, shown) {
-  const width = Math.max(220, plot.clientWidth);
-  const xs = shown.flatMap((series) => series[VIEW.axis]);
-  const ys = shown.flatMap((series) => [...series.y, ...(series.low || []), ...(series.high || [])]);
-  let [left, right] = [Math.min(...xs), Math.max(...xs)];
-  let [low, high] = [Math.min(...ys), Math.max(...ys)];
-  if (chart.zero) [low, high] = [Math.min(0, low), Math.max(0, high)];
-  if (high === low) [low, high] = low ? [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1] : [0, 1];
-  else {
-    const room = (high - low) * 0.06;
-    [low, high] = [chart.zero && low === 0 ? 0 : low - room, high + room];
-  }
-  if (right === left) [left, right] = [left - 0.5, right + 0.5];
-  const [perUnit, unit] = VIEW.axis === "s" ? clock(right) : [1, "step"];
-  const yTicks = unitTicks(low, high, 4, chart.unit);
-  const yWords = yTicks.map((value) => words(value, chart.unit, chart.percent));
-  const margin = { left: 12 + 6.6 * Math.max(...yWords.map((text) => text.length)), right: 10, top: 8, bottom: 34 };
-  const inner = { width: width - margin.left - margin.right, height: HEIGHT - margin.top - margin.bottom };
-  const x = (value) => margin.left + ((value - left) / (right - left)) * inner.width;
-  const y = (value) => margin.top + (1 - (value - low) / (high - low)) * inner.height;
-  const root = svg(plot, "svg", {
-    width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": ariaLabel(chart, shown),
-  });
-  yTicks.forEach((value, at) => {
-    svg(root, "path", { d: `M${margin.left} ${y(value)}H${width - margin.right}`, class: "gridline" });
-    svg(root, "text", { x: margin.left - 6, y: y(value) + 4, "text-anchor": "end" }, yWords[at]);
-  });
-  for (const value of ticks(left / perUnit, right / perUnit, Math.min(6, inner.width / 70))) {
-    const at = x(value * perUnit);
-    svg(root, "text", { x: at, y: HEIGHT - margin.bottom + 15, "text-anchor": "middle" }, words(value, "", false));
-  }
-  svg(root, "text", { x: margin.left + inner.width / 2, y: HEIGHT - 4, "text-anchor": "middle" }, unit);
-  svg(root, "path", { d: `M${margin.left} ${HEIGHT - margin.bottom}H${width - margin.right}`, class: "axis" });
-  return { root, x, y, margin, inner, width, perUnit, unit };
-}
-
 function ariaLabel(chart, shown) {
   const last = shown.map((series) => `${DATA.runs[series.run].name} ${series.label} ${lastWords(series, chart)}`);
   return `${chart.title}. Last values: ${last.join("; ")}`;
 }
 
-function path(frame, xs, ys) {
-  return xs.map((value, at) => `${at ? "L" : "M"}${frame.x(value).toFixed(1)} ${frame.y(ys[at]).toFixed(1)}`).join("");
+/** Returns the unit of the x axis: [how much of a step or second is in it, its name]. */
+function xUnit(shown) {
+  return VIEW.axis === "s" ? clock(Math.max(...shown.map((series) => series.s[series.s.length - 1]))) : [1, "step"];
 }
 
-function drawSeries(frame, series, mayBeSmooth) {
-  const group = svg(frame.root, "g", { class: `series ${runClass(series.run)}` });
-  const xs = series[VIEW.axis];
-  if (series.low) {
-    const there = path(frame, xs, series.low);
-    const back = path(frame, [...xs].reverse(), [...series.high].reverse()).replace("M", "L");
-    svg(group, "path", { d: `${there}${back}Z`, class: "spread" });
-  }
-  if (!series.y.length) {
-    svg(group, "path", { d: path(frame, xs, series.low), class: "edge" });
-    svg(group, "path", { d: path(frame, xs, series.high), class: "edge" });
-    return;
-  }
-  if (series.style !== "dots" && xs.length > 1) {
-    const smooth = mayBeSmooth && xs.length >= RAW_IS_ENOUGH;
-    if (smooth) svg(group, "path", { d: path(frame, xs, series.y), class: "curve raw" });
-    const ys = smooth ? smoothed(series.y) : series.y;
-    svg(group, "path", { d: path(frame, xs, ys), class: `curve ${series.style}` });
-  }
-  if (series.style === "dots" || xs.length < RAW_IS_ENOUGH) {
-    xs.forEach((value, at) => svg(group, "circle", { cx: frame.x(value), cy: frame.y(series.y[at]), r: 3, class: "dot" }));
-  }
+/** Returns whether the y axis is logarithmic: the reader wants it, and something is above 0. */
+function isLogarithmic(shown) {
+  return VIEW.log && shown.some((series) => [...series.y, ...(series.high || [])].some((value) => value > 0));
 }
 
-/** Mean over about 6 % of the points, nearer ones counting more, fewer at the ends. An odd reach leaves nothing but the mean
- *  of values that alternate, as those of first and second updates do. */
+/**
+ * Returns what uPlot draws: `tables` of x and y values, for each line one, `lines` with the options of each, `bands` as
+ * indices of an upper and a lower line. On a logarithmic axis a value of 0 or less is left out, and a band that reaches there
+ * ends at the smallest positive value of the chart.
+ */
+function linesOf(chart, shown) {
+  const [perUnit] = xUnit(shown);
+  const logarithmic = isLogarithmic(shown);
+  const positive = shown.flatMap((series) => [...series.y, ...(series.low || [])]).filter((value) => value > 0);
+  const floor = positive.reduce((least, value) => Math.min(least, value), Infinity);
+  const [tables, lines, bands] = [[], [{}], []];
+  const add = (series, ys, options) => {
+    const xs = series[VIEW.axis].map((value) => value / perUnit);
+    tables.push([xs, logarithmic ? ys.map((value) => (value > 0 ? value : null)) : ys]);
+    lines.push({ spanGaps: true, width: 1.8, points: { show: false }, ...options });
+    return lines.length - 1;
+  };
+  for (const series of shown) {
+    const own = colour(`--run${DATA.runs[series.run].colour}`).join();
+    const stroke = `rgb(${own})`;
+    if (series.low) {
+      const edge = series.y.length ? { stroke: "transparent", width: 0 } : { stroke, width: 1.2 };
+      const low = logarithmic ? series.low.map((value) => Math.max(value, floor)) : series.low;
+      const at = [add(series, series.high, edge), add(series, low, edge)];
+      bands.push({ series: at, fill: `rgba(${own},.16)` });
+    }
+    if (!series.y.length) continue;
+    const dots = series.style === "dots" || series.y.length < RAW_IS_ENOUGH;
+    const smooth = VIEW.smooth && chart.smooth && !series.binned && series.style !== "dots" && series.y.length >= RAW_IS_ENOUGH;
+    if (smooth) add(series, series.y, { stroke: `rgba(${own},.28)`, width: 1 });
+    add(series, smooth ? smoothed(series.y) : series.y, {
+      stroke,
+      dash: series.style === "dash" ? [5, 4] : undefined,
+      paths: series.style === "dots" ? () => null : undefined,
+      points: { show: dots, size: 7, width: 1.8, stroke, fill: `rgb(${colour("--card").join()})` },
+      main: series,
+    });
+  }
+  return { tables, lines, bands, logarithmic, floor };
+}
+
+/** Returns uPlot's options. The cursor and the zoom of the charts of one stage are one. */
+function lineOptions(plot, figure, chart, shown, labels, drawn) {
+  const [, unit] = xUnit(shown);
+  const soft = `rgb(${colour("--soft").join()})`;
+  const grid = { stroke: `rgb(${colour("--grid").join()})`, width: 1 };
+  const font = "11px system-ui, sans-serif";
+  const common = { stroke: soft, font, labelFont: font, grid, ticks: { show: false } };
+  const show = (value) => (value === null ? "" : words(value, chart.unit, chart.percent));
+  const range = drawn.logarithmic
+    ? (_, low, high) => uPlot.rangeLog(low ?? drawn.floor, high ?? drawn.floor, 10, false)
+    : (_, low, high) => yRange(chart, low, high);
+  return {
+    width: Math.max(220, plot.clientWidth),
+    height: HEIGHT,
+    legend: { show: false },
+    scales: {
+      x: { time: false, range: (_, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
+      y: { distr: drawn.logarithmic ? 3 : 1, range },
+    },
+    axes: [
+      { ...common, grid: { show: false }, label: unit, labelSize: 16, size: 24, space: 60, values: (_, found) => found.map((value) => words(value, "", false)) },
+      {
+        ...common,
+        size: (_, found) => 12 + 6.6 * Math.max(1, ...(found || []).map((text) => (text || "").length)),
+        splits: drawn.logarithmic ? undefined : (_, axis, low, high) => unitTicks(low, high, 4, chart.unit),
+        values: (_, found) => found.map(show),
+      },
+    ],
+    series: drawn.lines,
+    bands: drawn.bands,
+    cursor: {
+      y: false,
+      points: { size: 6 },
+      drag: { x: true, y: false },
+      sync: { key: `${figure.closest("section").id} ${VIEW.axis}`, setSeries: false, scales: ["x", null] },
+    },
+    hooks: { ready: [(made) => followPointer(plot, made, chart, shown, labels)] },
+  };
+}
+
+/** Returns the y axis around the numbers in view, down to 0 where the chart wants it. */
+function yRange(chart, low, high) {
+  if (low === null || high === null) return [0, 1];
+  const [from, to] = chart.zero ? [Math.min(0, low), Math.max(0, high)] : [low, high];
+  if (from === to) return from ? [from - Math.abs(from) * 0.1, to + Math.abs(to) * 0.1] : [0, 1];
+  const room = (to - from) * 0.06;
+  return [chart.zero && from === 0 ? 0 : from - room, to + room];
+}
+
+/** Means over about 6 % of the points, nearer ones counting more; at the ends over the neighbours that are there. An odd reach
+ *  leaves nothing but the mean of values that alternate, as those of first and second updates do. */
 function smoothed(values) {
-  const half = 2 * Math.round(values.length * 0.02) + 1;
+  const reach = 2 * Math.round(values.length * 0.02) + 1;
   return values.map((_, at) => {
-    const room = Math.min(half, at, values.length - 1 - at);
-    const reach = room && room % 2 === 0 ? room - 1 : room;
     let [sum, weights] = [0, 0];
-    for (let away = -reach; away <= reach; away += 1) {
+    for (let away = Math.max(-reach, -at); away <= Math.min(reach, values.length - 1 - at); away += 1) {
       const weight = reach + 1 - Math.abs(away);
       sum += weight * values[at + away];
       weights += weight;
@@ -136,43 +175,39 @@ function smoothed(values) {
 }
 
 function nearest(sorted, value) {
-  let best = 0;
-  for (let at = 1; at < sorted.length; at += 1) {
-    if (Math.abs(sorted[at] - value) < Math.abs(sorted[best] - value)) best = at;
+  let [low, high] = [0, sorted.length - 1];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] <= value) low = middle;
+    else high = middle;
   }
-  return best;
+  return Math.abs(sorted[low] - value) <= Math.abs(sorted[high] - value) ? low : high;
 }
 
-function followPointer(plot, frame, chart, shown, labels) {
+/** Shows the values under the pointer, in the chart that it is on; the other charts show the cursor's line. */
+function followPointer(plot, made, chart, shown, labels) {
   const box = tip(plot);
-  const cursor = svg(frame.root, "path", { class: "cursor", d: "" });
   const format = (value) => words(value, chart.unit, chart.percent);
-  frame.root.addEventListener("pointermove", (event) => {
-    const bounds = frame.root.getBoundingClientRect();
-    const pointed = event.clientX - bounds.left;
-    const share = (pointed - frame.margin.left) / frame.inner.width;
-    if (share < -0.02 || share > 1.02) return leave();
+  const [perUnit] = xUnit(shown);
+  made.over.addEventListener("pointermove", (event) => {
+    const bounds = plot.getBoundingClientRect();
+    const wanted = made.posToVal(event.clientX - made.over.getBoundingClientRect().left, "x") * perUnit;
     const found = shown.map((series) => {
-      const xs = series[VIEW.axis];
-      const at = nearest(xs.map(frame.x), pointed);
-      return { series, at, x: xs[at] };
+      const at = nearest(series[VIEW.axis], wanted);
+      return { series, at, away: Math.abs(series[VIEW.axis][at] - wanted) };
     });
-    const closest = found.reduce((a, b) => (Math.abs(frame.x(a.x) - pointed) <= Math.abs(frame.x(b.x) - pointed) ? a : b));
-    const here = found.filter((one) => Math.abs(frame.x(one.x) - frame.x(closest.x)) < frame.inner.width * 0.03);
-    cursor.setAttribute("d", `M${frame.x(closest.x)} ${frame.margin.top}v${frame.inner.height}`);
+    const closest = found.reduce((one, other) => (one.away <= other.away ? one : other));
+    const room = 0.03 * (made.scales.x.max - made.scales.x.min) * perUnit;
+    const here = found.filter((one) => one.away <= closest.away + room);
     const rows = here.map(({ series, at }) => {
       const range = series.low ? `${format(series.low[at])} … ${format(series.high[at])}` : "";
       const value = series.y.length ? format(series.y[at]) + (range ? ` (${range})` : "") : range;
       return [runClass(series.run), labels.get(series), value];
     });
-    const step = closest.series.x[closest.at];
-    const [perUnit, unit] = clock(closest.series.s[closest.at]);
-    box.show(pointed, event.clientY - bounds.top, `step ${step}, ${trim(closest.series.s[closest.at] / perUnit, 3)} ${unit}`, rows);
-    return undefined;
+    const seconds = closest.series.s[closest.at];
+    const [inUnit, unit] = clock(seconds);
+    const step = `step ${trim(closest.series.x[closest.at], 6)}, ${trim(seconds / inUnit, 3)} ${unit}`;
+    box.show(event.clientX - bounds.left, event.clientY - bounds.top, step, rows);
   });
-  function leave() {
-    box.hide();
-    cursor.setAttribute("d", "");
-  }
-  frame.root.addEventListener("pointerleave", leave);
+  made.over.addEventListener("pointerleave", () => box.hide());
 }

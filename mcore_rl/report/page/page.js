@@ -20,6 +20,10 @@ function start() {
     VIEW.smooth = event.target.checked;
     drawAll();
   });
+  document.getElementById("log").addEventListener("change", (event) => {
+    VIEW.log = event.target.checked;
+    drawAll();
+  });
   for (const box of document.querySelectorAll(".show")) {
     box.addEventListener("change", () => {
       VIEW.hidden[box.checked ? "delete" : "add"](Number(box.value));

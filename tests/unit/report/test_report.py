@@ -9,10 +9,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import DataError
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.report import charts, summary
+from mcore_rl.report import accuracies, charts, summary
 from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
 from mcore_rl.report.notices import notices
 from mcore_rl.report.page import script_safe, write_report
@@ -105,7 +106,8 @@ def test_phases_of_a_step_sum_to_its_time(runs):
 def test_runs_come_by_stage_and_the_table_tells_first_and_last(runs):
     assert [run.label for run in runs] == ["Pretraining", "Fine-tuning", "GSPO", "GRPO"]
     table = dict(summary.numbers(runs))
-    assert table["accuracy on held-out prompts"] == ["", "", "11.0 % → 50.0 %", "11.0 % → 50.0 %"]
+    (accuracy,) = [cells for name, cells in table.items() if name.startswith("accuracy, ")]
+    assert accuracy == ["", "", *["11.0 % → 50.0 % (95 %: 38.1 to 61.9, n = 64)"] * 2]
     _, losses = told(runs[0], "train/loss_nats")
     assert table["loss"][0] == f"{losses[0]:.4g} → {losses[-1]:.4g}"
     speeds = told(runs[0], "train/tokens_per_s_per_rank")[1]
@@ -159,13 +161,38 @@ def test_data_cannot_end_its_script():
     assert json.loads(script_safe(data)) == data
 
 
-def test_thinning_keeps_both_ends_and_every_extreme():
-    values = [0.0] * 10_000
-    values[1234], values[5678] = 9.0, -9.0
-    kept = charts.thinned(values)
-    assert len(kept) <= charts.MAX_POINTS and kept == sorted(set(kept))
-    assert {0, 1234, 5678, 9999} <= set(kept)
-    assert charts.thinned([3.0, 1.0]) == [0, 1]
+def test_long_curves_are_means_of_neighbours_of_which_none_is_left_out():
+    values = [0.0] * 10_001
+    values[1234], values[10_000] = 9.0, -9.0
+    bins = charts.binned(len(values))
+    assert [index for one in bins for index in one] == list(range(10_001)) and len(bins) == charts.MAX_POINTS
+    assert {len(one) for one in bins} == {25, 26}
+    drawn = charts.means(values, bins)
+    assert sorted(drawn)[-1] == pytest.approx(9 / 25, rel=0.05) and drawn[-1] == pytest.approx(-9 / 26)
+    assert charts.means([3.0, 1.0], charts.binned(2)) == [3.0, 1.0]
+
+
+def test_accuracies_have_wilson_s_interval():
+    # Newcombe 1998, table I: 81 of 263 and 15 of 148.
+    assert accuracies.wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert accuracies.wilson(15 / 148, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert accuracies.wilson(0.0, 20)[0] == 0.0
+
+
+def test_only_accuracies_under_the_same_conditions_stand_beside_each_other(runs):
+    sft, gspo, grpo = runs[1:]
+    same = {"eval/accuracy": 0.25, "eval/prompts": 64, "conditions": evaluation_conditions(gspo.config)}
+    warmer = same | {"conditions": same["conditions"] | {"temperature": 0.7}}
+    mixed = [replace(sft, evaluation=same), gspo, replace(grpo, evaluation=warmer)]
+    drawn = list(charts.accuracy_charts(mixed))
+    assert [[bar["run"] for bar in chart["bars"]] for chart in drawn] == [[0, 1, 2], [2]]
+    assert "temperature 0," in drawn[0]["note"] and "temperature 0.7," in drawn[1]["note"]
+    rows = [(name, cells) for name, cells in summary.numbers(mixed) if name.startswith("accuracy, ")]
+    assert [cells[2] for _, cells in rows] == [
+        "11.0 % → 50.0 % (95 %: 38.1 to 61.9, n = 64)",
+        "25.0 % (95 %: 16.0 to 36.8, n = 64)",
+    ]
+    assert rows[1][1][:2] == ["", ""]
 
 
 def test_evenly_spaced_places_have_both_ends():
@@ -244,22 +271,15 @@ def test_an_evaluation_kept_beside_a_run_counts(tmp_path):
     (run_dir / "evaluation.json").write_text(
         'some words\n{"checkpoint": "x", "eval/accuracy": 0.25, "eval/pass_at_2": 0.3, "eval/pass_at_4": 0.5}\n'
     )
-    chart = charts.accuracy_chart(read_runs([run_dir]))
-    assert chart["bars"] == [{"run": 0, "value": 0.25, "before": None}]
-    assert summary.headline(*read_runs([run_dir])).value == "25.0 %"
-    assert dict(summary.numbers(read_runs([run_dir])))["the same by mcore-rl eval"] == [
-        "25.0 %, pass@4 50.0 %"
-    ]
+    (chart,) = charts.accuracy_charts(read_runs([run_dir]))
+    assert [(bar["value"], bar["before"], bar["count"]) for bar in chart["bars"]] == [(0.25, None, None)]
+    assert chart["note"].startswith("evaluation.json without its conditions")
+    headline = summary.headline(*read_runs([run_dir]))
+    assert headline.value == "25.0 %" and "n not recorded" in headline.meaning
+    assert dict(summary.numbers(read_runs([run_dir])))["pass@k by mcore-rl eval"] == ["pass@4 50.0 %"]
     (run_dir / "evaluation.json").write_text("{torn")
     with pytest.raises(DataError, match="mcore-rl eval prints"):
         read_runs([run_dir])
-
-
-def test_an_evaluation_that_was_kept_goes_before_the_run_s_own(runs):
-    grpo = replace(runs[3], evaluation={"eval/accuracy": 0.75})
-    own, kept = charts.accuracy_chart([runs[3]])["bars"], charts.accuracy_chart([grpo])["bars"]
-    assert own == [{"run": 0, "value": 0.5, "before": 0.11}]
-    assert kept == [{"run": 0, "value": 0.75, "before": None}]
 
 
 def test_every_figure_is_of_metrics_that_exist():

@@ -1,0 +1,29 @@
+"""Conditions of an evaluation on held-out prompts, which two accuracies must share to be compared."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the conditions of the evaluations of an RL config, given as the mapping of its sections.
+
+    Returns:
+        "prompts": the files, or task and sizes with the seed; "first": how many of them; "samples" of each prompt;
+        "temperature"; "max_new_tokens"; "correct_by": the part of the reward that says what is correct.
+    """
+    rl = config.get("rl", {})
+    prompts, evaluation = rl.get("prompts", {}), rl.get("eval", {})
+    task = prompts.get("task", "file")
+    if task == "file":
+        source = ", ".join(evaluation.get("files", ()))
+    else:
+        sizes = f"{prompts.get('smallest')} to {prompts.get('largest')}"
+        source = f"{task} {sizes}, seed {config.get('train', {}).get('seed')}"
+    return {
+        "prompts": source,
+        "first": evaluation.get("num_prompts"),
+        "samples": evaluation.get("samples"),
+        "temperature": evaluation.get("temperature"),
+        "max_new_tokens": rl.get("rollout", {}).get("max_new_tokens"),
+        "correct_by": next(iter(rl.get("reward", {}).get("parts", ())), None),
+    }
