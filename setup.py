@@ -35,13 +35,17 @@ EXTRAS = {
     # Megatron also uses NVIDIA's apex when it can be imported. It is installed from its own source tree: the
     # package called "apex" on PyPI is something else.
     "gpu": ["transformer-engine[pytorch]>=2.9"],
+    "parquet": ["pyarrow>=16"],
+    "hub": ["datasets>=3"],
     "wandb": ["wandb>=0.17"],
     # CRC-32 of checkpoints, several times as fast as zlib's.
     "isal": ["isal>=1.6"],
     # tests/report drives a Chromium with it: Debian's, none that it downloads.
     "browser": ["playwright>=1.45"],
     "dev": [
+        "datasets>=3",
         "hypothesis>=6.100",
+        "pyarrow>=16",
         "pytest>=8",
         "pytest-xdist>=3.5",
         "ruff>=0.6",

@@ -38,7 +38,8 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
     if template not in ("", "tokenizer", "plain", "raw"):
         yield "data.chat_template", Path(template), "the template"
     for split, file in _files(data):
-        yield f"data.{split}", Path(file), "the file"
+        if not file.startswith("hub:"):
+            yield f"data.{split}", Path(file), "the file"
     yield from _prompt_files(config)
 
 
@@ -64,4 +65,4 @@ def _prompt_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
             ("rl.prompts.files", config.rl.prompts.files),
             ("rl.eval.files", config.rl.eval.files),
         ):
-            yield from ((field, Path(file), "the file") for file in files)
+            yield from ((field, Path(file), "the file") for file in files if not file.startswith("hub:"))

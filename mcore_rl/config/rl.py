@@ -18,9 +18,13 @@ class PromptConfig(Section):
     """Source of prompts; `file`: read `files`; the others make problems without end, each from the seed and its index
     alone; `module:name` does so with a function of your own (random generator, size -> rl.tasks.TaskProblem)."""
     files: tuple[str, ...] = ()
-    """JSON lines with a prompt and an answer; all other fields of a line reach the reward functions."""
+    """JSON lines (also .gz), .parquet, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT, with a prompt and
+    an answer; all other fields of a line reach the reward functions."""
     prompt_field: str = "prompt"
     """The field with the prompt: text, or a list of {"role", "content"}."""
+    prompt_template: Text | None = None
+    """Text of the prompt in which {name} is a field of the line ({{name}} is the text {name}), as "{question} Put the
+    answer in \\boxed{}."; `none`: the prompt is `prompt_field`."""
     answer_field: str = "answer"
     """The field with the reference answer; a line may lack it when no reward needs it."""
     smallest: PositiveInt = 2

@@ -2,23 +2,36 @@
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Text
 
 
 class SFTDataConfig(Section):
     """Conversations as JSON lines, shuffled by train.seed and packed into sequences without seeing each other."""
 
     train: tuple[str, ...] = ()
-    """Files to train on, one conversation per line."""
+    """Data to train on: files of JSON lines (also .gz) or .parquet, one conversation per line or row, or datasets of
+    the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
     valid: tuple[str, ...] = ()
-    """Files to evaluate on; an empty list: no evaluation."""
+    """Data to evaluate on, in the same forms; an empty list: no evaluation."""
     format: Literal["auto", "chat", "prompt_response"] = "auto"
     """Form of a line; `chat`: {"messages": [{"role", "content"}, ...]}; `prompt_response`: {"prompt", "response"}, a
     chat of two turns; `auto`: by the keys of each line."""
+    messages_field: Text = "messages"
+    """Field of a line with the turns of a chat, a list of {"role", "content"}."""
+    prompt_field: Text = "prompt"
+    """Field of a line with the prompt, in lines of prompt and response."""
+    response_field: Text = "response"
+    """Field of a line with the response."""
+    prompt_template: Text | None = None
+    """Text of the prompt in which {name} is a field of the line ({{name}} is the text {name}), as "Question:
+    {question}"; `none`: the prompt is `prompt_field`."""
+    max_bad: NonNegativeInt | None = 0
+    """Lines that may be no conversation: they are left out, counted, and logged with file and line; more end the run
+    before it starts; `none`: any number."""
     chat_template: str = "tokenizer"
     """Template that makes text of a conversation; `tokenizer`: the one in the tokenizer's folder; `plain`: "role:"
     above each turn; `raw`: the turns end to end with nothing between; anything else: a file with a jinja template."""

@@ -1,17 +1,20 @@
 """Files to documents: JSON lines or plain text, cut at byte offsets so that any process can read any part."""
 
+import gzip
 import json
-from collections.abc import Iterator, Sequence
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
+from mcore_rl.data.records import HUB, is_gzipped, is_table, load_hub, open_bytes, read_rows
 from mcore_rl.errors import DataError
 from mcore_rl.files import with_ending
 
 BOM = b"\xef\xbb\xbf"
 COMPRESSED = {
-    b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\xfd7zXZ": "xz",
     b"BZh": "bzip2",
@@ -37,9 +40,13 @@ class DocumentFormat:
     separator: str | None = None
     """Line that separates two documents of plain text; "" is a blank line, None makes each file one document."""
 
+    def is_splittable_in(self, name: str) -> bool:
+        """Return whether the file `name` may be read in parts, as neither tables nor packed files are."""
+        return self.is_splittable and not is_table(name) and not is_gzipped(name)
+
     @property
     def is_splittable(self) -> bool:
-        """True when a file may be read in parts."""
+        """True when a file of lines may be read in parts."""
         return self.kind == "jsonl" or self.separator is not None
 
     def is_boundary(self, line: bytes) -> bool:
@@ -88,6 +95,9 @@ def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
     """
     paths: list[Path] = []
     for path in inputs:
+        if str(path).startswith(HUB):
+            paths.append(path)
+            continue
         if not path.exists():
             raise DataError(f"input {path} does not exist. Give files, or folders of files.")
         inner = (
@@ -111,6 +121,12 @@ def _is_output(path: Path) -> bool:
 
 
 def _source(path: Path) -> InputFile:
+    if str(path).startswith(HUB):
+        rows = load_hub(str(path))
+        # The fingerprint stands for the time of change: a dataset that has changed has another.
+        return InputFile(
+            path=str(path), num_bytes=rows.data.nbytes, modified_ns=zlib.crc32(rows._fingerprint.encode())
+        )
     try:
         with open(path, "rb") as file:
             start = file.read(8)
@@ -125,7 +141,12 @@ def _source(path: Path) -> InputFile:
 
 def format_of_endings(sources: Sequence[InputFile]) -> Literal["jsonl", "text"]:
     """Return the format that the files' endings stand for; DataError when they stand for none, or for several."""
-    kinds = {ENDINGS.get(Path(source.path).suffix.lower()) for source in sources}
+    kinds = {
+        "jsonl"
+        if is_table(source.path)
+        else ENDINGS.get(Path(source.path.lower().removesuffix(".gz")).suffix)
+        for source in sources
+    }
     kind = kinds.pop()
     if kinds or kind is None:
         endings = sorted({Path(source.path).suffix for source in sources})
@@ -144,7 +165,12 @@ class DocumentReader:
         self.num_lines = 0
 
     def __iter__(self) -> Iterator[Document]:
-        with open(self.file_slice.path, "rb") as file:
+        if is_table(self.file_slice.path):
+            for number, entry in enumerate(read_rows(self.file_slice.path), start=1):
+                self.num_lines = number
+                yield _entry_record(entry, key=self.document_format.key, line=number)
+            return
+        with open_bytes(self.file_slice.path) as file:
             if not self.document_format.is_splittable:
                 yield _text_record(file.read().removeprefix(BOM), line=1)
             elif self.document_format.kind == "jsonl":
@@ -154,7 +180,9 @@ class DocumentReader:
                 yield from self._separated(self._lines(file))
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        offset = self.file_slice.start
+        offset, last = self.file_slice.start, self.file_slice.end
+        if isinstance(file, gzip.GzipFile):
+            last = sys.maxsize  # a packed file is one slice, whose size is that of the packed bytes
         # One byte back: a slice that begins right after a line end begins with a whole line, which must not be skipped.
         if offset:
             file.seek(offset - 1)
@@ -162,7 +190,7 @@ class DocumentReader:
         is_inside = self.file_slice.start == 0
         for line in file:
             is_boundary = self.document_format.is_boundary(line)
-            if offset >= self.file_slice.end and (is_boundary or not is_inside):
+            if offset >= last and (is_boundary or not is_inside):
                 return
             is_inside = is_inside or is_boundary
             if is_inside:
@@ -203,6 +231,10 @@ def _json_record(content: bytes, *, key: str, line: int) -> Document:
         return Document(line=line, problem=f"not JSON ({error})")
     if not isinstance(entry, dict):
         return Document(line=line, problem=f"a JSON {type(entry).__name__}, not an object")
+    return _entry_record(entry, key=key, line=line)
+
+
+def _entry_record(entry: Mapping[str, Any], *, key: str, line: int) -> Document:
     if key not in entry:
         return Document(line=line, problem=f"no key {key!r} (keys: {', '.join(entry) or 'none'})")
     text = entry[key]

@@ -1,9 +1,7 @@
 """Conversations of JSON lines as token arrays; every line that cannot be used is named."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -11,6 +9,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import Chat, Conversation, EncodedConversation
+from mcore_rl.data.records import Record, filled, read_records
 from mcore_rl.errors import DataError
 
 SHOWN = 5
@@ -28,6 +27,8 @@ class Examples:
     """Offset of each conversation's first token, and finally the end of the last conversation."""
     num_skipped: int
     """Conversations that are longer than a packed sequence."""
+    bad_lines: tuple[str, ...] = ()
+    """File, line and reason of each line that was left out because it is no conversation."""
 
     def __len__(self) -> int:
         return len(self.starts_N) - 1
@@ -53,9 +54,10 @@ def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Ex
             # Converted at once: as Python's numbers a million conversations would not fit in memory.
             ids.append(numpy.array(example.ids_T, numpy.int32))
             assistant_mask.append(numpy.array(example.assistant_mask_T, numpy.bool_))
-    if reader.problems:
-        shown = "\n".join(reader.problems[:SHOWN])
-        more = len(reader.problems) - SHOWN
+    is_beyond = config.max_bad is not None and len(reader.problems) > config.max_bad
+    if mistakes := [*(reader.problems if is_beyond else ()), *reader.refused]:
+        shown = "\n".join(mistakes[:SHOWN])
+        more = len(mistakes) - SHOWN
         raise DataError(shown + (f"\nand {more} more like these" if more > 0 else ""))
     if not ids:
         long = f": all {reader.num_skipped} conversations are longer" if reader.num_skipped else ""
@@ -68,6 +70,7 @@ def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Ex
         assistant_mask_T=numpy.concatenate(assistant_mask),
         starts_N=numpy.cumsum([0, *map(len, ids)], dtype=numpy.int64),
         num_skipped=reader.num_skipped,
+        bad_lines=tuple(reader.problems),
     )
 
 
@@ -78,16 +81,17 @@ class _Reader:
         self.config = config
         self.chat = chat
         self.problems: list[str] = []
+        self.refused: list[str] = []
         self.num_skipped = 0
 
     def read(self, path: str) -> Iterator[EncodedConversation]:
         """Yield the conversations of one file that fit in a packed sequence."""
-        before = len(self.problems)
         num_lines = 0
-        for number, line in _lines(path):
+        for record in read_records(path):
             num_lines += 1
+            number = record.line
             try:
-                example = self._example(line)
+                example = self._example(record)
             except DataError as error:
                 self.problems.append(f"{path}:{number}: {error}.")
                 continue
@@ -97,67 +101,54 @@ class _Reader:
             elif self.config.too_long == "skip":
                 self.num_skipped += 1
             else:
-                self.problems.append(
+                self.refused.append(
                     f"{path}:{number}: {length} tokens, and data.seq_length={self.config.seq_length}. Raise it, or set "
                     'data.too_long="skip".'
                 )
-        if not num_lines and len(self.problems) == before:
-            self.problems.append(f"{path} is empty. Give it lines with conversations, or leave it out.")
+        if not num_lines:
+            self.refused.append(f"{path} is empty. Give it lines with conversations, or leave it out.")
 
-    def _example(self, line: bytes) -> EncodedConversation:
-        """Return the conversation in `line`; a DataError without file and line when there is nothing to train on."""
-        conversation = _conversation(_entry(line), self.config.format)
+    def _example(self, record: Record) -> EncodedConversation:
+        """Return the conversation of a record; a DataError without file and line when there is nothing to train on."""
+        if record.entry is None:
+            raise DataError(record.problem)
+        conversation = _conversation(record.entry, self.config)
         example = self.chat.encode(conversation)
         if not any(example.assistant_mask_T[1:]):
             raise DataError("the assistant has no text in it, as this template renders it")
         return example
 
 
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the content of each line that is not blank."""
-    try:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. Name files that exist.") from error
-
-
-def _entry(line: bytes) -> dict[str, Any]:
-    try:
-        entry = json.loads(line.decode("utf-8-sig"))
-        # JSON can spell half a surrogate pair ("\\ud800"), which no tokenizer takes.
-        json.dumps(entry, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise DataError("it holds a lone surrogate, which is not text") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise DataError(f"a JSON {type(entry).__name__}, wanted an object")
-    return entry
-
-
-def _conversation(entry: dict[str, Any], wanted: str) -> Conversation:
+def _conversation(entry: Mapping[str, Any], config: SFTDataConfig) -> Conversation:
+    wanted = config.format
     if wanted == "auto":
-        wanted = "prompt_response" if "prompt" in entry and "messages" not in entry else "chat"
+        has_messages = config.messages_field in entry
+        is_pair = config.prompt_template is not None or config.prompt_field in entry
+        wanted = "prompt_response" if is_pair and not has_messages else "chat"
     if wanted == "chat":
-        return Conversation(messages=tuple(_messages(entry)), tools=tuple(_tools(entry)))
-    for key in ("prompt", "response"):
+        return Conversation(
+            messages=tuple(_messages(entry, config.messages_field)), tools=tuple(_tools(entry))
+        )
+    keys = [config.response_field]
+    if config.prompt_template is None:
+        keys.insert(0, config.prompt_field)
+    for key in keys:
         if not isinstance(entry.get(key), str):
-            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text')
+            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text (keys: {", ".join(entry)})')
+    template = config.prompt_template
+    prompt = entry[config.prompt_field] if template is None else filled(template, entry)
     return Conversation(
         messages=(
-            {"role": "user", "content": entry["prompt"]},
-            {"role": "assistant", "content": entry["response"]},
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": entry[config.response_field]},
         )
     )
 
 
-def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = entry.get("messages")
+def _messages(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    messages = entry.get(key)
     if not isinstance(messages, list):
-        raise DataError(f'"messages" is {_kind(entry, "messages")}, wanted a list (keys: {", ".join(entry)})')
+        raise DataError(f'"{key}" is {_kind(entry, key)}, wanted a list (keys: {", ".join(entry)})')
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f'turn {number} is no object with a "role"')
@@ -166,12 +157,12 @@ def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _tools(entry: dict[str, Any]) -> list[dict[str, Any]]:
+def _tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools = entry.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f'"tools" is {_kind(entry, "tools")}, wanted a list of objects')
     return tools
 
 
-def _kind(entry: dict[str, Any], key: str) -> str:
+def _kind(entry: Mapping[str, Any], key: str) -> str:
     return f"a {type(entry[key]).__name__}" if key in entry else "not there"

@@ -75,7 +75,7 @@ def plan_shards(sources: Sequence[InputFile], document_format: DocumentFormat) -
     file_slices: list[FileSlice] = []
     filled = 0
     for source in sources:
-        step = size if document_format.is_splittable else max(source.num_bytes, 1)
+        step = size if document_format.is_splittable_in(source.path) else max(source.num_bytes, 1)
         for start in range(0, max(source.num_bytes, 1), step):
             end = min(start + step, source.num_bytes)
             file_slices.append(FileSlice(path=source.path, start=start, end=end))

@@ -3,13 +3,14 @@
 import json
 import random
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.extension import choose
 from mcore_rl.config.rl import PromptConfig
+from mcore_rl.data.records import Record, filled, read_records
 from mcore_rl.errors import DataError
 from mcore_rl.rl.types import Problem
 
@@ -68,8 +69,9 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
     bad_lines: list[BadLine] = []
     for name in config.files:
         before = len(problems)
-        for number, line in enumerate(_lines(name), start=1):
-            read = _read_line(line, name, number, config, needs_answer)
+        for record in read_records(name):
+            number = record.line
+            read = _read_record(record, name, config, needs_answer)
             if isinstance(read, Problem):
                 problems.append(read)
             else:
@@ -78,34 +80,22 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
             of_this = [bad for bad in bad_lines if bad.file == name]
             first = f" Line {of_this[0].line}: {of_this[0].reason}." if of_this else ""
             raise DataError(
-                f"{name} holds no prompt in {len(of_this)} lines.{first} Wanted: JSON lines with "
+                f"{name} holds no prompt in {len(of_this)} lines.{first} Wanted: lines with "
                 f"{config.prompt_field!r} and {config.answer_field!r} (rl.prompts.prompt_field, answer_field)."
             )
     return ProblemFile(problems=tuple(problems), bad_lines=tuple(bad_lines))
 
 
-def _lines(name: str) -> Iterator[bytes]:
-    try:
-        with open(name, "rb") as file:
-            yield from file
-    except OSError as error:
-        raise DataError(
-            f"prompt file {name} cannot be read: {error.strerror}. Check rl.prompts.files."
-        ) from error
-
-
-def _read_line(
-    line: bytes, name: str, number: int, config: PromptConfig, needs_answer: bool = False
-) -> Problem | str:
+def _read_record(record: Record, name: str, config: PromptConfig, needs_answer: bool) -> Problem | str:
     """Return the problem of a line, or the reason why it is none."""
-    if not line.strip():
-        return "empty"
-    try:
-        entry = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({error})"
-    if not isinstance(entry, dict):
-        return f"a JSON {type(entry).__name__}, not an object"
+    if record.entry is None:
+        return record.problem
+    entry, number = dict(record.entry), record.line
+    if config.prompt_template is not None:
+        try:
+            entry[config.prompt_field] = filled(config.prompt_template, entry)
+        except DataError as error:
+            return str(error)
     prompt, answer = entry.pop(config.prompt_field, None), entry.pop(config.answer_field, "")
     messages = tuple(prompt) if isinstance(prompt, list) else ()
     if messages:

@@ -11,7 +11,7 @@ from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.load import load_config
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.examples import read_examples
+from mcore_rl.data.examples import SHOWN, read_examples
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.run.open_run import is_done, open_run
@@ -71,6 +71,9 @@ def describe_data(packed: PackedSequences) -> str:
     """Return one line for the log: conversations, packed sequences, trained tokens, what was left out."""
     examples = packed.examples
     skipped = f"; {examples.num_skipped} were too long and are left out" if examples.num_skipped else ""
+    if examples.bad_lines:
+        shown = "; ".join(examples.bad_lines[:SHOWN])
+        skipped += f"; {len(examples.bad_lines)} bad lines are left out: {shown}"
     return (
         f"{len(examples)} conversations in {packed.sequences_per_epoch} packed sequences of "
         f"{packed.packing.row_length}, {packed.filled_fraction:.1%} filled, "

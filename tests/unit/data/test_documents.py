@@ -1,4 +1,3 @@
-import gzip
 import json
 import re
 from itertools import pairwise
@@ -122,7 +121,7 @@ def test_endings_decide_the_format_and_a_doubt_is_an_error(tmp_path):
 
 
 def test_missing_and_compressed_inputs_are_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"{}"))
-    for name, message in (("a.jsonl", r"compressed \(gzip\)"), ("b.jsonl", "does not exist")):
+    (tmp_path / "a.jsonl").write_bytes(b"\x28\xb5\x2f\xfd" + b"zstd")
+    for name, message in (("a.jsonl", r"compressed \(zstd\)"), ("b.jsonl", "does not exist")):
         with pytest.raises(DataError, match=message):
             find_input_files([tmp_path / name])

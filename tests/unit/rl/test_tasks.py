@@ -91,10 +91,9 @@ def test_lines_of_a_file_are_problems_and_bad_lines_are_told(tmp_path):
     ]
     assert [(bad.line, bad.reason.split(" (")[0]) for bad in read.bad_lines] == [
         (2, "not JSON"),
-        (3, "a JSON list, not an object"),
+        (3, "a JSON list, wanted an object"),
         (4, "no text in 'q'"),
         (5, "no text in 'q'"),
-        (7, "empty"),
         (8, "'a' holds [\"4\"], neither text nor a number"),
         (9, "'a' holds true, neither text nor a number"),
         (10, "not JSON"),

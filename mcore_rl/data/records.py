@@ -1,0 +1,138 @@
+"""Records of data as people have it: JSON lines (also gzipped), parquet, and datasets of the Hugging Face hub."""
+
+import gzip
+import importlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from mcore_rl.errors import ConfigError, DataError
+
+HUB = "hub:"
+"""Begins the name of a dataset of the hub: hub:NAME, hub:NAME:SPLIT, hub:NAME#CONFIG:SPLIT."""
+GZIP = b"\x1f\x8b"
+PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
+ROWS_AT_A_TIME = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A line of a file, or a row of a table, that is an object; where it is none, `problem` is the reason."""
+
+    line: int
+    """Line or row, from 1."""
+    entry: Mapping[str, Any] | None = None
+    problem: str = ""
+
+
+def is_table(name: str) -> bool:
+    """Return whether `name` is a parquet file or a dataset of the hub, whose records are rows and not lines."""
+    return name.startswith(HUB) or Path(name).suffix.lower() == ".parquet"
+
+
+def is_gzipped(name: str) -> bool:
+    """Return whether the file begins as gzip's do."""
+    with open(name, "rb") as file:
+        return file.read(len(GZIP)) == GZIP
+
+
+def open_bytes(name: str) -> BinaryIO:
+    """Open a file for reading its bytes, unpacked where it is gzipped."""
+    return cast(BinaryIO, gzip.open(name, "rb")) if is_gzipped(name) else open(name, "rb")
+
+
+def read_records(name: str) -> Iterator[Record]:
+    """Yield the records of a file or of a dataset of the hub, in order; blank lines are left out.
+
+    Raises:
+        DataError: the file cannot be read, or is damaged.
+        ConfigError: the package that reads such data is not installed.
+    """
+    if is_table(name):
+        for number, entry in enumerate(read_rows(name), start=1):
+            yield Record(line=number, entry=entry)
+        return
+    try:
+        with open_bytes(name) as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _record(line, number)
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{name} cannot be read: {reason}. Name files that exist and are whole.") from error
+
+
+def read_rows(name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a parquet file or of a dataset of the hub, as dicts."""
+    if name.startswith(HUB):
+        yield from load_hub(name)
+        return
+    parquet = _required("pyarrow.parquet", "parquet", name)
+    try:
+        with parquet.ParquetFile(name) as table:
+            for batch in table.iter_batches(ROWS_AT_A_TIME, use_threads=False):
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        raise DataError(f"{name} cannot be read as parquet: {error}. Copy it again.") from error
+
+
+def load_hub(name: str) -> Any:
+    """Return the dataset that `hub:NAME#CONFIG:SPLIT` names, through `datasets`; NAME may also be a local folder."""
+    datasets = _required("datasets", "hub", name)
+    path, _, split = name.removeprefix(HUB).partition(":")
+    path, _, config = path.partition("#")
+    try:
+        return datasets.load_dataset(path, config or None, split=split or "train")
+    except (OSError, ValueError, RuntimeError) as error:  # of the hub, of the disk, of names
+        raise DataError(
+            f"{name} cannot be loaded: {error}. It is read as hub:NAME#CONFIG:SPLIT; correct the name, or download it "
+            "where there is a network."
+        ) from error
+
+
+def filled(template: str, entry: Mapping[str, Any]) -> str:
+    """Return the template with {name} replaced by the record's fields; {{name}} is {name}, and other braces stay.
+
+    Raises:
+        DataError: the record lacks a field that the template names.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        if match[1]:
+            return f"{{{match[1]}}}"
+        if match[2] not in entry:
+            raise DataError(
+                f"the template names {{{match[2]}}}, which it lacks (keys: {', '.join(entry) or 'none'}). Write "
+                f"{{{{{match[2]}}}}} for the text itself"
+            )
+        return str(entry[match[2]])
+
+    return PLACEHOLDER.sub(value, template)
+
+
+def _record(line: bytes, number: int) -> Record:
+    try:
+        entry = json.loads(line.decode("utf-8-sig"))
+        # JSON can spell half a surrogate pair ("\ud800"), which no tokenizer takes.
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return Record(line=number, problem="it holds a lone surrogate, which is not text")
+    except (ValueError, RecursionError) as error:
+        return Record(line=number, problem=f"not JSON ({error})")
+    if not isinstance(entry, dict):
+        return Record(line=number, problem=f"a JSON {type(entry).__name__}, wanted an object")
+    return Record(line=number, entry=entry)
+
+
+def _required(module: str, extra: str, name: str) -> Any:
+    """Import a package that only some data needs, when it is needed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{name} is read with the package {module.partition('.')[0]}, which is not installed. Install it: "
+            f"pip install 'mcore-rl[{extra}]'."
+        ) from error
