@@ -31,6 +31,7 @@ from mcore_rl.backend.failures import (
     rank_failure,
     signal_name,
 )
+from mcore_rl.backend.signed_store import SECRET_FILE, write_secret
 from mcore_rl.errors import INTERRUPTED_STATUS, McoreRlError
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -107,7 +108,13 @@ def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path
     for old in (*causes.glob("*.json"), log_dir / "failure.json", stage):
         old.unlink(missing_ok=True)
     make_reserve(causes)
-    environment = _environment(num_ranks) | {FAILURES: str(causes), STAGE_FILE: str(stage)}
+    secret = (log_dir / ".store_secret").resolve()
+    write_secret(secret)
+    environment = _environment(num_ranks) | {
+        FAILURES: str(causes),
+        STAGE_FILE: str(stage),
+        SECRET_FILE: str(secret),
+    }
     command = [sys.executable, "-m", module, *args]
     ranks: list[_Rank] = []
     with _caught_signals() as caught:
@@ -121,6 +128,7 @@ def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path
         finally:
             _end(ranks)
             stage.unlink(missing_ok=True)
+            secret.unlink(missing_ok=True)
 
 
 def raise_open_files() -> None:

@@ -22,11 +22,12 @@ from types import TracebackType
 from typing import NoReturn
 
 import psutil
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
 from mcore_rl.backend.failures import Failure, Order, collected_in, first_cause, note_failure, rank_failure
 from mcore_rl.backend.launcher import error_text, rank_of_launcher, world_size_of_launcher
+from mcore_rl.backend.signed_store import SignedStore, secret_of_launcher
 from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError
 
 LOOK_S = 1.0
@@ -34,6 +35,8 @@ LOOK_S = 1.0
 LINGER_S = 3.0
 """The time that a rank waits for the message of the one that failed first, or for the others to read its own."""
 CONNECT_S = 300.0
+LEAVE_S = 30.0
+"""The time that the store's host waits for ranks whose last message somebody else has overwritten."""
 SILENT_S = 15.0
 """The time without a sign of a rank after which it is recorded as stopped or cut off."""
 MOST_NAMED = 4
@@ -75,7 +78,7 @@ class _Alone(AbstractContextManager[None]):
 class _Guard(AbstractContextManager[None]):
     """The guard of one of several ranks.
 
-    Keys of the store: first, failure, heard, left; host, sign and gone of each rank.
+    Keys of the store: first, failure; host, sign, gone, heard and left of each rank.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -88,11 +91,17 @@ class _Guard(AbstractContextManager[None]):
         self.leaving = threading.Event()
         self.last_message = threading.Lock()
         self.looked_s = time.monotonic()
+        self.num_signs = 0
         self.silent: dict[int, Path | None] = {}
         """Rank that gives no sign -> the record of it."""
 
     def __enter__(self) -> None:
         faulthandler.enable(sys.__stderr__ or 2)
+        try:
+            secret = secret_of_launcher()
+        except McoreRlError as error:
+            sys.stderr.write(error_text(error) + "\n")
+            raise SystemExit(REFUSED_STATUS) from None
         store = TCPStore(
             os.environ.get("MASTER_ADDR", "127.0.0.1"),
             int(os.environ["MASTER_PORT"]),
@@ -104,9 +113,9 @@ class _Guard(AbstractContextManager[None]):
         )
         # The agent's store may outlive a restart of the ranks.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = PrefixStore(f"mcore_rl/rank_guard/{attempt}", store)
-        self.store.set(f"host/{self.rank}", platform.node())
-        self.store.add(f"sign/{self.rank}", 1)
+        self.store = SignedStore(store, f"mcore_rl/rank_guard/{attempt}", secret)
+        self.store.write(f"host/{self.rank}", platform.node())
+        self._give_sign()
         self.watcher = threading.Thread(target=self._watch, name="rank_guard", daemon=True)
         self.watcher.start()
         if self.is_monitor:
@@ -124,7 +133,7 @@ class _Guard(AbstractContextManager[None]):
         signs: dict[int, tuple[int, float]] = {}
         while not self.leaving.wait(LOOK_S):
             try:
-                self.store.add(f"sign/{self.rank}", 1)
+                self._give_sign()
                 failed = self._published()
                 looks += 1
                 if self.is_monitor and looks % MONITOR_LOOKS == 0:
@@ -144,11 +153,11 @@ class _Guard(AbstractContextManager[None]):
         """
         now_s = time.monotonic()
         for rank in range(self.world_size):
-            count = self.store.add(f"sign/{rank}", 0)
+            count = self._signs_of(rank)
             before, since_s = signs.get(rank, (0, now_s))
             signs[rank] = (count, since_s if count == before else now_s)
-            if count and now_s - signs[rank][1] > SILENT_S and not self.store.add(f"gone/{rank}", 0):
-                self._note_silence(rank, self.store.get(f"host/{rank}").decode())
+            if count and now_s - signs[rank][1] > SILENT_S and self.store.read(f"gone/{rank}") is None:
+                self._note_silence(rank, self._host_of(rank))
             elif count != before:
                 self._withdraw_silence(rank)
 
@@ -156,8 +165,19 @@ class _Guard(AbstractContextManager[None]):
         """Publish the death of a rank, which the process above it has recorded: NCCL would wait for the rank."""
         folder = collected_in()
         cause = first_cause(folder) if folder else None
-        if cause and cause.order == Order.CAUSE and not self.store.check(["failure"]):
-            self.store.set("failure", json.dumps([cause.rank, cause.headline]))
+        if cause and cause.order == Order.CAUSE and self._published() is None:
+            self.store.write("failure", json.dumps([cause.rank, cause.headline]))
+
+    def _give_sign(self) -> None:
+        self.num_signs += 1
+        self.store.write(f"sign/{self.rank}", str(self.num_signs))
+
+    def _signs_of(self, rank: int) -> int:
+        """Return how often a rank has given a sign; 0 before the first."""
+        return int(self.store.read(f"sign/{rank}") or 0)
+
+    def _host_of(self, rank: int) -> str:
+        return self.store.read(f"host/{rank}") or "an unknown host"
 
     def _note_silence(self, rank: int, host: str) -> None:
         if rank in self.silent:
@@ -181,15 +201,24 @@ class _Guard(AbstractContextManager[None]):
 
     def _leave(self) -> None:
         """Leave; the store goes with its host, which therefore waits for all others to leave."""
-        self.store.add(f"gone/{self.rank}", 1)
+        self.store.write(f"gone/{self.rank}", "")
         if self.is_host:
-            self.store.add("left", 1)
-            while self.store.add("left", 0) < self.world_size:
-                time.sleep(LOOK_S / 10)
+            self._wait_for_the_others()
         self.leaving.set()
         self.watcher.join()
         if not self.is_host:
-            self.store.add("left", 1)
+            self.store.write(f"left/{self.rank}", "")
+
+    def _wait_for_the_others(self) -> None:
+        """Return when all other ranks have left; not much later than that where their message was overwritten."""
+        waiting, overwritten_s = set(range(self.world_size)) - {self.rank}, 0.0
+        while True:
+            waiting = {rank for rank in waiting if self.store.read(f"left/{rank}") is None}
+            if all(self.store.exists(f"left/{rank}") for rank in waiting):
+                overwritten_s += LOOK_S / 10
+            if not waiting or overwritten_s > LEAVE_S:
+                return
+            time.sleep(LOOK_S / 10)
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Report the error to all ranks as the first to fail, or give way to the one that was."""
@@ -210,22 +239,22 @@ class _Guard(AbstractContextManager[None]):
             note_failure(failure)
             get_error_handler().record_exception(error)  # so that torchrun's summary names this rank
             with suppress(RuntimeError):
-                self.store.set("failure", json.dumps([self.rank, cause]))
+                self.store.write("failure", json.dumps([self.rank, cause]))
                 self._wait_until_heard()
             end_process(failure.status)
 
     def _lost_peer(self, failure: Failure, cause: str) -> Failure:
         """Return the failure with the ranks that are gone in its headline, where the store shows that some are."""
-        before = [self.store.add(f"sign/{rank}", 0) for rank in range(self.world_size)]
+        before = [self._signs_of(rank) for rank in range(self.world_size)]
         time.sleep(2.5 * LOOK_S)
         gone = [
             rank
             for rank, count in enumerate(before)
-            if count and rank != self.rank and self.store.add(f"sign/{rank}", 0) == count
+            if count and rank != self.rank and self._signs_of(rank) == count
         ]
         if not gone:
             return replace(failure, order=int(Order.LOST_PEER))
-        hosts = [self.store.get(f"host/{rank}").decode() for rank in gone[:MOST_NAMED]]
+        hosts = [self._host_of(rank) for rank in gone[:MOST_NAMED]]
         others = "".join(
             f", rank {rank} on {host}" for rank, host in list(zip(gone, hosts, strict=False))[1:]
         )
@@ -238,9 +267,9 @@ class _Guard(AbstractContextManager[None]):
     def _first_to_fail(self, *, wait: bool) -> int:
         """Return the rank that failed first: this one if no other has claimed it; `wait` a while for such a claim."""
         deadline = time.monotonic() + LINGER_S
-        while wait and not self.store.check(["first"]) and time.monotonic() < deadline:
+        while wait and self.store.read("first") is None and time.monotonic() < deadline:
             time.sleep(LOOK_S / 10)
-        return int(self.store.compare_set("first", "", str(self.rank)))
+        return int(self.store.claim("first", str(self.rank)))
 
     def _message_of_the_first(self) -> tuple[int, str]:
         deadline = time.monotonic() + LINGER_S
@@ -248,19 +277,24 @@ class _Guard(AbstractContextManager[None]):
             if failed := self._published():
                 return failed
             time.sleep(LOOK_S / 10)
-        return int(self.store.get("first")), "it ended before it could say why"
+        first = self.store.read("first")
+        return self.rank if first is None else int(first), "it ended before it could say why"
 
     def _published(self) -> tuple[int, str] | None:
-        if not self.store.check(["failure"]):
+        message = self.store.read("failure")
+        if message is None:
             return None
-        rank, headline = json.loads(self.store.get("failure"))
+        rank, headline = json.loads(message)
         return rank, headline
 
     def _wait_until_heard(self) -> None:
         """On the host, keep the store until the others have looked."""
         deadline = time.monotonic() + LINGER_S
         while self.is_host and time.monotonic() < deadline:
-            if self.store.add("heard", 0) + self.store.add("left", 0) >= self.world_size - 1:
+            others = set(range(self.world_size)) - {self.rank}
+            if all(
+                self.store.exists(f"heard/{rank}") or self.store.exists(f"left/{rank}") for rank in others
+            ):
                 return
             time.sleep(LOOK_S / 10)
 
@@ -281,7 +315,7 @@ class _Guard(AbstractContextManager[None]):
             if message:
                 sys.stderr.write(message + "\n")
             with suppress(RuntimeError):
-                self.store.add("heard", 1)
+                self.store.write(f"heard/{self.rank}", "")
             end_process(1)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from mcore_rl.backend.failures import FAILURES
 from mcore_rl.backend.launcher import free_port, launch_local
+from mcore_rl.backend.signed_store import SECRET_FILE, write_secret
 
 ROOT = Path(__file__).parents[2]
 ENDED_WITHIN_S = 10.0
@@ -196,6 +197,29 @@ def test_ranks_that_are_done_at_different_times_all_end_well(tmp_path):
 """,
     )
     assert outcome.statuses == [0, 0] and "Rank" not in "".join(outcome.errors)
+
+
+def test_nobody_without_the_secret_can_end_a_run(tmp_path, monkeypatch):
+    """A stranger writes to the port what a rank that fails, and one that leaves, would write without signatures."""
+    write_secret(tmp_path / "secret")
+    monkeypatch.setenv(SECRET_FILE, str(tmp_path / "secret"))
+    outcome = run_bare(
+        tmp_path,
+        """
+    join()
+    if rank == 0:
+        stranger = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        for key in ("failure", "first", "left/1", "sign/1"):
+            stranger.set("mcore_rl/rank_guard/0/" + key, '[1, "ValueError: forged"]')
+        time.sleep(2.5)  # both ranks look at the store once a second
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        time.sleep(1)
+""",
+    )
+    assert outcome.statuses == [0, 0], outcome.errors
+    for errors in outcome.errors:
+        assert errors.count("without a valid signature (key 'failure')") == 1 and "ends because" not in errors
 
 
 def test_under_our_launcher_the_traceback_comes_first(tmp_path, monkeypatch, capfd):

@@ -86,7 +86,8 @@ def test_threads_are_left_alone_when_set_or_when_there_is_one_rank(program, tmp_
 
 
 def test_rank_0_speaks_on_the_console_and_every_rank_in_its_log(program, tmp_path, capfd):
-    module = program("print('out of', rank); print('err of', rank, file=sys.stderr)")
+    # One write each: print, unbuffered, writes in pieces, and those of the two streams may alternate in the log.
+    module = program("sys.stdout.write(f'out of {rank}\\n'); sys.stderr.write(f'err of {rank}\\n')")
     assert launch_local(module, [], 2, tmp_path / "logs") == 0
     console = capfd.readouterr()
     assert (console.out, console.err) == ("out of 0\n", "err of 0\n")
