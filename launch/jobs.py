@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch import slurm
 from launch.job import MEANING, STATUS
-from launch.records import FOLDER, Submission, done, last_step, submissions, tail
+from launch.records import FOLDER, Submission, done, last_step, resume_warnings, submissions, tail
 from mcore_rl.errors import ConfigError
 
 TAIL_BYTES = 1_000_000
@@ -95,6 +95,11 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
     name = f"{submission.job}_{run.name}" if is_element else submission.job
     job = None if queued is None else queued.get(name) or slurm.ended(name)
     newest = max((_number(entry, "time") or 0 for entry in metrics[:1] + attempts[:1]), default=0)
+    reason = done(run) or (
+        _why(job, attempts, queued) if attempts else _stage_before(submission, job, queued)
+    )
+    # Faults that the last start passed over, such as a damaged checkpoint.
+    warnings = [f"warning: {text}" for text in resume_warnings(run)]
     return RunStatus(
         run=str(run),
         job=name,
@@ -105,8 +110,7 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
         checkpoint=last_step(run),
         age_s=datetime.now(UTC).timestamp() - newest if newest else None,
         nodes=(job.nodes if job else "") or str(attempts[0].get("nodes", "") if attempts else ""),
-        why=done(run)
-        or (_why(job, attempts, queued) if attempts else _stage_before(submission, job, queued)),
+        why="; ".join(part for part in (reason, *warnings) if part),
     )
 
 

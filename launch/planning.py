@@ -25,7 +25,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.errors import ConfigError
 
 
@@ -80,7 +80,7 @@ def plan_training(
     """Return the job of one training; ConfigError lists everything that is wrong with it."""
     refuse(list(_unknown_fields(config, options)))
     run_dir = Path(config.run_dir).absolute()
-    config = config.model_copy(update={"run_dir": str(run_dir)})
+    config = config.model_copy(update={"run_dir": str(run_dir), "checkpoint": _surviving(config.checkpoint)})
     checked = check_training(PROGRAMS[program], config, cluster, nodes, allowances)
     folder = next_folder(run_dir)
     ranks = cluster.node.ranks_per_node
@@ -118,6 +118,13 @@ def plan_training(
     return PlannedJob(
         program=program, cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
     )
+
+
+def _surviving(checkpoint: CheckpointConfig) -> CheckpointConfig:
+    """Return the section with which a job passes over a damaged checkpoint, unless the user has set what to do."""
+    if "on_damaged" in checkpoint.model_fields_set:
+        return checkpoint
+    return checkpoint.model_copy(update={"on_damaged": "previous"})
 
 
 def plan_conversion(

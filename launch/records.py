@@ -84,6 +84,15 @@ def done(run_dir: Path) -> str:
         return ""
 
 
+def resume_warnings(run_dir: Path) -> list[str]:
+    """Return the faults that the last start of a run met and went round, as run.json has them."""
+    try:
+        starts = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        return [str(warning) for warning in starts[-1].get("warnings", [])]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
 def tail(path: Path, num_bytes: int) -> Iterator[dict[str, object]]:
     """Yield the records in the last `num_bytes` of a file of JSON lines, the newest first."""
     try:

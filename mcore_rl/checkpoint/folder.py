@@ -23,7 +23,7 @@ METADATA, COMMON, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
 OWN_CRC32 = "marker_crc32"
 """Field of the marker with the CRC-32 of its other fields; an earlier version had none."""
 LATEST = "latest_checkpointed_iteration.txt"
-WRITING, DELETING = "writing_", "deleting_"
+WRITING, DELETING, DAMAGED = "writing_", "deleting_", "damaged_"
 NAME = re.compile(r"iter_(\d+)")
 
 
@@ -45,6 +45,11 @@ class Marker:
     """Number of bytes of every other file, by name."""
     crc32: dict[str, str] = field(default_factory=dict)
     """CRC-32 of every other file in hexadecimal, by name; an earlier version recorded METADATA's alone, or none."""
+    program: str = ""
+    """Name of the program that trained it, such as "sft"; empty: an import, a reference policy, or an earlier version
+    wrote it."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Config of that training; empty as `program` is."""
 
     @property
     def total_bytes(self) -> int:
@@ -150,13 +155,30 @@ def clean(folder: Path) -> list[str]:
     return done
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a folder that is to be deleted, and return its new path: a killed deletion leaves no half checkpoint."""
+def set_aside(path: Path, prefix: str = DELETING) -> Path:
+    """Rename a folder that is to be deleted, and return its new path: a killed deletion leaves no half checkpoint.
+
+    With the prefix DAMAGED it is not deleted, and does not count as a checkpoint any more.
+    """
     index = 0
-    while (aside := path.with_name(f"{DELETING}{path.name}_{index}")).exists():
+    while (aside := path.with_name(f"{prefix}{path.name}_{index}")).exists():
         index += 1
     move_into_place(path, aside)
     return aside
+
+
+def step_back(damaged: Path) -> tuple[Path, Path] | None:
+    """Rename a damaged checkpoint where an earlier one is complete, which LATEST then names.
+
+    Returns:
+        The new path of the damaged one, and the earlier checkpoint; None, with nothing changed, where there is none.
+    """
+    earlier = [path for path in complete_in(damaged.parent) if (step_of(path) or 0) < (step_of(damaged) or 0)]
+    if not earlier:
+        return None
+    aside = set_aside(damaged, DAMAGED)
+    write_atomically(damaged.parent / LATEST, f"{step_of(earlier[-1])}\n")
+    return aside, earlier[-1]
 
 
 def _fault(path: Path) -> str | None:

@@ -43,6 +43,10 @@ from mcore_rl.parallel.mesh import Mesh
 OWN_ENTRY = "mcore_rl"
 """Entry of the common state that only checkpoints of this program have."""
 OPTIMIZER = "optimizer."
+MAX_DIGITS = 18
+"""Most digits of a step."""
+RELEASE = "release"
+"""Name that Megatron-LM gives a checkpoint without a step, and its LATEST."""
 MAX_LISTED = 3
 """Most differences that a message lists."""
 MALFORMED = (OSError, RuntimeError, LookupError, ImportError, CheckpointingException, *pickles.MALFORMED)
@@ -130,11 +134,31 @@ def find_checkpoint(path: Path) -> Path:
     if marked:
         return marked[-1]
     if (path / LATEST).is_file():
-        latest = (path / LATEST).read_text(encoding="utf-8").strip()
-        return path / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
+        return _tracked(path)
     if (path / "checkpoints").is_dir():
         return find_checkpoint(path / "checkpoints")
     raise CheckpointError(f"{path} holds no checkpoint: {_foreign(path)}")
+
+
+def _tracked(path: Path) -> Path:
+    """Return the checkpoint that LATEST names, as Megatron-LM writes it; CheckpointError when it names none."""
+    text = (path / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    is_step = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+    found = path / (f"iter_{int(text):07d}" if is_step else text)
+    if (is_step or text == RELEASE) and found.is_dir():
+        return found
+    there = [entry.name for entry in (*checkpoints_in(path), path / RELEASE) if entry.is_dir()]
+    holds = (
+        f"names {found.name}, which is not there" if is_step or text == RELEASE else f"holds {text[:40]!r}"
+    )
+    raise CheckpointError(
+        f"{path / LATEST} {holds}; wanted the step of a checkpoint, or {RELEASE!r}. "
+        + (
+            f"Name one of {', '.join(there)} itself, or write its step into the file"
+            if there
+            else f"There is no checkpoint in {path}"
+        )
+    )
 
 
 def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:

@@ -5,6 +5,7 @@ alone, such as a full disk under `common.pt` or `.metadata`, would leave the oth
 """
 
 import queue
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -125,14 +126,27 @@ class ShardPlanner:
         )
 
 
-def finish(plan: SavePlan, written: WrittenFiles, mesh: Mesh, model: ModelConfig, step: int) -> Marker | None:
+def finish(
+    plan: SavePlan,
+    written: WrittenFiles,
+    mesh: Mesh,
+    model: ModelConfig,
+    step: int,
+    *,
+    program: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> Marker | None:
     """Collective over the world: rank 0 adds metadata and, last, the marker to the files of all ranks.
+
+    `program` and `settings` are the marker's.
 
     Returns the marker on rank 0, None on the others. CheckpointError on all ranks when it fails.
     """
     gathered: list[Any] | None = [None] * mesh.world.size if mesh.world.rank == 0 else None
     dist.gather_object(written, gathered, dst=0)
-    return on_rank_zero(partial(_finish, plan, gathered or [], mesh, model, step))
+    return on_rank_zero(
+        partial(_finish, plan, gathered or [], mesh, model, step, program, dict(settings or {}))
+    )
 
 
 def write_now(plan: SavePlan) -> WrittenFiles:
@@ -147,7 +161,13 @@ def describe_mesh(mesh: Mesh) -> dict[str, int]:
 
 
 def _finish(
-    plan: SavePlan, gathered: list[WrittenFiles], mesh: Mesh, model: ModelConfig, step: int
+    plan: SavePlan,
+    gathered: list[WrittenFiles],
+    mesh: Mesh,
+    model: ModelConfig,
+    step: int,
+    program: str,
+    settings: dict[str, Any],
 ) -> Marker:
     assert plan.metadata is not None
     with checkpoint_errors_explained(plan.path, "finishing"):
@@ -167,6 +187,8 @@ def _finish(
             megatron=megatron_version(),
             files=dict(sorted(files.items())),
             crc32=dict(sorted(crc32.items())),
+            program=program,
+            settings=settings,
         )
         flush_to_disk(plan.path)
         write_marker(plan.path, marker)

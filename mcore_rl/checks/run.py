@@ -11,6 +11,7 @@ from math import gcd, lcm
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.model import divisors, model_violations
 from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.describe import describe
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
@@ -50,6 +51,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from _platform(config.platform, model)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
+    yield from _allowed_changes(config)
 
 
 def _run_dir(run_dir: str) -> Iterator[str]:
@@ -61,6 +63,16 @@ def _run_dir(run_dir: str) -> Iterator[str]:
             f'run_dir="{run_dir[:40]}..." is too long: file systems take names of 255 bytes and paths of 4,096, and '
             "files in the folder need some of them. Choose another."
         )
+
+
+def _allowed_changes(config: RunConfig) -> Iterator[str]:
+    keys = [doc.key for doc in describe(type(config))]
+    for name in config.checkpoint.allow_changes:
+        if not any(key == name or key.startswith(f"{name}.") for key in keys):
+            yield (
+                f"checkpoint.allow_changes names {toml_value(name)}, which is no field and no section. Name those "
+                'whose changed values a resume should accept, as ["train.seed"].'
+            )
 
 
 def tokenizer_violations(tokenizer: TokenizerConfig) -> Iterator[str]:

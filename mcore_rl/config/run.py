@@ -78,7 +78,14 @@ class CheckpointConfig(Section):
     load: Text | None = None
     """A checkpoint, or a folder of them, to start from when the run has none of its own; `none`: random weights."""
     load_optimizer: bool = True
-    """Take optimizer, schedule and data position from `load` too; false: only the weights."""
+    """Take optimizer, schedule and data position from `load` too, where the same program wrote it; false: only the
+    weights. Of another program's checkpoint (RL from SFT) only the weights are taken, and steps begin at 0."""
+    on_damaged: Literal["stop", "previous"] = "stop"
+    """Answer to a damaged newest checkpoint of the run; `previous`: resume from the newest before it that is whole, and
+    rename the damaged one, with a warning. Jobs of `mcore-rl launch` have `previous` unless the config sets it."""
+    allow_changes: tuple[Text, ...] = ()
+    """Fields or sections whose changed values a resume accepts although they decide which data a step reads, or the
+    random numbers, such as ["train.seed", "data"]; other changes are accepted and logged."""
     verify_checksums: bool = True
     """Compare a checkpoint with its checksums before it is loaded, on all ranks together; false: trust it."""
 

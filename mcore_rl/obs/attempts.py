@@ -8,7 +8,7 @@ import os
 import platform as host
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -28,9 +28,18 @@ MESH_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
 def this_run_attempt(
-    platform: Platform, mesh: MeshConfig, step: int, extensions: Mapping[str, str] | None = None
+    platform: Platform,
+    mesh: MeshConfig,
+    step: int,
+    extensions: Mapping[str, str] | None = None,
+    *,
+    changes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> RunAttempt:
-    """Describe this process, on rank 0, as a start of a run at `step`; `extensions` as `load_extensions` returns."""
+    """Describe this process, on rank 0, as a start of a run at `step`; `extensions` as `load_extensions` returns.
+
+    `changes` and `warnings` are those of the resume.
+    """
     installed = {"python": host.python_version(), "mcore_rl": mcore_rl.__version__}
     for package in PACKAGES:
         try:
@@ -52,6 +61,8 @@ def this_run_attempt(
         numerics=NUMERICS,
         mesh={**{name: getattr(mesh, name) for name in MESH_SIZES}, "world": platform.world_size},
         extensions=dict(extensions or {}),
+        changes=list(changes),
+        warnings=list(warnings),
     )
 
 

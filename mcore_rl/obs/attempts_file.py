@@ -48,6 +48,11 @@ class RunAttempt:
     extensions: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the source file of everything of the user's own that the config names as `module:name`."""
 
+    changes: list[str] = field(default_factory=list)
+    """Settings in which this start differs from the checkpoint that it resumed from, with both values."""
+    warnings: list[str] = field(default_factory=list)
+    """Faults that this start has met and went round, such as a damaged checkpoint."""
+
     @property
     def started_s(self) -> float:
         """Time of the start in seconds since 1970, as `time` in metrics.jsonl."""

@@ -11,6 +11,7 @@ from mcore_rl.checks.dependences import mesh_dependences
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
+from mcore_rl.files import write_atomically
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
@@ -51,14 +52,25 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
     folder = RunFolder(Path(config.run_dir))
     with Watchdog(config.train.hang_s, platform.rank) as watchdog:
         fence = folder.claim()
-        on_rank_zero(lambda: (folder.path / "config.toml").write_text(dump_config(config), encoding="utf-8"))
         state = set_up(config, platform)
         checkpoints = Checkpoints(state, folder.checkpoints, fence)
-        checkpoints.resume()
+        resumption = checkpoints.resume()
         step = state.progress.step
-        on_rank_zero(
-            lambda: add_attempt(folder.path, this_run_attempt(platform, config.mesh, step, extensions))
+        attempt = this_run_attempt(
+            platform,
+            config.mesh,
+            step,
+            extensions,
+            changes=resumption.changes,
+            warnings=resumption.warnings,
         )
+
+        def record_start() -> None:
+            # After the resume: one that is refused leaves the config of the run as it was.
+            write_atomically(folder.path / "config.toml", dump_config(config))
+            add_attempt(folder.path, attempt)
+
+        on_rank_zero(record_start)
         log = silent_log()
         if platform.rank == 0:
             settings = config.model_dump(mode="json")

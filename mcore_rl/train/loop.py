@@ -61,7 +61,6 @@ class Trainer(ABC):
         self.checkpoints = run.checkpoints
         self.log = run.log
         self.stop_reason = run.stop_reason
-        self._skipped_in_a_row = 0
 
     @abstractmethod
     def _step(self) -> None:
@@ -83,6 +82,7 @@ class Trainer(ABC):
             self._evaluate_and_save_when_due()
         self._evaluate(is_last=True)
         self._save_last()
+        self._refuse_unfinished_skips()
         self.folder.mark_done(progress.step)
 
     def _evaluate_and_save_when_due(self) -> None:
@@ -118,19 +118,27 @@ class Trainer(ABC):
         """Log a skipped step; TrainingError when more than `train.max_skipped` were skipped in a row."""
         progress, allowed = self.state.progress, self.state.config.train.max_skipped
         if not report.skipped:
-            self._skipped_in_a_row = 0
             return
-        self._skipped_in_a_row += 1
         self.log.message(
             "warning: step skipped: its gradient is not finite; weights are as before",
             step=progress.step,
             loss=report.loss,
         )
-        if self._skipped_in_a_row > allowed:
+        if progress.skipped_in_a_row > allowed:
             raise TrainingError(
-                f"{self._skipped_in_a_row} steps in a row had a gradient that is not finite (loss {report.loss} at "
+                f"{progress.skipped_in_a_row} steps in a row had a gradient that is not finite (loss {report.loss} at "
                 f"step {progress.step}); train.max_skipped={allowed} are allowed. Lower optim.lr, lengthen "
                 "optim.warmup_steps, or start again from an earlier checkpoint."
+            )
+
+    def _refuse_unfinished_skips(self) -> None:
+        """Raise a TrainingError when the run ends with skipped steps: it is not known to be sound, and not done."""
+        progress = self.state.progress
+        if progress.skipped_in_a_row:
+            raise TrainingError(
+                f"the last {progress.skipped_in_a_row} of {progress.step} steps were skipped, as their gradients were "
+                "not finite: the run is saved, but not done. Start again from an earlier checkpoint with a lower "
+                "optim.lr; or, where a single batch is to blame, go on with a larger train.steps."
             )
 
 

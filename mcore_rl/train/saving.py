@@ -3,9 +3,12 @@
 import gc
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from mcore_rl.backend.forked import ForkedCall, ForkedCallError
 from mcore_rl.checkpoint.folder import (
@@ -18,16 +21,19 @@ from mcore_rl.checkpoint.folder import (
     delete,
     path_of_step,
     publish,
+    step_back,
     superseded,
 )
-from mcore_rl.checkpoint.read import inspect, setting_differences
+from mcore_rl.checkpoint.read import StoredCheckpoint, inspect
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
-from mcore_rl.errors import CheckpointError
+from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config
+from mcore_rl.config.toml import toml_value
+from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
 from mcore_rl.files import checkpoint_errors_explained, room_at
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, world_max
-from mcore_rl.train.checkpoint_state import full_state, load_full_state
+from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
+from mcore_rl.train.checkpoint_state import full_state, load_full_state, settle_weights
 from mcore_rl.train.run_folder import Fence
 from mcore_rl.train.state import TrainState
 
@@ -42,6 +48,8 @@ class _Save:
     step: int
     plan: SavePlan
     started: float
+    skipped: int
+    """Steps skipped in a row when it was made."""
     writing: ForkedCall[WrittenFiles] | None = None
     """Background process that writes this rank's part; None: it is written here."""
     waited_s: float | None = None
@@ -59,6 +67,18 @@ class _Save:
             raise CheckpointError(
                 f"the writer of {self.plan.path}: {error}. {room_at(self.plan.path)}"
             ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """The state that a run starts from."""
+
+    source: Path | None = None
+    """Checkpoint that was loaded; None: there was none."""
+    changes: tuple[str, ...] = ()
+    """Settings in which the run differs from the one that was saved."""
+    warnings: tuple[str, ...] = ()
+    """Damaged checkpoints of the run that were passed over."""
 
 
 class Checkpoints:
@@ -91,10 +111,11 @@ class Checkpoints:
         if step == self._saved_step or (self._pending is not None and step == self._pending.step):
             return
         self._wait_for_pending()
+        self._refuse_non_finite()
         started = time.monotonic()
         path = on_rank_zero(self._make_room)
         plan = self._planner.plan(full_state(self._state), path)
-        save = _Save(step=step, plan=plan, started=started)
+        save = _Save(step=step, plan=plan, started=started, skipped=self._state.progress.skipped_in_a_row)
         if self._state.config.checkpoint.asynchronous:
             self._pending = self._hand_over(save)
         else:
@@ -125,51 +146,166 @@ class Checkpoints:
         metrics, self._metrics = self._metrics, []
         return metrics
 
-    def resume(self) -> Path | None:
-        """Load this run's last checkpoint, else config.checkpoint.load; return the one loaded, None: there is none.
+    def resume(self) -> Resumption:
+        """Load this run's last checkpoint, else config.checkpoint.load; return which, and what differs from it.
 
-        CheckpointError when what should be loaded is not complete, damaged, foreign, or of another model.
+        Raises:
+            CheckpointError: What should be loaded is not complete, damaged, foreign, or of another model. Of the run's
+                own checkpoints, `checkpoint.on_damaged` = "previous" passes over damaged ones.
+            ConfigError: The run's settings differ from those of its checkpoint in what decides the data or random
+                numbers, and `checkpoint.allow_changes` does not name it.
         """
-        config = self._state.config
+        config = self._state.config.checkpoint
         self._lines += on_rank_zero(self._clean)
-        own = on_rank_zero(self._newest_of_run)
-        source = own or (Path(config.checkpoint.load) if config.checkpoint.load else None)
-        if source is None:
-            return None
         started = time.monotonic()
-        stored_path = self._load(source, own)
+        own = on_rank_zero(self._newest_of_run)
+        if own is not None:
+            resumption = self._resume_own(own)
+        elif config.load:
+            resumption = self._load_given(Path(config.load))
+        else:
+            return Resumption()
         self._metrics.append(Metric("checkpoint/load_s", time.monotonic() - started))
-        return stored_path
+        return resumption
 
-    def _load(self, source: Path, own: Path | None) -> Path:
-        """Load weights, or the whole training state, of `source` and return the checkpoint's path."""
+    def _resume_own(self, newest: Path) -> Resumption:
+        """Load the newest checkpoint of the run or, where it is damaged and the config says so, one before it."""
+        path, warnings = newest, []
+        while True:
+            try:
+                on_rank_zero(partial(check, path))
+                stored = self._inspect(path)
+                changes = self._accepted_changes(stored)
+                self._load_all(stored)
+            except DamagedCheckpointError as error:
+                if self._state.config.checkpoint.on_damaged == "stop":
+                    raise
+                path, warning = self._step_back(path, error)
+                warnings.append(warning)
+                continue
+            self._log_changes(changes)
+            self._saved_step = self._state.progress.step
+            return Resumption(source=path, changes=tuple(map(str, changes)), warnings=tuple(warnings))
+
+    def _step_back(self, damaged: Path, error: DamagedCheckpointError) -> tuple[Path, str]:
+        """Return the checkpoint before a damaged one, which is renamed, and a warning; raise `error` without one."""
+
+        def rename() -> tuple[Path, Path] | None:
+            self._fence.check_here()
+            with checkpoint_errors_explained(damaged, "renaming"):
+                return step_back(damaged)
+
+        found = on_rank_zero(rename)
+        if found is None:
+            raise error
+        aside, earlier = found
+        warning = (
+            f"{damaged.name} is damaged: the run resumes from {earlier.name}, and does the steps between again. "
+            f"The damaged one is now {aside.name}; delete it when nobody needs it"
+        )
+        self._lines += [str(error), f"warning: {warning}"]
+        return earlier, warning
+
+    def _load_given(self, source: Path) -> Resumption:
+        """Load `checkpoint.load`: the whole training state, or the weights where they alone are asked for or fit."""
         config = self._state.config
-        if own is None and not config.checkpoint.load_optimizer:
+        stored = self._inspect(source)
+        program = stored.marker.program if stored.marker else ""
+        is_other_stage = program not in ("", kind_of_config(config))
+        if not config.checkpoint.load_optimizer or is_other_stage:
             stored = load_weights(
                 self._state.chunks,
                 self._state.mesh,
                 config.model,
-                source,
+                stored.path,
                 verify_checksums=config.checkpoint.verify_checksums,
             )
             self._state.optimizer.reload_model_params()
-            self._lines.append(f"weights of {stored.path}; optimizer, schedule and data start anew")
-            return stored.path
-        stored = inspect(source, verify_checksums=config.checkpoint.verify_checksums)
+            stage = f", a checkpoint of {program}" if is_other_stage else ""
+            self._lines.append(
+                f"weights of {stored.path}{stage}; optimizer, schedule, data and steps start anew"
+            )
+            return Resumption(source=stored.path)
         if not stored.has_optimizer:
             raise CheckpointError(
                 f"{stored.path} has weights, but no optimizer state of this program. Set "
                 "checkpoint.load_optimizer=false to start training from its weights"
             )
-        assert stored.marker is not None
+        # Another run's state in a new run: other data is what the user asked for.
+        changes = self._changes(stored)
+        self._load_all(stored)
+        self._log_changes(changes)
+        return Resumption(source=stored.path, changes=tuple(map(str, changes)))
+
+    def _inspect(self, path: Path) -> StoredCheckpoint:
+        return inspect(path, verify_checksums=self._state.config.checkpoint.verify_checksums)
+
+    def _load_all(self, stored: StoredCheckpoint) -> None:
         self._lines += load_full_state(self._state, stored)
-        self._lines += [
-            f"not as in the checkpoint: {line}"
-            for line in setting_differences(stored.marker.model, config.model.model_dump(mode="json"))
-        ]
-        self._saved_step = self._state.progress.step if own else None
         self._lines.append(f"resumed from {stored.path}, step {self._state.progress.step}")
-        return stored.path
+
+    def _accepted_changes(self, stored: StoredCheckpoint) -> list[ConfigChange]:
+        """Return the changes since a checkpoint of this run; ConfigError when it could not be resumed exactly."""
+        config, marker = self._state.config, stored.marker
+        assert marker is not None
+        kind = kind_of_config(config)
+        if marker.program not in ("", kind):
+            raise CheckpointError(
+                f"{stored.path} is of a run of {marker.program}, and this is {kind}. Choose another run_dir, and "
+                f"checkpoint.load={stored.path} to start from its weights"
+            )
+        changes = self._changes(stored)
+        refused = [
+            change
+            for change in changes
+            if change.breaks_exactness and not change.is_allowed(config.checkpoint.allow_changes)
+        ]
+        if refused:
+            listed = "\n".join(f"- {change}" for change in refused)
+            keys = toml_value([change.key for change in refused])
+            raise ConfigError(
+                f"The run cannot go on exactly from {stored.path}: it would read other data, or other random "
+                f"numbers.\n{listed}\nSet them as they were, choose another run_dir, or accept it with "
+                f"checkpoint.allow_changes={keys}."
+            )
+        return changes
+
+    def _changes(self, stored: StoredCheckpoint) -> list[ConfigChange]:
+        """Return the fields in which the run differs from the one that was saved, as far as that is recorded."""
+        config, marker = self._state.config, stored.marker
+        assert marker is not None
+        if marker.program == kind_of_config(config):
+            return config_changes(marker.settings, config)
+        # An earlier version recorded the model alone.
+        return config_changes(marker.model, config.model, "model.")
+
+    def _log_changes(self, changes: Sequence[ConfigChange]) -> None:
+        self._lines += [f"not as in the checkpoint: {change}" for change in changes]
+
+    def _refuse_non_finite(self) -> None:
+        """Raise a TrainingError on all ranks when weights are not finite: they are never saved."""
+        settle_weights(self._state.chunks)
+        tensors = {
+            name: tensor
+            for chunk in self._state.chunks
+            for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+            if tensor.is_floating_point()
+        }
+        is_finite = torch.stack([torch.isfinite(tensor.detach()).all() for tensor in tensors.values()])
+        if not world_max(int(not is_finite.all())):
+            return
+        bad = [name for name, fine in zip(tensors, is_finite.tolist(), strict=True) if not fine]
+        step = self._state.progress.step
+        last = on_rank_zero(self._last_complete)
+        refuse_anywhere(
+            [
+                f"step {step} is not saved: {len(bad)} of {len(tensors)} weights are not finite, such as {bad[0]}. "
+                f"{last}. Lower optim.lr, lengthen optim.warmup_steps, or look at the data"
+            ]
+            if bad
+            else [],
+            TrainingError,
+        )
 
     def _wait_for_pending(self) -> None:
         pending = self._pending
@@ -198,7 +334,15 @@ class Checkpoints:
         config = self._state.config
         try:
             written = on_every_rank(save.written)
-            marker = finish(save.plan, written, self._state.mesh, config.model, save.step)
+            marker = finish(
+                save.plan,
+                written,
+                self._state.mesh,
+                config.model,
+                save.step,
+                program=kind_of_config(config),
+                settings=config.model_dump(mode="json"),
+            )
             line = on_rank_zero(partial(self._publish, save, marker))
         except CheckpointError as error:
             raise self._failure(save, error) from error
@@ -214,7 +358,9 @@ class Checkpoints:
             publish(save.plan.path, final)
         self._wait_for_deletion()
         with checkpoint_errors_explained(self._folder, "deleting old checkpoints of"):
-            doomed = superseded(self._folder, self._state.config.checkpoint.keep)
+            # While steps are skipped, the older checkpoints may be the only good ones.
+            keep = "all" if save.skipped else self._state.config.checkpoint.keep
+            doomed = superseded(self._folder, keep)
         if doomed:
             self._deleting = ForkedCall(partial(delete, doomed))
         took_s = time.monotonic() - save.started
@@ -224,9 +370,10 @@ class Checkpoints:
             Metric("checkpoint/blocking_s", waited_s),
             Metric("checkpoint/bytes", marker.total_bytes),
         ]
+        note = "; older ones stay, as the last step was skipped" if save.skipped else ""
         return (
             f"saved {final}: {marker.total_bytes / MIB:.1f} MiB in {took_s:.1f} s, of which training waited "
-            f"{waited_s:.1f} s"
+            f"{waited_s:.1f} s{note}"
         )
 
     def _wait_for_deletion(self) -> None:
@@ -255,6 +402,10 @@ class Checkpoints:
     def _discard(self, path: Path) -> str:
         """Delete a failed save, on rank 0; return a sentence on the last complete checkpoint."""
         shutil.rmtree(path, ignore_errors=True)
+        return self._last_complete()
+
+    def _last_complete(self) -> str:
+        """Return a sentence on the last complete checkpoint, on rank 0."""
         complete = complete_in(self._folder)
         return (
             f"The last complete checkpoint is {complete[-1]}"
@@ -270,10 +421,7 @@ class Checkpoints:
     def _newest_of_run(self) -> Path | None:
         with checkpoint_errors_explained(self._folder, "reading"):
             found = checkpoints_in(self._folder)
-        if not found:
-            return None
-        check(found[-1])
-        return found[-1]
+        return found[-1] if found else None
 
 
 def _in_background(plan: SavePlan) -> ForkedCall[WrittenFiles]:

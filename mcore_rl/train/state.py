@@ -26,6 +26,8 @@ class Progress:
     """Prompts that rollouts took, the cursor of reinforcement learning."""
     skipped_steps: int = 0
     """Steps skipped because a loss or gradient was not finite."""
+    skipped_in_a_row: int = 0
+    """Skipped steps since the last one that was taken."""
 
 
 @dataclass(kw_only=True, slots=True)

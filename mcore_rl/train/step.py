@@ -64,6 +64,7 @@ def train_step(
         state.schedule.step(1)
     state.progress.step += 1
     state.progress.skipped_steps += int(not updated)
+    state.progress.skipped_in_a_row = 0 if updated else state.progress.skipped_in_a_row + 1
     sums = world_sums(outputs, state.mesh, state.platform.device)
     return StepReport(
         loss=sums["loss"] / max(sums["count"], 1.0),

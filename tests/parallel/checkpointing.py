@@ -86,7 +86,7 @@ def opened(config: PretrainConfig) -> Iterator[Run]:
     folder = RunFolder(Path(config.run_dir))
     fence = folder.claim()
     checkpoints = Checkpoints(state, folder.checkpoints, fence)
-    source = checkpoints.resume()
+    source = checkpoints.resume().source
     run = Run(state=state, checkpoints=checkpoints, folder=folder, source=source, lines=checkpoints.poll())
     yield run
     run.lines += checkpoints.finish()

@@ -166,6 +166,8 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
             model=model.model_dump(mode="json"),
             megatron=megatron_version(),
             files={name: (folder / name).stat().st_size for name in names},
+            program=before.program if before else "",
+            settings=before.settings if before else {},
             crc32={name: recorded_crc32(folder / name, archives.get(name, ())) for name in names},
         ),
     )

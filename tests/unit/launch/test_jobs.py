@@ -265,3 +265,16 @@ def test_a_folder_without_runs_is_an_error(home, slurm, capsys):
 
 def test_columns_are_aligned_and_the_last_one_is_as_long_as_it_is():
     assert table([("a", "bb", "c"), ("aaa", "b", "long words")]) == ["a    bb  c", "aaa  b   long words"]
+
+
+def test_a_damaged_checkpoint_that_the_last_start_passed_over_is_listed(run, slurm, capsys):
+    slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
+    run.attempt("start")
+    (run.path / "run.json").write_text(
+        json.dumps([{"step": 0}, {"step": 5, "warnings": ["iter_7 is damaged"]}])
+    )
+    assert listed(capsys, run.path)["a"]["why"] == "warning: iter_7 is damaged"
+    (run.path / "DONE").write_text("all 9 steps are done\n")
+    assert listed(capsys, run.path)["a"]["why"] == "all 9 steps are done; warning: iter_7 is damaged"
+    (run.path / "run.json").write_text("[")
+    assert listed(capsys, run.path)["a"]["why"] == "all 9 steps are done"

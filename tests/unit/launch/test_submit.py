@@ -40,9 +40,9 @@ def test_a_launch_keeps_script_config_cluster_and_code_beside_the_run_and_prints
     assert slurm.submitted == [folder / "job.sbatch"]
     assert (home / "runs/tiny_moe/logs").is_dir()
     config = load_config(PROGRAMS["pretrain"].config, folder / "config.toml")
-    assert config == load_config(
-        PROGRAMS["pretrain"].config, RECIPE, [DATA, "optim.lr=0.5", f"run_dir={home}/runs/tiny_moe"]
-    )
+    # A job passes over a damaged checkpoint, unless the config says otherwise.
+    written = [DATA, "optim.lr=0.5", f"run_dir={home}/runs/tiny_moe", "checkpoint.on_damaged=previous"]
+    assert config == load_config(PROGRAMS["pretrain"].config, RECIPE, written)
     script = (folder / "job.sbatch").read_text()
     assert str(folder / "config.toml") in script and str(folder / "code") in script
     assert (folder / "code/mcore_rl/run/pretrain.py").exists() and (folder / "cluster.toml").exists()
@@ -546,11 +546,12 @@ def test_what_is_of_one_job_is_refused_of_a_pipeline(pipeline, slurm, capsys):
 
 
 def test_a_config_with_what_toml_must_escape_reaches_the_job(home, slurm):
-    assert launch(DATA, 'log.wandb_project=a "b" \\c') == 0
+    assert launch(DATA, 'log.wandb_project=a "b" \\c', "checkpoint.on_damaged=stop") == 0
     folder = slurm.submitted[0].parent
     config = load_config(PROGRAMS["pretrain"].config, folder / "config.toml")
     assert (
         config.log.wandb_project == 'a "b" \\c'
+        and config.checkpoint.on_damaged == "stop"
         and dump_config(config) == (folder / "config.toml").read_text()
     )
 

@@ -1,0 +1,88 @@
+"""Differences between the config of a checkpoint and that of the run that resumes from it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from mcore_rl.config.kinds import KINDS
+from mcore_rl.config.migrate import translated
+from mcore_rl.config.section import Section
+from mcore_rl.config.toml import toml_value
+
+EXACT = (
+    *("train.seed", "train.global_batch", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"),
+    *("data.train", "data.train_weights", "data.split", "data.seq_length", "data.tokenizer"),
+    *("data.format", "data.chat_template", "data.too_long", "data.pack_buffer"),
+    *("rl.prompts", "rl.rollout.prompts_per_step", "rl.rollout.group_size", "rl.eval.num_prompts"),
+)
+"""Fields and sections that decide which data a step reads, or the random numbers: a resumed run with others reads
+samples twice or never, and is no longer the run that it resumes."""
+NOT_COMPARED = ("run_dir", "checkpoint", "log", "train.hang_s", "platform.timeout_s", "data.cache_dir")
+"""Fields and sections that change no number of a training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigChange:
+    """A field that a checkpoint and the run that resumes from it have with different values."""
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def breaks_exactness(self) -> bool:
+        """Whether the run cannot be resumed exactly with it."""
+        return _is_in(self.key, EXACT)
+
+    def is_allowed(self, allowed: tuple[str, ...]) -> bool:
+        """Return whether `allowed` names the field or a section that it is in."""
+        return _is_in(self.key, allowed)
+
+    def __str__(self) -> str:
+        """Return the field with both values as TOML."""
+        return f"{self.key} is {toml_value(self.before)} there, {toml_value(self.now)} here"
+
+
+def kind_of_config(config: Section) -> str:
+    """Return the name in KINDS of a config, such as "pretrain"."""
+    return next(kind for kind, cls in KINDS.items() if type(config) is cls)
+
+
+def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") -> list[ConfigChange]:
+    """Return the fields in which a recorded config differs from `now`, but for those of NOT_COMPARED.
+
+    Args:
+        before: A config of the same kind as `now`, as `model_dump(mode="json")` returns it; an earlier version may
+            have written it.
+        now: The config of the run that resumes.
+        prefix: Beginning of the keys where both are a section, such as "model.".
+    """
+    names_of_today = translated(before, prefix, none=None)
+    try:
+        # Fields that are newer than the record have their defaults.
+        recorded = type(now).model_validate_json(json.dumps(names_of_today)).model_dump(mode="json")
+    except ValidationError:
+        recorded = names_of_today
+    there = dict(_leaves(recorded, prefix))
+    here = dict(_leaves(now.model_dump(mode="json"), prefix))
+    return [
+        ConfigChange(key=key, before=there[key], now=value)
+        for key, value in here.items()
+        if key in there and there[key] != value and not _is_in(key, NOT_COMPARED)
+    ]
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_in(key: str, names: tuple[str, ...]) -> bool:
+    """Return whether a field is one of `names`, or in a section of them."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
