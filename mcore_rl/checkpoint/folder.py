@@ -25,6 +25,8 @@ OWN_CRC32 = "marker_crc32"
 LATEST = "latest_checkpointed_iteration.txt"
 WRITING, DELETING, DAMAGED = "writing_", "deleting_", "damaged_"
 NAME = re.compile(r"iter_(\d+)")
+SAVED_NAME = re.compile(r"(?:iter_)?(\d+)(?:_|$)")
+"""Name of a checkpoint, or of one that is being written without WRITING."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return []
     found = [path for path in folder.iterdir() if path.is_dir() and step_of(path) is not None]
     return sorted(found, key=lambda path: step_of(path) or 0)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of all checkpoints in a folder in their order, those that are still being written too."""
+    if not folder.is_dir():
+        return []
+    names = (path.name.removeprefix(WRITING) for path in folder.iterdir() if path.is_dir())
+    found = (SAVED_NAME.match(name) for name in names)
+    return sorted({int(match[1]) for match in found if match})
 
 
 def complete_in(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.checkpoint.folder import delete
+from mcore_rl.checkpoint.folder import delete, saved_steps
 from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
@@ -24,10 +24,20 @@ class Reference:
     device, and its routers would be in the way of replay. Every method is collective over the mesh.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, folder: Path) -> None:
-        """Copy the policy's weights as they are now; a run that resumes reads them from `folder`."""
+    def __init__(
+        self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, folder: Path, checkpoints: Path
+    ) -> None:
+        """Copy the policy's weights as they are now.
+
+        Args:
+            chunks: The policy's modules on this rank.
+            mesh: The mesh.
+            model: The model's config.
+            folder: Folder of saved references, from which a run that resumes reads them.
+            checkpoints: Folder of the run's checkpoints: what each of them needs stays.
+        """
         self._chunks = list(chunks)
-        self._mesh, self._model, self._folder = mesh, model, folder
+        self._mesh, self._model, self._folder, self._checkpoints = mesh, model, folder, checkpoints
         settle_weights(self._chunks)
         self._weights = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
 
@@ -49,7 +59,7 @@ class Reference:
         # A run that was killed after this, and resumes from before it, comes here again.
         on_rank_zero(partial(_delete_from, self._folder, step))
         save_weights(self._chunks, self._mesh, self._model, self._folder / _name(step))
-        on_rank_zero(partial(_forget, self._folder, step))
+        on_rank_zero(partial(forget_references, self._folder, self._checkpoints, step))
 
     def resume(self, step: int) -> Path:
         """Load the reference that a run at `step` had and return its path; CheckpointError when it is gone."""
@@ -97,6 +107,11 @@ def _delete_from(folder: Path, step: int) -> None:
     delete([folder / _name(later) for later in _steps(folder) if later >= step])
 
 
-def _forget(folder: Path, step: int) -> None:
-    """Delete references but the newest two before `step`: a run may resume from a checkpoint before this one."""
-    delete([folder / _name(old) for old in _steps(folder) if old < step][:-2])
+def forget_references(folder: Path, checkpoints: Path, step: int) -> None:
+    """Delete the references before that of `step` but for those that a run needs which resumes from a checkpoint."""
+    with checkpoint_errors_explained(checkpoints, "reading"):
+        resumable = saved_steps(checkpoints)
+    saved = _steps(folder)
+    # A checkpoint needs the newest reference that is not after it.
+    needed = {max((old for old in saved if old <= at), default=step) for at in resumable}
+    delete([folder / _name(old) for old in saved if old < step and old not in needed])

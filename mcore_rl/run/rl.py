@@ -120,7 +120,9 @@ def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
     """Collective over the world: return the reference policy of the run, at step 0 the policy; None without KL."""
     if not config.rl.loss.kl_coeff:
         return None
-    reference = Reference(run.state.chunks, run.state.mesh, config.model, run.folder.path / "reference")
+    reference = Reference(
+        run.state.chunks, run.state.mesh, config.model, run.folder.path / "reference", run.folder.checkpoints
+    )
     step = run.state.progress.step
     if step == 0:
         reference.set(0)

@@ -111,7 +111,9 @@ def updates(
         reference = None
         if varied.rl.loss.kl_coeff:
             copy_in(state.chunks, other)
-            reference = Reference(state.chunks, mesh, config.model, folder / str(number))
+            reference = Reference(
+                state.chunks, mesh, config.model, folder / str(number), folder / "checkpoints"
+            )
         copy_in(state.chunks, initial)
         state.optimizer.reload_model_params()
         routes = PolicyRoutes(state, varied, folder / f"{number}-{mesh.world.rank}")
