@@ -16,9 +16,14 @@ class Letters:
     """A tokenizer of characters."""
 
     vocab_size, eod_id, bos_id, pad_id, digest = 128, 0, None, None, ""
+    eos_id: int | None = None
+    special_ids = frozenset[int]()
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
+
+    def encode_marked(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
