@@ -52,6 +52,8 @@ class Marker:
     wrote it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Config of that training; empty as `program` is."""
+    numerics: int = 1
+    """NUMERICS (obs/attempts_file.py) of the code that wrote it; 1 where an earlier version did, too."""
 
     @property
     def total_bytes(self) -> int:

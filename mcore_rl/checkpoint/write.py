@@ -36,6 +36,7 @@ from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained, flush_to_disk, room_at
+from mcore_rl.obs.attempts_file import NUMERICS
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
@@ -189,6 +190,7 @@ def _finish(
             crc32=dict(sorted(crc32.items())),
             program=program,
             settings=settings,
+            numerics=NUMERICS,
         )
         flush_to_disk(plan.path)
         write_marker(plan.path, marker)

@@ -68,7 +68,7 @@ def _run_dir(run_dir: str) -> Iterator[str]:
 def _allowed_changes(config: RunConfig) -> Iterator[str]:
     keys = [doc.key for doc in describe(type(config))]
     for name in config.checkpoint.allow_changes:
-        if not any(key == name or key.startswith(f"{name}.") for key in keys):
+        if name != "numerics" and not any(key == name or key.startswith(f"{name}.") for key in keys):
             yield (
                 f"checkpoint.allow_changes names {toml_value(name)}, which is no field and no section. Name those "
                 'whose changed values a resume should accept, as ["train.seed"].'

@@ -17,9 +17,10 @@ EXACT = (
     *("data.train", "data.train_weights", "data.split", "data.seq_length", "data.tokenizer"),
     *("data.format", "data.chat_template", "data.too_long", "data.pack_buffer"),
     *("rl.prompts", "rl.rollout.prompts_per_step", "rl.rollout.group_size", "rl.eval.num_prompts"),
+    "numerics",
 )
 """Fields and sections that decide which data a step reads, or the random numbers: a resumed run with others reads
-samples twice or never, and is no longer the run that it resumes."""
+samples twice or never, and is no longer the run that it resumes. `numerics` is no field: the code decides it."""
 NOT_COMPARED = ("run_dir", "checkpoint", "log", "train.hang_s", "platform.timeout_s", "data.cache_dir")
 """Fields and sections that change no number of a training."""
 

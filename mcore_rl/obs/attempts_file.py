@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import DataError
 
 FILE_NAME = "run.json"
@@ -23,6 +24,14 @@ NUMERICS = 2
 2: Padding has no probability. Balance and z losses are means over all tokens but padding, on every mesh. Capacity is
    that of a micro-batch, on every mesh.
 """
+
+
+def depends_on_numerics(model: ModelConfig) -> bool:
+    """Return whether the versions of NUMERICS train this model differently."""
+    moe = model.moe
+    has_balance = moe.balance != "none" and moe.aux_loss_coeff > 0
+    has_router_losses = has_balance or moe.z_loss_coeff > 0 or moe.capacity_factor is not None
+    return model.padded_vocab_size > model.vocab_size or (model.is_moe and has_router_losses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,7 @@ from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
 from mcore_rl.files import checkpoint_errors_explained, room_at
+from mcore_rl.obs.attempts_file import NUMERICS, depends_on_numerics
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
 from mcore_rl.train.checkpoint_state import full_state, load_full_state, settle_weights
@@ -265,8 +266,8 @@ class Checkpoints:
             keys = toml_value([change.key for change in refused])
             raise ConfigError(
                 f"The run cannot go on exactly from {stored.path}: it would read other data, or other random "
-                f"numbers.\n{listed}\nSet them as they were, choose another run_dir, or accept it with "
-                f"checkpoint.allow_changes={keys}."
+                f"numbers, or compute other losses.\n{listed}\nSet them as they were, choose another run_dir, or accept "
+                f"it with checkpoint.allow_changes={keys}."
             )
         return changes
 
@@ -275,9 +276,12 @@ class Checkpoints:
         config, marker = self._state.config, stored.marker
         assert marker is not None
         if marker.program == kind_of_config(config):
-            return config_changes(marker.settings, config)
-        # An earlier version recorded the model alone.
-        return config_changes(marker.model, config.model, "model.")
+            changes = config_changes(marker.settings, config)
+        else:  # an earlier version recorded the model alone
+            changes = config_changes(marker.model, config.model, "model.")
+        if marker.numerics != NUMERICS and depends_on_numerics(config.model):
+            changes.append(ConfigChange(key="numerics", before=marker.numerics, now=NUMERICS))
+        return changes
 
     def _log_changes(self, changes: Sequence[ConfigChange]) -> None:
         self._lines += [f"not as in the checkpoint: {change}" for change in changes]

@@ -144,12 +144,18 @@ def test_changes_on_a_resume_are_logged_and_those_of_data_and_random_numbers_ref
     # A checkpoint of an earlier version knows neither its program nor its settings.
     marker = copy / "checkpoints/iter_0000002/checkpoint.json"
     fields = json.loads(marker.read_text())
-    marker.write_text(
-        json.dumps(
-            {k: v for k, v in fields.items() if k not in ("program", "settings", "crc32", "marker_crc32")}
-        )
-    )
+    earlier = {k: v for k, v in fields.items() if k not in ("program", "settings", "crc32", "marker_crc32")}
+    marker.write_text(json.dumps(earlier))
     assert not [line for line in run(changed, until=2).lines if line.startswith("not as")]
+    # One before the losses of routers and of a padded vocabulary changed goes on when asked to.
+    del earlier["numerics"]
+    marker.write_text(json.dumps(earlier))
+    message = run_ranks(refusal, 2, changed)[0]
+    assert "- numerics is 1 there, 2 here\n" in message
+    assert 'checkpoint.allow_changes=["numerics"]' in message
+    accepted = config.checkpoint.model_copy(update={"allow_changes": ("numerics",)})
+    lines = run(changed.model_copy(update={"checkpoint": accepted}), until=2).lines
+    assert "not as in the checkpoint: numerics is 1 there, 2 here" in lines
 
 
 class NanHead(NextTokenHead):
