@@ -266,8 +266,8 @@ class Checkpoints:
             keys = toml_value([change.key for change in refused])
             raise ConfigError(
                 f"The run cannot go on exactly from {stored.path}: it would read other data, or other random "
-                f"numbers, or compute other losses.\n{listed}\nSet them as they were, choose another run_dir, or accept "
-                f"it with checkpoint.allow_changes={keys}."
+                f"numbers, or compute other losses.\n{listed}\nSet them as they were, choose another run_dir, or "
+                f"accept it with checkpoint.allow_changes={keys}."
             )
         return changes
 
