@@ -14,13 +14,14 @@ from mcore_rl.config.toml import toml_value
 
 EXACT = (
     *("train.seed", "train.global_batch", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"),
-    *("data.train", "data.train_weights", "data.split", "data.seq_length", "data.tokenizer"),
-    *("data.format", "data.chat_template", "data.too_long", "data.pack_buffer"),
+    "data",
     *("rl.prompts", "rl.rollout.prompts_per_step", "rl.rollout.group_size", "rl.eval.num_prompts"),
     "numerics",
 )
 """Fields and sections that decide which data a step reads, or the random numbers: a resumed run with others reads
 samples twice or never, and is no longer the run that it resumes. `numerics` is no field: the code decides it."""
+EVALUATED = ("data.valid", "data.test")
+"""Fields in a section of EXACT that no training step reads."""
 NOT_COMPARED = ("run_dir", "checkpoint", "log", "train.hang_s", "platform.timeout_s", "data.cache_dir")
 """Fields and sections that change no number of a training."""
 
@@ -36,7 +37,7 @@ class ConfigChange:
     @property
     def breaks_exactness(self) -> bool:
         """Whether the run cannot be resumed exactly with it."""
-        return _is_in(self.key, EXACT)
+        return _is_in(self.key, EXACT) and not _is_in(self.key, EVALUATED)
 
     def is_allowed(self, allowed: tuple[str, ...]) -> bool:
         """Return whether `allowed` names the field or a section that it is in."""
