@@ -199,7 +199,7 @@ class JobScript:
     """Number of crashes that begin on one node, among the last `bad_node_attempts` attempts, which exclude it."""
     bad_node_attempts: int = 10
     hang_s: int = 0
-    """train.hang_s of a training; 0 keeps that of its config."""
+    """train.hang_s of a training, the limit of its steps; 0 keeps that of its config."""
 
     def __post_init__(self) -> None:
         if violations := list(_violations(self)):

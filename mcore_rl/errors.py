@@ -16,7 +16,7 @@ EXIT_STATUSES: Mapping[int, str] = MappingProxyType(
         "checkpoints differ",
         REFUSED_STATUS: "arguments, config, data or checkpoint are wrong: the message has the remedy, and there is no "
         "traceback",
-        HUNG_STATUS: "a rank finished no step in `train.hang_s`",
+        HUNG_STATUS: "a rank hung: a step took longer than `train.hang_s`, or a start or save than its limit",
         INTERRUPTED_STATUS: "ended by Ctrl-C; a training has saved, unless it was starting or Ctrl-C came twice",
         PIPE_CLOSED_STATUS: "the reader of the output, such as `head`, ended first",
     }

@@ -61,9 +61,14 @@ class TrainConfig(Section):
     """Batches of `global_batch` sequences per evaluation; `none`: no evaluation."""
     max_skipped: NonNegativeInt = 10
     """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
-    hang_s: Seconds | None = 1800.0
-    """Seconds that may pass between two steps (in RL: rollouts), and that a start, an evaluation or a save may take. A
-    run that takes longer hangs: it is ended, to resume from its last checkpoint; `none`: it is never ended."""
+    hang_s: Seconds | Literal["auto"] | None = "auto"
+    """Seconds that a step (in RL: a rollout batch and its updates) may take. A run that takes longer hangs: it is
+    ended, to resume from its last checkpoint; `auto`: ten times the longest step of this start, at least 300 s, and
+    `hang_start_s` for the first two; `none`: a step is never ended."""
+    hang_start_s: Seconds | None = 1800.0
+    """Seconds that a start may take: set-up, loading the checkpoint, reading the data; `none`: it is never ended."""
+    hang_save_s: Seconds | None = 1800.0
+    """Seconds that a save or an evaluation may take; `none`: it is never ended."""
 
 
 class CheckpointConfig(Section):

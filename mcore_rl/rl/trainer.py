@@ -50,7 +50,7 @@ class RlTrainer(Trainer):
     def run(self) -> None:
         """Train as `Trainer.run` does; the policy is evaluated before its first update too."""
         if self.state.progress.step == 0 and self.config.train.eval_interval:
-            self._evaluate(is_last=False)
+            self._pause_to_evaluate(is_last=False)
         super().run()
 
     def _step(self) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.backend.platform import Platform
-from mcore_rl.backend.watchdog import Watchdog
+from mcore_rl.backend.watchdog import Limits, Watchdog
 from mcore_rl.checks.dependences import mesh_dependences
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
@@ -35,8 +35,9 @@ def is_done(config: RunConfig, platform: Platform) -> bool:
 def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
     """Collective over the world: become the one writer of `config.run_dir`, and resume the run that is there.
 
-    Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the step at hand, and a rank that
-    finishes no step in `train.hang_s` ends itself. On leaving, the log is closed and the folder has no writer.
+    Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the step at hand, and a rank that takes
+    longer for its start, a step or a save than `train.hang_start_s`, `hang_s` and `hang_save_s` ends itself. On
+    leaving, the log is closed and the folder has no writer.
 
     Args:
         config: The config, checked for this world.
@@ -50,7 +51,9 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
     """
     extensions = load_extensions(config)
     folder = RunFolder(Path(config.run_dir))
-    with Watchdog(config.train.hang_s, platform.rank) as watchdog:
+    train = config.train
+    limits = Limits(start_s=train.hang_start_s, step_s=train.hang_s, pause_s=train.hang_save_s)
+    with Watchdog(limits, platform.rank) as watchdog:
         fence = folder.claim()
         state = set_up(config, platform)
         checkpoints = Checkpoints(state, folder.checkpoints, fence)

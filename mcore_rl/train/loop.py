@@ -46,7 +46,7 @@ class Run:
         Raises:
             CheckpointError: where another attempt has become the writer of the folder.
         """
-        self.watchdog.beat()
+        self.watchdog.begin("step")
         if self.state.platform.rank == 0:
             self.fence.check_here()
         return self.request.agreed()
@@ -59,6 +59,7 @@ class Trainer(ABC):
         self.state = run.state
         self.folder = run.folder
         self.checkpoints = run.checkpoints
+        self.watchdog = run.watchdog
         self.log = run.log
         self.stop_reason = run.stop_reason
 
@@ -80,7 +81,7 @@ class Trainer(ABC):
                 return
             self._step()
             self._evaluate_and_save_when_due()
-        self._evaluate(is_last=True)
+        self._pause_to_evaluate(is_last=True)
         self._save_last()
         self._refuse_unfinished_skips()
         self.folder.mark_done(progress.step)
@@ -90,7 +91,7 @@ class Trainer(ABC):
         # The last step's evaluation and checkpoint follow the loop.
         if step < config.train.steps:
             if config.train.eval_interval and step % config.train.eval_interval == 0:
-                self._evaluate(is_last=False)
+                self._pause_to_evaluate(is_last=False)
             if config.checkpoint.interval and step % config.checkpoint.interval == 0:
                 self._save()
         self._log_saving(self.checkpoints.poll())
@@ -99,7 +100,12 @@ class Trainer(ABC):
         """Collective over the world: metrics that are gathered less often than every step, since they were last."""
         return []
 
+    def _pause_to_evaluate(self, *, is_last: bool) -> None:
+        self.watchdog.begin("pause")
+        self._evaluate(is_last=is_last)
+
     def _save(self) -> None:
+        self.watchdog.begin("pause")
         self.log.flush(self.state.progress.step, self._pending_metrics())
         with self.state.timers.phase("checkpoint"):
             self.checkpoints.save()

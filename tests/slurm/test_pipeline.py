@@ -33,7 +33,7 @@ def test_an_unfit_node_is_named_and_excluded_and_the_job_runs_without_it(
 
 
 def test_a_job_that_always_crashes_gives_up_and_what_depends_on_it_is_cancelled(cluster: Cluster) -> None:
-    crashing = job(cluster, "crashing", setup=("kill -ABRT $$",), max_attempts=2, nodes=2)
+    crashing = job(cluster, "crashing", python="/bin/false", max_attempts=2, nodes=2)
     first = submit(cluster, crashing)
     second = submit(cluster, job(cluster, "waiting", dependency=f"afterok:{first}"))
     third = submit(cluster, job(cluster, "waiting_too", dependency=f"afterok:{second}"))

@@ -8,13 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from mcore_rl.backend.failures import FAILURES, first_cause
+from mcore_rl.backend.watchdog import Limits, Phase, Watchdog
 from mcore_rl.errors import HUNG_STATUS
 
 LIMIT_S = 1.0
 PROGRAM = """
 import sys, time
-from mcore_rl.backend.watchdog import Watchdog
+from mcore_rl.backend.watchdog import Limits, Watchdog
 
 def never_returns():
     time.sleep(60)
@@ -22,9 +25,10 @@ def never_returns():
 def work_on(beats):
     for _ in range(beats):
         time.sleep(0.1)
-        watchdog.beat()
+        watchdog.begin("step")
 
-with Watchdog(float(sys.argv[1]) or None, 3) as watchdog:
+limit_s = float(sys.argv[1]) or None
+with Watchdog(Limits(start_s=limit_s, step_s=limit_s, pause_s=limit_s), 3) as watchdog:
     print("started", flush=True)
     work_on(int(sys.argv[2]))
     if sys.argv[3] == "hang":
@@ -70,3 +74,30 @@ def test_the_time_of_a_suspended_process_does_not_count(tmp_path: Path) -> None:
     time.sleep(1.5 * LIMIT_S)
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=30)[0] == "left\n" and process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("phase", "longest_s", "limit_s", "setting"),
+    [
+        ("start", 0, 1800, "train.hang_start_s"),
+        ("step", 0, 1800, "train.hang_start_s, for the first two steps"),
+        ("step", 4, 300, 'train.hang_s="auto", the longest step before took 4.0 s'),
+        ("step", 90, 900, 'train.hang_s="auto", the longest step before took 90.0 s'),
+        ("pause", 4, 600, "train.hang_save_s"),
+    ],
+)
+def test_each_phase_has_a_limit_and_that_of_a_step_follows_the_steps_before(
+    phase: Phase, longest_s: float, limit_s: float, setting: str
+) -> None:
+    limits = Limits(start_s=1800, step_s="auto", pause_s=600)
+    assert limits.of(phase, longest_s) == (limit_s, setting)
+
+
+def test_a_pause_between_steps_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0, 10, 50, 100, 104, 200, 203])
+    monkeypatch.setattr("mcore_rl.backend.watchdog.time.monotonic", lambda: next(times))
+    watchdog = Watchdog(Limits(start_s=None, step_s="auto", pause_s=None), 0)
+    # Steps from 10 to 50, in which kernels are compiled, from 100 to 104, and from 200 to 203 s.
+    for phase in ("step", "pause", "step", "pause", "step", "pause"):
+        watchdog.begin(phase)
+    assert watchdog._longest_step_s == 4
