@@ -25,7 +25,7 @@ AUTO_LEAST_S = 300.0
 """The least limit of `auto`, for steps of less than half a minute."""
 
 Phase = Literal["start", "step", "pause"]
-"""What a run is doing: its set-up; a step; an evaluation or a save between two steps."""
+"""The work that a run does: its set-up; a step; an evaluation or a save between two steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
