@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from mcore_rl.checks.run import weight_violations
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.rl import (
     AdvantageConfig,
@@ -44,6 +45,14 @@ def _prompts(prompts: PromptConfig) -> Iterator[str]:
             f'rl.prompts.files={list(prompts.files)} is not read with rl.prompts.task="{prompts.task}". Clear '
             'it, or set task="file".'
         )
+    yield from weight_violations(
+        "rl.prompts.file_weights",
+        prompts.file_weights,
+        "rl.prompts.files",
+        prompts.files,
+        "files",
+        "to read every prompt once an epoch",
+    )
     if prompts.smallest > prompts.largest:
         yield (
             f"rl.prompts.smallest={prompts.smallest} is above rl.prompts.largest={prompts.largest}. Lower it."

@@ -183,16 +183,35 @@ def _schedule(optim: OptimConfig, steps: int) -> Iterator[str]:
             )
 
 
+def weight_violations(
+    name: str,
+    weights: Sequence[float],
+    sources_name: str,
+    sources: Sequence[str],
+    what: str,
+    without: str,
+) -> Iterator[str]:
+    """Yield what is wrong with the weights in field `name` of the data in field `sources_name`.
+
+    Args:
+        what: Plural noun for the data, such as "files".
+        without: Purpose of giving no weights, such as "to weigh by tokens".
+    """
+    if weights and len(weights) != len(sources):
+        yield (
+            f"{name} has {len(weights)} weights for {len(sources)} {what} in {sources_name}. Give one each, or none "
+            f"{without}."
+        )
+    if any(weight <= 0 for weight in weights):
+        yield f"{name}={list(weights)}: a weight is above 0. Leave out the {what} that are not wanted."
+
+
 def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     if not data.train:
         yield "data.train is empty. Name the prefixes of .bin/.idx pairs, as `mcore-rl data preprocess` makes them."
-    if data.train_weights and len(data.train_weights) != len(data.train):
-        yield (
-            f"data.train_weights has {len(data.train_weights)} weights for {len(data.train)} prefixes in "
-            "data.train. Give one each, or none to weigh by tokens."
-        )
-    if any(weight <= 0 for weight in data.train_weights):
-        yield f"data.train_weights={list(data.train_weights)}: a weight is above 0. Leave the prefix out."
+    yield from weight_violations(
+        "data.train_weights", data.train_weights, "data.train", data.train, "prefixes", "to weigh by tokens"
+    )
     if min(data.split) < 0 or data.split[0] <= 0:
         yield (
             f"data.split={list(data.split)}: no share is negative, training needs one. Use numbers like "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mcore_rl.checks.run import batch_violations, chat_violations, refuse, run_violations
+from mcore_rl.checks.run import batch_violations, chat_violations, refuse, run_violations, weight_violations
 from mcore_rl.config.sft import SFTConfig, SFTDataConfig
 
 
@@ -22,6 +22,14 @@ def check_sft(config: SFTConfig, world_size: int) -> None:
 def _data(data: SFTDataConfig) -> Iterator[str]:
     if not data.train:
         yield 'data.train is empty. Name files of JSON lines with "messages", or "prompt" and "response".'
+    yield from weight_violations(
+        "data.train_weights",
+        data.train_weights,
+        "data.train",
+        data.train,
+        "files",
+        "to read every conversation once an epoch",
+    )
     yield from chat_violations(data.tokenizer, data.chat_template, "conversations")
 
 

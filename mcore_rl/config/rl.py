@@ -20,6 +20,9 @@ class PromptConfig(Section):
     files: tuple[str, ...] = ()
     """JSON lines (also .gz), .parquet, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT, with a prompt and
     an answer; all other fields of a line reach the reward functions."""
+    file_weights: tuple[float, ...] = ()
+    """Weight of each of `files` in the mixture, in prompts: with [3, 1] three of four are from the first, and each file
+    begins anew, in another order, when it has been read; an empty list: every prompt once an epoch."""
     prompt_field: str = "prompt"
     """The field with the prompt: text, or a list of {"role", "content"}."""
     prompt_template: Text | None = None
@@ -27,6 +30,9 @@ class PromptConfig(Section):
     answer in \\boxed{}."; `none`: the prompt is `prompt_field`."""
     answer_field: str = "answer"
     """The field with the reference answer; a line may lack it when no reward needs it."""
+    max_bad: NonNegativeInt | None = 0
+    """Lines of files that may be no prompt: they are left out, counted, and logged with file and line; more end the run
+    before it starts; `none`: any number. Training and evaluation count apart."""
     smallest: PositiveInt = 2
     """Fewest digits, letters or numbers of a problem of a built-in task."""
     largest: PositiveInt = 4

@@ -15,6 +15,10 @@ class SFTDataConfig(Section):
     train: tuple[str, ...] = ()
     """Data to train on: files of JSON lines (also .gz) or .parquet, one conversation per line or row, or datasets of
     the Hugging Face hub as hub:NAME#CONFIG:SPLIT."""
+    train_weights: tuple[float, ...] = ()
+    """Weight of each entry of `train` in the mixture, in conversations: with [3, 1] three of four are from the first,
+    and each entry begins anew, in another order, when it has been read; an empty list: every conversation once an
+    epoch."""
     valid: tuple[str, ...] = ()
     """Data to evaluate on, in the same forms; an empty list: no evaluation."""
     format: Literal["auto", "chat", "prompt_response"] = "auto"

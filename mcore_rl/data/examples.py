@@ -9,11 +9,8 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import Chat, Conversation, EncodedConversation
-from mcore_rl.data.records import Record, filled, read_records
+from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
 from mcore_rl.errors import DataError
-
-SHOWN = 5
-"""Number of bad lines that an error lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +22,8 @@ class Examples:
     """True on the assistant's tokens."""
     starts_N: NDArray[numpy.int64]
     """Offset of each conversation's first token, and finally the end of the last conversation."""
+    source_sizes: tuple[int, ...]
+    """Number of the conversations that are of each file, in the order of the files."""
     num_skipped: int
     """Conversations that are longer than a packed sequence."""
     bad_lines: tuple[str, ...] = ()
@@ -48,17 +47,15 @@ class Examples:
 def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Examples:
     """Return the conversations of `paths`, in order; one DataError lists the lines that cannot be trained on."""
     reader = _Reader(config, chat)
-    ids, assistant_mask = [], []
+    ids, assistant_mask, source_ends = [], [], [0]
     for path in paths:
         for example in reader.read(path):
             # Converted at once: as Python's numbers a million conversations would not fit in memory.
             ids.append(numpy.array(example.ids_T, numpy.int32))
             assistant_mask.append(numpy.array(example.assistant_mask_T, numpy.bool_))
-    is_beyond = config.max_bad is not None and len(reader.problems) > config.max_bad
-    if mistakes := [*(reader.problems if is_beyond else ()), *reader.refused]:
-        shown = "\n".join(mistakes[:SHOWN])
-        more = len(mistakes) - SHOWN
-        raise DataError(shown + (f"\nand {more} more like these" if more > 0 else ""))
+        source_ends.append(len(ids))
+    if mistakes := [*beyond_max(reader.problems, config.max_bad), *reader.refused]:
+        raise DataError(listed(mistakes))
     if not ids:
         long = f": all {reader.num_skipped} conversations are longer" if reader.num_skipped else ""
         raise DataError(
@@ -69,6 +66,7 @@ def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Ex
         ids_T=numpy.concatenate(ids),
         assistant_mask_T=numpy.concatenate(assistant_mask),
         starts_N=numpy.cumsum([0, *map(len, ids)], dtype=numpy.int64),
+        source_sizes=tuple(numpy.diff(source_ends).tolist()),
         num_skipped=reader.num_skipped,
         bad_lines=tuple(reader.problems),
     )

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.data.examples import Examples
-from mcore_rl.data.packing import padded, plan_epoch
+from mcore_rl.data.mixture import ShuffledSources
+from mcore_rl.data.packing import padded, plan_epoch, plan_mixed_epoch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,10 +23,13 @@ class PackingOptions:
     buffer: int
     seed: int
     pad_id: int
+    weights: tuple[float, ...] = ()
+    """Weight of each source of the conversations in the mixture; empty: each conversation once an epoch."""
 
 
 class PackedSequences:
-    """An endless run through the conversations, each once an epoch, of which the first `num_sequences` are used.
+    """An endless run through the conversations, of which the first `num_sequences` packed sequences are used. An epoch
+    has each conversation once; with weights it is as many draws from their mixture.
 
     The content of a packed sequence depends on its index alone: a run that resumes asks for the next index.
     """
@@ -34,6 +39,9 @@ class PackedSequences:
         self.packing = packing
         self.num_sequences = num_sequences
         self._lengths = [padded(length, packing.length_multiple) for length in examples.lengths_N.tolist()]
+        self._sources = (
+            ShuffledSources(examples.source_sizes, packing.weights, packing.seed) if packing.weights else None
+        )
         self._ends: list[int] = []  # where each planned epoch ends, in packed sequences
         self._plan: tuple[int, list[list[int]]] = (-1, [])
 
@@ -43,7 +51,7 @@ class PackedSequences:
     @property
     def mean_length(self) -> float:
         """Length of the conversation that a token sees, averaged over tokens: sum of squares / sum."""
-        lengths = self.examples.lengths_N.astype(numpy.float64)
+        lengths = self._drawn_lengths_N.astype(numpy.float64)
         return float((lengths**2).sum() / lengths.sum())
 
     @property
@@ -54,7 +62,14 @@ class PackedSequences:
     @property
     def filled_fraction(self) -> float:
         """Share of the first epoch's positions that hold a token of a conversation."""
-        return float(self.examples.lengths_N.sum()) / (self.sequences_per_epoch * self.packing.row_length)
+        return float(self._drawn_lengths_N.sum()) / (self.sequences_per_epoch * self.packing.row_length)
+
+    @property
+    def _drawn_lengths_N(self) -> NDArray[numpy.int64]:
+        """Positions of each conversation of the first epoch."""
+        if self._sources is None:
+            return self.examples.lengths_N
+        return self.examples.lengths_N[list(self._sources.items(0, len(self.examples)))]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `loss_mask`, `position_ids`, `is_padding` of `row_length` positions, and the spans'
@@ -76,8 +91,19 @@ class PackedSequences:
         """Return the plan of an epoch; the plan of the last epoch asked for is cached."""
         if self._plan[0] != epoch:
             packing = self.packing
-            rows = plan_epoch(
-                self._lengths, packing.row_length, buffer=packing.buffer, seed=packing.seed, epoch=epoch
+            rows = (
+                plan_epoch(
+                    self._lengths, packing.row_length, buffer=packing.buffer, seed=packing.seed, epoch=epoch
+                )
+                if self._sources is None
+                else plan_mixed_epoch(
+                    self._lengths,
+                    packing.row_length,
+                    buffer=packing.buffer,
+                    seed=packing.seed,
+                    epoch=epoch,
+                    sources=self._sources,
+                )
             )
             self._plan = (epoch, rows)
         return self._plan[1]

@@ -4,7 +4,7 @@ import gzip
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -16,6 +16,8 @@ HUB = "hub:"
 GZIP = b"\x1f\x8b"
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 ROWS_AT_A_TIME = 1024
+SHOWN = 5
+"""Number of bad lines that an error, or a line of the log, lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +113,17 @@ def filled(template: str, entry: Mapping[str, Any]) -> str:
         return str(entry[match[2]])
 
     return PLACEHOLDER.sub(value, template)
+
+
+def beyond_max(bad_lines: Sequence[str], max_bad: int | None) -> Sequence[str]:
+    """Return the bad lines where they are more than `max_bad`, which ends the run; None allows any number."""
+    return bad_lines if max_bad is not None and len(bad_lines) > max_bad else ()
+
+
+def listed(bad_lines: Sequence[str]) -> str:
+    """Return the first SHOWN of `bad_lines`, each "file:line: reason", and how many more there are."""
+    more = len(bad_lines) - SHOWN
+    return "\n".join(bad_lines[:SHOWN]) + (f"\nand {more} more like these" if more > 0 else "")
 
 
 def _record(line: bytes, number: int) -> Record:

@@ -8,8 +8,10 @@ import numpy
 
 from mcore_rl.config.rl import EvalConfig, PromptConfig
 from mcore_rl.data.chat import Chat, Conversation
+from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
+from mcore_rl.data.records import SHOWN
 from mcore_rl.errors import DataError
-from mcore_rl.rl.tasks import ProblemFile, make_problem, read_problems
+from mcore_rl.rl.tasks import BadLine, make_problem, read_problems
 from mcore_rl.rl.types import Problem, Prompt
 
 HELD_OUT_SEED = 2**31
@@ -38,13 +40,16 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePrompts:
-    """Prompts of files, each once an epoch, in an order that depends on the seed and the epoch."""
+    """Prompts of files, each once an epoch, in an order that depends on the seed and the epoch; with a mixture, drawn
+    from the files by weight.
+    """
 
     prompts: tuple[Prompt, ...]
     seed: int
+    mixture: ShuffledSources | None
     num_too_long: int
     """Prompts left out because they are longer than rl.prompts.max_tokens."""
-    num_bad_lines: int
+    bad_lines: tuple[BadLine, ...]
     """Lines left out because they are no prompt."""
 
     @property
@@ -55,11 +60,15 @@ class FilePrompts:
     @property
     def skipped(self) -> str:
         """Sentence on what was left out; empty: nothing."""
-        counts = {"longer than rl.prompts.max_tokens": self.num_too_long, "no prompt": self.num_bad_lines}
-        return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+        counts = {"longer than rl.prompts.max_tokens": self.num_too_long, "no prompt": len(self.bad_lines)}
+        numbers = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+        shown = "; ".join(map(str, self.bad_lines[:SHOWN]))
+        return numbers + (f": {shown}" if shown else "")
 
     def take(self, cursor: int, count: int) -> list[Prompt]:
         """Return the prompts with indices `cursor` to `cursor + count - 1`."""
+        if self.mixture is not None:
+            return [self.prompts[index] for index in self.mixture.items(cursor, count)]
         size = len(self.prompts)
         epochs = range(cursor // size, (cursor + count - 1) // size + 1)
         orders = {e: numpy.random.default_rng((self.seed, e)).permutation(size).tolist() for e in epochs}
@@ -148,7 +157,7 @@ def train_prompts(
 ) -> PromptSource:
     """Return the prompts to train on; DataError when there are none, or none with an answer where that is needed."""
     if config.task == "file":
-        return _file_prompts(read_problems(config, needs_answer=needs_answer), encode, seed)
+        return _file_prompts(config, encode, seed, needs_answer=needs_answer)
     texts = frozenset(prompt.problem.prompt for prompt in held_out)
     return TaskPrompts(problems=TaskProblems(config=config, seed=seed, held_out=texts), encode=encode)
 
@@ -172,20 +181,32 @@ def held_out_prompts(
         return tuple(map(encode, held_out_problems(config, prompts, seed)))
     if not config.files:
         return ()
-    read = read_problems(prompts.model_copy(update={"files": config.files}), needs_answer=needs_answer)
-    return _file_prompts(read, encode, seed).prompts[: config.num_prompts]
+    of_files = prompts.model_copy(update={"files": config.files, "file_weights": ()})
+    return _file_prompts(of_files, encode, seed, needs_answer=needs_answer).prompts[: config.num_prompts]
 
 
-def _file_prompts(read: ProblemFile, encode: PromptEncoder, seed: int) -> FilePrompts:
-    prompts, num_too_long = [], 0
-    for problem in read.problems:
+def _file_prompts(
+    config: PromptConfig, encode: PromptEncoder, seed: int, *, needs_answer: bool
+) -> FilePrompts:
+    read = read_problems(config, needs_answer=needs_answer)
+    prompts, sizes, num_too_long = [], [0] * len(config.files), 0
+    files = (file for file, count in enumerate(read.num_per_file) for _ in range(count))
+    for file, problem in zip(files, read.problems, strict=True):
         try:
             prompts.append(encode(problem))
         except PromptTooLongError as error:
             num_too_long += 1
             longest = error
+        else:
+            sizes[file] += 1
     if not prompts:
         raise DataError(f"all {num_too_long} prompts are too long: {longest}")
+    weights = config.file_weights
+    refuse_empty_sources("rl.prompts.file_weights", weights, config.files, sizes)
     return FilePrompts(
-        prompts=tuple(prompts), seed=seed, num_too_long=num_too_long, num_bad_lines=len(read.bad_lines)
+        prompts=tuple(prompts),
+        seed=seed,
+        mixture=ShuffledSources(sizes, weights, seed) if weights else None,
+        num_too_long=num_too_long,
+        bad_lines=read.bad_lines,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_rl.config.extension import choose
 from mcore_rl.config.rl import PromptConfig
-from mcore_rl.data.records import Record, filled, read_records
+from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
 from mcore_rl.errors import DataError
 from mcore_rl.rl.types import Problem
 
@@ -23,12 +23,18 @@ class BadLine:
     line: int
     reason: str
 
+    def __str__(self) -> str:
+        """Return file, line and reason."""
+        return f"{self.file}:{self.line}: {self.reason}."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemFile:
     """Contents of prompt files."""
 
     problems: tuple[Problem, ...]
+    num_per_file: tuple[int, ...]
+    """Number of the problems that are of each file, in the order of the files."""
     bad_lines: tuple[BadLine, ...]
 
 
@@ -63,10 +69,11 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
             one is then no prompt.
 
     Raises:
-        DataError: where no line of a file is a prompt.
+        DataError: where no line of a file is a prompt, or more than `config.max_bad` lines are none.
     """
     problems: list[Problem] = []
     bad_lines: list[BadLine] = []
+    num_per_file: list[int] = []
     for name in config.files:
         before = len(problems)
         for record in read_records(name):
@@ -76,14 +83,17 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
                 problems.append(read)
             else:
                 bad_lines.append(BadLine(file=name, line=number, reason=read))
-        if len(problems) == before:
+        num_per_file.append(len(problems) - before)
+        if not num_per_file[-1]:
             of_this = [bad for bad in bad_lines if bad.file == name]
             first = f" Line {of_this[0].line}: {of_this[0].reason}." if of_this else ""
             raise DataError(
                 f"{name} holds no prompt in {len(of_this)} lines.{first} Wanted: lines with "
                 f"{config.prompt_field!r} and {config.answer_field!r} (rl.prompts.prompt_field, answer_field)."
             )
-    return ProblemFile(problems=tuple(problems), bad_lines=tuple(bad_lines))
+    if beyond := beyond_max([str(bad) for bad in bad_lines], config.max_bad):
+        raise DataError(f"{listed(beyond)}\nCorrect them, or allow them with rl.prompts.max_bad.")
+    return ProblemFile(problems=tuple(problems), num_per_file=tuple(num_per_file), bad_lines=tuple(bad_lines))
 
 
 def _read_record(record: Record, name: str, config: PromptConfig, needs_answer: bool) -> Problem | str:

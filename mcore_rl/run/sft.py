@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
@@ -11,8 +12,11 @@ from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.load import load_config
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.data.chat import load_chat
-from mcore_rl.data.examples import SHOWN, read_examples
+from mcore_rl.data.examples import read_examples
+from mcore_rl.data.mixture import refuse_empty_sources
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.data.records import SHOWN
+from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.run.open_run import is_done, open_run
 from mcore_rl.run.trained_model import load_matching_tokenizer
@@ -33,22 +37,9 @@ def train(config: SFTConfig) -> None:
     # Everything that a user can get wrong comes first, before a model costs time.
     check_sft(config, world_size_of_launcher())
     tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
-    chat = load_chat(config.data.chat_template, tokenizer, config.data.tokenizer.path)
-    packing = PackingOptions(
-        row_length=config.data.seq_length,
-        length_multiple=config.span_multiple,
-        buffer=config.data.pack_buffer,
-        seed=config.train.seed,
-        pad_id=tokenizer.eod_id,
-    )
-    examples = read_examples(config.data.train, config.data, chat)
-    packed = PackedSequences(examples, packing, total_samples(config.train))
-    packed_valid = None
-    if config.data.valid and config.train.eval_batches:
-        num_evaluated = config.train.eval_batches * config.train.global_batch
-        packed_valid = PackedSequences(
-            read_examples(config.data.valid, config.data, chat), packing, num_evaluated
-        )
+    packed = packed_train(config, tokenizer)
+    packed_valid = packed_for_evaluation(config, tokenizer)
+    examples = packed.examples
     platform = platforms.start(config.platform)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
@@ -67,6 +58,38 @@ def train(config: SFTConfig) -> None:
     platforms.stop()
 
 
+def packed_train(config: SFTConfig, tokenizer: Tokenizer) -> PackedSequences:
+    """Return the conversations to train on, packed; DataError when there are none, or none of a file with a weight."""
+    data = config.data
+    chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
+    examples = read_examples(data.train, data, chat)
+    refuse_empty_sources("data.train_weights", data.train_weights, data.train, examples.source_sizes)
+    packing = replace(packing_of(config, tokenizer), weights=data.train_weights)
+    return PackedSequences(examples, packing, total_samples(config.train))
+
+
+def packed_for_evaluation(config: SFTConfig, tokenizer: Tokenizer) -> PackedSequences | None:
+    """Return the conversations of data.valid, packed; None where nothing is evaluated."""
+    data = config.data
+    if not data.valid or not config.train.eval_batches:
+        return None
+    chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
+    examples = read_examples(data.valid, data, chat)
+    num_sequences = config.train.eval_batches * config.train.global_batch
+    return PackedSequences(examples, packing_of(config, tokenizer), num_sequences)
+
+
+def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:
+    """Return the settings of packing, without a mixture."""
+    return PackingOptions(
+        row_length=config.data.seq_length,
+        length_multiple=config.span_multiple,
+        buffer=config.data.pack_buffer,
+        seed=config.train.seed,
+        pad_id=tokenizer.eod_id,
+    )
+
+
 def describe_data(packed: PackedSequences) -> str:
     """Return one line for the log: conversations, packed sequences, trained tokens, what was left out."""
     examples = packed.examples
@@ -74,8 +97,10 @@ def describe_data(packed: PackedSequences) -> str:
     if examples.bad_lines:
         shown = "; ".join(examples.bad_lines[:SHOWN])
         skipped += f"; {len(examples.bad_lines)} bad lines are left out: {shown}"
+    weights = list(packed.packing.weights)
+    mixed = f", mixed by data.train_weights={weights}," if weights else ""
     return (
-        f"{len(examples)} conversations in {packed.sequences_per_epoch} packed sequences of "
+        f"{len(examples)} conversations{mixed} in {packed.sequences_per_epoch} packed sequences of "
         f"{packed.packing.row_length}, {packed.filled_fraction:.1%} filled, "
         f"{examples.assistant_fraction:.1%} of the tokens trained on{skipped}"
     )

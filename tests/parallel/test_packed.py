@@ -74,7 +74,13 @@ def conversations(vocab_size: int) -> Examples:
     starts = numpy.cumsum([0, *LENGTHS])
     assistant_mask[starts[1:] - 1] = True
     ids = generator.integers(0, vocab_size, total, dtype=numpy.int32)
-    return Examples(ids_T=ids, assistant_mask_T=assistant_mask, starts_N=starts, num_skipped=0)
+    return Examples(
+        ids_T=ids,
+        assistant_mask_T=assistant_mask,
+        starts_N=starts,
+        source_sizes=(len(starts) - 1,),
+        num_skipped=0,
+    )
 
 
 def packed(state: TrainState, examples: Examples) -> list[LocalMicrobatch]:

@@ -47,6 +47,9 @@ def test_these_settings_are_fine(words):
     [
         ("prompts.task=file", "files is empty"),
         ("prompts.task=sorting prompts.files=[a]", "not read"),
+        ("prompts.task=sorting prompts.file_weights=[1]", "has 1 weights for 0 files in rl.prompts.files"),
+        ("prompts.task=file prompts.files=[a,b] prompts.file_weights=[1]", "has 1 weights for 2 files"),
+        ("prompts.task=file prompts.files=[a] prompts.file_weights=[-1]", "a weight is above 0"),
         ("prompts.task=sorting prompts.smallest=5", "is above"),
         ("prompts.task=countdown prompts.smallest=1", "2 to 6 numbers"),
         ("rollout.temperature=0", "the same"),

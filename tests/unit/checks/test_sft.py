@@ -41,6 +41,8 @@ def test_every_recipe_passes_the_checks(path):
     ("overrides", "said"),
     [
         ("data.train=[]", "data.train is empty"),
+        ("data.train_weights=[1,2,3]", "data.train_weights has 3 weights for"),
+        ("data.train_weights=[0]", "a weight is above 0. Leave out the files"),
         ("data.tokenizer.path=none", 'data.tokenizer.kind="huggingface" has no path'),
         ("data.tokenizer.kind=none data.tokenizer.path=none", "conversations are text"),
         ("data.tokenizer.kind=sentencepiece", 'Set it to "plain" or "raw"'),

@@ -16,7 +16,7 @@ def lengths_of(count, seed=0):
     return [draw.randint(1, ROW) if draw.random() < 0.3 else draw.randint(1, ROW // 4) for _ in range(count)]
 
 
-def examples(lengths):
+def examples(lengths, sizes=()):
     """Example i has the tokens 1000 i, 1000 i + 1, ...; the assistant says the odd ones."""
     ids = torch.cat([1000 * index + torch.arange(length + 1) for index, length in enumerate(lengths)])
     starts = torch.tensor([0, *(length + 1 for length in lengths)]).cumsum(0)
@@ -24,13 +24,16 @@ def examples(lengths):
         ids_T=ids.int().numpy(),
         assistant_mask_T=(ids % 2 == 1).numpy(),
         starts_N=starts.numpy(),
+        source_sizes=sizes or (len(lengths),),
         num_skipped=0,
     )
 
 
-def packed_sequences(lengths, multiple=1, num_sequences=10_000, seed=0):
-    packing = PackingOptions(row_length=ROW, length_multiple=multiple, buffer=16, seed=seed, pad_id=7)
-    return PackedSequences(examples(lengths), packing, num_sequences)
+def packed_sequences(lengths, multiple=1, num_sequences=10_000, seed=0, sizes=(), weights=()):
+    packing = PackingOptions(
+        row_length=ROW, length_multiple=multiple, buffer=16, seed=seed, pad_id=7, weights=weights
+    )
+    return PackedSequences(examples(lengths, sizes), packing, num_sequences)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -36,7 +36,7 @@ def encoder(max_tokens: int = 64, *, has_roles: bool = False) -> PromptEncoder:
 def file_of(tmp_path: Path, *entries: object) -> PromptConfig:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, entries)))
-    return PromptConfig(files=(str(path),))
+    return PromptConfig(files=(str(path),), max_bad=1)
 
 
 def test_a_file_is_read_once_an_epoch_in_another_order_each_time(tmp_path: Path) -> None:
@@ -57,7 +57,58 @@ def test_long_prompts_and_bad_lines_of_a_file_are_left_out_and_counted(tmp_path:
     )
     source = train_prompts(config, (), encoder(), seed=0)
     assert source.num_prompts == 2
-    assert source.skipped == "1 longer than rl.prompts.max_tokens, 1 no prompt"
+    assert source.skipped == (
+        "1 longer than rl.prompts.max_tokens, 1 no prompt: "
+        f"{tmp_path}/prompts.jsonl:3: no text in 'prompt' (other keys: question)."
+    )
+
+
+def test_more_bad_lines_than_allowed_end_the_run_with_file_and_line(tmp_path: Path) -> None:
+    config = file_of(tmp_path, {"prompt": "ok"}, {"question": "?"}, [], {"prompt": "fine"})
+    with pytest.raises(DataError) as raised:
+        train_prompts(config, (), encoder(), seed=0)
+    assert str(raised.value) == (
+        f"{tmp_path}/prompts.jsonl:2: no text in 'prompt' (other keys: question).\n"
+        f"{tmp_path}/prompts.jsonl:3: a JSON list, wanted an object.\n"
+        "Correct them, or allow them with rl.prompts.max_bad."
+    )
+    for max_bad in (2, None):
+        allowed = config.model_copy(update={"max_bad": max_bad})
+        assert train_prompts(allowed, (), encoder(), seed=0).num_prompts == 2
+    held_out = EvalConfig(files=config.files)
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2: no text"):
+        held_out_prompts(held_out, PromptConfig(files=("other.jsonl",)), encoder(), 0)
+
+
+def test_files_are_mixed_by_weight_and_a_resume_takes_the_next_prompts(tmp_path: Path) -> None:
+    names = []
+    for name, count in (("a", 10), ("b", 3)):
+        lines = [json.dumps({"prompt": f"{name}{n}"}) for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        names.append(str(tmp_path / f"{name}.jsonl"))
+    config = PromptConfig(files=tuple(names), file_weights=(0.25, 0.75))
+    taken = [prompt.problem.prompt for prompt in train_prompts(config, (), encoder(), seed=3).take(0, 80)]
+    for n in range(81):
+        of_a = sum(prompt.startswith("a") for prompt in taken[:n])
+        assert abs(of_a - n / 4) < 1
+    of_a, of_b = ([prompt for prompt in taken if prompt.startswith(name)] for name in "ab")
+    assert sorted(of_a[:10]) == sorted(of_a[10:]) == [f"a{n}" for n in range(10)]
+    for first in range(0, 60, 3):
+        assert sorted(of_b[first : first + 3]) == ["b0", "b1", "b2"]
+    resumed = train_prompts(config, (), encoder(), seed=3)
+    assert [prompt.problem.prompt for prompt in resumed.take(33, 40)] == taken[33:73]
+    other = train_prompts(config, (), encoder(), seed=4).take(0, 80)
+    assert [prompt.problem.prompt for prompt in other] != taken
+    evaluated = held_out_prompts(EvalConfig(files=config.files[:1]), config, encoder(), 3)
+    assert len(evaluated) == 10, "the weights are of the files to train on"
+
+
+def test_a_file_with_a_weight_and_no_prompt_that_fits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "ok"}')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "x" * 65}))
+    files = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
+    with pytest.raises(DataError, match=r"b\.jsonl has the weight 2.0 in rl\.prompts\.file_weights"):
+        train_prompts(PromptConfig(files=files, file_weights=(1, 2)), (), encoder(), seed=0)
 
 
 def test_a_file_of_long_prompts_only_is_refused(tmp_path: Path) -> None:

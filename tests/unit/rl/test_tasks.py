@@ -83,7 +83,7 @@ def test_lines_of_a_file_are_problems_and_bad_lines_are_told(tmp_path):
         b"\xff",
         {"q": "no answer"},
     )
-    read = read_problems(PromptConfig(files=(name,), prompt_field="q", answer_field="a"))
+    read = read_problems(PromptConfig(files=(name,), prompt_field="q", answer_field="a", max_bad=None))
     assert [(p.problem_id, p.prompt, p.answer, dict(p.fields)) for p in read.problems] == [
         ("p.jsonl:1", "1 + 1?", "2", {"level": 3}),
         ("p.jsonl:6", "2 + 2?", "4", {}),
@@ -115,7 +115,7 @@ def test_lines_without_an_answer_are_no_prompts_where_the_reward_compares_with_o
     with pytest.raises(DataError, match=r"Line 1: no answer in 'answer'.*other keys: solution.*answer_field"):
         read_problems(PromptConfig(files=(lacking,)), needs_answer=True)
     mixed = write(tmp_path / "mixed.jsonl", {"prompt": "?", "answer": 0}, {"prompt": "?", "answer": " "})
-    read = read_problems(PromptConfig(files=(mixed,)), needs_answer=True)
+    read = read_problems(PromptConfig(files=(mixed,), max_bad=1), needs_answer=True)
     assert ([one.answer for one in read.problems], [bad.line for bad in read.bad_lines]) == (["0"], [2])
 
 
