@@ -8,6 +8,7 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.plan.disk import disk_warning
 from tests.unit.launch.conftest import ROOT
 
 RECIPES = ROOT / "launch/recipes"
@@ -44,7 +45,9 @@ def test_every_recipe_passes_the_preflight_on_the_nodes_that_it_names(path, home
     program, config = load(path)
     promised = frozenset(file.absolute() for _, file, _ in inputs_of(config))
     checked = check_training(program, config, H100, documented_nodes(path), Allowances(promised=promised))
-    assert all("over the network" in warning for warning in checked.warnings)
+    # How much room the disk of this machine has says nothing about the recipe.
+    warnings = set(checked.warnings) - {disk_warning(config)}
+    assert all("over the network" in warning for warning in warnings), warnings
 
 
 @pytest.mark.parametrize("model", LARGE)
