@@ -55,9 +55,7 @@ def show_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"rewrite config files of an earlier version in place (each old one is kept as FILE{BACKUP}), print what "
         "changed, and do nothing else",
     )
-    parser.add_argument(
-        "--program", choices=PROGRAMS, help="whose config it is (default: the program that has its fields)"
-    )
+    _program(parser)
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,6 +146,14 @@ def preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing dataset or another unfinished run"
     )
+
+
+def show_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a training's config and the number of examples to show."""
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    _overrides(parser)
+    parser.add_argument("--num", type=positive, default=3, help="number of examples (default 3)")
+    _program(parser)
 
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -346,6 +352,12 @@ def _ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
 
 
+def _program(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--program", choices=PROGRAMS, help="whose config it is (default: the program that has its fields)"
+    )
+
+
 def _overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
 
@@ -413,6 +425,13 @@ COMMANDS: dict[str, Command] = {
         "--workers 8",
         add_arguments=preprocess_arguments,
         module="mcore_rl.run.data",
+    ),
+    "data show": Command(
+        summary="Show the first training examples of a config as the model reads them: sequences of pretraining, chats "
+        "with what is trained on marked, prompts with their reference answers. It starts no ranks.",
+        example="mcore-rl data show tiny_moe/sft --num 3",
+        add_arguments=show_data_arguments,
+        module="mcore_rl.run.show_data",
     ),
     "recipes": Command(
         summary="List the recipes that are shipped, by the names under which every command takes them for CONFIG.",

@@ -1,0 +1,152 @@
+"""`mcore-rl data show`: the first training examples of a config, as the model will read them."""
+
+import argparse
+import sys
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import accumulate, groupby
+from pathlib import Path
+
+from mcore_rl.backend import platform as platforms
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.kinds import READERS
+from mcore_rl.config.load import kind_of
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig
+from mcore_rl.config.sft import SFTConfig
+from mcore_rl.data.indexed import NO_TOKEN, build_datasets, plan_data
+from mcore_rl.data.packed_sequences import PackedSequences
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
+from mcore_rl.errors import ConfigError
+from mcore_rl.run.pretrain import sample_counts
+from mcore_rl.run.rollouts import load_prompts
+from mcore_rl.run.sft import describe_data, packed_train
+from mcore_rl.run.trained_model import load_matching_tokenizer
+
+TRAINED = ("⟦", "⟧")
+"""Signs around the tokens that a loss is computed for, where it is not for all."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the first `args.num` training examples of the config; ConfigError where it is no training's."""
+    path = Path(args.config)
+    kind = args.program or kind_of(path, args.overrides)
+    if kind not in PROGRAMS:
+        raise ConfigError(
+            f"{path} is a config of {kind}, which {READERS[kind]} reads; it has no training examples. Name one of "
+            f"{', '.join(PROGRAMS)}."
+        )
+    config, _ = PROGRAMS[kind].checked_config(path, args.overrides, None)
+    for line in _lines(config, args.num):
+        sys.stdout.write(f"{line}\n")  # as it is: a rich console would make spaces of tabs
+    return 0
+
+
+def _lines(config: RunConfig, count: int) -> Iterator[str]:
+    if isinstance(config, PretrainConfig):
+        return _sequences(config, count)
+    if isinstance(config, SFTConfig):
+        return _conversations(config, count)
+    assert isinstance(config, RlRunConfig), type(config)
+    return _prompts(config, count)
+
+
+def _sequences(config: PretrainConfig, count: int) -> Iterator[str]:
+    """Yield the first sequences of pretraining, decoded where the config names a tokenizer."""
+    counts = sample_counts(config)
+    plan = plan_data(
+        config.data,
+        vocab_size=config.model.vocab_size,
+        samples=counts,
+        evaluated_at_once=config.train.global_batch,
+    )
+    tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer.kind != "none" else None
+    yield from plan.warnings
+    with ExitStack() as stack:
+        # Megatron's builder communicates; this process is a world of its own.
+        platforms.start(PlatformConfig())
+        stack.callback(platforms.stop)
+        folder = config.data.cache_dir
+        cache_dir = Path(config.run_dir, "index_cache") if folder == "auto" else Path(folder)
+        if folder == "auto" and not cache_dir.is_dir():
+            # Only a run makes its folder.
+            cache_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mcore_rl_index_")))
+        train = build_datasets(plan, seed=config.train.seed, cache_dir=cache_dir).train
+        shown = min(count, len(train))
+        yield (
+            f"{len(train)} sequences of {config.data.seq_length} tokens; the loss is over all of them. Documents are "
+            "cut where a sequence ends"
+        )
+        for index in range(shown):
+            ids = [token for token in train[index]["tokens"].tolist() if token != NO_TOKEN]
+            ends = f", {ids.count(tokenizer.eod_id)} ends of documents" if tokenizer else ""
+            yield f"\n--- sequence {index}: {len(ids)} tokens{ends}"
+            yield readable(tokenizer, ids) if tokenizer else " ".join(map(str, ids))
+        if tokenizer is None:
+            yield '\nThese are ids: data.tokenizer.kind="none". Name the tokenizer of the data to read its text.'
+
+
+def _conversations(config: SFTConfig, count: int) -> Iterator[str]:
+    """Yield the first conversations of fine-tuning, with the trained tokens marked."""
+    tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
+    packed = packed_train(config, tokenizer)
+    examples = packed.examples
+    yield describe_data(packed)
+    yield f"{TRAINED[0]}between these{TRAINED[1]} is what is trained on; no conversation is truncated"
+    ends = list(accumulate(examples.source_sizes))
+    for sequence, member in _members(packed, count):
+        first, last = examples.starts_N[member : member + 2]
+        ids = examples.ids_T[first:last].tolist()
+        # The first token is no label.
+        trained = [False, *examples.assistant_mask_T[first + 1 : last].tolist()]
+        file = config.data.train[bisect_right(ends, member)]
+        yield f"\n--- packed sequence {sequence}, {file}: {len(ids)} tokens, {sum(trained)} trained"
+        yield marked(tokenizer, ids, trained)
+
+
+def _members(packed: PackedSequences, count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first `count` conversations of the training, each with the index of its packed sequence."""
+    for sequence in range(len(packed)):
+        for member in packed.members(sequence):
+            if count == 0:
+                return
+            count -= 1
+            yield sequence, member
+
+
+def _prompts(config: RlRunConfig, count: int) -> Iterator[str]:
+    """Yield the first prompts of reinforcement learning, with their reference answers."""
+    prompts = load_prompts(config)
+    yield prompts.describe()[0]
+    for prompt in prompts.train.take(0, count):
+        yield f"\n--- {prompt.problem.problem_id}: {len(prompt.tokens_T)} tokens"
+        yield readable(prompts.tokenizer, prompt.tokens_T)
+        yield f"reference: {prompt.problem.answer or 'none'}"
+
+
+def marked(tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[bool]) -> str:
+    """Return the text of `ids`, with TRAINED around each run of tokens for which `trained` is True."""
+    text, end = "", 0
+    for is_trained, run in groupby(trained):
+        begin, end = end, end + len(list(run))
+        # With what stands before: the first piece of a text loses its space when it is decoded alone (sentencepiece).
+        before, whole = readable(tokenizer, ids[:begin]), readable(tokenizer, ids[:end])
+        part = whole[len(before) :] if whole.startswith(before) else readable(tokenizer, ids[begin:end])
+        text += f"{TRAINED[0]}{part}{TRAINED[1]}" if is_trained else part
+    return text
+
+
+def readable(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of `ids`, in which special tokens that decode to nothing are seen by name."""
+    text = ""
+    for is_special, group in groupby(ids, key=tokenizer.special_ids.__contains__):
+        run = list(group)
+        text += "".join(_name(tokenizer, token) for token in run) if is_special else tokenizer.decode(run)
+    return text
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    names = {tokenizer.pad_id: "<pad>", tokenizer.bos_id: "<bos>", tokenizer.eod_id: "<eod>"}
+    return tokenizer.decode([token]) or names.get(token, f"<{token}>")

@@ -1,0 +1,119 @@
+"""`mcore-rl data show`: its texts are those of the source, in the order of the training."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+
+from mcore_rl.data.documents import DocumentFormat
+from mcore_rl.data.preprocess import PreprocessOptions, preprocess
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.run.cli import main
+from tests.unit.data.conftest import made_up_documents, write_jsonl
+
+LINES = [
+    {"question": f"{word} {i}\n", "solution": f"{i} {word}"}
+    for i, word in enumerate(["etao", "shrdlu", "nit"])
+]
+
+
+@pytest.fixture(params=["lines", "gzipped", "parquet", "hub"])
+def data(request, tmp_path, monkeypatch):
+    """The name of the data in one of the forms."""
+    text = "".join(json.dumps(line) + "\n" for line in LINES).encode()
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / {"lines": "a.jsonl", "gzipped": "a.jsonl.gz"}.get(request.param, "train.parquet")
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(LINES), file)
+    else:
+        file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return f"hub:{tmp_path}/a:train" if request.param == "hub" else str(file)
+
+
+def shown(capsys, recipe, tokenizer, tmp_path, *words):
+    fields = [
+        "data.tokenizer.kind=sentencepiece",
+        f"data.tokenizer.path={tokenizer.path}",
+        "checkpoint.load=none",
+        f"run_dir={tmp_path}/run",
+    ]
+    assert main(["data", "show", recipe, *fields, *words]) == 0
+    assert not Path(tmp_path, "run").exists()
+    head, *examples = capsys.readouterr().out.split("\n--- ")
+    return head, [example.partition("\n") for example in examples]
+
+
+def test_a_chat_is_shown_as_rendered_with_what_is_trained_on_marked(data, tokenizer, tmp_path, capsys):
+    fields = [f"data.train=['{data}']", "data.prompt_field=question", "data.response_field=solution"]
+    head, examples = shown(
+        capsys, "tiny_moe/sft", tokenizer, tmp_path, *fields, "data.chat_template=plain", "--num", "4"
+    )
+    assert "no conversation is truncated" in head
+    words = load_tokenizer(tokenizer)
+    wanted = {}
+    for line in LINES:
+        answer = [*words.encode(line["solution"]), words.eod_id]
+        prompt = (
+            words.encode("user:\n") + words.encode(line["question"] + "\n\n") + words.encode("assistant:\n")
+        )
+        rendered = words.decode(prompt + answer[:-1])
+        begin = rendered.rindex(line["solution"])
+        text = f"{rendered[:begin].rstrip(' ')}⟦{rendered[len(rendered[:begin].rstrip(' ')) :]}<eod>⟧\n"
+        wanted[text] = f", {data}: {len(prompt + answer)} tokens, {len(answer)} trained"
+    assert sorted(text for _, _, text in examples[:3]) == sorted(wanted)
+    for title, _, text in examples:
+        assert title.endswith(wanted[text])
+    assert len(examples) == 4, "the second epoch follows the first"
+
+
+def test_a_prompt_is_shown_as_rendered_with_its_reference(data, tokenizer, tmp_path, capsys):
+    fields = [f"rl.prompts.files=['{data}']", "rl.prompts.prompt_template='Say: {question}'"]
+    fields += ["rl.prompts.answer_field=solution", "data.chat_template=raw"]
+    head, examples = shown(capsys, "tiny_moe/own_prompts", tokenizer, tmp_path, *fields)
+    assert head.startswith("3 prompts to learn from")
+    words = load_tokenizer(tokenizer)
+    assert sorted(text for _, _, text in examples) == sorted(
+        f"Say: {line['question']}\nreference: {line['solution']}\n" for line in LINES
+    )
+    numbers = {line["solution"]: len(words.encode(f"Say: {line['question']}")) for line in LINES}
+    for title, _, text in examples:
+        assert title.endswith(f": {numbers[text.strip().rpartition('reference: ')[2]]} tokens")
+
+
+def test_sequences_of_pretraining_are_shown_as_text_or_as_ids(tokenizer, tmp_path, capsys):
+    (document,) = made_up_documents(1, words=4000, seed=3)
+    options = PreprocessOptions(
+        inputs=(write_jsonl(tmp_path / "a.jsonl", [document]),),
+        output=tmp_path / "a",
+        tokenizer=tokenizer,
+        document_format=DocumentFormat(kind="jsonl"),
+    )
+    preprocess(options, Console(quiet=True))
+    words = load_tokenizer(tokenizer)
+    ids = words.encode(document)
+    sequences = [ids[begin : begin + 128] for begin in range(0, len(ids) - 128, 128)]
+    fields = [f"data.train=['{tmp_path}/a']", "data.split=[1,0,0]", "train.eval_interval=none"]
+    # 32 sequences of the first epoch, in which each is a slice of the document.
+    fields += ["train.eval_batches=none", "train.steps=2", "optim.warmup_steps=0"]
+    assert len(sequences) > 32
+    _, as_text = shown(capsys, "tiny_moe/pretrain", tokenizer, tmp_path, *fields, "--num", "2")
+    texts = [text.removesuffix("\n") for _, _, text in as_text]
+    assert len(set(texts)) == 2 and set(texts) <= {words.decode(sequence) for sequence in sequences}
+    assert [title for title, _, _ in as_text] == [
+        f"sequence {i}: 128 tokens, 0 ends of documents" for i in (0, 1)
+    ]
+    none = ["data.tokenizer.kind=none", "data.tokenizer.path=none"]
+    _, as_ids = shown(capsys, "tiny_moe/pretrain", tokenizer, tmp_path, *fields, *none, "--num", "2")
+    shown_ids = [list(map(int, text.splitlines()[0].split())) for _, _, text in as_ids]
+    assert [words.decode(sequence) for sequence in shown_ids] == texts
+    assert "data.tokenizer.kind" in as_ids[-1][2]
+
+
+def test_a_config_without_training_examples_is_refused(capsys):
+    assert main(["data", "show", "tiny_moe/replay_study"]) == 2
+    assert "it has no training examples. Name one of pretrain, sft, rl" in capsys.readouterr().err
