@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 WITH_RANKS = ("tests/parallel/", "tests/e2e/")
+"""Folders whose tests start ranks; the tests of each keep to one process of pytest-xdist."""
 SHARDS = 3
 
 
@@ -64,13 +65,14 @@ def _is_wanted(item: pytest.Item, which: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that start ranks keep to one process: they use all cores, and two of them at once take more than twice as
-    long. The others, one by one, fill what they leave idle.
+    """The tests of a folder that start ranks run one after another: two ranks of a test have two cores between them, and
+    wait for each other for half of their time, so that a second such test beside them, of the other folder, is a gain and
+    a third would be none. The other tests, one by one, fill what they leave idle.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class RanksInOneProcess(LoadScopeScheduling):
+    class FolderInOneProcess(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith(WITH_RANKS) else nodeid
+            return next((folder for folder in WITH_RANKS if nodeid.startswith(folder)), nodeid)
 
-    return RanksInOneProcess(config, log)
+    return FolderInOneProcess(config, log)
