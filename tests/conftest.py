@@ -65,9 +65,9 @@ def _is_wanted(item: pytest.Item, which: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of a folder that start ranks run one after another: two ranks of a test have two cores between them, and
-    wait for each other for half of their time, so that a second such test beside them, of the other folder, is a gain and
-    a third would be none. The other tests, one by one, fill what they leave idle.
+    """Run tests of a folder that start ranks one after another: two ranks of a test have two cores between them, and
+    wait for each other half of their time, so that a second such test, of the other folder, is a gain beside them. The
+    other tests, one by one, fill what they leave idle.
     """
     from xdist.scheduler import LoadScopeScheduling
 
