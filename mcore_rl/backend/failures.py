@@ -91,7 +91,7 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
     folder = folder or collected_in()
     if folder is None:
         return None
-    path = folder / f"{failure.order}-{time.time():.3f}-{failure.rank}.json"
+    path = folder / f"{failure.order}-{time.time():.6f}-{failure.rank}.json"
     # Keys on lines of their own, the headline first: the job script reads it with sed.
     content = json.dumps(asdict(failure), indent=1, ensure_ascii=False) + "\n"
     with suppress(OSError):
