@@ -41,9 +41,13 @@ def as_hex(crc: int) -> str:
 def crc32_of(file: Path) -> str:
     """Return the CRC-32 of a file in hexadecimal; it is read in blocks."""
     crc = 0
-    with file.open("rb", buffering=0) as opened:
-        while block := opened.read(BLOCK_BYTES):
-            crc = crc32(block, crc)
+    try:
+        with file.open("rb", buffering=0) as opened:
+            while block := opened.read(BLOCK_BYTES):
+                crc = crc32(block, crc)
+    except OSError as error:
+        # A failing disk does not say which file it failed to read.
+        raise OSError(error.errno, error.strerror, str(file)) from error
     return as_hex(crc)
 
 

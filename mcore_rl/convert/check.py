@@ -132,7 +132,7 @@ def _checked_by_marker(
         return _damaged(path / name, fault.removeprefix(f"{name} "))
     if crc is None:
         return _checked_by_parts(path, name, parts)
-    if _crc32(path / name) == crc:
+    if crc32_of(path / name) == crc:
         return _sound(path / name)
     faults = _part_faults(path, parts)
     return _damaged(
@@ -230,7 +230,7 @@ def _checked_by_manifest(
     if entry is not None:
         if size != entry["bytes"]:
             return _damaged(file, f"it has {size} bytes, {entry['bytes']} were written")
-        if _crc32(file) == entry["crc32"]:
+        if crc32_of(file) == entry["crc32"]:
             return _sound(file)
     if file.suffix != ".safetensors":
         return _damaged(file, "not the bytes that were written") if entry else _unknown(file)
@@ -279,20 +279,12 @@ def _checked_data(prefix: str, ending: str, crc: str | None) -> CheckedFile:
     if not file.is_file():
         return _missing(file.name)
     if crc:
-        return _sound(file) if _crc32(file) == crc else _damaged(file, "not the bytes that were written")
+        return _sound(file) if crc32_of(file) == crc else _damaged(file, "not the bytes that were written")
     try:
         read_index(prefix)
     except DataError as error:
         return _damaged(file, str(error))
     return _sound(file, f"{NOTHING_RECORDED}; index and length agree")
-
-
-def _crc32(file: Path) -> str:
-    try:
-        return crc32_of(file)
-    except OSError as error:
-        # A failing disk does not say which file it failed to read.
-        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _some(names: Sequence[str]) -> str:
