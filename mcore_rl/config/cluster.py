@@ -42,6 +42,13 @@ class NodeConfig(Section):
     """GPUs of a node, each with one rank; 0: ranks are processes on the cores."""
     ranks: PositiveInt | None = None
     """Ranks of a node without GPUs; `none` where there are GPUs."""
+    device: Text | None = None
+    """Kind of GPU, as `mcore-rl plan` knows it (A100, H100, H200, B200, GB200, MI300X, ...); `none`: not known, so that
+    memory and schedule are planned, and no time."""
+    link_domain: PositiveInt | Literal["auto"] = "auto"
+    """GPUs that NVLink connects; `auto`: those of the node, and 72 of an NVL72."""
+    nic_gbit_per_s: PositiveFloat | Literal["auto"] = "auto"
+    """Network bandwidth for each GPU in Gbit/s; `auto`: as systems with this device have it."""
     gpu_memory_gib: NonNegativeFloat = 80.0
     """Memory of one GPU in GiB."""
     reserved_gib: NonNegativeFloat = 6.0
