@@ -37,6 +37,7 @@ from mcore_rl.checkpoint.folder import (
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity, check_part
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
+from mcore_rl.model.heads import SCORE_WEIGHT
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
@@ -73,6 +74,11 @@ class StoredCheckpoint:
     def has_optimizer(self) -> bool:
         """Whether training can resume from it with its optimizer state."""
         return self.marker is not None and any(name.startswith(OPTIMIZER) for name in self.shapes)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether its model has a scalar head, as reward models and critics have, and no logits."""
+        return SCORE_WEIGHT in self.shapes
 
 
 def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
@@ -119,7 +125,7 @@ def setting_differences(
         value, own = there.get(name), here.get(name)
         if isinstance(own, dict) and isinstance(value, dict):
             lines += setting_differences(value, own, f"{prefix}{name}.")
-        elif own != value:
+        elif own != value and name in there:  # an earlier version lacks fields that are new since
             lines.append(f"{prefix}{name} is {value} there, {own} here")
     return lines
 
@@ -280,6 +286,11 @@ def _compare(
     shown = "; ".join(problems[:MAX_LISTED]) + (
         f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     )
+    if stored.has_scores and SCORE_WEIGHT not in all_shapes:
+        raise CheckpointError(
+            f"{stored.path} is of a reward model or a critic, whose scores are no logits: a language model cannot "
+            "start from it. Name the checkpoint that it was trained from"
+        )
     settings = (
         setting_differences(stored.marker.model, model.model_dump(mode="json")) if stored.marker else []
     )

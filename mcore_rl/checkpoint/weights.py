@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained
 from mcore_rl.model.build import unwrap
+from mcore_rl.model.heads import SCORE_SHIFT, SCORE_WEIGHT
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 
 EXTRA_STATE = "_extra_state"
 """Part of the keys of what TransformerEngine's layers save beside weights (fp8 scales), and others leave empty."""
+LOGIT_PARTS = ("output_layer.", "mtp.")
+"""Beginnings of the keys of weights that only logits need."""
 SHARDING_METADATA = {
     "singleton_local_shards": False,
     # Megatron's default cannot be saved any more, and `dp_reshardable` cannot be loaded on another mesh.
@@ -109,12 +113,27 @@ def load_weights(
 ) -> StoredCheckpoint:
     """Collective over the world: fill the chunks from a checkpoint written on any mesh, whatever else it holds.
 
+    A model with scores takes from a checkpoint with logits the layers alone: its head stays as it is, and the
+    checkpoint's output layer and MTP layers are left out. `has_scores` of the result shows which it was.
+
     `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that has its own
     copy of the weights needs `reload_model_params` afterwards.
+
+    Raises:
+        CheckpointError: on all ranks: it is damaged, or of another model; also one with scores for a model with logits.
     """
     stored = inspect(path, verify_checksums=verify_checksums)
     state = without_absent_extras(weights_state(chunks, mesh), stored)
-    put_weights(chunks, read(state, stored, mesh, model))
+    if model.head == "logits" or stored.has_scores:
+        put_weights(chunks, read(state, stored, mesh, model))
+        return stored
+    layers = {name: shape for name, shape in stored.shapes.items() if not name.startswith(LOGIT_PARTS)}
+    own = extract_matching_values(state, lambda leaf: leaf.key in (SCORE_WEIGHT, SCORE_SHIFT))[0]
+    backbone = extract_matching_values(state, lambda leaf: leaf.key not in (SCORE_WEIGHT, SCORE_SHIFT))[0]
+    loaded = read(backbone, replace(stored, shapes=layers), mesh, model)
+    for name, tensors in own.items():
+        loaded[name] |= {key: shard.data for key, shard in tensors.items()}
+    put_weights(chunks, loaded)
     return stored
 
 

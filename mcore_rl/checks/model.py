@@ -30,6 +30,7 @@ def checked_model_from_hf(config: HfConfig, family: str | None = None) -> ModelC
 def model_violations(model: ModelConfig) -> Iterator[str]:
     """Yield one sentence, with a remedy, for each disagreement; ConfigError for an unknown family."""
     family = family_of(model)
+    yield from _head(model)
     yield from _experts(model, family)
     yield from _optional_settings(model, family)
     yield from _shape(model, family)
@@ -48,6 +49,14 @@ def divisors(number: int) -> str:
         return ", ".join(map(str, [*small[:8], "...", number]))
     found = sorted({*small, *(number // i for i in small)})
     return ", ".join(map(str, found if len(found) <= 10 else [*found[:8], "...", found[-1]]))
+
+
+def _head(model: ModelConfig) -> Iterator[str]:
+    if model.head == "score" and model.mtp_layers:
+        yield (
+            f'model.mtp_layers={model.mtp_layers} with model.head="score": MTP layers predict tokens, which a score is '
+            "not. Set model.mtp_layers=0."
+        )
 
 
 def _experts(model: ModelConfig, family: Family) -> Iterator[str]:

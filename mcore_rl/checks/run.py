@@ -45,6 +45,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     model, mesh = config.model, config.mesh
     yield from _run_dir(config.run_dir)
     yield from model_violations(model)
+    yield from _head(config)
     yield from mesh_violations(model, mesh, seq_length, field)
     yield from _world(mesh, model, world_size)
     yield from _schedule(config.optim, config.train.steps)
@@ -63,6 +64,17 @@ def _run_dir(run_dir: str) -> Iterator[str]:
             f'run_dir="{run_dir[:40]}..." is too long: file systems take names of 255 bytes and paths of 4,096, and '
             "files in the folder need some of them. Choose another."
         )
+
+
+def _head(config: RunConfig) -> Iterator[str]:
+    head = config.model.head
+    if head == "score" and not config.trains_scores:
+        yield (
+            'model.head="score": this program trains logits; a reward model is trained by `mcore-rl rm`. Set '
+            'model.head="logits".'
+        )
+    elif head == "logits" and config.trains_scores:
+        yield 'model.head="logits": a reward model returns one number for a sequence. Set model.head="score".'
 
 
 def _allowed_changes(config: RunConfig) -> Iterator[str]:

@@ -104,6 +104,8 @@ class ModelConfig(Section):
 
     family: str | Extension = "qwen3_moe"
     """Architecture: a name of `mcore_rl.families.FAMILIES` (Hugging Face's `model_type`), or a `Family` of your own."""
+    head: Literal["logits", "score"] = "logits"
+    """Output of the model: `logits` of every token; `score`: one number, of reward models and critics."""
     num_layers: Annotated[int, Field(gt=0, le=10_000)] = 4
     """Number of transformer layers, without MTP layers."""
     hidden_size: PositiveInt = 256
@@ -150,6 +152,11 @@ class ModelConfig(Section):
     def padded_vocab_size(self) -> int:
         """Number of rows of the embedding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def scored(self) -> "ModelConfig":
+        """This model with a score in the place of its logits, and without MTP layers: its critic or reward model."""
+        return self.model_copy(update={"head": "score", "mtp_layers": 0})
 
     @property
     def is_moe(self) -> bool:

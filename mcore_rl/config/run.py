@@ -125,6 +125,11 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
 
     @property
+    def trains_scores(self) -> bool:
+        """Whether the program trains a model with a scalar head (`model.head` = "score"), not one with logits."""
+        return False
+
+    @property
     def freezes_router(self) -> bool:
         """Whether the routers are not trained; only reinforcement learning has the choice (`rl.freeze_router`)."""
         return False

@@ -100,9 +100,14 @@ def mtp_layers(model: ModelConfig) -> list[LayerNames]:
 
 
 def outer(model: ModelConfig) -> Iterator[WeightRule]:
-    """Yield the rules of the embeddings, with their padding, and of the last norm."""
+    """Yield the rules of the embeddings, with their padding, of the scalar head, and of the last norm."""
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
-    if not model.tied_embeddings:
+    if model.head == "score":
+        score = HfRows("score.weight", 0, 1)
+        yield WeightRule(key="score.weight", rows=(score,), row=(model.hidden_size,))
+        # Hugging Face's models have no such number: it is 0 after an import, and an export subtracts nothing.
+        yield WeightRule(key="score.shift", rows=(), row=(), padding=1, fp32=True)
+    elif not model.tied_embeddings:
         names["output_layer.weight"] = "lm_head.weight"
     for key, name in names.items():
         yield WeightRule(
@@ -199,6 +204,8 @@ def mtp(model: ModelConfig) -> Iterator[WeightRule]:
 def duplicates(model: ModelConfig) -> Iterator[DuplicateTensor]:
     """Yield the embeddings that Hugging Face checkpoints repeat: a tied output, and those of each MTP layer."""
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    if model.head == "score":
+        return
     if model.tied_embeddings:
         yield DuplicateTensor(output, embedding, written=False)
         output = embedding

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.model.heads import ScoreModel
 from mcore_rl.model.spec import block_spec, mtp_spec
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.parallel.mesh import Mesh, is_first_chunk, is_last_chunk
@@ -32,7 +33,10 @@ class LanguageModel(GPTModel):
 def build_model(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
 ) -> list[nn.Module]:
-    """Return this rank's chunks in pipeline order, on the device, with random weights by the states of `seed_ranks`."""
+    """Return this rank's chunks in pipeline order, on the device, with random weights by the states of `seed_ranks`.
+
+    They end in logits or in scores, as `model.head` says.
+    """
     config = transformer_config(model, mesh, platform, settings)
     stages = range(mesh.config.vpp) if mesh.config.vpp > 1 else [None]
     return [_build_chunk(config, model, platform, stage) for stage in stages]
@@ -60,7 +64,7 @@ def _build_chunk(
 ) -> nn.Module:
     te = platform.layers == "te"
     yarn = model.rope.scaling == "yarn" and not config.multi_latent_attention
-    chunk = LanguageModel(
+    chunk = (ScoreModel if model.head == "score" else LanguageModel)(
         config,
         block_spec(config, te=te, vp_stage=vp_stage),
         vocab_size=model.padded_vocab_size,
@@ -76,7 +80,8 @@ def _build_chunk(
         mtp_block_spec=mtp_spec(config, te=te, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
-    chunk.num_tokens = model.vocab_size
+    if isinstance(chunk, LanguageModel):
+        chunk.num_tokens = model.vocab_size
     chunk.model_type = ModelType.encoder_or_decoder
     for name, param in chunk.named_parameters():
         # Megatron 0.16 reduces experts' gradients over the dense data-parallel group when ep = 1, which is wrong for

@@ -9,7 +9,7 @@ Conventions where the field differs:
 - causal attention counts half of the full S x S scores (PaLM and FlopCounterMode count them in full);
 - a layer with a sliding window counts the part of them that lies in the window;
 - a token passes `top_k` routed experts, even when a capacity drops some;
-- the output layer has `vocab_size` rows, without padding;
+- the output layer has `vocab_size` rows, without padding, or one with a scalar head;
 - an MTP layer is its projection [2D, D], one transformer layer like the last, and the output layer again.
 """
 
@@ -44,7 +44,7 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
         "experts": num_moe * config.moe.top_k * 3 * hidden * config.moe.ffn_hidden_size,
         "shared_experts": num_moe * (3 * hidden * config.moe.shared_width + shared_gate),
         "mtp_projections": config.mtp_layers * 2 * hidden * hidden,
-        "output": (1 + config.mtp_layers) * hidden * config.vocab_size,
+        "output": (1 + config.mtp_layers) * hidden * (1 if config.head == "score" else config.vocab_size),
     }
     return {part: 2.0 * count for part, count in macs.items()}
 

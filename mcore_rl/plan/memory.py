@@ -92,7 +92,8 @@ def _memory(config: RunConfig, world_size: int, seq_length: int, stage: int, wei
     expert_copies = max(1, world_size // (mesh.etp * mesh.ep * mesh.pp))
     state = STATE_BYTES[precision]
     fp8 = FP8_COPIES_BYTES if config.platform.fp8 != "none" else 0
-    heads = (1 + config.model.mtp_layers) if stage == mesh.pp - 1 else 0
+    has_logits = stage == mesh.pp - 1 and config.model.head == "logits"
+    heads = (1 + config.model.mtp_layers) if has_logits else 0
     # The output layer's result, its fp32 copy for the loss, and the gradient in fp32.
     logits = tokens * config.model.padded_vocab_size // mesh.tp * (element + 4 + 4)
     return Memory(

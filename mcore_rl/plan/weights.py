@@ -34,12 +34,15 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
             stages[stage] += layer_weights(model, mesh, is_moe=model.moe_layers[layer])
     embedding = Weights(dense=model.padded_vocab_size * model.hidden_size // mesh.tp)
     stages[0] += embedding
+    hidden = model.hidden_size
+    if model.head == "score":
+        stages[-1] += Weights(dense=2 * hidden)  # the last norm and the head, which every rank has whole
+        return stages
     # The last stage has its own copy where the output is tied to it, or an MTP layer needs it.
     if mesh.pp > 1 and (model.tied_embeddings or model.mtp_layers):
         stages[-1] += embedding
     if not model.tied_embeddings:
         stages[-1] += embedding
-    hidden = model.hidden_size
     stages[-1] += Weights(dense=hidden)  # the last norm
     for _ in range(model.mtp_layers):
         projection = 2 * hidden * hidden // mesh.tp

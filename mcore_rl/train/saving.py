@@ -223,8 +223,9 @@ class Checkpoints:
             )
             self._state.optimizer.reload_model_params()
             stage = f", a checkpoint of {program}" if is_other_stage else ""
+            head = ", without its output layer: all scores start at 0" if self._is_new_head(stored) else ""
             self._lines.append(
-                f"weights of {stored.path}{stage}; optimizer, schedule, data and steps start anew"
+                f"weights of {stored.path}{stage}{head}; optimizer, schedule, data and steps start anew"
             )
             return Resumption(source=stored.path)
         if not stored.has_optimizer:
@@ -237,6 +238,10 @@ class Checkpoints:
         self._load_all(stored)
         self._log_changes(changes)
         return Resumption(source=stored.path, changes=tuple(map(str, changes)))
+
+    def _is_new_head(self, stored: StoredCheckpoint) -> bool:
+        """Return whether the model has a scalar head, and the checkpoint none."""
+        return self._state.config.model.head == "score" and not stored.has_scores
 
     def _inspect(self, path: Path) -> StoredCheckpoint:
         return inspect(path, verify_checksums=self._state.config.checkpoint.verify_checksums)
