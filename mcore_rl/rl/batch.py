@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.packing import padded
+from mcore_rl.data.plan import PackingLimits
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.sequence import zigzag_spans
-from mcore_rl.rl.plan import PackingLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.plan import PackingLimits, plan_minibatches
 from mcore_rl.parallel.schedule import Routing, run_pass
 from mcore_rl.rl.batch import PolicyMicrobatch, exchange_samples, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating
@@ -19,7 +20,6 @@ from mcore_rl.rl.objectives.advantages import group_advantages, kl_penalised_adv
 from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.plan import PackingLimits, plan_minibatches
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout

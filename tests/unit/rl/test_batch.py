@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from mcore_rl.data.plan import PackingLimits
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.batch import TrainedSample, make_microbatch
-from mcore_rl.rl.plan import PackingLimits
 
 ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
 CPU = torch.device("cpu")

@@ -2,10 +2,10 @@
 
 import torch
 
+from mcore_rl.data.plan import PackingLimits
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.batch import make_microbatch
 from mcore_rl.rl.objectives.heads import LogprobHead
-from mcore_rl.rl.plan import PackingLimits
 from tests.unit.rl.test_batch import ALONE, CPU, SAMPLES
 
 

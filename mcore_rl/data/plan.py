@@ -56,12 +56,13 @@ def plan_minibatches(
     for index in range(num_minibatches):
         end = begin + size + (index < num_larger)
         lengths = {sample: padded(lengths_N[sample], limits.sample_multiple) for sample in range(begin, end)}
-        plans.append(_lay_out(lengths, dp_size, limits))
+        plans.append(lay_out(lengths, dp_size, limits))
         begin = end
     return plans
 
 
-def _lay_out(lengths: dict[int, int], dp_size: int, limits: PackingLimits) -> MinibatchPlan:
+def lay_out(lengths: dict[int, int], dp_size: int, limits: PackingLimits) -> MinibatchPlan:
+    """Return the plan of one optimizer step on samples of these padded lengths, each on one data-parallel rank."""
     samples_of_ranks = _balance(lengths, dp_size)
     packed = []
     for samples in samples_of_ranks:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mcore_rl.rl.plan import PackingLimits, plan_minibatches
+from mcore_rl.data.plan import PackingLimits, plan_minibatches
 
 
 @pytest.mark.parametrize("seed", range(20))

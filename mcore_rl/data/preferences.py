@@ -1,0 +1,451 @@
+"""Preferences between answers as token arrays: pairs, rankings and ties, each line that cannot be used named."""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, takewhile
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.data.chat import Chat, Conversation, Message
+from mcore_rl.data.packing import padded
+from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
+from mcore_rl.errors import DataError
+
+HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+"""Opening of a turn in Anthropic's HH-RLHF."""
+HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+TIE = 0.5
+"""Probability that the first answer of a pair is the better one, where neither is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preferences:
+    """Comparisons as tokens. A group is a prompt with its answers that are compared with each other; a sequence is the
+    prompt with one of them. A pair of a group names two sequences, so that an answer in several pairs is there once.
+    """
+
+    ids_T: NDArray[numpy.int32]
+    """Tokens of all sequences, one after another."""
+    is_answer_T: NDArray[numpy.bool_]
+    """True at the tokens of the answer, its end-of-turn token included."""
+    starts_N: NDArray[numpy.int64]
+    """Offset of each sequence's first token, and finally the end of the last sequence."""
+    sequence_starts_G: NDArray[numpy.int64]
+    """First sequence of each group, and finally the number of sequences."""
+    pair_starts_G: NDArray[numpy.int64]
+    """First pair of each group, and finally the number of pairs."""
+    pairs_P2: NDArray[numpy.int64]
+    """Sequences of each pair: the chosen answer and the rejected one."""
+    margins_P: NDArray[numpy.float64]
+    """Margin by which the chosen answer is better; 0 where the data has none."""
+    probabilities_P: NDArray[numpy.float64]
+    """Probability that the chosen answer is the better one: 1, or for a tie a half."""
+    source_sizes: tuple[int, ...]
+    """Number of the groups that are of each file, in the order of the files."""
+    num_skipped: int
+    """Groups that were left out because they are too long."""
+    num_skipped_ties: int
+    """Ties that were left out."""
+    bad_lines: tuple[str, ...] = ()
+    """File, line and reason of each line that was left out because it is no comparison."""
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self.sequence_starts_G) - 1
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs of all groups."""
+        return len(self.pairs_P2)
+
+    @property
+    def lengths_N(self) -> NDArray[numpy.int64]:
+        """Tokens of each sequence, all of which enter the model: a score is read at the last one."""
+        lengths: NDArray[numpy.int64] = numpy.diff(self.starts_N)
+        return lengths
+
+    @property
+    def answer_lengths_N(self) -> NDArray[numpy.int64]:
+        """Tokens of each sequence's answer."""
+        ends_T = numpy.concatenate([[0], numpy.cumsum(self.is_answer_T, dtype=numpy.int64)])
+        lengths: NDArray[numpy.int64] = numpy.diff(ends_T[self.starts_N])
+        return lengths
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of everything that decides the logprobs of the answers, which a cache of them depends on."""
+        hashed = hashlib.sha256()
+        for array in (self.ids_T, self.is_answer_T, self.starts_N):
+            hashed.update(f"{array.dtype} {array.shape} ".encode())
+            hashed.update(array.tobytes())
+        return hashed.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A line of the data: answers to one prompt, and pairs of them."""
+
+    prompt: Conversation
+    answers: tuple[tuple[Message, ...], ...]
+    """Turns of each answer, the last of which is the assistant's."""
+    pairs: tuple[tuple[int, int], ...]
+    """Indices in `answers` of the chosen and of the rejected one."""
+    margins: tuple[float, ...]
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A prompt with one answer, as tokens."""
+
+    ids_T: tuple[int, ...]
+    is_answer_T: tuple[bool, ...]
+
+
+def read_preferences(
+    paths: Sequence[str],
+    config: PreferenceDataConfig,
+    chat: Chat,
+    *,
+    packed_length: int,
+    length_multiple: int,
+) -> Preferences:
+    """Return the comparisons of `paths`, in order; one DataError lists the lines that cannot be trained on.
+
+    Args:
+        paths: Files and datasets, `data.train` or `data.valid`.
+        config: How their lines are read.
+        chat: Makes tokens of prompts and answers.
+        packed_length: Positions of a microbatch, which holds all answers of a group.
+        length_multiple: Multiple of positions to which each sequence is padded there.
+    """
+    reader = _Reader(config, chat, packed_length, length_multiple)
+    ids, is_answer = [], []
+    sequence_starts, pair_starts, source_ends = [0], [0], [0]
+    pairs: list[tuple[int, int]] = []
+    margins: list[float] = []
+    probabilities: list[float] = []
+    for path in paths:
+        for comparison, sequences in reader.read(path):
+            first = sequence_starts[-1]
+            # Converted at once: as Python's numbers a million answers would not fit in memory.
+            ids += [numpy.array(sequence.ids_T, numpy.int32) for sequence in sequences]
+            is_answer += [numpy.array(sequence.is_answer_T, numpy.bool_) for sequence in sequences]
+            pairs += [(first + chosen, first + rejected) for chosen, rejected in comparison.pairs]
+            margins += comparison.margins
+            probabilities += comparison.probabilities
+            sequence_starts.append(len(ids))
+            pair_starts.append(len(pairs))
+        source_ends.append(len(sequence_starts) - 1)
+    if mistakes := [*beyond_max(reader.problems, config.max_bad), *reader.refused]:
+        raise DataError(listed(mistakes))
+    if not ids:
+        reasons = [f"{reader.num_skipped} are too long"] * bool(reader.num_skipped)
+        reasons += [f"{reader.num_skipped_ties} are ties"] * bool(reader.num_skipped_ties)
+        left_out = f" ({', '.join(reasons)})" if reasons else ""
+        raise DataError(
+            f"{', '.join(paths)}: no comparison is left{left_out}. Name files with preferences, raise data.seq_length="
+            f'{config.seq_length}, or set data.ties="train".'
+        )
+    return Preferences(
+        ids_T=numpy.concatenate(ids),
+        is_answer_T=numpy.concatenate(is_answer),
+        starts_N=numpy.cumsum([0, *map(len, ids)], dtype=numpy.int64),
+        sequence_starts_G=numpy.array(sequence_starts, numpy.int64),
+        pair_starts_G=numpy.array(pair_starts, numpy.int64),
+        pairs_P2=numpy.array(pairs, numpy.int64),
+        margins_P=numpy.array(margins, numpy.float64),
+        probabilities_P=numpy.array(probabilities, numpy.float64),
+        source_sizes=tuple(numpy.diff(source_ends).tolist()),
+        num_skipped=reader.num_skipped,
+        num_skipped_ties=reader.num_skipped_ties,
+        bad_lines=tuple(reader.problems),
+    )
+
+
+class _Reader:
+    """A reader that collects problems, so that a user can correct all of them at once."""
+
+    def __init__(
+        self, config: PreferenceDataConfig, chat: Chat, packed_length: int, length_multiple: int
+    ) -> None:
+        self.config = config
+        self.chat = chat
+        self.packed_length = packed_length
+        self.length_multiple = length_multiple
+        self.problems: list[str] = []
+        self.refused: list[str] = []
+        self.num_skipped = 0
+        self.num_skipped_ties = 0
+
+    def read(self, path: str) -> Iterator[tuple[Comparison, list[_Sequence]]]:
+        """Yield the comparisons of one file that fit in a microbatch, each with its answers as tokens."""
+        num_lines = 0
+        for record in read_records(path):
+            num_lines += 1
+            try:
+                comparison = self._without_ties(comparison_of(record, self.config))
+                if not comparison.pairs:
+                    continue
+                sequences = _encode(comparison, self.chat)
+            except DataError as error:
+                self.problems.append(f"{path}:{record.line}: {error}.")
+                continue
+            if (excess := self._excess(sequences)) is None:
+                yield comparison, sequences
+            elif self.config.too_long == "skip":
+                self.num_skipped += 1
+            else:
+                self.refused.append(f'{path}:{record.line}: {excess}, or set data.too_long="skip".')
+        if not num_lines:
+            self.refused.append(f"{path} is empty. Give it lines with preferences, or leave it out.")
+
+    def _without_ties(self, comparison: Comparison) -> Comparison:
+        """Return the comparison without its ties where they are to be left out, and count those."""
+        if self.config.ties == "train" or TIE not in comparison.probabilities:
+            return comparison
+        rest = [index for index, known in enumerate(comparison.probabilities) if known != TIE]
+        self.num_skipped_ties += len(comparison.pairs) - len(rest)
+        # An answer that is in no pair any more is not read either.
+        answers = sorted({answer for index in rest for answer in comparison.pairs[index]})
+        place = {answer: position for position, answer in enumerate(answers)}
+        return Comparison(
+            comparison.prompt,
+            tuple(comparison.answers[answer] for answer in answers),
+            tuple((place[comparison.pairs[i][0]], place[comparison.pairs[i][1]]) for i in rest),
+            tuple(comparison.margins[i] for i in rest),
+            tuple(comparison.probabilities[i] for i in rest),
+        )
+
+    def _excess(self, sequences: Sequence[_Sequence]) -> str | None:
+        """Return what is too long about a group and how to make room for it; None: it fits."""
+        longest = max(sequences, key=lambda sequence: len(sequence.ids_T))
+        limit = self.config.seq_length
+        if len(longest.ids_T) > limit:
+            num_prompt = len(longest.ids_T) - sum(longest.is_answer_T)
+            if num_prompt >= limit:
+                what = f"the prompt alone has {num_prompt} tokens"
+            else:
+                what = f"prompt and answer have {num_prompt} + {sum(longest.is_answer_T)} tokens"
+            return f"{what}, and data.seq_length={limit}. Raise it"
+        total = sum(padded(len(sequence.ids_T), self.length_multiple) for sequence in sequences)
+        if total > self.packed_length:
+            return (
+                f"its {len(sequences)} answers with their prompts have {total} tokens together, and a microbatch has "
+                f"{self.packed_length}. Raise data.tokens_per_microbatch"
+            )
+        return None
+
+
+def comparison_of(record: Record, config: PreferenceDataConfig) -> Comparison:
+    """Return the comparison of a line; a DataError without file and line where it is none."""
+    entry = record.entry
+    if entry is None:
+        raise DataError(record.problem)
+    wanted = config.format
+    if wanted == "auto":
+        sides = (entry.get(config.chosen_field), entry.get(config.rejected_field))
+        is_hh = config.prompt_field not in entry and config.messages_field not in entry
+        is_hh = is_hh and all(isinstance(side, str) and HH_TURN.match(side) for side in sides)
+        has_sides = config.chosen_field in entry or config.rejected_field in entry
+        is_ranking = config.responses_field in entry and not has_sides
+        wanted = "hh" if is_hh else "ranking" if is_ranking else "pair"
+    return _ranking(entry, config) if wanted == "ranking" else _pair(entry, config, is_hh=wanted == "hh")
+
+
+def _pair(entry: Mapping[str, Any], config: PreferenceDataConfig, *, is_hh: bool) -> Comparison:
+    keys = (config.chosen_field, config.rejected_field)
+    sides = [entry.get(key) for key in keys]
+    for key, side in zip(keys, sides, strict=True):
+        if side is None or side == "" or side == []:
+            state = "empty" if key in entry else "not there"
+            raise DataError(f'"{key}" is {state}, and a pair has two sides (keys: {", ".join(entry)})')
+        if is_hh and not (isinstance(side, str) and HH_TURN.match(side)):
+            raise DataError(f'"{key}" does not begin with "Human:" or "Assistant:" after two line breaks')
+    if is_hh:
+        sides = [_hh_turns(str(side)) for side in sides]
+    prompt, answers = _prompt_and_answers(entry, sides, keys, config)
+    if answers[0] == answers[1]:
+        raise DataError(f'"{keys[0]}" and "{keys[1]}" are the same, so that nothing is preferred')
+    probability = TIE if _flag(entry, config.tie_field) else 1.0
+    return Comparison(prompt, answers, ((0, 1),), (_margin(entry, config),), (probability,))
+
+
+def _ranking(entry: Mapping[str, Any], config: PreferenceDataConfig) -> Comparison:
+    key = config.responses_field
+    responses = entry.get(key)
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise DataError(f'"{key}" is {_kind(entry, key)}, wanted a list of two answers or more')
+    names = [f"{key}[{index}]" for index in range(len(responses))]
+    for name, response in zip(names, responses, strict=True):
+        if response is None or response in ("", []):
+            raise DataError(f'"{name}" is empty, and an answer has text')
+    prompt, answers = _prompt_and_answers(entry, responses, names, config)
+    scores = _scores(entry, len(responses), config)
+    pairs, margins, probabilities = [], [], []
+    for first, second in combinations(range(len(responses)), 2):
+        if answers[first] == answers[second]:
+            raise DataError(f'"{names[first]}" and "{names[second]}" are the same')
+        better, worse = (first, second) if scores[first] >= scores[second] else (second, first)
+        pairs.append((better, worse))
+        is_of_scores = config.margin_field == config.scores_field and config.scores_field in entry
+        margins.append(scores[better] - scores[worse] if is_of_scores else 0.0)
+        probabilities.append(TIE if scores[first] == scores[second] else 1.0)
+    return Comparison(prompt, answers, tuple(pairs), tuple(margins), tuple(probabilities))
+
+
+def _prompt_and_answers(
+    entry: Mapping[str, Any], sides: Sequence[Any], names: Sequence[str], config: PreferenceDataConfig
+) -> tuple[Conversation, tuple[tuple[Message, ...], ...]]:
+    """Return the prompt, which is what all sides begin with where the line names none, and the rest of each side."""
+    kinds = {type(side) for side in sides}
+    if kinds not in ({str}, {list}):
+        shown = ", ".join(
+            f'"{name}" a {type(side).__name__}' for name, side in zip(names, sides, strict=True)
+        )
+        raise DataError(f"{shown}: wanted text on every side, or a list of turns on every side")
+    prompt = _prompt(entry, config)
+    if kinds == {str}:
+        if prompt is None:
+            begin, rest = _common_text(sides)
+            prompt = [{"role": "user", "content": begin}] if begin else []
+        else:
+            rest = list(sides)
+        answers: list[tuple[Message, ...]] = [({"role": "assistant", "content": text},) for text in rest]
+    else:
+        turns = [_turns(side, name) for side, name in zip(sides, names, strict=True)]
+        # Datasets give the prompt and repeat its turns on both sides; a side may also be the answer alone.
+        repeats = prompt is None or all(side[0].get("role") != "assistant" for side in turns)
+        if repeats:
+            shared = _common_turns(turns)
+            repeated = turns[0][:shared]
+            if prompt and prompt[-1].get("content") not in [turn.get("content") for turn in repeated]:
+                raise DataError("its sides begin with turns that are not those of its prompt")
+            prompt, turns = repeated, [side[shared:] for side in turns]
+        answers = [tuple(side) for side in turns]
+    for name, answer in zip(names, answers, strict=True):
+        if not answer or answer[-1]["role"] != "assistant":
+            raise DataError(f'"{name}" does not end in a turn of the assistant after the prompt')
+    tools = entry.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f'"tools" is {_kind(entry, "tools")}, wanted a list of objects')
+    return Conversation(messages=tuple(prompt or ()), tools=tuple(tools)), tuple(answers)
+
+
+def _prompt(entry: Mapping[str, Any], config: PreferenceDataConfig) -> list[Message] | None:
+    """Return the turns of the prompt that the line names; None: it names none."""
+    if config.prompt_template is not None:
+        return [{"role": "user", "content": filled(config.prompt_template, entry)}]
+    for key in (config.prompt_field, config.messages_field):
+        value = entry.get(key)
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}]
+        if isinstance(value, list):
+            return _turns(value, key)
+        if value is not None:
+            raise DataError(f'"{key}" is {_kind(entry, key)}, wanted text or a list of turns')
+    return None
+
+
+def _turns(value: Sequence[Any], name: str) -> list[Message]:
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f'turn {number} of "{name}" is no object with a "role"')
+    return list(value)
+
+
+def _common_turns(sides: Sequence[Sequence[Message]]) -> int:
+    """Return the number of turns that all sides begin with; the last turn of a side is always its own."""
+    shortest = min(map(len, sides)) - 1
+    shared = takewhile(lambda turn: all(side[turn] == sides[0][turn] for side in sides), range(shortest))
+    return sum(1 for _ in shared)
+
+
+def _common_text(sides: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the whole words that all texts begin with, and the rest of each; no rest is empty."""
+    # At each place of the shortest text, the characters of all; no rest may be empty.
+    alike = takewhile(lambda characters: len(set(characters)) == 1, zip(*sides, strict=False))
+    begin = sides[0][: min(sum(1 for _ in alike), min(map(len, sides)) - 1)]
+    # The cut moves back to the space before the word that differs, which stays with the answers: half a word is other
+    # tokens than the model has seen.
+    end = max((match.start() for match in re.finditer(r"\s+", begin)), default=0)
+    return begin[:end], [side[end:] for side in sides]
+
+
+def _hh_turns(text: str) -> list[Message]:
+    """Return the turns of a dialogue of HH-RLHF."""
+    marks = list(HH_TURN.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return [
+        {"role": HH_ROLES[mark[1]], "content": text[mark.end() : end].strip()}
+        for mark, end in zip(marks, ends, strict=True)
+    ]
+
+
+def _encode(comparison: Comparison, chat: Chat) -> list[_Sequence]:
+    """Return prompt and answer of each side as tokens; a DataError where an answer has none."""
+    prompt, answers = comparison.prompt, comparison.answers
+    wholes = [
+        chat.encode(Conversation(messages=(*prompt.messages, *answer), tools=prompt.tools))
+        for answer in answers
+    ]
+    prompt_ids = chat.prompt(prompt) if prompt.messages else []
+    sequences = []
+    for whole in wholes:
+        # Templates may open the assistant's turn otherwise in a prompt than in a whole chat ("<think>"): the answer
+        # begins where the two part, or after it.
+        shared = sum(
+            1 for _ in takewhile(lambda two: two[0] == two[1], zip(prompt_ids, whole.ids_T, strict=False))
+        )
+        # The first token of a text is predicted by nothing.
+        begin = max(shared, 1)
+        is_answer = [index >= begin and said for index, said in enumerate(whole.assistant_mask_T)]
+        if not any(is_answer):
+            raise DataError("an answer has no tokens, as this template renders it")
+        sequences.append(_Sequence(whole.ids_T, tuple(is_answer)))
+    if any(sequences[first] == sequences[second] for first, second in comparison.pairs):
+        raise DataError("two sides have the same tokens, as this template renders them")
+    return sequences
+
+
+def _scores(entry: Mapping[str, Any], count: int, config: PreferenceDataConfig) -> list[float]:
+    key = config.scores_field
+    if key not in entry:
+        return [-float(index) for index in range(count)]  # from best to worst
+    scores = entry[key]
+    if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
+        raise DataError(f'"{key}" is {_kind(entry, key)}, wanted a list of {count} finite numbers')
+    return [float(score) for score in scores]
+
+
+def _margin(entry: Mapping[str, Any], config: PreferenceDataConfig) -> float:
+    key = config.margin_field
+    if key is None or entry.get(key) is None:
+        return 0.0
+    if not _is_number(entry[key]):
+        raise DataError(f'"{key}" is {entry[key]!r}, wanted a finite number')
+    return float(entry[key])
+
+
+def _flag(entry: Mapping[str, Any], key: str) -> bool:
+    value = entry.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise DataError(f'"{key}" is {value!r}, wanted true or false')
+    return bool(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _kind(entry: Mapping[str, Any], key: str) -> str:
+    if key not in entry:
+        return "not there"
+    value = entry[key]
+    return f"a list of {len(value)}" if isinstance(value, list) else f"a {type(value).__name__}"
