@@ -4,12 +4,18 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy
+
 from mcore_rl.data.chat import Chat
+from mcore_rl.data.examples import Examples
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import DataError
 
 GENERATION_CONFIG = "generation_config.json"
 """File beside a Hugging Face model that names its end tokens, in `eos_token_id`."""
+
+LOOKED_AT = 1000
+"""Conversations in which `no_end_warning` looks for an end token."""
 
 
 def end_tokens(tokenizer: Tokenizer, chat: Chat | None, path: str | None) -> dict[int, str]:
@@ -42,6 +48,29 @@ def describe_ends(ends: Mapping[int, str], tokenizer: Tokenizer) -> str:
     """Return one line for the log: the text, id and origin of each end token."""
     tokens = [f"{tokenizer.decode([token])!r} ({token}, {origin})" for token, origin in ends.items()]
     return f"a completion ends at {', '.join(tokens)}"
+
+
+def no_end_warning(examples: Examples, ends: Mapping[int, str], tokenizer: Tokenizer) -> str | None:
+    """Return a warning when the first conversations train on no end token; None when they do.
+
+    A model that was fine-tuned on them goes on after its answer to the largest length: every completion is truncated.
+
+    Args:
+        examples: conversations as tokens.
+        ends: tokens that end a completion, as `end_tokens` returns them.
+        tokenizer: the tokenizer of `examples`.
+    """
+    num_looked_at = min(len(examples), LOOKED_AT)
+    num_tokens = int(examples.starts_N[num_looked_at])
+    trained_T = examples.ids_T[:num_tokens][examples.assistant_mask_T[:num_tokens]]
+    if numpy.isin(trained_T, list(ends)).any():
+        return None
+    return (
+        f"warning: none of the first {num_looked_at} conversations trains on a token that ends a completion, and "
+        f"{describe_ends(ends, tokenizer)}. The model learns no end to its answers, and will write to the largest "
+        "length. Let data.chat_template end the assistant's turn with such a token, before {% endgeneration %} where "
+        "the template has that mark."
+    )
 
 
 def _ids_of_generation_config(path: Path, tokenizer: Tokenizer) -> list[int]:

@@ -12,6 +12,7 @@ from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.load import load_config
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.data.chat import load_chat
+from mcore_rl.data.end_tokens import end_tokens, no_end_warning
 from mcore_rl.data.examples import read_examples
 from mcore_rl.data.mixture import refuse_empty_sources
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
@@ -39,11 +40,14 @@ def train(config: SFTConfig) -> None:
     tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
     packed = packed_train(config, tokenizer)
     packed_valid = packed_for_evaluation(config, tokenizer)
+    no_end = no_end_of(config, tokenizer, packed)
     examples = packed.examples
     platform = platforms.start(config.platform)
     if not is_done(config, platform):
         with open_run(config, platform) as run:
             run.log.message(describe_data(packed))
+            if no_end:
+                run.log.message(no_end)
             run.log.write_now(
                 run.state.progress.step,
                 [
@@ -77,6 +81,13 @@ def packed_for_evaluation(config: SFTConfig, tokenizer: Tokenizer) -> PackedSequ
     examples = read_examples(data.valid, data, chat)
     num_sequences = config.train.eval_batches * config.train.global_batch
     return PackedSequences(examples, packing_of(config, tokenizer), num_sequences)
+
+
+def no_end_of(config: SFTConfig, tokenizer: Tokenizer, packed: PackedSequences) -> str | None:
+    """Return a warning when the chat template teaches the model no end of its turns; None when it does."""
+    path = config.data.tokenizer.path
+    ends = end_tokens(tokenizer, load_chat(config.data.chat_template, tokenizer, path), path)
+    return no_end_warning(packed.examples, ends, tokenizer)
 
 
 def packing_of(config: SFTConfig, tokenizer: Tokenizer) -> PackingOptions:

@@ -8,8 +8,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import Chat, Conversation, load_chat
-from mcore_rl.data.end_tokens import describe_ends, end_tokens
+from mcore_rl.data.end_tokens import describe_ends, end_tokens, no_end_warning
+from mcore_rl.data.examples import read_examples
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import DataError
 
@@ -138,3 +140,40 @@ def test_special_tokens_of_a_text_without_roles_are_tokens_and_of_one_with_roles
         assert (end in ids) == has_token
     assert tokenizer.encode_marked("a<|im_end|>") == [id_of(folder, "a"), end]
     assert end not in tokenizer.encode("a<|im_end|>")
+
+
+PROMPT_AND_ANSWER = (
+    EACH
+    + "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<END IN>{% endgeneration %}<END OUT>"
+    "{% else %}<|im_start|>{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_taught"),
+    [
+        (PROMPT_AND_ANSWER.replace("<END IN>", "<|im_end|>").replace("<END OUT>", ""), True),
+        # The model reads the end of its turn and is never trained on it.
+        (PROMPT_AND_ANSWER.replace("<END OUT>", "<|im_end|>").replace("<END IN>", ""), False),
+        (PROMPT_AND_ANSWER.replace("<END IN>", "").replace("<END OUT>", ""), False),
+        (TEMPLATES["chatml"][0], True),
+        (TEMPLATES["the end of the text"][0], True),
+        ("plain", True),
+    ],
+    ids=["in the mark", "after the mark", "no end", "without marks", "the end of the text", "plain"],
+)
+def test_a_template_whose_answers_teach_no_end_is_warned_of(
+    template: str, is_taught: bool, folder: Path, tmp_path: Path
+) -> None:
+    """None of 1,200 conversations trains on an end; of them 1,000 are looked at."""
+    tokenizer = load_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
+    if template == "plain":
+        chat = load_chat("plain", tokenizer, str(folder))
+    else:
+        tokenizer, chat = loaded(folder, template)
+    line = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "aa"}]}
+    (tmp_path / "chats.jsonl").write_text((json.dumps(line) + "\n") * 1200)
+    examples = read_examples([str(tmp_path / "chats.jsonl")], SFTDataConfig(), chat)
+    warning = no_end_warning(examples, end_tokens(tokenizer, chat, str(folder)), tokenizer)
+    assert (warning is None) == is_taught
+    assert is_taught or "none of the first 1000 conversations trains on a token that ends" in str(warning)
