@@ -267,6 +267,11 @@ def _recomputed_groups(platform: PlatformConfig, model: ModelConfig, mesh: MeshC
             f"platform.recompute_layers={platform.recompute_layers} does not divide the layers of each stage's chunks. "
             f"Set it to one of {divisors(shortest)}."
         )
+    elif model.mtp_layers and platform.recompute_layers != 1:
+        yield (
+            f"platform.recompute_layers={platform.recompute_layers} with model.mtp_layers={model.mtp_layers}: Megatron "
+            "recomputes the layers of multi-token prediction one at a time. Set it to 1."
+        )
 
 
 def _recompute(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.loader import BatchSource
@@ -125,9 +125,13 @@ def loss_and_gradients(
 
 
 def on(
-    mesh: MeshConfig, model: ModelConfig, initial: Tensors, are_packed: bool
+    mesh: MeshConfig,
+    model: ModelConfig,
+    initial: Tensors,
+    are_packed: bool,
+    platform: PlatformConfig | None = None,
 ) -> tuple[dict[str, float], Tensors]:
-    config = config_of(model, mesh)
+    config = config_of(model, mesh, platform)
     ranks = run_ranks(loss_and_gradients, config.mesh.smallest_world, config, initial, are_packed)
     return ranks[0][0], assembled([gradients for _, gradients in ranks])
 
@@ -153,6 +157,17 @@ def test_packed_conversations_train_as_one_by_one(model: str, mesh: str) -> None
     # Not a gradient: the load that moves the bias counts the padding too.
     errors = {name: error for name, error in errors.items() if not name.endswith("expert_bias")}
     assert max(errors.values()) <= (1e-6 if mesh == "1" else 1e-5), largest(errors)
+
+
+def test_recomputing_packed_mtp_layers_changes_nothing() -> None:
+    """Megatron 0.16 saved the lengths of the conversations, which are no tensor, for the backward pass."""
+    initial, _, _ = reference("deepseek_v3-mtp")
+    stored, recomputed = (
+        on(MeshConfig(), MODELS["deepseek_v3-mtp"], initial, True, PlatformConfig(recompute=recompute))
+        for recompute in ("none", "full")
+    )
+    assert recomputed[0] == stored[0]
+    assert max(relative_errors(recomputed[1], stored[1]).values()) <= 1e-6
 
 
 def changes_of_logits(config: PretrainConfig) -> list[tuple[int, float]]:

@@ -46,6 +46,21 @@ def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..
     return wrapped
 
 
+def only_tensors_saved(checkpointed_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`MultiTokenPredictionLayer._checkpointed_forward` that saves tensors only, and hands on the rest as it is."""
+
+    def wrapped(self: Any, forward: Callable[..., Any], **inputs: Any) -> Any:
+        saved = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in inputs.items() if name not in saved}
+
+        def of_saved(*tensors: torch.Tensor) -> Any:
+            return forward(**dict(zip(saved, tensors, strict=True)), **others)
+
+        return checkpointed_forward(self, of_saved, *saved.values())
+
+    return wrapped
+
+
 def padding_counts_no_tokens(apply_expert_bias: Callable[..., None]) -> Callable[..., None]:
     """`TopKRouter._apply_expert_bias` that takes the mask of tokens as a column beside the experts."""
 

@@ -222,6 +222,15 @@ MODEL_PATCHES: tuple[Patch, ...] = (
         "input and adds the gradient of that loss to whatever is made of the logits",
         until="its loss is a sum and a count like the main loss, computed only where labels are given",
     ),
+    Patch(
+        symbol="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._checkpointed_forward",
+        replace=replacements.only_tensors_saved,
+        versions=("0.16",),
+        cause="version",
+        reason="full recomputation saves all arguments of the layer for the backward pass, which takes tensors only: a "
+        "TypeError with packed sequences, whose lengths are an object",
+        until="0.19, whose checkpoint captures what is no tensor",
+    ),
 )
 
 RUNS_PROGRAMS = (

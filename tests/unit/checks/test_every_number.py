@@ -141,6 +141,14 @@ def test_full_recomputation_cuts_every_chunk_into_whole_groups(layers, fits):
             planned("pretrain", words)
 
 
+def test_layers_of_multi_token_prediction_are_recomputed_one_at_a_time():
+    """Megatron asserts it in its forward pass."""
+    words = ["platform.recompute=full", "model.family=glm4_moe", "model.mtp_layers=1"]
+    planned("pretrain", words)
+    with pytest.raises(ConfigError, match=r"recompute_layers=2 with model\.mtp_layers=1.* Set it to 1"):
+        planned("pretrain", [*words, "platform.recompute_layers=2"])
+
+
 def test_two_uneven_stages_and_none_between_them_are_refused_where_megatron_divides_by_zero():
     mesh = [
         "model.num_layers=6",

@@ -20,6 +20,8 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
     tiny = config()
     check_rl(tiny, 2)
     check_rl(config("model.moe.capacity_factor=1.5", "replay.kind=r2"), 2)
+    check_rl(config("rl.freeze_router=true", "model.moe.aux_loss_coeff=0"), 2)
+    check_rl(config("rl.freeze_router=true", "model.moe.balance=none"), 2)
     assert (tiny.rollout_size, tiny.updates_per_rollout) == (128, 2)
     assert config("rl.update.epochs=3").updates_per_rollout == 6
     cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.max_tokens_per_microbatch=auto")
@@ -48,6 +50,18 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         (["replay.kind=r2", "rl.update.old_logprobs=rollout"], 'or replay.kind="r3"'),
         (["data.chat_template=tokenizer"], 'Set it to "plain" or "raw"'),
         (["train.ramp_start=2"], "does not grow"),
+        (
+            ["rl.freeze_router=true", "model.moe.aux_loss_coeff=0.01", "model.moe.z_loss_coeff=0.001"],
+            "freeze_router=true with model.moe.aux_loss_coeff=0.01, model.moe.z_loss_coeff=0.001: .* Set it to 0",
+        ),
+        (
+            ["rl.freeze_router=true", "model.moe.balance=none", "model.moe.z_loss_coeff=0.001"],
+            "freeze_router=true with model.moe.z_loss_coeff=0.001: ",
+        ),
+        (
+            ["rl.freeze_router=true", "model.family=qwen3", "model.moe.num_experts=0", "mesh.ep=1"],
+            "freeze_router=true, but the model has no experts",
+        ),
     ],
 )
 def test_what_is_not_what_its_name_says_is_refused(overrides: list[str], told: str) -> None:
