@@ -32,7 +32,7 @@ from bench.clock import Clock, contention
 from bench.pretrain import versions
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.replay import ReplayConfig, RouteEncoding
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.model.inputs import LocalMicrobatch, localize
@@ -41,8 +41,9 @@ from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
 from mcore_rl.replay import router_hooks as route_hooks
 from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.codec import RouteCodec
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
-from mcore_rl.replay.storage import RouteCodec, RouteStorage
+from mcore_rl.replay.storage import RouteStorage
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
@@ -275,9 +276,10 @@ def big_shape() -> dict[str, Any]:
     codes = scores.topk(BIG_TOP_K).indices.to(torch.uint8).repeat(16, 1, 1)
     order = torch.randperm(BIG_TOKENS)
     rows: dict[str, Any] = {}
-    for name, bit_pack in (("a byte", False), ("7 bits", True)):
+    encodings: tuple[RouteEncoding, ...] = ("bytes", "bits", "sets")
+    for name in encodings:
         codec, blocks = (
-            RouteCodec(BIG_EXPERTS, BIG_LAYERS, BIG_TOP_K, bit_pack),
+            RouteCodec(BIG_EXPERTS, BIG_LAYERS, BIG_TOP_K, name),
             RouteStorage("device", None, None, device),
         )
         store, read = Clock(), Clock()

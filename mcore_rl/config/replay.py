@@ -7,6 +7,7 @@ from pydantic import PositiveFloat
 from mcore_rl.config.section import Section
 
 ReplayKind = Literal["none", "r2", "r3"]
+RouteEncoding = Literal["bytes", "bits", "sets"]
 
 
 class ReplayConfig(Section):
@@ -35,6 +36,8 @@ class ReplayConfig(Section):
     observe_rollout: bool = False
     """Ask the engine for its routes although they are not imposed, and report how many the trainer would have chosen
     otherwise (`rollout_routes/...`); r3 always does so."""
-    bit_pack: bool = False
-    """Store only the bits that an expert's index needs (128 experts: 7, 512: 9), not whole bytes: smaller and slower
-    to read."""
+    encoding: RouteEncoding = "bytes"
+    """How routes are stored and sent: whole bytes (1 an expert up to 256 experts, 2 above); the bits that an index
+    needs (128 experts: 7); or the rank of each token's set of experts among all such sets (8 of 128: 41 bits), which
+    does not keep their order: gates that are normalised over the chosen experts may differ in the last bit. Smaller
+    ones are slower to read."""

@@ -12,9 +12,10 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.parallel.agree import world_max
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.parallel.routers import routed_layers
+from mcore_rl.replay.codec import RouteCodec
 from mcore_rl.replay.exchange import NeededPositions, OfferedRoutes, exchange
 from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens
-from mcore_rl.replay.storage import RouteCodec, RouteStorage
+from mcore_rl.replay.storage import RouteStorage
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ class RoutingCache:
         self.model_layers = tuple(layer for layer, is_routed in enumerate(model.moe_layers) if is_routed)
         self.num_experts, self.top_k = model.moe.num_experts, model.moe.top_k
         self.num_codes = self.num_experts * (2 if model.moe.capacity_factor else 1)
-        self.codec = RouteCodec(self.num_codes, len(self.layers), self.top_k, config.bit_pack)
+        self.codec = RouteCodec(self.num_codes, len(self.layers), self.top_k, config.encoding)
         self.dtype = self.codec.dtype
         self._may_miss_samples = config.missing == "live"
         self._device = next(chunks[0].parameters()).device
@@ -198,7 +199,7 @@ class RoutingCache:
         axis: Axis,
     ) -> None:
         """Collective over `axis`: replace a version's routes by `needed`, as far as a rank has them in `offered`."""
-        received = exchange(offered, needed, self.layers, self.top_k, self.dtype, axis, self._device)
+        received = exchange(offered, needed, self.layers, self.codec, axis, self._device)
         self.drop(version)
         if not received:
             return

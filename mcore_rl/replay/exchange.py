@@ -1,7 +1,8 @@
 """Exchange of routes: from the ranks that have them to the ranks that need them, and to no others.
 
 Each rank announces which positions and layers of which samples it has, every rank picks from these announcements whom
-to ask for what, and one all-to-all carries the answers. An answer is the codes, then a checksum for each of its layers.
+to ask for what, and one all-to-all carries the answers. An answer is the encoded routes, then a checksum for each of
+its layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.parallel.mesh import Axis
+from mcore_rl.replay.codec import RouteCodec
 
 CHECKSUM_BYTES = 8
 PositionRange = tuple[int, int]
@@ -71,22 +73,22 @@ class RouteRequest(NamedTuple):
     ranges: tuple[PositionRange, ...]
     layers: tuple[int, ...]
 
-    def code_bytes(self, top_k: int, dtype: torch.dtype) -> int:
-        """Return the number of bytes of the codes in the answer."""
-        num_positions = sum(end - begin for begin, end in self.ranges)
-        return len(self.layers) * num_positions * top_k * dtype.itemsize
+    def route_bytes(self, codec: RouteCodec) -> int:
+        """Return the number of bytes of the routes in the answer."""
+        return (
+            sum(end - begin for begin, end in self.ranges) * codec.of_layers(len(self.layers)).bytes_per_token
+        )
 
-    def answer_bytes(self, top_k: int, dtype: torch.dtype) -> int:
+    def answer_bytes(self, codec: RouteCodec) -> int:
         """Return the number of bytes of the answer."""
-        return self.code_bytes(top_k, dtype) + len(self.layers) * CHECKSUM_BYTES
+        return self.route_bytes(codec) + len(self.layers) * CHECKSUM_BYTES
 
 
 def exchange(
     offered: Mapping[int, OfferedRoutes],
     needed: Mapping[int, NeededPositions],
     layers: tuple[int, ...],
-    top_k: int,
-    dtype: torch.dtype,
+    codec: RouteCodec,
     axis: Axis,
     device: torch.device,
 ) -> dict[int, ReceivedRoutes]:
@@ -96,8 +98,7 @@ def exchange(
         offered: routes of each sample that this rank has.
         needed: positions of each sample that this rank needs.
         layers: layers that this rank needs; other ranks may need others.
-        top_k: K, experts of a token.
-        dtype: dtype of the codes.
+        codec: encoding of the answers; that of another number of layers is derived from it.
         axis: ranks to exchange with, this one among them.
         device: device of the axis's collectives.
 
@@ -115,18 +116,18 @@ def exchange(
     dist.all_gather_object(requests_of, requests, group=axis.group)
     to_answer = [of_rank.get(axis.rank, []) for of_rank in requests_of]
     outgoing = [
-        b"".join(answer(offered[request.sample], request) for request in of_rank) for of_rank in to_answer
+        b"".join(answer(offered[request.sample], request, codec) for request in of_rank)
+        for of_rank in to_answer
     ]
     sizes_out = [len(answers) for answers in outgoing]
     # frombuffer refuses an empty buffer, hence the byte that is cut off again.
     sent = torch.frombuffer(bytearray(b"".join(outgoing) or b"\0"), dtype=torch.uint8)[: sum(sizes_out)]
     sizes_in = [
-        sum(request.answer_bytes(top_k, dtype) for request in requests.get(rank, []))
-        for rank in range(axis.size)
+        sum(request.answer_bytes(codec) for request in requests.get(rank, [])) for rank in range(axis.size)
     ]
     received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
     dist.all_to_all_single(received, sent.to(device), sizes_in, sizes_out, group=axis.group)
-    return assemble(needed, requests, received.cpu(), layers, top_k, dtype)
+    return assemble(needed, requests, received.cpu(), layers, codec)
 
 
 def plan_requests(
@@ -171,13 +172,13 @@ def plan_requests(
     return requests
 
 
-def answer(offered: OfferedRoutes, request: RouteRequest) -> bytes:
-    """Return the bytes of an answer: codes `[n, l, K]`, then the checksum of each of these layers."""
+def answer(offered: OfferedRoutes, request: RouteRequest, codec: RouteCodec) -> bytes:
+    """Return the bytes of an answer: encoded routes, then the checksum of each of these layers."""
     columns = [offered.layers.index(layer) for layer in request.layers]
     row_n = torch.searchsorted(offered.position_n, positions(request.ranges))
-    codes = offered.read(row_n)[:, columns].contiguous()
+    routes_nw = codec.of_layers(len(columns)).encode(offered.read(row_n)[:, columns])
     checksums = offered.checksum_l[columns].contiguous()
-    return bytes(codes.numpy().tobytes()) + bytes(checksums.numpy().tobytes())
+    return bytes(routes_nw.numpy().tobytes()) + bytes(checksums.numpy().tobytes())
 
 
 def assemble(
@@ -185,8 +186,7 @@ def assemble(
     requests: Mapping[int, list[RouteRequest]],
     received: Tensor,
     layers: tuple[int, ...],
-    top_k: int,
-    dtype: torch.dtype,
+    codec: RouteCodec,
 ) -> dict[int, ReceivedRoutes]:
     """Put samples together from the answers to `requests`, concatenated in `received` in order of ranks.
 
@@ -197,19 +197,20 @@ def assemble(
     begin = 0
     for request in [request for rank in sorted(requests) for request in requests[rank]]:
         sample, position_n = request.sample, needed[request.sample].position_n
-        codes_end = begin + request.code_bytes(top_k, dtype)
-        end = begin + request.answer_bytes(top_k, dtype)
+        routes_end = begin + request.route_bytes(codec)
+        end = begin + request.answer_bytes(codec)
         if sample not in samples:
-            codes_nlK = torch.zeros(len(position_n), len(layers), top_k, dtype=dtype)
+            codes_nlK = torch.zeros(len(position_n), len(layers), codec.top_k, dtype=codec.dtype)
             checksum_l = torch.zeros(len(layers), dtype=torch.int64)
             samples[sample] = ReceivedRoutes(needed[sample].num_tokens, position_n, codes_nlK, checksum_l)
             is_missing[sample] = torch.ones(len(position_n) + 1, len(layers), dtype=torch.bool)
         row_n = torch.searchsorted(position_n, positions(request.ranges))
         column_l = torch.tensor([layers.index(layer) for layer in request.layers])
         # clone: a view as wider integers must begin at a multiple of their size.
-        codes = received[begin:codes_end].clone().view(dtype)
-        samples[sample].codes_nlK[row_n[:, None], column_l] = codes.view(len(row_n), len(column_l), top_k)
-        samples[sample].checksum_l[column_l] = received[codes_end:end].clone().view(torch.int64)
+        of_layers = codec.of_layers(len(column_l))
+        routes_nw = received[begin:routes_end].clone().view(len(row_n), of_layers.bytes_per_token)
+        samples[sample].codes_nlK[row_n[:, None], column_l] = of_layers.decode(routes_nw)
+        samples[sample].checksum_l[column_l] = received[routes_end:end].clone().view(torch.int64)
         is_missing[sample][row_n[:, None], column_l] = False
         is_missing[sample][-1, column_l] = False
         begin = end

@@ -10,64 +10,6 @@ from torch import Tensor
 
 Store = Literal["device", "pinned", "file"]
 FASTEST_FIRST: tuple[Store, ...] = ("device", "pinned", "file")
-BYTE_CODES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class RouteCodec:
-    """Encoding of routes `[n, l, K]`, integers below `num_codes`, as `w` bytes for each token, `[n, w]`."""
-
-    num_codes: int
-    num_layers: int
-    top_k: int
-    bit_pack: bool
-    """Whether to store only the bits that a code needs."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of decoded codes: one byte for up to 256 of them, else two (signed: torch cannot index uint16)."""
-        return torch.uint8 if self.num_codes <= BYTE_CODES else torch.int16
-
-    @property
-    def bits(self) -> int:
-        """Number of bits that a code needs."""
-        return max(1, (self.num_codes - 1).bit_length())
-
-    @property
-    def packs_bits(self) -> bool:
-        """Whether bit packing is asked for and saves anything."""
-        return self.bit_pack and self.bits < 8 * self.dtype.itemsize
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Number of bytes of one encoded token, over all layers."""
-        num_values = self.num_layers * self.top_k
-        return -(-num_values * self.bits // 8) if self.packs_bits else num_values * self.dtype.itemsize
-
-    def encode(self, codes_nlK: Tensor) -> Tensor:
-        """Encode codes as uint8 `[n, w]`, without a copy where whole bytes are stored."""
-        values_nm = codes_nlK.reshape(len(codes_nlK), self.num_layers * self.top_k)
-        if not self.packs_bits:
-            return values_nm.contiguous().view(torch.uint8).view(len(values_nm), self.bytes_per_token)
-        bit = torch.arange(self.bits, dtype=values_nm.dtype, device=values_nm.device)
-        bits_nm = ((values_nm[..., None] >> bit) & 1).to(torch.uint8).flatten(1)
-        spare = 8 * self.bytes_per_token - bits_nm.shape[1]
-        bits_nw8 = torch.nn.functional.pad(bits_nm, (0, spare)).view(len(values_nm), self.bytes_per_token, 8)
-        return (bits_nw8 << torch.arange(8, dtype=torch.uint8, device=values_nm.device)).sum(
-            -1, dtype=torch.uint8
-        )
-
-    def decode(self, bytes_nw: Tensor) -> Tensor:
-        """Decode uint8 `[n, w]` to codes `[n, l, K]` of `dtype`."""
-        shape = (len(bytes_nw), self.num_layers, self.top_k)
-        if not self.packs_bits:
-            return bytes_nw.contiguous().view(-1).view(self.dtype).view(shape)
-        num_values = self.num_layers * self.top_k
-        bit = torch.arange(8, dtype=torch.uint8, device=bytes_nw.device)
-        bits_nm = ((bytes_nw[..., None] >> bit) & 1).flatten(1)[:, : num_values * self.bits]
-        bits_nmb = bits_nm.to(self.dtype).view(len(bytes_nw), num_values, self.bits)
-        powers_b = 1 << torch.arange(self.bits, dtype=self.dtype, device=bytes_nw.device)
-        return (bits_nmb * powers_b).sum(-1, dtype=self.dtype).view(shape)
 
 
 @dataclass(slots=True)

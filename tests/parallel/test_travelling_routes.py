@@ -17,7 +17,7 @@ MESHES = {
 
 
 def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
-    """R3 sends a rank only its positions and layers, one byte for each route; nothing is broadcast."""
+    """R3 sends a rank only its positions and layers, in as few bytes as they are encoded in; nothing is broadcast."""
     alone = one_rank("qwen3_moe")
     reference = alone.outcomes["packed"]
     ranks = run_ranks(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil, comb, log2
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.replay import ReplayConfig, RouteEncoding
 from mcore_rl.errors import RoutingError
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
@@ -82,14 +83,23 @@ class Traffic:
 def trained_on_rollouts(
     meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors, recorded: Recorded
 ) -> list[dict[str, Any]]:
-    """Train on each mesh with routes that the engine returned to other replicas."""
-    return [one_rollout(mesh, model, weights, recorded) for mesh in meshes]
+    """Train on each mesh with routes that the engine returned to other replicas, in each encoding in turn."""
+    encodings: Sequence[RouteEncoding] = ("bytes", "sets", "bits", "sets")
+    return [
+        one_rollout(mesh, model, weights, recorded, encoding)
+        for mesh, encoding in zip(meshes, encodings, strict=True)
+    ]
 
 
 def one_rollout(
-    mesh_config: MeshConfig, model: ModelConfig, weights: Tensors, recorded: Recorded
+    mesh_config: MeshConfig,
+    model: ModelConfig,
+    weights: Tensors,
+    recorded: Recorded,
+    encoding: RouteEncoding,
 ) -> dict[str, Any]:
-    case = Case(model="", mesh=mesh_config, layouts=("packed",), replay=ReplayConfig(kind="r3"))
+    replay = ReplayConfig(kind="r3", encoding=encoding)
+    case = Case(model="", mesh=mesh_config, layouts=("packed",), replay=replay)
     (run,) = opened(case, model)
     mesh = run.state.mesh
     copy_in(run.state.chunks, perturbed(weights))
@@ -98,9 +108,15 @@ def one_rollout(
     traffic = Traffic()
     with traffic.counted(mesh.dp_cp.rank):
         cache_rollout_routes(run.cache, run.version, generated, run.layouts, mesh)
-    # Of samples that other replicas generated: positions here, layers here, one byte a choice, and checksums.
+    # Of samples that other replicas generated: positions here, layers here, the bits of each choice, and checksums.
     entries = {n: run.cache.sample(run.version, n) for n in run.cache.samples(run.version)}
-    row_bytes = len(run.cache.layers) * run.cache.top_k
+    num_experts, top_k = model.moe.num_experts, model.moe.top_k
+    bits = {
+        "bytes": 8 * top_k,
+        "bits": ceil(log2(num_experts)) * top_k,
+        "sets": ceil(log2(comb(num_experts, top_k))),
+    }[encoding]
+    row_bytes = ceil(len(run.cache.layers) * bits / 8)
     foreign = sum(
         len(entry.position_n) * row_bytes + 8 * len(run.cache.layers)
         for n, entry in entries.items()

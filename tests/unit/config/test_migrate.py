@@ -29,6 +29,8 @@ old_logprobs = 'engine'
 mismatch = "mask"
 mismatch_low = 0.4
 aggregation="paper" # as the paper has it
+[replay]
+bit_pack = true
 [train]
 steps = 5
 """
@@ -42,6 +44,8 @@ old_logprobs = "rollout"
 importance_sampling = "mask"
 importance_sampling_low = 0.4
 aggregation="auto" # as the paper has it
+[replay]
+encoding = "bits"
 [train]
 steps = 5
 """
@@ -66,6 +70,7 @@ def test_a_file_of_an_earlier_version_is_refused_with_one_list_and_the_command_t
         f"- rl.loss.mismatch is now rl.loss.importance_sampling (in {path})",
         f"- rl.loss.mismatch_low is now rl.loss.importance_sampling_low (in {path})",
         f'- rl.loss.aggregation = "paper" is now rl.loss.aggregation = "auto" (in {path})',
+        f'- replay.bit_pack = true is now replay.encoding = "bits" (in {path})',
         '- rl.update.old_logprobs = "engine" is now rl.update.old_logprobs = "rollout" (on the command line)',
         f"`mcore-rl config --migrate {base} {path}` rewrites the file and keeps the old one with .bak added.",
         "Unknown key rl.lost on the command line. Did you mean rl.loss?",
@@ -76,8 +81,8 @@ def test_migrate_rewrites_a_file_in_place_and_keeps_comments_and_the_old_file(tm
     path = write(tmp_path, OLD)
     assert main(["config", "--migrate", str(path)]) == 0
     assert path.read_text() == NEW and path.with_name("old.toml.bak").read_text() == OLD
-    told = capsys.readouterr().out
-    assert "old.toml: 5 changes" in told and "rl.update.row_tokens is now" in told
+    shown = capsys.readouterr().out
+    assert "old.toml: 6 changes" in shown and "rl.update.row_tokens is now" in shown
     assert load_config(RlRunConfig, path).rl.update.max_tokens_per_microbatch == 64
     assert migrate_file(path) == [] and path.read_text() == NEW, "a second time there is nothing to do"
     assert path.with_name("old.toml.bak").read_text() == OLD

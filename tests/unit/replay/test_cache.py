@@ -119,7 +119,14 @@ def test_the_gradient_reaches_the_router_through_the_imposed_experts(run: Run) -
 
 
 @pytest.mark.parametrize(
-    "replay", [{"store": "file"}, {"store": "pinned"}, {"bit_pack": True}, {"budget_gib": 1e-6}]
+    "replay",
+    [
+        {"store": "file"},
+        {"store": "pinned"},
+        {"encoding": "bits"},
+        {"encoding": "sets"},
+        {"budget_gib": 1e-6},
+    ],
 )
 def test_where_and_how_routes_are_stored_changes_nothing(replay: dict[str, Any], tmp_path: Path) -> None:
     case = Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=ReplayConfig(kind="r2", **replay))
