@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import MAX, Head, PassInput, Routing, free_routing, run_pass
 from mcore_rl.train.state import TrainState
@@ -77,9 +76,7 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(
-    state: TrainState, microbatches: Sequence[LocalMicrobatch], head: Head[LocalMicrobatch]
-) -> dict[str, float]:
+def evaluate(state: TrainState, microbatches: Sequence[Input], head: Head[Input]) -> dict[str, float]:
     """Collective over the mesh: return the outputs of `head`, reduced by `world_sums`, without dropout."""
     for chunk in state.chunks:
         chunk.eval()
