@@ -11,7 +11,7 @@ from pathlib import Path
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.plan.memory import GIB
+from mcore_rl.plan.memory import BUFFER_BYTES, GIB
 from mcore_rl.plan.weights import weights_by_stage
 
 STATE_BYTES = 12
@@ -51,12 +51,12 @@ class Disk:
 
 def disk_of(config: RunConfig) -> Disk:
     """Return the bytes that the whole of a run takes; the config must have passed the checks."""
-    weights = sum(stage.total for stage in weights_by_stage(config.model, MeshConfig()))
+    (weights,) = weights_by_stage(config.model, MeshConfig())
     element = 2 if config.platform.precision == "bf16" else 4
     saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))
     keep = config.checkpoint.keep
     return Disk(
-        checkpoint=weights * (element + STATE_BYTES),
+        checkpoint=weights.total * (element + STATE_BYTES) + weights.buffers * BUFFER_BYTES,
         num_checkpoints=saves if keep == "all" else min(saves, keep + 1),
         samples=_samples(config) if isinstance(config, RlRunConfig) else 0,
         routes=_routes(config) if isinstance(config, RlRunConfig) else 0,

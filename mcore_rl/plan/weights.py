@@ -16,9 +16,14 @@ class Weights:
     """Number of weights of attention, norms, dense MLPs, shared experts, routers and embeddings: on dp * cp ranks."""
     expert: int = 0
     """Number of weights of routed experts: on expert_dp ranks."""
+    buffers: int = 0
+    """Number of fp32 numbers of routers that no gradient trains: expert biases, and the load that moves them."""
 
     def __add__(self, other: "Weights") -> "Weights":
-        return Weights(self.dense + other.dense, self.expert + other.expert)
+        return Weights(self.dense + other.dense, self.expert + other.expert, self.buffers + other.buffers)
+
+    def __mul__(self, count: int) -> "Weights":
+        return Weights(self.dense * count, self.expert * count, self.buffers * count)
 
     @property
     def total(self) -> int:
@@ -28,10 +33,11 @@ class Weights:
 
 def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     """Return the weights of one rank of each pipeline stage; the mesh must have passed the checks."""
-    stages = [Weights()] * mesh.pp
-    for stage, layers in enumerate(layers_by_stage(model, mesh)):
-        for layer in layers:
-            stages[stage] += layer_weights(model, mesh, is_moe=model.moe_layers[layer])
+    kinds = layer_kinds_by_stage(model, mesh)
+    each = {is_moe: layer_weights(model, mesh, is_moe=is_moe) for is_moe in set().union(*kinds)}
+    stages = [
+        sum((each[is_moe] * count for is_moe, count in kind.items()), start=Weights()) for kind in kinds
+    ]
     embedding = Weights(dense=model.padded_vocab_size * model.hidden_size // mesh.tp)
     stages[0] += embedding
     hidden = model.hidden_size
@@ -72,6 +78,15 @@ def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
     return stages
 
 
+def layer_kinds_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[dict[bool, int]]:
+    """Return, for each pipeline stage, the number of its layers with experts (True) and without (False)."""
+    is_moe, kinds = model.moe_layers, []
+    for layers in layers_by_stage(model, mesh):
+        num_moe = sum(is_moe[layer] for layer in layers)
+        kinds.append({True: num_moe, False: len(layers) - num_moe})
+    return [{kind: count for kind, count in stage.items() if count} for stage in kinds]
+
+
 def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weights:
     """Return the weights of one transformer layer on one rank."""
     hidden, moe, family = model.hidden_size, model.moe, family_of(model)
@@ -80,14 +95,17 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weig
     if not is_moe:
         return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp)
     biases = family.has_linear_bias
-    # A bias on the choice of experts is as long as a bias of the router.
-    router = moe.num_experts * (hidden + (1 if biases or moe.expert_bias else 0))
+    router = moe.num_experts * (hidden + (1 if biases else 0))
     shared_gate = hidden if family.has_shared_expert_gate else 0
     shared = 3 * hidden * moe.shared_width // mesh.tp + shared_gate
     expert = 3 * hidden * moe.ffn_hidden_size // mesh.etp + (
         (2 * moe.ffn_hidden_size + hidden) if biases else 0
     )
-    return Weights(dense + router + shared, moe.num_experts // mesh.ep * expert)
+    return Weights(
+        dense + router + shared,
+        moe.num_experts // mesh.ep * expert,
+        2 * moe.num_experts if moe.expert_bias else 0,
+    )
 
 
 def _attention(model: ModelConfig, family: Family, tp: int) -> int:

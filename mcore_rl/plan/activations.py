@@ -1,0 +1,223 @@
+"""The activations that one transformer layer keeps for its backward pass, in closed form, by part of the layer.
+
+Two implementations of layers keep different tensors. TransformerEngine's ("te") follow arXiv 2205.05198, with attention
+that keeps no scores; ours ("torch") were counted in a forward pass, tensor by tensor
+(tests/unit/plan/test_activations.py counts them again). Experts are taken as evenly loaded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.families import family_of
+
+Layers = Literal["torch", "te"]
+STATISTIC_BYTES = 4
+"""Bytes of a norm's or a softmax's statistic, which is fp32 in every precision."""
+INDEX_BYTES = 8
+"""Bytes of torch's index of a row."""
+
+
+def layers_of(config: RunConfig) -> Layers:
+    """Return whose layers a run uses on GPUs: `auto` takes TransformerEngine to be installed there, as it should be.
+
+    Reinforcement learning runs on ours, which its rollout engine shares.
+    """
+    if (
+        isinstance(config, RlRunConfig)
+        or config.platform.layers == "torch"
+        or config.platform.device == "cpu"
+    ):
+        return "torch"
+    return "te"
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes of the activations that one transformer layer keeps of one microbatch on one rank."""
+
+    model: ModelConfig
+    mesh: MeshConfig
+    platform: PlatformConfig
+    tokens: int
+    """Number of the microbatch's tokens on a rank, before sequence parallelism cuts them."""
+    layers: Layers = "te"
+    """Implementation of the layers."""
+
+    @property
+    def element(self) -> int:
+        """Bytes of one number of an activation."""
+        return 2 if self.platform.precision == "bf16" else 4
+
+    @property
+    def residual(self) -> int:
+        """Bytes of the residual stream at one point of the layer."""
+        return self._slice * self.model.hidden_size * self.element
+
+    def all_parts(self, is_moe: bool) -> dict[str, int]:
+        """Return the bytes by part of the layer, without recomputation."""
+        feed_forward = self._experts() if is_moe else self._mlp()
+        return dict(self._norms()) | dict(self._attention()) | dict(feed_forward)
+
+    def kept(self, is_moe: bool) -> int:
+        """Return the bytes kept with `platform.recompute` none or selective."""
+        modules = self.platform.recompute_modules if self.platform.recompute == "selective" else ()
+        dropped = {part for module in modules for part in self._dropped[module]}
+        return sum(size for part, size in self.all_parts(is_moe).items() if part not in dropped)
+
+    @cached_property
+    def _dropped(self) -> dict[str, tuple[str, ...]]:
+        """Parts that `platform.recompute_modules` leave out."""
+        return {
+            # Attention that keeps no scores has nothing to drop but statistics; its inputs stay.
+            "core_attn": ("softmax_statistics",),
+            "layernorm": ("normed", "normed_fp8"),
+            "mla_up_proj": ("queries_keys_values", "rotary") if self._is_latent else (),
+            "moe": ("router", "routes", "routed_in", "routed_up", "routed_act", *SHARED),
+            "moe_act": ("routed_act",),
+            "mlp": ("up", "act"),
+            "shared_experts": ("shared_up", "shared_act"),
+        }
+
+    @cached_property
+    def _is_latent(self) -> bool:
+        return family_of(self.model).is_latent
+
+    @cached_property
+    def _slice(self) -> int:
+        """Number of tokens whose residual stream is on this rank."""
+        return self.tokens // (self.mesh.tp if self.mesh.sequence_parallel else 1)
+
+    @cached_property
+    def _fp8_element(self) -> int:
+        """Bytes of one number of the input of a product with a weight."""
+        return self.element if self.platform.fp8 == "none" else 1
+
+    def _norms(self) -> Iterator[tuple[str, int]]:
+        yield "inputs", 2 * self.residual  # of both norms
+        # The products behind the norms read what these give.
+        yield "normed", 2 * self.residual // self.element * self._fp8_element
+        if self.layers == "torch":
+            yield "norm_statistics", 2 * self._slice * STATISTIC_BYTES
+
+    def _attention(self) -> Iterator[tuple[str, int]]:
+        if self._is_latent:
+            yield from self._latent_attention()
+        elif self.layers == "te":
+            yield from self._grouped_queries_te()
+        else:
+            yield from self._grouped_queries_torch()
+
+    def _latent_attention(self) -> Iterator[tuple[str, int]]:
+        model, mla, each = self.model, self.model.mla, self.tokens * self.element
+        heads = model.num_heads // self.mesh.tp
+        width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        # Each latent is kept before and after its norm, cut as the residual stream is.
+        latents = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
+        yield "latents", self.residual * latents // model.hidden_size
+        yield "queries_keys_values", each * heads * (2 * width + mla.v_head_dim)
+        yield "attended", self._attended(heads * mla.v_head_dim)
+        if self.layers == "torch":
+            yield "rotary", 4 * each * mla.qk_rope_head_dim
+            yield "latent_statistics", self._slice * (1 + bool(mla.q_lora_rank)) * STATISTIC_BYTES
+            yield "softmax_statistics", self.tokens * heads * STATISTIC_BYTES
+
+    def _grouped_queries_te(self) -> Iterator[tuple[str, int]]:
+        model, each = self.model, self.tokens * self.element
+        heads, kv_heads = self._heads
+        if family_of(model).has_qk_norm(model):
+            yield "unnormed_queries_keys", each * (heads + kv_heads) * model.head_dim
+        yield "queries_keys_values", each * (heads + 2 * kv_heads) * model.head_dim
+        yield "attended", self._attended(heads * model.head_dim)
+
+    def _grouped_queries_torch(self) -> Iterator[tuple[str, int]]:
+        model, each, family = self.model, self.tokens * self.element, family_of(self.model)
+        heads, kv_heads = self._heads
+        width = model.head_dim
+        cp = self.mesh.cp
+        if family.has_qk_norm(model) and family.has_full_qk_norm:
+            # In fp32: the heads, and their quotient by the root, for the gradient of the norm's weight.
+            yield "unnormed_queries_keys", 2 * 4 * self.tokens * (heads + kv_heads) * width
+        elif family.has_qk_norm(model):
+            yield "unnormed_queries_keys", each * heads * width
+            yield "head_statistics", self.tokens * (heads + kv_heads) * STATISTIC_BYTES
+        if family.has_attention_sinks:
+            # Queries and keys with the columns of the sinks; a key and a value of zeros more.
+            wide = -(-(width + 1) // 8) * 8
+            yield "queries_keys_values", each * (heads * wide + cp * kv_heads * (wide + width))
+            # torch's kernels take a sink by a mask over all pairs of positions, of one long sequence at most.
+            yield "mask", self.tokens * self.tokens * cp * self.element
+        else:
+            # Values, and keys before their norm, are views of the product that makes all three.
+            projected = each * (heads + 2 * kv_heads) * width
+            # Context-parallel ranks gather keys and values.
+            keys = each * kv_heads * width if cp == 1 else 2 * cp * each * kv_heads * width
+            views = cp == 1 or family.has_qk_norm(model)
+            yield "queries_keys_values", (projected if views else 0) + each * heads * width + keys
+        yield "rotary", 4 * each * int(width * model.rope.fraction)
+        yield "attended", self._attended(heads * width)
+        yield "softmax_statistics", self.tokens * heads * STATISTIC_BYTES
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        """Number of query heads and of key/value heads on this rank."""
+        return self.model.num_heads // self.mesh.tp, max(1, self.model.num_kv_heads // self.mesh.tp)
+
+    def _attended(self, width: int) -> int:
+        """Bytes of attention's output; in 8 bits the product behind it keeps its own copy."""
+        copy = 1 if self.platform.fp8 != "none" else 0
+        return self.tokens * width * (self.element + copy)
+
+    def _mlp(self) -> Iterator[tuple[str, int]]:
+        numbers = self.tokens * self.model.ffn_hidden_size // self.mesh.tp
+        yield "up", 2 * numbers * self.element
+        yield "act", numbers * self._fp8_element
+
+    def _experts(self) -> Iterator[tuple[str, int]]:
+        model, moe, tp = self.model, self.model.moe, self.mesh.tp
+        family = family_of(model)
+        # Tokens are spread over tp * cp * dp ranks; an expert cut over etp ranks works on the tokens of all of them.
+        routed = self.tokens * moe.top_k * self.mesh.etp // tp
+        numbers = routed * moe.ffn_hidden_size // self.mesh.etp
+        yield "router", self.tokens // tp * self._router_bytes
+        yield "routed_in", routed * model.hidden_size * self._fp8_element
+        if self.layers == "te":
+            yield "routed_up", 2 * numbers * self.element
+            yield "routed_act", numbers * self._fp8_element
+        else:
+            # Each row's gate, and its index in the order of tokens.
+            yield "routes", routed * (STATISTIC_BYTES + INDEX_BYTES)
+            biases = family.has_linear_bias
+            yield "routed_up", 2 * numbers * self.element
+            # The activation's four steps, each a tensor: activated gate, up, their product, and it by the route's gate;
+            # with biases and clamps two more, and a row of the output's bias with its index, twice.
+            yield "routed_act", (6 if biases else 4) * numbers * self.element
+            if biases:
+                yield "routed_bias", routed * (model.hidden_size * self.element + 2 * INDEX_BYTES)
+        shared = self.tokens * moe.shared_width // tp
+        yield "shared_up", 2 * shared * self.element
+        yield "shared_act", shared * self._fp8_element
+        if self.layers == "torch" and family.has_shared_expert_gate:
+            yield "shared_out", self.residual
+
+    @cached_property
+    def _router_bytes(self) -> int:
+        """Bytes of one token's scores and choice."""
+        moe = self.model.moe
+        scores = moe.num_experts * STATISTIC_BYTES
+        if self.layers == "te":
+            return scores
+        choice = moe.num_experts + moe.top_k * (STATISTIC_BYTES + INDEX_BYTES)
+        # Scores of all experts before the choice are kept where it is made of them.
+        before = scores if family_of(self.model).router == "sigmoid" else 0
+        balance = scores if moe.balance != "none" and moe.aux_loss_coeff else 0
+        return scores + choice + before + balance
+
+
+SHARED = ("shared_up", "shared_act", "shared_out", "routed_bias")
+"""Parts of an MoE layer beside the routed experts."""
