@@ -148,8 +148,68 @@ class Trainer(ABC):
             )
 
 
-class SupervisedTrainer(Trainer):
-    """Training on given sequences: pretraining, fine-tuning. A unit of work is one optimizer step."""
+class GivenDataTrainer(Trainer):
+    """Training on data that is given, not generated: a unit of work is one optimizer step."""
+
+    def __init__(self, run: Run, seq_length: float) -> None:
+        """Prepare this rank to train.
+
+        Args:
+            run: The run, open on all ranks.
+            seq_length: Positions of a sequence, on which attention's FLOPs depend; of packed ones the mean that a
+                token attends to.
+        """
+        super().__init__(run)
+        state, config = run.state, run.state.config
+        self._load = RouterLoad(state.chunks) if config.model.is_moe else None
+        self._gathered_step = state.progress.step
+        """Step up to which the experts' load and the auxiliary losses are gathered."""
+        self._flops_per_token = train_flops_per_token(config.model, seq_length)
+        self._peak_flops = peak_flops(
+            state.platform.device, config.platform.precision, config.log.peak_tflops
+        )
+
+    def _log_step(
+        self,
+        report: StepReport,
+        metrics: Sequence[Metric],
+        *,
+        num_samples: int,
+        num_tokens: int,
+        step_s: float,
+    ) -> None:
+        """Log a step on `num_samples` samples with `num_tokens` tokens of the world; `metrics` only if it was taken."""
+        state, progress = self.state, self.state.progress
+        logged = [
+            Metric("train/lr", report.learning_rate),
+            Metric("train/global_batch", num_samples),
+            Metric("train/consumed_samples", progress.consumed_samples),
+            Metric("train/consumed_tokens", progress.consumed_tokens),
+            Metric("train/skipped_steps", progress.skipped_steps),
+            *speed_metrics(
+                num_tokens, step_s, state.mesh.world.size, self._flops_per_token, self._peak_flops
+            ),
+            *state.timers.take(),
+        ]
+        if not report.skipped:
+            logged += [*metrics, Metric("train/grad_norm", report.grad_norm)]
+        if progress.step % state.config.log.interval == 0:
+            logged += self._pending_metrics()
+        self.log.write(progress.step, logged)
+
+    def _pending_metrics(self) -> list[Metric]:
+        state = self.state
+        if self._gathered_step == state.progress.step:
+            return []
+        self._gathered_step = state.progress.step
+        metrics = [*take_auxiliary_losses(state), *memory_metrics(state.platform.device)]
+        if self._load is not None:
+            metrics += self._load.gather(state.mesh).metrics()
+        return metrics
+
+
+class SupervisedTrainer(GivenDataTrainer):
+    """Training on given sequences by a loss per token: pretraining, fine-tuning."""
 
     def __init__(
         self,
@@ -172,19 +232,11 @@ class SupervisedTrainer(Trainer):
             valid: Samples of every evaluation; None: there is none.
             test: Samples of the evaluation after the last step; None: there is none.
         """
-        super().__init__(run)
+        super().__init__(run, seq_length)
         self._head = head
-        state, config = run.state, run.state.config
         self._train = self._source(train)
         self._valid = None if valid is None else self._source(valid)
         self._test = None if test is None else self._source(test)
-        self._load = RouterLoad(state.chunks) if config.model.is_moe else None
-        self._gathered_step = state.progress.step
-        """Step up to which the experts' load and the auxiliary losses are gathered."""
-        self._flops_per_token = train_flops_per_token(config.model, seq_length)
-        self._peak_flops = peak_flops(
-            state.platform.device, config.platform.precision, config.log.peak_tflops
-        )
 
     def _source(self, dataset: SampleDataset) -> BatchSource:
         dp = self.state.mesh.dp
@@ -204,7 +256,14 @@ class SupervisedTrainer(Trainer):
         report = train_step(state, microbatches, self._head)
         progress.consumed_samples = after
         progress.consumed_tokens += report.count
-        self._log_step(report, global_batch, time.perf_counter() - start_s)
+        loss = report.sums["loss"]
+        self._log_step(
+            report,
+            [Metric("train/loss_nats", loss, report.count), Metric("train/perplexity", loss, report.count)],
+            num_samples=global_batch,
+            num_tokens=report.count,
+            step_s=time.perf_counter() - start_s,
+        )
         self._check_skipped(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
@@ -229,37 +288,3 @@ class SupervisedTrainer(Trainer):
 
     def _localized(self, batch: Sequence[Microbatch]) -> list[LocalMicrobatch]:
         return [localize(microbatch, self.state.mesh.cp, self.state.platform.device) for microbatch in batch]
-
-    def _log_step(self, report: StepReport, global_batch: int, step_s: float) -> None:
-        state, progress = self.state, self.state.progress
-        metrics = [
-            Metric("train/lr", report.learning_rate),
-            Metric("train/global_batch", global_batch),
-            Metric("train/consumed_samples", progress.consumed_samples),
-            Metric("train/consumed_tokens", progress.consumed_tokens),
-            Metric("train/skipped_steps", progress.skipped_steps),
-            *speed_metrics(
-                report.count, step_s, state.mesh.world.size, self._flops_per_token, self._peak_flops
-            ),
-            *state.timers.take(),
-        ]
-        if not report.skipped:
-            loss = report.sums["loss"]
-            metrics += [
-                Metric("train/loss_nats", loss, report.count),
-                Metric("train/perplexity", loss, report.count),
-                Metric("train/grad_norm", report.grad_norm),
-            ]
-        if progress.step % state.config.log.interval == 0:
-            metrics += self._pending_metrics()
-        self.log.write(progress.step, metrics)
-
-    def _pending_metrics(self) -> list[Metric]:
-        state = self.state
-        if self._gathered_step == state.progress.step:
-            return []
-        self._gathered_step = state.progress.step
-        metrics = [*take_auxiliary_losses(state), *memory_metrics(state.platform.device)]
-        if self._load is not None:
-            metrics += self._load.gather(state.mesh).metrics()
-        return metrics

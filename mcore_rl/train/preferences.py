@@ -16,19 +16,14 @@ from mcore_rl.data.plan import PackingLimits
 from mcore_rl.data.preference_batches import PackedPreferences, PreferenceOrder, pack_groups, plan_batch
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.obs.memory import memory_metrics
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.obs.peak import peak_flops
-from mcore_rl.obs.speed import speed_metrics
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.parallel.schedule import Head
 from mcore_rl.parallel.sequence import zigzag_spans
-from mcore_rl.plan.flops import train_flops_per_token
-from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.batch_size import global_batch_at
-from mcore_rl.train.loop import Run, Trainer
-from mcore_rl.train.step import StepReport, evaluate, train_step
+from mcore_rl.train.loop import GivenDataTrainer, Run
+from mcore_rl.train.state import TrainState
+from mcore_rl.train.step import evaluate, train_step
 
 LENGTH_MULTIPLE = 64
 """Packed sequences are padded to a multiple of this: a CPU compiles the kernels of matrix products for each number of
@@ -54,6 +49,8 @@ class PreferenceMicrobatch:
     """float32: probability that the chosen answer of a pair is the better one; a half for a tie."""
     answer_lengths_N: Tensor
     """int64: tokens of each sequence's answer."""
+    reference_logprobs_N: Tensor | None = None
+    """float64: logprob of each whole answer under the reference, in nats; None: there is no reference."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,8 +72,13 @@ class PreferenceMicrobatch:
         return self.inputs.model_inputs(with_labels=with_labels)
 
 
-def localize_preferences(packed: PackedPreferences, cp: Axis, device: torch.device) -> PreferenceMicrobatch:
-    """Return the part of a packed sequence that this rank's model reads, and its pairs, on the device."""
+def localize_preferences(
+    packed: PackedPreferences, cp: Axis, device: torch.device, reference_logprobs: Tensor | None = None
+) -> PreferenceMicrobatch:
+    """Return the part of a packed sequence that this rank's model reads, and its pairs, on the device.
+
+    `reference_logprobs` are those of all answers of the data; None: there is no reference.
+    """
     boundaries = packed.microbatch.packed
     assert boundaries is not None, "preferences are packed"
     lengths = boundaries.cu_seqlens.diff().tolist()
@@ -84,6 +86,9 @@ def localize_preferences(packed: PackedPreferences, cp: Axis, device: torch.devi
     def on_this_rank(full_S: Tensor) -> Tensor:
         return zigzag_spans(full_S[None], lengths, cp)[0].to(device, non_blocking=True)
 
+    reference_N = None
+    if reference_logprobs is not None:
+        reference_N = reference_logprobs[list(packed.sequences)].to(device, non_blocking=True)
     return PreferenceMicrobatch(
         inputs=localize(packed.microbatch, cp, device),
         packed=packed,
@@ -93,6 +98,7 @@ def localize_preferences(packed: PackedPreferences, cp: Axis, device: torch.devi
         margins_P=packed.margins_P.to(device, non_blocking=True),
         probabilities_P=packed.probabilities_P.to(device, non_blocking=True),
         answer_lengths_N=packed.answer_lengths_N.to(device, non_blocking=True),
+        reference_logprobs_N=reference_N,
     )
 
 
@@ -124,11 +130,34 @@ def packing_limits(config: PreferenceRunConfig, mesh: Mesh) -> PackingLimits:
 class PreferenceBatches:
     """Microbatches of one data set on this rank. Groups are those of the world's batch."""
 
-    def __init__(self, preferences: Preferences, run: Run, config: PreferenceRunConfig, pad_id: int) -> None:
+    def __init__(
+        self,
+        preferences: Preferences,
+        state: TrainState,
+        config: PreferenceRunConfig,
+        pad_id: int,
+        reference_logprobs: Tensor | None = None,
+    ) -> None:
+        """Prepare the batches.
+
+        Args:
+            preferences: The data.
+            state: The model's state, whose mesh and device the batches are for.
+            config: The run's config.
+            pad_id: Token of padding.
+            reference_logprobs: float64, logprob of each answer of the data under the reference; None: there is none.
+        """
         self.preferences = preferences
-        self._state = run.state
-        self._limits = packing_limits(config, run.state.mesh)
+        self._state = state
+        self._limits = packing_limits(config, state.mesh)
         self._pad_id = pad_id
+        self._reference_logprobs = reference_logprobs
+
+    @property
+    def mean_length(self) -> float:
+        """Length of the sequence that a token sees, averaged over tokens: sum of squares / sum."""
+        lengths_N = self.preferences.lengths_N.astype(numpy.float64)
+        return float((lengths_N**2).sum() / lengths_N.sum())
 
     def microbatches(self, groups: Sequence[int]) -> list[PreferenceMicrobatch]:
         """Return this data-parallel rank's microbatches of a batch, the same number on every rank."""
@@ -136,7 +165,10 @@ class PreferenceBatches:
         plan = plan_batch(self.preferences, groups, mesh.dp.size, self._limits)
         return [
             localize_preferences(
-                pack_groups(self.preferences, indices, self._limits, self._pad_id), mesh.cp, device
+                pack_groups(self.preferences, indices, self._limits, self._pad_id),
+                mesh.cp,
+                device,
+                self._reference_logprobs,
             )
             for indices in plan[mesh.dp.rank]
         ]
@@ -170,7 +202,7 @@ Describe = Callable[[str, dict[str, float]], list[Metric]]
 """Metrics of a head's sums: takes the prefix of their names, "train" or "eval", and what `world_sums` returns."""
 
 
-class PreferenceTrainer(Trainer):
+class PreferenceTrainer(GivenDataTrainer):
     """Training on pairs of answers. A unit of work is one optimizer step on `train.global_batch` pairs or a few more,
     as a prompt's pairs stay together.
     """
@@ -182,9 +214,8 @@ class PreferenceTrainer(Trainer):
         head: Head[PreferenceMicrobatch],
         describe: Describe,
         *,
-        train: Preferences,
-        valid: Preferences | None,
-        pad_id: int,
+        train: PreferenceBatches,
+        valid: PreferenceBatches | None,
     ) -> None:
         """Prepare this rank to train.
 
@@ -195,24 +226,14 @@ class PreferenceTrainer(Trainer):
             describe: Metrics of the head's outputs.
             train: Preferences to train on.
             valid: Preferences of every evaluation; None: there is none.
-            pad_id: Token of padding.
         """
-        super().__init__(run)
+        super().__init__(run, train.mean_length)
         self.config = config
         self._head = head
         self._describe = describe
-        self._train = PreferenceBatches(train, run, config, pad_id)
-        self._valid = None if valid is None else PreferenceBatches(valid, run, config, pad_id)
-        self._order = PreferenceOrder(train, seed=config.train.seed, weights=config.data.train_weights)
-        self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
-        self._gathered_step = run.state.progress.step
-        """Step up to which the experts' load and the auxiliary losses are gathered."""
-        lengths_N = train.lengths_N.astype(numpy.float64)
-        # The mean over tokens of the length of their sequence.
-        mean_length = float((lengths_N**2).sum() / lengths_N.sum())
-        self._flops_per_token = train_flops_per_token(config.model, mean_length)
-        self._peak_flops = peak_flops(
-            run.state.platform.device, config.platform.precision, config.log.peak_tflops
+        self._train, self._valid = train, valid
+        self._order = PreferenceOrder(
+            train.preferences, seed=config.train.seed, weights=config.data.train_weights
         )
 
     def _step(self) -> None:
@@ -226,7 +247,13 @@ class PreferenceTrainer(Trainer):
         num_pairs, num_tokens = self._order.num_pairs(groups), self._train.num_tokens(groups)
         progress.consumed_samples += num_pairs
         progress.consumed_tokens += num_tokens
-        self._log_step(report, num_pairs, num_tokens, time.perf_counter() - start_s)
+        self._log_step(
+            report,
+            self._describe("train", report.sums),
+            num_samples=num_pairs,
+            num_tokens=num_tokens,
+            step_s=time.perf_counter() - start_s,
+        )
         self._check_skipped(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
@@ -245,32 +272,3 @@ class PreferenceTrainer(Trainer):
             sums = evaluate(self.state, batches.microbatches(groups), self._head)
             totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
         return totals
-
-    def _log_step(self, report: StepReport, num_pairs: int, num_tokens: int, step_s: float) -> None:
-        state, progress = self.state, self.state.progress
-        metrics = [
-            Metric("train/lr", report.learning_rate),
-            Metric("train/global_batch", num_pairs),
-            Metric("train/consumed_samples", progress.consumed_samples),
-            Metric("train/consumed_tokens", progress.consumed_tokens),
-            Metric("train/skipped_steps", progress.skipped_steps),
-            *speed_metrics(
-                num_tokens, step_s, state.mesh.world.size, self._flops_per_token, self._peak_flops
-            ),
-            *state.timers.take(),
-        ]
-        if not report.skipped:
-            metrics += [Metric("train/grad_norm", report.grad_norm), *self._describe("train", report.sums)]
-        if progress.step % self.config.log.interval == 0:
-            metrics += self._pending_metrics()
-        self.log.write(progress.step, metrics)
-
-    def _pending_metrics(self) -> list[Metric]:
-        state = self.state
-        if self._gathered_step == state.progress.step:
-            return []
-        self._gathered_step = state.progress.step
-        metrics = [*take_auxiliary_losses(state), *memory_metrics(state.platform.device)]
-        if self._load is not None:
-            metrics += self._load.gather(state.mesh).metrics()
-        return metrics
