@@ -45,6 +45,7 @@ from mcore_rl.replay.codec import RouteCodec
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.storage import RouteStorage
 from mcore_rl.replay.tape import RoutingTape
+from mcore_rl.replay.witness import SampledTokens, Witness
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
@@ -205,6 +206,12 @@ class Attribution:
         places: Sequence[tuple[Any, str, str]] = (
             (RoutingTape, "__init__", "lay_out"),
             (RoutingTape, "_in_chunk", "read"),
+            (Witness, "_prepared", "lay_out"),
+            (Witness, "_on_input", "witness"),
+            (Witness, "_used_checksums", "witness"),
+            (Witness, "_add_derivative", "witness"),
+            (SampledTokens, "add", "witness"),
+            (SampledTokens, "_compare", "witness"),
             (RoutingTape, "_sample_checksums", "finish"),
             (RoutingTape, "_add_checksums", "check_and_compare"),
             (RoutingTape, "_add_changes", "check_and_compare"),

@@ -1,7 +1,7 @@
 """Accounts of a pass: how often each router took its routes, how many choices changed, and the world's sums of both."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.replay.router_hooks import ChunkMicrobatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,44 +29,33 @@ class LayerAccount:
         return self.expected - self.consumed
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RouteAccounts:
-    """Count of the times that each layer's router took its routes in each microbatch."""
+    """Count of the times that each layer's router gave the tokens of each microbatch to experts."""
 
     layers: tuple[int, ...]
     num_tokens: Sequence[int]
     """Tokens of each microbatch on this rank, padding left out."""
-    _counts: list[tuple[tuple[int, ...], int, list[int], list[int]]] = field(default_factory=list)
-    """Layers, microbatch, and the two lists of counts of each ChunkMicrobatch; its tensors are not kept alive."""
-
-    def add(self, layers: tuple[int, ...], microbatch: ChunkMicrobatch) -> None:
-        """Count a microbatch that a chunk with routers of `layers` has run; recomputation counts when it comes."""
-        self._counts.append((layers, microbatch.index, microbatch.num_asked, microbatch.num_recomputed))
-
-    def num_asked(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return (layer, microbatch) -> times its router asked in the forward pass and in recomputation."""
-        counts = {(layer, index): (0, 0) for layer in self.layers for index in range(len(self.num_tokens))}
-        for layers, index, num_asked, num_recomputed in self._counts:
-            for column, layer in enumerate(layers):
-                forward, recomputed = counts[layer, index]
-                counts[layer, index] = (forward + num_asked[column], recomputed + num_recomputed[column])
-        return counts
+    num_calls: Mapping[tuple[int, int], tuple[int, int]]
+    """(layer, microbatch) -> calls in the forward pass and in recomputation, from the witness."""
 
     def by_layer(self) -> list[LayerAccount]:
         """Return the account of each layer of this rank, by rising layer."""
-        num_asked = self.num_asked()
         accounts = []
         for layer in self.layers:
             consumed, recomputed = (
-                sum(tokens * num_asked[layer, index][kind] for index, tokens in enumerate(self.num_tokens))
+                sum(
+                    tokens * self.num_calls.get((layer, index), (0, 0))[kind]
+                    for index, tokens in enumerate(self.num_tokens)
+                )
                 for kind in (0, 1)
             )
             accounts.append(LayerAccount(layer, sum(self.num_tokens), consumed, recomputed))
         return accounts
 
     def problems(self, samples: Sequence[Sequence[int]]) -> Iterator[str]:
-        """Yield a sentence for each router that did not ask exactly once; `samples` are those of each microbatch."""
-        for (layer, index), (forward, recomputed) in self.num_asked().items():
+        """Yield a sentence for each router that was not used once; `samples` are those of each microbatch."""
+        for (layer, index), (forward, recomputed) in self.num_calls.items():
             where = f"layer {layer}, microbatch {index} (samples {list(samples[index])})"
             if forward == 0:
                 yield f"{where}: no router took the routes, which are left over; the chunk calls another router"

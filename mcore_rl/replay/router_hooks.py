@@ -10,7 +10,7 @@ output reports.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,16 +43,8 @@ class ChunkMicrobatch:
     """Codes that the live choice is compared with; None: it is not compared."""
     scores_ltK: Tensor | None
     """Filled with the scores of the live choice, for its gates; None: they are not needed."""
-    num_asked: list[int] = field(default_factory=list)
-    """Times that each router asked in the forward pass."""
-    num_recomputed: list[int] = field(default_factory=list)
-    """Times that each router asked in recomputation."""
     ids_Bs: Tensor | None = None
     """Token ids that the chunk was given."""
-
-    def __post_init__(self) -> None:
-        self.num_asked = [0] * len(self.live_ltK)
-        self.num_recomputed = [0] * len(self.live_ltK)
 
 
 class ChunkRouters:
@@ -191,6 +183,11 @@ class RouterHook:
         """`column` is the index of the router among those of the chunk."""
         self._chunk_routers, self._column = chunk_routers, column
 
+    @property
+    def imposes(self) -> bool:
+        """Whether experts are imposed on the microbatch that the router works on."""
+        return self._chunk_routers.current(self._column)[0].imposed_ltK is not None
+
     def get_replay_topk(
         self,
         scores: Tensor,
@@ -216,7 +213,6 @@ class RouterHook:
             f"layer {self._chunk_routers.layers[self._column]} routes {len(scores)} tokens, the layout of microbatch "
             f"{microbatch.index} has {microbatch.live_ltK.shape[1]}"
         )
-        (microbatch.num_asked if is_forward else microbatch.num_recomputed)[self._column] += 1
 
         def choose(scores: Tensor) -> tuple[Tensor, Tensor]:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)

@@ -3,7 +3,8 @@
 The files of this package in the order of a step: tape.py arms the routers of each chunk for one microbatch
 (router_hooks.py); a pass that records adds their choices to a cache (cache.py, storage.py) by sample and position
 (layouts.py), with a checksum (checksums.py); ranks exchange what a later pass needs elsewhere (exchange.py,
-from_rollouts.py); the next tape imposes it, and its accounts prove that it did (accounts.py).
+from_rollouts.py); the next tape imposes it. A witness observes what the routers then give to the experts (witness.py),
+and the accounts of the pass compare it with the record (accounts.py).
 """
 
 from collections import Counter
@@ -29,6 +30,7 @@ from mcore_rl.replay.cache import RouteLocations, RoutingCache
 from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
 from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens, router_order
 from mcore_rl.replay.router_hooks import ChunkMicrobatch, ChunkRouters, live_gates
+from mcore_rl.replay.witness import Witness
 
 
 @dataclass(slots=True)
@@ -45,7 +47,9 @@ class TapeMicrobatch:
     token_hashes_t: Tensor | None = None
     """Factor of each token in the checksums; None before the first chunk has run."""
     checksums_Nl: Tensor | None = None
-    """Checksums of this rank's part of its samples."""
+    """Checksums of the codes of this rank's part of its samples."""
+    drop_checksums_Nl: Tensor | None = None
+    """The part of the dropped choices in them; None: nothing is dropped."""
     is_changed_t: Tensor | None = None
     """Mask of the tokens whose choice changed in a chunk that has run."""
     recorded_tlK: Tensor | None = None
@@ -111,8 +115,9 @@ class RoutingTape:
         self._device = next(chunks[0].parameters()).device
         self._microbatches = [self._prepared(local_tokens(layout, mesh)) for layout in layouts]
         self._expert_hashes_lE = expert_hashes(self.layers, cache.num_codes, self._device)
-        num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
-        self._accounts = RouteAccounts(self.layers, num_tokens)
+        self._num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
+        self._layouts = layouts
+        self._witness: Witness | None = None
         # Changed choices of each layer, and the sum of their gates.
         self._changes_l2 = torch.zeros(len(self.layers), 2, dtype=torch.float64, device=self._device)
         self._mode: Literal["unused", "record", "impose", "observe"] = "unused"
@@ -154,10 +159,12 @@ class RoutingTape:
     @property
     def accounts(self) -> list[LayerAccount]:
         """Accounts of this rank's layers and tokens so far."""
-        return self._accounts.by_layer()
+        return self._accounts().by_layer()
 
     def close(self) -> None:
         """Let every router choose for itself again; `finish` does it too."""
+        if self._witness is not None:
+            self._witness.remove()
         for routers in self._routers.values():
             routers.remove()
 
@@ -171,16 +178,20 @@ class RoutingTape:
             Metrics, equal on all ranks.
 
         Raises:
-            RoutingError: on all ranks, naming layer and samples, unless every router took the routes of every
-                microbatch once in the forward pass and at most once in recomputation, with the recorded checksums.
+            RoutingError: on all ranks, naming layer and samples, unless every router gave the tokens of every
+                microbatch to the experts of the record once in the forward pass, to the same ones at most once in
+                recomputation, and with gates that are the live router's (witness.py).
         """
-        assert self._mode != "unused", "the tape was not given to a pass"
+        assert self._mode != "unused" and self._witness is not None, "the tape was not given to a pass"
         self.close()
         self._is_finished = True
-        checksums = self._sample_checksums()
-        problems = [*self._accounts.problems([one.tokens.samples for one in self._microbatches])]
+        problems = [*self._accounts().problems([one.tokens.samples for one in self._microbatches])]
+        if self._mode == "record":
+            problems += self._recorded_otherwise(self._witness.checksums())
+        checksums = self._sample_checksums(self._witness.checksums())
         if self._mode != "record":
             problems += self._mismatches(checksums)
+        problems += self._witness.problems(is_imposed=self._mode == "impose")
         refuse_anywhere(problems, RoutingError)
         compared = sum(int(one.locations.has_routes_t.sum()) for one in self._microbatches)
         totals = world_totals(
@@ -191,7 +202,7 @@ class RoutingTape:
             consumed_l=[account.consumed for account in self.accounts],
             is_changed_t=self._is_changed(),
             compared_tokens=compared if self._compares else 0,
-            unknown_tokens=sum(self._accounts.num_tokens) - compared if self._compares else 0,
+            unknown_tokens=sum(self._num_tokens) - compared if self._compares else 0,
             cached_bytes=self._cache.num_bytes,
         )
         # The sums are equal on all ranks, so that all of them raise.
@@ -228,7 +239,17 @@ class RoutingTape:
         self._mode, self._compares = mode, compares
         for routers in self._routers.values():
             routers.install()
-        return self._armed
+        self._witness = Witness(
+            list(self._routers),
+            self._mesh,
+            self._layouts,
+            self.layers,
+            self._cache.num_experts,
+            self._is_imposed,
+            seed=self._version,
+        )
+        self._witness.install()
+        return self._witness.around(self._armed)
 
     @contextmanager
     def _armed(self, chunk: nn.Module, index: int) -> Iterator[None]:
@@ -237,11 +258,12 @@ class RoutingTape:
         in_chunk = self._in_chunk(chunk, index)
         with routers.forward(in_chunk):
             yield
-        self._accounts.add(routers.layers, in_chunk)
         microbatch.num_chunks += 1
-        if microbatch.token_hashes_t is None:
-            microbatch.token_hashes_t = self._token_hashes(microbatch, in_chunk)
-        self._add_checksums(chunk, microbatch, in_chunk)
+        # Where routes are imposed, the witness's checksums are enough, except for drops, which it cannot observe.
+        if self._mode != "impose" or self._has_drops:
+            if microbatch.token_hashes_t is None:
+                microbatch.token_hashes_t = self._token_hashes(microbatch, in_chunk)
+            self._add_checksums(chunk, microbatch, in_chunk)
         self._add_changes(chunk, microbatch, in_chunk)
         # The backward pass needs `imposed_ltK` only.
         in_chunk.cached_ltK = in_chunk.scores_ltK = None
@@ -285,17 +307,17 @@ class RoutingTape:
     def _add_checksums(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         routes_ltK = in_chunk.live_ltK if self._mode == "record" else in_chunk.cached_ltK
         assert routes_ltK is not None and microbatch.token_hashes_t is not None
-        num_samples, columns = len(microbatch.tokens.samples), self._columns[chunk]
-        if microbatch.checksums_Nl is None:
-            shape = (num_samples, len(self.layers))
-            microbatch.checksums_Nl = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        microbatch.checksums_Nl[:, columns] = route_checksums(
-            routes_ltK,
-            self._expert_hashes_lE[columns],
-            microbatch.token_hashes_t,
-            microbatch.sample_index_t,
-            num_samples,
-        )
+        columns, num_samples = self._columns[chunk], len(microbatch.tokens.samples)
+        labels = (microbatch.token_hashes_t, microbatch.sample_index_t, num_samples)
+        hashes_lE = self._expert_hashes_lE[columns]
+        if self._mode != "impose":
+            self._code_checksums(microbatch)[:, columns] = route_checksums(routes_ltK, hashes_lE, *labels)
+        if self._has_drops and self._mode != "observe":
+            if microbatch.drop_checksums_Nl is None:
+                microbatch.drop_checksums_Nl = torch.zeros_like(self._code_checksums(microbatch))
+            is_drop_E = torch.arange(self._cache.num_codes, device=self._device) >= self._cache.num_experts
+            drops_Nl = route_checksums(routes_ltK, hashes_lE * is_drop_E, *labels)
+            microbatch.drop_checksums_Nl[:, columns] = drops_Nl
 
     def _add_changes(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         """Compare the live choices with the cached ones."""
@@ -323,28 +345,81 @@ class RoutingTape:
             self._cache.add_recorded(self._version, microbatch.tokens, microbatch.recorded_tlK)
             microbatch.recorded_tlK = None
 
-    def _sample_checksums(self) -> dict[int, Tensor]:
-        """Collective over the ranks that have parts of the same samples: return each whole sample's checksum `[l]`."""
+    @property
+    def _has_drops(self) -> bool:
+        return self._cache.num_codes > self._cache.num_experts
+
+    def _is_imposed(self, sample: int) -> bool:
+        """Return whether a sample's routes are imposed in this pass."""
+        return self._mode == "impose" and self._cache.checksum_of(self._version, sample) is not None
+
+    def _accounts(self) -> RouteAccounts:
+        calls = {} if self._witness is None else self._witness.num_calls()
+        return RouteAccounts(self.layers, self._num_tokens, calls)
+
+    def _recorded_otherwise(self, used: Sequence[Tensor]) -> Iterator[str]:
+        """Yield a sentence for each sample whose codes are not the experts that routers used, on this rank."""
+        codes = [self._code_checksums(one) for one in self._microbatches]
+        drops = [self._drop_checksums(one) for one in self._microbatches]
+        is_wrong = [
+            (code_Nl != used_Nl + drop_Nl).cpu()
+            for code_Nl, used_Nl, drop_Nl in zip(codes, used, drops, strict=True)
+        ]
+        for index, (one, is_wrong_Nl) in enumerate(zip(self._microbatches, is_wrong, strict=True)):
+            for sample, is_wrong_l in zip(one.tokens.samples, is_wrong_Nl, strict=True):
+                if is_wrong_l.any():
+                    yield (
+                        f"layers {self._named(is_wrong_l)}, microbatch {index}, sample {sample} of version "
+                        f"{self._version}: the recorded routes are not the experts that the routers used (checksum)"
+                    )
+
+    def _named(self, is_chosen_l: Tensor) -> list[int]:
+        return [
+            layer for layer, is_chosen in zip(self.layers, is_chosen_l.tolist(), strict=True) if is_chosen
+        ]
+
+    def _sample_checksums(self, used: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Collective over the ranks that have parts of the same samples: return each whole sample's checksum `[l]`.
+
+        Args:
+            used: checksums `[N, l]` of the experts used on this rank, of each microbatch.
+        """
         samples = [sample for one in self._microbatches for sample in one.tokens.samples]
+        if self._mode == "observe":
+            # The routers choose for themselves: the codes that their choice is compared with must be the recorded.
+            parts = [self._code_checksums(one) for one in self._microbatches]
+        else:
+            parts = [
+                used_Nl + self._drop_checksums(one)
+                for used_Nl, one in zip(used, self._microbatches, strict=True)
+            ]
         empty = torch.zeros(0, len(self.layers), dtype=torch.int64, device=self._device)
-        parts = [one.checksums_Nl for one in self._microbatches if one.checksums_Nl is not None]
         sums_Nl = torch.cat([empty, *parts])
-        if len(sums_Nl) < len(samples):  # a microbatch was not run: the accounts report it
-            sums_Nl = torch.cat([sums_Nl, sums_Nl.new_zeros(len(samples) - len(sums_Nl), len(self.layers))])
         groups = self._mesh.groups
         # Without sequence parallelism the tensor-parallel ranks have the same tokens, and would count them twice.
         dist.all_reduce(sums_Nl, group=groups.tp_cp if self._mesh.sequence_parallel else groups.cp)
         return dict(zip(samples, sums_Nl.cpu(), strict=True))
 
+    def _code_checksums(self, microbatch: TapeMicrobatch) -> Tensor:
+        """Return the checksums of a microbatch's codes on this rank; zeros where no chunk has run it."""
+        if microbatch.checksums_Nl is None:
+            shape = (len(microbatch.tokens.samples), len(self.layers))
+            microbatch.checksums_Nl = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        return microbatch.checksums_Nl
+
+    def _drop_checksums(self, microbatch: TapeMicrobatch) -> Tensor:
+        if microbatch.drop_checksums_Nl is None:
+            return torch.zeros_like(self._code_checksums(microbatch))
+        return microbatch.drop_checksums_Nl
+
     def _mismatches(self, checksums: Mapping[int, Tensor]) -> Iterator[str]:
+        what = "the routes" if self._mode == "observe" else "the experts that the routers used"
         for sample, checksum_l in checksums.items():
             expected_l = self._compared_cache.checksum_of(self._version, sample)
             if expected_l is not None and not torch.equal(checksum_l, expected_l):
-                is_wrong_l = (checksum_l != expected_l).tolist()
-                wrong = [layer for layer, is_wrong in zip(self.layers, is_wrong_l, strict=True) if is_wrong]
                 yield (
-                    f"layers {wrong}, sample {sample} of version {self._version}: the routes are not the recorded ones "
-                    "of these tokens (checksum)"
+                    f"layers {self._named(checksum_l != expected_l)}, sample {sample} of version {self._version}: "
+                    f"{what} are not the recorded ones of these tokens (checksum)"
                 )
 
     def _is_changed(self) -> Tensor:

@@ -1,7 +1,7 @@
 """The way from a rollout to updates: microbatches, old and reference logprobs, advantages, optimizer steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
 from mcore_rl.parallel.schedule import Routing, run_pass
+from mcore_rl.replay.witness import proving
 from mcore_rl.rl.batch import PolicyMicrobatch, exchange_samples, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.objectives.advantages import group_advantages, kl_penalised_advantages, step_advantages
@@ -157,11 +158,11 @@ class Learner:
                 one.with_logprobs("old_logprobs_T", [each.rollout_logprobs_T for each in one.microbatches])
                 for one in minibatches
             ]
-        num_on_policy = 1 if self._first_is_on_policy else 0
+        num_on_policy, replay = 1 if self._first_is_on_policy else 0, self.config.replay
         on_policy = [replace(one, is_on_policy=True) for one in minibatches[:num_on_policy]]
         with self.state.timers.phase("old_logprobs"):
             return on_policy + [
-                self._with_pass(one, "old_logprobs_T", self.routes.old_policy)
+                self._with_pass(one, "old_logprobs_T", self.routes.old_policy, is_imposed=replay.kind == "r3")
                 for one in minibatches[num_on_policy:]
             ]
 
@@ -169,9 +170,11 @@ class Learner:
         """Return the minibatches with logprobs under the reference policy, if there is one."""
         if self.reference is None:
             return list(minibatches)
+        is_imposed = self.config.replay.reference == "replay"
         with self.state.timers.phase("reference"), self.reference.installed():
             return [
-                self._with_pass(one, "reference_logprobs_T", self.routes.reference) for one in minibatches
+                self._with_pass(one, "reference_logprobs_T", self.routes.reference, is_imposed=is_imposed)
+                for one in minibatches
             ]
 
     def advantages(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> dict[int, Tensor]:
@@ -220,7 +223,12 @@ class Learner:
         microbatches = [
             one.with_advantages(advantages, minibatch.loss_weights_N) for one in minibatch.microbatches
         ]
-        with self.routes.update(microbatches, is_old_policy=minibatch.is_on_policy) as routing:
+        kind = self.config.replay.kind
+        is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
+        with (
+            self.routes.update(microbatches, is_old_policy=minibatch.is_on_policy) as routing,
+            self._proving(is_imposed=is_imposed),
+        ):
             report = train_step(self.state, microbatches, self._policy_head, routing=routing)
         progress.consumed_samples += minibatch.num_samples
         progress.consumed_tokens += report.count
@@ -246,13 +254,21 @@ class Learner:
             and not (reference_replays and replay.kind == "r2")
         )
 
+    def _proving(self, *, is_imposed: bool) -> AbstractContextManager[None]:
+        """Return a proof that the pass inside imposes routes, or none, as the config says; dense models need none."""
+        if not self.config.model.is_moe:
+            return nullcontext()
+        return proving(self.state.chunks, is_imposed=is_imposed)
+
     @torch.no_grad()
-    def _with_pass(self, minibatch: Minibatch, field: str, routed: RoutedPass) -> Minibatch:
+    def _with_pass(
+        self, minibatch: Minibatch, field: str, routed: RoutedPass, *, is_imposed: bool
+    ) -> Minibatch:
         """Return the minibatch with logprobs under the weights that the modules have now as `field`."""
         if not minibatch.num_samples:
             return minibatch
         chunks, microbatches = self.state.chunks, minibatch.microbatches
-        with evaluating(chunks), routed(microbatches) as routing:
+        with evaluating(chunks), routed(microbatches) as routing, self._proving(is_imposed=is_imposed):
             outputs = run_pass(chunks, microbatches, self._logprob_head, backward=False, routing=routing)
         return minibatch.with_logprobs(field, [one["logprobs"] for one in outputs])
 

@@ -149,16 +149,16 @@ def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("mesh", "recompute", "mistake", "message"),
     [
-        ("pp2-vpp2", "full", mistakes.arm_all_routers_of_the_process, "left over|times"),
-        ("pp4-vpp2", "full", mistakes.arm_all_routers_of_the_process, "left over|times"),
-        ("pp2", "full", mistakes.recompute_with_the_latest_forward, "times in recomputation"),
+        ("pp2-vpp2", "full", mistakes.arm_all_routers_of_the_process, "in recomputation"),
+        ("pp4-vpp2", "full", mistakes.arm_all_routers_of_the_process, "in recomputation"),
+        ("pp2", "full", mistakes.recompute_with_the_latest_forward, "in recomputation"),
         ("pp2-vpp2", "none", mistakes.batched_messages, ""),
     ],
 )
 def test_the_known_mistakes_give_other_gradients(
     mesh: str, recompute: str, mistake: Any, message: str
 ) -> None:
-    """The comparison sees each; the accounts see those that are about routes."""
+    """The comparison sees each; the witness sees those that are about routes."""
     model = model_of("qwen3_moe", mesh)
     case = Case(model=model, mesh=MESHES[mesh], recompute=recompute, layouts=("padded",), sabotage=mistake)
     (found,) = outcomes([case])

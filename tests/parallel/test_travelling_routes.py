@@ -61,7 +61,7 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     first, second = run_ranks(travelling.damaged_on_one_rank, 2, MODELS["qwen3_moe"])
     assert first == second
     flipped, missing = first
-    assert "rank 1: layers [1], sample 6 of version 3: the routes are not the recorded ones" in flipped
+    assert "rank 1: layers [1], sample 6 of version 3: the experts that the routers used are not" in flipped
     assert "rank 1: sample 7 of version 3, layers [0, 1, 2, 3]: there are no routes" in missing
 
 

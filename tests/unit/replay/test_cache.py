@@ -145,7 +145,7 @@ def test_a_flipped_bit_in_memory_is_an_error_that_names_layer_and_sample(run: Ru
     recorded(run)
     entry = run.cache.sample(run.version, 5)
     run.cache._storage._blocks[entry.block].bytes_nw[entry.first, 0] ^= 1 << bit
-    with pytest.raises(RoutingError, match=r"layers \[0\], sample 5 of version 3: the routes are not"):
+    with pytest.raises(RoutingError, match=r"layers \[0\], sample 5 of version 3: the experts that"):
         imposed(run)
 
 

@@ -1,0 +1,600 @@
+"""The witness of a pass: which experts each router gave its tokens to, and with which gates.
+
+A tape (tape.py) answers routers before they choose. The witness observes what they return, after every other hook, and
+shares no code with the tape: it finds out by itself which microbatch a router works on, and lays out tokens by a
+formula of its own (`labels_at_routers`). Three things are compared, all of them on the device until the pass is over:
+
+- a checksum of the experts used by each sample in each layer, in the forward pass and again in recomputation;
+- for a few tokens of every microbatch and layer, the gates with those that the definition of the router makes of the
+  live logits and the used experts; where the choice is live, also the experts with the best ones;
+- once a layer and pass, the derivative of these gates by the logits with that of the definition.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import group_limited_topk
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from mcore_rl.errors import RoutingError
+from mcore_rl.parallel.agree import refuse_anywhere
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.routers import replayed_routers
+from mcore_rl.parallel.schedule import Routing
+from mcore_rl.replay.checksums import expert_hashes, token_hashes
+from mcore_rl.replay.layouts import MicrobatchLayout
+
+SAMPLED_TOKENS = 4
+"""Tokens of each microbatch and layer whose gates are computed again."""
+BATCHED_CALLS = 64
+"""Calls of routers whose sampled tokens are compared together: one comparison costs as much as dozens."""
+GATE_TOLERANCE = 1e-5
+"""Largest difference of a gate; logits and gates are float32 (`moe_router_dtype`)."""
+DERIVATIVE_TOLERANCE = 1e-4
+
+OnCall = Callable[[int, TopKRouter, Tensor, Tensor, Tensor], None]
+"""Function of a call of a router: layer, router, logits `[t, E]`, gates `[t, E]` and used experts `[t, E]` (bool)."""
+
+
+class RouterWatch:
+    """Hooks on the routers of chunks that see the logits that a router scored and what it returned."""
+
+    def __init__(self, on_call: Callable[[nn.Module], OnCall]) -> None:
+        """`on_call(chunk)` makes the function that is called for the routers of a chunk."""
+        self._on_call = on_call
+        self._logits: dict[int, Tensor] = {}
+        self._installed = ExitStack()
+
+    def install(self, chunks: Sequence[nn.Module]) -> None:
+        """Observe every router whose choices reach the logits, until `remove`."""
+        for chunk in chunks:
+            on_call = self._on_call(chunk)
+            for layer, router in replayed_routers(chunk):
+                self._watch(layer, router, on_call)
+
+    def remove(self) -> None:
+        """Observe no router any more."""
+        self._installed.close()
+        self._logits.clear()
+
+    def _watch(self, layer: int, router: TopKRouter, on_call: OnCall) -> None:
+        gating, hidden = router.gating, router.__dict__.get("gating")
+
+        def keeping(*args: Any, **kwargs: Any) -> Tensor:
+            logits: Tensor = gating(*args, **kwargs)
+            self._logits[layer] = logits
+            return logits
+
+        def after(module: TopKRouter, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+            gates_TE, used_TE = output
+            assert used_TE.dtype == torch.bool, f"the router of layer {layer} returned no map of its experts"
+            on_call(layer, module, self._logits.pop(layer), gates_TE, used_TE)
+
+        # `gating` is a method of the class: an attribute of the object hides it until it is deleted.
+        router.gating = keeping
+        if hidden is None:
+            self._installed.callback(delattr, router, "gating")
+        else:  # another watch's, which will be removed after this one
+            self._installed.callback(setattr, router, "gating", hidden)
+        self._installed.callback(router.register_forward_hook(after).remove)
+
+
+class SampledTokens:
+    """Comparison of sampled tokens' gates and experts with the definition of the router."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, TopKRouter, Tensor | None, Tensor, Tensor, Tensor, bool | Tensor]] = []
+        self._found: list[tuple[list[str], list[int], Tensor]] = []
+
+    def add(
+        self,
+        where: str,
+        router: TopKRouter,
+        logits_TE: Tensor,
+        gates_TE: Tensor,
+        used_TE: Tensor,
+        row_n: Tensor,
+        is_live: bool | Tensor,
+    ) -> None:
+        """Keep some tokens of one call.
+
+        Args:
+            where: layer and microbatch, for a message.
+            router: the router that was called.
+            logits_TE: live logits.
+            gates_TE: gates that the experts get.
+            used_TE: experts that the tokens go to.
+            row_n: the tokens to compare, on the device.
+            is_live: whether the router chose for itself: for all of these tokens, or a mask of them.
+        """
+        kept = [values.detach()[row_n] for values in (logits_TE, gates_TE, used_TE)]
+        # A copy: finalize_model_grads moves the bias of the choice before the tokens are compared.
+        bias_E = None if router.expert_bias is None else router.expert_bias.detach().clone()
+        self._calls.append((where, router, bias_E, kept[0], kept[1], kept[2], is_live))
+        if len(self._calls) == BATCHED_CALLS:
+            self._compare()
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each call with a wrong token; waits for the device."""
+        self._compare()
+        if not self._found:
+            return
+        wrong = torch.cat([wrong_3n for _, _, wrong_3n in self._found], 1).any(0)
+        if not bool(wrong.any()):
+            return
+        for places, sizes, wrong_3n in self._found:
+            for where, part_3n in zip(places, wrong_3n.split(sizes, 1), strict=True):
+                for what, is_wrong in zip(WRONG, part_3n.any(1).tolist(), strict=True):
+                    if is_wrong:
+                        yield f"{where}: {what}"
+
+    def _compare(self) -> None:
+        calls, self._calls = self._calls, []
+        if not calls:
+            return
+        places, routers, biases, logits, gates, used, lives = zip(*calls, strict=True)
+        sizes = [len(one) for one in logits]
+        logits_nE, gates_nE, used_nE = torch.cat(logits), torch.cat(gates), torch.cat(used)
+        is_live_n = torch.cat(
+            [
+                live if isinstance(live, Tensor) else used_nE.new_full((size,), live)
+                for live, size in zip(lives, sizes, strict=True)
+            ]
+        )
+        bias_nE = None
+        if biases[0] is not None:
+            bias_nE = torch.cat([b.expand(size, -1) for b, size in zip(biases, sizes, strict=True)])
+        self._found.append(
+            (list(places), sizes, wrong_tokens(routers[0], logits_nE, gates_nE, used_nE, is_live_n, bias_nE))
+        )
+
+
+WRONG = (
+    "the gates are not the live router's scores at the experts that it used",
+    "a token does not go to top-k different experts",
+    "a token that is routed live does not go to the experts with the best scores",
+)
+"""Sentences for the rows of `wrong_tokens`."""
+
+
+def wrong_tokens(
+    router: TopKRouter,
+    logits_nE: Tensor,
+    gates_nE: Tensor,
+    used_nE: Tensor,
+    is_live_n: Tensor,
+    bias_nE: Tensor | None,
+) -> Tensor:
+    """Return bool `[3, n]`: whether a token's gates, number of experts, or live choice are wrong, as in WRONG.
+
+    Args:
+        router: a router; all `n` tokens are of routers of its kind.
+        logits_nE: live logits.
+        gates_nE: gates that the experts get.
+        used_nE: experts that the tokens go to.
+        is_live_n: whether the router chose for itself.
+        bias_nE: bias of the router's choice (`expert_bias`); None: it has none.
+    """
+    has_capacity = router.config.moe_expert_capacity_factor is not None
+    expected_nE, given_nE = definition_of_gates(router, logits_nE, used_nE), gates_nE.float()
+    if has_capacity:
+        # A dropped choice has its part of the sum, but is not in the map: only the ratios of the others are known.
+        expected_nE, given_nE = _as_shares(expected_nE), _as_shares(given_nE)
+    scale = router.config.moe_router_topk_scaling_factor or 1.0
+    # "not <=": a NaN is wrong.
+    is_wrong_gate_n = ~((given_nE - expected_nE).abs().amax(1) <= GATE_TOLERANCE * max(1.0, scale))
+    count_n = used_nE.sum(1)
+    is_wrong_count_n = (count_n > router.topk) | ((count_n < router.topk) & (not has_capacity))
+    scores_nE = _scores_of_choice(router, logits_nE, bias_nE)
+    best_nK = _best_scores(router, scores_nE)
+    slack_n = 1e-6 + 1e-5 * best_nK.abs().amax(1)
+    if has_capacity:
+        # Some of the best have no room. The others must still be among the best.
+        worst_n = scores_nE.masked_fill(~used_nE, torch.inf).amin(1)
+        is_best_n = worst_n >= best_nK.amin(1) - slack_n
+    else:
+        # Sums, because among equal scores any is right.
+        sum_n = (scores_nE * used_nE).sum(1)
+        is_best_n = (sum_n - best_nK.sum(1)).abs() <= slack_n
+    return torch.stack([is_wrong_gate_n, is_wrong_count_n, ~is_best_n & is_live_n])
+
+
+def definition_of_gates(router: TopKRouter, logits_nE: Tensor, used_nE: Tensor) -> Tensor:
+    """Return the gates, float32 `[n, E]`, that a router's definition makes of logits and used experts."""
+    logits_nE = logits_nE.float()
+    if router.score_function == "softmax":
+        if router.config.moe_router_pre_softmax:
+            gates_nE = logits_nE.softmax(1) * used_nE
+        else:
+            # A token whose choices are all dropped has no gates.
+            gates_nE = logits_nE.masked_fill(~used_nE, -torch.inf).softmax(1).nan_to_num(0.0)
+    else:
+        assert router.score_function == "sigmoid", router.score_function
+        gates_nE = logits_nE.sigmoid() * used_nE
+        if router.topk > 1:
+            gates_nE = gates_nE / (gates_nE.sum(1, keepdim=True) + 1e-20)
+    return gates_nE * (router.config.moe_router_topk_scaling_factor or 1.0)
+
+
+def labels_at_routers(layout: MicrobatchLayout, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return the sample's index and the position of each token that this rank's routers see, int64 `[t]` on the CPU.
+
+    A formula for the t-th token, where layouts.local_tokens cuts and moves whole tensors: each finds the mistakes of
+    the other. A router sees `[s, B]` with B fastest, of which sequence parallelism gives it a contiguous part of s.
+    Context parallelism gives rank r of C the pieces r and 2 C - 1 - r of the 2 C pieces of each span.
+
+    Args:
+        layout: the microbatch before it is divided.
+        mesh: the mesh that divides it.
+
+    Returns:
+        Index among the microbatch's samples, in order, and position; both -1 for padding.
+    """
+    spans = [span for span in layout.spans if span.num_positions]
+    num_rows = 1 if layout.packed else len(layout.rows)
+    size, rank = mesh.cp.size, mesh.cp.rank
+    here_N = torch.tensor([span.num_positions // size for span in spans])
+    parts, part = (mesh.tp.size, mesh.tp.rank) if mesh.sequence_parallel else (1, 0)
+    part_length = int(here_N.sum()) // num_rows // parts
+    token_t = torch.arange(part_length * num_rows)
+    place_t = token_t // num_rows + part * part_length
+    if layout.packed:
+        end_N = here_N.cumsum(0)
+        span_t = torch.searchsorted(end_N, place_t, right=True)
+        place_t = place_t - (end_N - here_N)[span_t]
+    else:
+        span_t = token_t % num_rows
+    if size > 1:
+        # The second piece, 2 C - 1 - r, follows the first here: its places begin at one piece.
+        piece_t = here_N[span_t] // 2
+        place_t = place_t + piece_t * torch.where(place_t < piece_t, rank, 2 * size - 2 - rank)
+    num_tokens_N = torch.tensor([span.num_tokens if span.sample >= 0 else 0 for span in spans])
+    index_N = torch.tensor([span.sample >= 0 for span in spans]).cumsum(0) - 1
+    is_token_t = place_t < num_tokens_N[span_t]
+    return index_N[span_t].where(is_token_t, -1), place_t.where(is_token_t, -1)
+
+
+@dataclass(slots=True)
+class WitnessedMicrobatch:
+    """One microbatch as its tokens arrive at this rank's routers."""
+
+    samples: tuple[int, ...]
+    sample_index_t: Tensor
+    """Index into `samples` of each token, on the CPU; -1 for padding."""
+    position_t: Tensor
+    row_n: Tensor
+    """Tokens that are sampled, on the device."""
+    is_live_n: bool | Tensor
+    """Whether the sampled tokens are routed live: all, or a mask."""
+    target_t: Tensor | None = None
+    """`sample_index_t` on the device, 0 for padding; None before a chunk was given the token ids."""
+    token_hashes_t: Tensor | None = None
+    used: dict[int, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    """Layer -> checksums `[N]` of the used experts, of each call in the forward pass and in recomputation."""
+
+
+class Witness:
+    """Observer of the routers in one pass with a tape; it answers no router and changes nothing."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        layouts: Sequence[MicrobatchLayout],
+        layers: Sequence[int],
+        num_experts: int,
+        is_imposed: Callable[[int], bool],
+        seed: int,
+    ) -> None:
+        """Prepare to observe a pass.
+
+        Args:
+            chunks: this rank's pipeline chunks.
+            mesh: the mesh that runs the pass.
+            layouts: layout of each of this rank's microbatches.
+            layers: layers of this rank that have routers.
+            num_experts: E.
+            is_imposed: whether routes are imposed on a sample; the others must be routed live.
+            seed: number that chooses the sampled tokens, such as the policy version.
+        """
+        self._chunks, self._mesh, self._layers = chunks, mesh, tuple(layers)
+        self._device = next(chunks[0].parameters()).device
+        self._is_imposed = is_imposed
+        self._microbatches = [self._prepared(layout, seed + index) for index, layout in enumerate(layouts)]
+        hashes_lE = expert_hashes(self._layers, num_experts, self._device)
+        self._expert_hashes = dict(zip(self._layers, hashes_lE, strict=True))
+        self._tokens = SampledTokens()
+        self._derivatives: dict[int, Tensor] = {}
+        self._without_gradient: set[int] = set()
+        self._watch = RouterWatch(self._on_router_of)
+        self._in_forward: dict[nn.Module, int] = {}
+        self._in_backward: dict[nn.Module, int] = {}
+        self._hooks = ExitStack()
+
+    def install(self) -> None:
+        """Begin to observe, after all hooks that change what a router returns."""
+        for chunk in self._chunks:
+            self._hooks.callback(chunk.register_forward_pre_hook(self._on_input, with_kwargs=True).remove)
+            self._hooks.callback(chunk.register_forward_hook(self._on_output).remove)
+        self._watch.install(self._chunks)
+        self._hooks.callback(self._watch.remove)
+
+    def remove(self) -> None:
+        """Observe no more."""
+        self._hooks.close()
+        self._in_forward.clear()
+        self._in_backward.clear()
+
+    def around(self, routing: Routing) -> Routing:
+        """Return `routing`, with a note of which chunk runs which microbatch."""
+
+        @contextmanager
+        def watched(chunk: nn.Module, index: int) -> Iterator[None]:
+            self._in_forward[chunk] = index
+            try:
+                with routing(chunk, index):
+                    yield
+            finally:
+                self._in_forward.pop(chunk, None)
+
+        return watched
+
+    def num_calls(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return (layer, microbatch) -> times that its router gave tokens to experts, forward and in recomputation."""
+        nothing: tuple[list[Tensor], list[Tensor]] = ([], [])
+        calls = {}
+        for index, microbatch in enumerate(self._microbatches):
+            for layer in self._layers:
+                forward, recomputed = microbatch.used.get(layer, nothing)
+                calls[layer, index] = (len(forward), len(recomputed))
+        return calls
+
+    def checksums(self) -> list[Tensor]:
+        """Return for each microbatch the checksums of this rank's part of its samples, `[N, l]`; zero if unused."""
+        return [self._checksums(microbatch) for microbatch in self._microbatches]
+
+    def problems(self, *, is_imposed: bool) -> Iterator[str]:
+        """Yield a sentence for everything that is wrong on this rank; waits for the device.
+
+        Args:
+            is_imposed: routes were imposed, so that recomputation must use those of the forward pass.
+        """
+        for layer in sorted(self._without_gradient):
+            yield f"layer {layer}: the gates have no gradient to the router's logits, so that it would not learn"
+        if self._derivatives:
+            errors = dict(
+                zip(self._derivatives, torch.stack([*self._derivatives.values()]).tolist(), strict=True)
+            )
+            for layer, error in errors.items():
+                if not error <= DERIVATIVE_TOLERANCE:
+                    yield (
+                        f"layer {layer}: the derivative of the gates by the router's logits is off by {error:.2g}, so "
+                        "that the router would not learn from the gates that experts get"
+                    )
+        yield from self._tokens.problems()
+        if is_imposed:
+            yield from self._recomputed_otherwise()
+
+    def _prepared(self, layout: MicrobatchLayout, seed: int) -> WitnessedMicrobatch:
+        samples = tuple(span.sample for span in layout.spans if span.sample >= 0 and span.num_positions)
+        sample_index_t, position_t = labels_at_routers(layout, self._mesh)
+        is_live_N = torch.tensor([not self._is_imposed(sample) for sample in samples], dtype=torch.bool)
+        real_n = (sample_index_t >= 0).nonzero()[:, 0]
+        row_n = _some(real_n, seed)
+        is_live_n: bool | Tensor = bool(is_live_N.all())
+        if is_live_N.any() and not is_live_n:
+            # Those among them that are routed live are few, and a sample of all would miss them.
+            row_n = torch.cat([row_n, _some(real_n[is_live_N[sample_index_t[real_n]]], seed)])
+            is_live_n = is_live_N[sample_index_t[row_n]].to(self._device, non_blocking=True)
+        row_n = row_n.to(self._device, non_blocking=True)
+        return WitnessedMicrobatch(samples, sample_index_t, position_t, row_n, is_live_n)
+
+    def _on_input(self, chunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Hash the token ids that the chunk was given, at the labels of the layout."""
+        if chunk not in self._in_forward:
+            return  # the routers will refuse to answer
+        microbatch = self._microbatches[self._in_forward[chunk]]
+        if microbatch.token_hashes_t is not None:
+            return
+        ids_sB = kwargs["input_ids"].t()
+        if self._mesh.sequence_parallel:
+            length = len(ids_sB) // self._mesh.tp.size
+            ids_sB = ids_sB.narrow(0, length * self._mesh.tp.rank, length)
+        index_t, position_t = (
+            labels_t.to(self._device, non_blocking=True)
+            for labels_t in (microbatch.sample_index_t, microbatch.position_t)
+        )
+        microbatch.token_hashes_t = token_hashes(ids_sB.reshape(-1), position_t, index_t >= 0)
+        microbatch.target_t = index_t.clamp_min(0)
+
+    def _on_output(self, chunk: nn.Module, args: Any, output: Tensor) -> None:
+        index = self._in_forward.get(chunk)
+        if index is not None and output.requires_grad:
+            # The gradient of the output arrives before anything of this microbatch is recomputed.
+            output.register_hook(lambda _: self._in_backward.__setitem__(chunk, index))
+
+    def _on_router_of(self, chunk: nn.Module) -> OnCall:
+        def on_call(
+            layer: int, router: TopKRouter, logits: Tensor, gates_TE: Tensor, used_TE: Tensor
+        ) -> None:
+            is_forward = chunk in self._in_forward
+            index = (self._in_forward if is_forward else self._in_backward).get(chunk)
+            assert index is not None, (
+                f"the router of layer {layer} was used outside of the passes of its tape"
+            )
+            microbatch = self._microbatches[index]
+            logits_TE = logits.view(-1, logits.shape[-1])
+            calls = microbatch.used.setdefault(layer, ([], []))
+            calls[0 if is_forward else 1].append(self._used_checksums(layer, microbatch, used_TE.detach()))
+            again = "" if is_forward else " in recomputation"
+            where = f"layer {layer}, microbatch {index} (samples {list(microbatch.samples)}){again}"
+            if len(microbatch.row_n):
+                rows = (microbatch.row_n, microbatch.is_live_n)
+                self._tokens.add(where, router, logits_TE, gates_TE, used_TE, *rows)
+            if logits.requires_grad and torch.is_grad_enabled():
+                self._add_derivative(layer, router, logits, gates_TE, used_TE, microbatch.row_n)
+
+        return on_call
+
+    def _used_checksums(self, layer: int, microbatch: WitnessedMicrobatch, used_TE: Tensor) -> Tensor:
+        """Return the checksum of the used experts of each sample, int64 `[N]`: the one reduction of a layer."""
+        assert microbatch.token_hashes_t is not None and microbatch.target_t is not None
+        hashes_t = torch.where(used_TE, self._expert_hashes[layer], 0).sum(1) * microbatch.token_hashes_t
+        sums_N = hashes_t.new_zeros(max(1, len(microbatch.samples)))
+        return sums_N.index_add_(0, microbatch.target_t, hashes_t)[: len(microbatch.samples)]
+
+    def _add_derivative(
+        self,
+        layer: int,
+        router: TopKRouter,
+        logits: Tensor,
+        gates_TE: Tensor,
+        used_TE: Tensor,
+        row_n: Tensor,
+    ) -> None:
+        """Compare the derivative of sampled tokens' gates with that of the definition, once a layer."""
+        if not gates_TE.requires_grad:
+            self._without_gradient.add(layer)
+            return
+        if layer in self._derivatives or not len(row_n):
+            return
+        # Any direction will do that is not constant: the gates of a token sum to a constant.
+        direction_n = torch.linspace(-1.0, 1.0, len(row_n) * gates_TE.shape[1], device=gates_TE.device)
+        direction_nE = direction_n.sin_().view(len(row_n), -1)
+        direction_TE = torch.zeros_like(gates_TE).index_copy_(0, row_n, direction_nE.to(gates_TE.dtype))
+        forth, back = (
+            torch.autograd.grad(gates_TE, logits, sign * direction_TE, retain_graph=True, allow_unused=True)[
+                0
+            ]
+            for sign in (1, -1)
+        )
+        if forth is None or back is None:
+            self._without_gradient.add(layer)
+            return
+        # A balance loss hangs on the gates, and its gradient comes with theirs: the same both times.
+        found_nE = (forth - back).view(gates_TE.shape)[row_n].float() / 2
+        if router.config.moe_expert_capacity_factor is not None:
+            # What a dropped choice does to the other gates is not in the map; that they have a gradient is known.
+            has_two = (used_TE[row_n].sum(1) > 1).any()
+            error = (has_two & ~found_nE.any()).float()
+        else:
+            with torch.enable_grad():
+                leaf_nE = logits.detach().view(gates_TE.shape)[row_n].requires_grad_()
+                expected = (definition_of_gates(router, leaf_nE, used_TE[row_n]) * direction_nE).sum()
+            (expected_nE,) = torch.autograd.grad(expected, leaf_nE)
+            error = (found_nE - expected_nE).abs().amax()
+        self._derivatives[layer] = error.detach()
+
+    def _checksums(self, microbatch: WitnessedMicrobatch, kind: int = 0) -> Tensor:
+        zeros_N = torch.zeros(len(microbatch.samples), dtype=torch.int64, device=self._device)
+        if not self._layers:
+            return zeros_N[:, None][:, :0]
+        columns = []
+        for layer in self._layers:
+            calls = microbatch.used.get(layer, ([], []))[kind]
+            columns.append(calls[0] if calls else zeros_N)
+        return torch.stack(columns, 1)
+
+    def _recomputed_otherwise(self) -> Iterator[str]:
+        """Yield a sentence for each router that used other experts in recomputation than in the forward pass."""
+        for index, microbatch in enumerate(self._microbatches):
+            again = [layer for layer in self._layers if microbatch.used.get(layer, ([], []))[1]]
+            columns = [self._layers.index(layer) for layer in again]
+            if not again or not microbatch.samples:
+                continue
+            first_Nl, second_Nl = (self._checksums(microbatch, kind)[:, columns] for kind in (0, 1))
+            for row, sample in enumerate(microbatch.samples):
+                is_other_l = (first_Nl[row] != second_Nl[row]).tolist()
+                if not self._is_imposed(sample) or not any(is_other_l):
+                    continue
+                layers = [layer for layer, is_other in zip(again, is_other_l, strict=True) if is_other]
+                yield (
+                    f"layer {layers[0]}, microbatch {index} (samples {list(microbatch.samples)}): sample {sample} used "
+                    f"other experts in recomputation than in the forward pass (layers {layers})"
+                )
+
+
+@contextmanager
+def proving(chunks: Sequence[nn.Module], *, is_imposed: bool) -> Iterator[None]:
+    """Collective over the world on leaving: prove that the pass inside imposed routes, or that it imposed none.
+
+    For whoever asks for a pass, whatever routing it was given. That the imposed experts were used is proved by the
+    witness of the tape; where no tape is, a few tokens of each call must go to the experts with the best scores.
+
+    Args:
+        chunks: this rank's pipeline chunks.
+        is_imposed: whether routes must be imposed on every router in the pass.
+
+    Raises:
+        RoutingError: on all ranks, naming the layers.
+    """
+    wrong_layers: set[int] = set()
+    tokens = SampledTokens()
+
+    def on_call(layer: int, router: TopKRouter, logits: Tensor, gates_TE: Tensor, used_TE: Tensor) -> None:
+        hook = router.router_replay
+        if (hook is not None and hook.imposes) != is_imposed:
+            wrong_layers.add(layer)
+        elif hook is None:
+            row_n = _some(torch.arange(len(used_TE), device=used_TE.device), layer)
+            logits_TE = logits.view(-1, logits.shape[-1])
+            tokens.add(f"layer {layer}", router, logits_TE, gates_TE, used_TE, row_n, True)
+
+    watch = RouterWatch(lambda _: on_call)
+    watch.install(chunks)
+    try:
+        yield
+    finally:
+        watch.remove()
+    problems = [*tokens.problems()]
+    if wrong_layers:
+        problems.append(
+            f"layers {sorted(wrong_layers)}: "
+            + (
+                "a pass under replayed routes was routed live"
+                if is_imposed
+                else "routes were imposed on a live pass"
+            )
+        )
+    refuse_anywhere(problems, RoutingError)
+
+
+def _some(index_n: Tensor, seed: int) -> Tensor:
+    """Return at most SAMPLED_TOKENS of some indices, spread over them, others for another seed."""
+    if not len(index_n):
+        return index_n
+    count = min(SAMPLED_TOKENS, len(index_n))
+    chosen = (torch.arange(count, device=index_n.device) * len(index_n) // count + seed * 7919) % len(index_n)
+    return index_n[chosen]
+
+
+def _as_shares(gates_nE: Tensor) -> Tensor:
+    return gates_nE / gates_nE.sum(1, keepdim=True).clamp_min(1e-20)
+
+
+def _scores_of_choice(router: TopKRouter, logits_nE: Tensor, bias_nE: Tensor | None) -> Tensor:
+    """Return the scores by whose size a router chooses."""
+    logits_nE = logits_nE.float()
+    if router.score_function == "softmax":
+        return logits_nE.softmax(1) if router.config.moe_router_pre_softmax else logits_nE
+    scores_nE = logits_nE.sigmoid()
+    return scores_nE if bias_nE is None else scores_nE + bias_nE
+
+
+def _best_scores(router: TopKRouter, scores_nE: Tensor) -> Tensor:
+    """Return the scores `[n, K]` of the experts that a router would choose."""
+    if not router.config.moe_router_group_topk:
+        return scores_nE.topk(router.topk).values
+    best_nK: Tensor = group_limited_topk(
+        scores=scores_nE,
+        topk=router.topk,
+        num_tokens=len(scores_nE),
+        num_experts=scores_nE.shape[1],
+        num_groups=router.config.moe_router_num_groups,
+        group_topk=router.config.moe_router_group_topk,
+    )[0]
+    return best_nK
