@@ -80,9 +80,9 @@ class RoutingCache:
         self.codec = RouteCodec(self.num_codes, len(self.layers), self.top_k, config.encoding)
         self.dtype = self.codec.dtype
         self._may_miss_samples = config.missing == "live"
-        self._device = next(chunks[0].parameters()).device
+        self.device = next(chunks[0].parameters()).device
         budget_bytes = None if config.budget_gib is None else int(config.budget_gib * GIB)
-        self._storage = RouteStorage(config.store, budget_bytes, folder, self._device)
+        self._storage = RouteStorage(config.store, budget_bytes, folder, self.device)
         self._samples: dict[tuple[int, int], CachedSample] = {}
 
     @property
@@ -199,11 +199,11 @@ class RoutingCache:
         axis: Axis,
     ) -> None:
         """Collective over `axis`: replace a version's routes by `needed`, as far as a rank has them in `offered`."""
-        received = exchange(offered, needed, self.layers, self.codec, axis, self._device)
+        received = exchange(offered, needed, self.layers, self.codec, axis, self.device)
         self.drop(version)
         if not received:
             return
-        encoded = [self.codec.encode(routes.codes_nlK.to(self._device)) for routes in received.values()]
+        encoded = [self.codec.encode(routes.codes_nlK.to(self.device)) for routes in received.values()]
         block, first = self._storage.add(torch.cat(encoded)), 0
         for sample, routes in received.items():
             self._samples[version, sample] = CachedSample(

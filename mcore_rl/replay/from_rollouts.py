@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.errors import RoutingError
 from mcore_rl.parallel.agree import refuse_anywhere
-from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
 from mcore_rl.replay.exchange import OfferedRoutes
@@ -50,8 +51,11 @@ def cache_rollout_routes(
     Raises:
         RoutingError: on all ranks, when routes have a wrong shape, an expert out of range or one expert twice.
     """
-    refuse_anywhere(list(_problems(cache, generated)), RoutingError)
-    offered = {sample: _offer(cache, routes) for sample, routes in generated.items()}
+    # Ranks of one tensor-parallel group have the same routes: each checks its share of the samples.
+    share = {sample: generated[sample] for sample in sorted(generated)[mesh.tp.rank :: mesh.tp.size]}
+    refuse_anywhere(list(_problems(cache, share)), RoutingError)
+    checksums = _checksums(cache, sorted(generated), share, mesh.tp)
+    offered = {sample: _offer(cache, routes, checksums[sample]) for sample, routes in generated.items()}
     cache.receive(version, offered, cache.needed_positions(layouts, mesh), mesh.dp_cp)
 
 
@@ -72,41 +76,78 @@ def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> It
                 "experts wrap around"
             )
             continue
-        experts_TLK = routes.experts_TLK.long()
-        layers = cache.model_layers if shape[1] == len(cache.model_layers) else cache.layers
-        is_out_TL = ((experts_TLK < 0) | (experts_TLK >= cache.num_experts)).any(-1)
-        is_twice_TL = (experts_TLK.sort(-1).values.diff() == 0).any(-1)
-        for is_wrong_TL, problem in ((is_out_TL, "is out of range"), (is_twice_TL, "appears twice")):
-            if is_wrong_TL.any():
-                token, column = is_wrong_TL.nonzero()[0].tolist()
-                chosen = experts_TLK[token, column].tolist()
-                yield (
-                    f"sample {sample}, layer {layers[column]}, token {token}: an expert in {chosen} {problem} "
-                    f"({cache.num_experts} experts)"
-                )
+        layers, experts_TLK = _given_layers(cache, routes), routes.experts_TLK
+        if int(experts_TLK.min()) < 0 or int(experts_TLK.max()) >= cache.num_experts:
+            problem = "is out of range"
+            is_wrong_TL = ((experts_TLK < 0) | (experts_TLK >= cache.num_experts)).any(-1)
+        else:
+            problem, is_wrong_TL = "appears twice", _has_duplicates(experts_TLK.to(cache.dtype))
+        if is_wrong_TL.any():
+            token, column = is_wrong_TL.nonzero()[0].tolist()
+            chosen = experts_TLK[token, column].tolist()
+            yield (
+                f"sample {sample}, layer {layers[column]}, token {token}: an expert in {chosen} {problem} "
+                f"({cache.num_experts} experts)"
+            )
 
 
-def _offer(cache: RoutingCache, routes: RolloutRoutes) -> OfferedRoutes:
-    """Return the routes in this rank's layers, with the checksum of what the engine returned."""
+def _has_duplicates(experts_TLK: Tensor) -> Tensor:
+    """Return which choices have an expert twice, bool `[T, L]`."""
+    # Comparisons of long rows, of bytes up to 256 experts: sorting rows of K takes ten times as long.
+    experts_KTL = experts_TLK.permute(2, 0, 1).contiguous()
+    is_twice_TL = torch.zeros(experts_TLK.shape[:2], dtype=torch.bool)
+    for index, experts_TL in enumerate(experts_KTL):
+        for other_TL in experts_KTL[:index]:
+            is_twice_TL |= experts_TL == other_TL
+    return is_twice_TL
+
+
+def _checksums(
+    cache: RoutingCache, samples: Sequence[int], share: Mapping[int, RolloutRoutes], axis: Axis
+) -> dict[int, Tensor]:
+    """Collective over `axis`: return the checksum `[l]` of each sample in this rank's layers.
+
+    It is made of what the engine returned, before layers or positions are cut out or sent, so that the tape finds a
+    mistake in what follows. `share` are the samples that this rank computes.
+    """
+    checksums_Nl = torch.zeros(len(samples), len(cache.layers), dtype=torch.int64)
+    for index, sample in enumerate(samples):
+        if sample in share:
+            routes, num_tokens = share[sample], len(share[sample].tokens_T)
+            checksums_1L = route_checksums(
+                routes.experts_TLK.transpose(0, 1),
+                expert_hashes(_given_layers(cache, routes), cache.num_codes, CPU),
+                token_hashes(
+                    routes.tokens_T, torch.arange(num_tokens), torch.ones(num_tokens, dtype=torch.bool)
+                ),
+                torch.zeros(num_tokens, dtype=torch.int64),
+                1,
+            )
+            checksums_Nl[index] = checksums_1L[0, _columns(cache, routes)]
+    if axis.size > 1:
+        on_device_Nl = checksums_Nl.to(cache.device)
+        dist.all_reduce(on_device_Nl, group=axis.group)
+        checksums_Nl = on_device_Nl.cpu()
+    return dict(zip(samples, checksums_Nl, strict=True))
+
+
+def _given_layers(cache: RoutingCache, routes: RolloutRoutes) -> tuple[int, ...]:
     is_whole = routes.experts_TLK.shape[1] == len(cache.model_layers)
-    given_layers = cache.model_layers if is_whole else cache.layers
-    columns = [given_layers.index(layer) for layer in cache.layers]
-    codes_TLK = routes.experts_TLK.to(cache.dtype)
-    num_tokens = len(codes_TLK)
-    position_T, all_T = torch.arange(num_tokens), torch.ones(num_tokens, dtype=torch.bool)
-    # Before anything is cut or sent, so that the tape would find a mistake in what follows.
-    checksums_1L = route_checksums(
-        codes_TLK.transpose(0, 1),
-        expert_hashes(given_layers, cache.num_codes, CPU),
-        token_hashes(routes.tokens_T, position_T, all_T),
-        torch.zeros(num_tokens, dtype=torch.int64),
-        1,
-    )
-    codes_TlK = codes_TLK[:, columns]
+    return cache.model_layers if is_whole else cache.layers
+
+
+def _columns(cache: RoutingCache, routes: RolloutRoutes) -> list[int]:
+    given_layers = _given_layers(cache, routes)
+    return [given_layers.index(layer) for layer in cache.layers]
+
+
+def _offer(cache: RoutingCache, routes: RolloutRoutes, checksum_l: Tensor) -> OfferedRoutes:
+    """Return the routes in this rank's layers, with the checksum of what the engine returned."""
+    codes_TlK = routes.experts_TLK[:, _columns(cache, routes)].to(cache.dtype)
     return OfferedRoutes(
-        num_tokens=num_tokens,
+        num_tokens=len(codes_TlK),
         layers=cache.layers,
-        position_n=position_T,
-        checksum_l=checksums_1L[0, columns],
+        position_n=torch.arange(len(codes_TlK)),
+        checksum_l=checksum_l,
         read=lambda index_n: codes_TlK[index_n],
     )

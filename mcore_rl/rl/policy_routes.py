@@ -76,7 +76,8 @@ class PolicyRoutes:
         }
         generated = {sample: found for sample, found in routes.items() if found is not None}
         layouts = [layout_of(microbatch) for microbatch in microbatches]
-        cache_rollout_routes(self._from_rollout, self._version, generated, layouts, self._state.mesh)
+        with self._state.timers.phase("routes"):
+            cache_rollout_routes(self._from_rollout, self._version, generated, layouts, self._state.mesh)
 
     def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
         """Return the routing of a pass for old logprobs."""
