@@ -1,15 +1,14 @@
-"""Training on preferences: microbatches of whole groups, and the loop that reward models and DPO share."""
+"""Training on preferences: pairs of answers as microbatches of this rank, and the loop over their batches."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, Protocol
 
-import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.data.plan import PackingLimits
@@ -18,12 +17,13 @@ from mcore_rl.data.preferences import Preferences
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Axis, Mesh
-from mcore_rl.parallel.schedule import Head
+from mcore_rl.parallel.schedule import Head, HeadOutput, run_pass
 from mcore_rl.parallel.sequence import zigzag_spans
+from mcore_rl.parallel.vocab import IGNORED_TARGET, logprobs_and_entropy
 from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.loop import GivenDataTrainer, Run
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.step import evaluate, train_step
+from mcore_rl.train.step import train_step, world_sums
 
 LENGTH_MULTIPLE = 64
 """Packed sequences are padded to a multiple of this: a CPU compiles the kernels of matrix products for each number of
@@ -32,25 +32,31 @@ tokens, and the fast ones are for round numbers, there and on a GPU."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceMicrobatch:
-    """One packed sequence of whole groups: the `T` positions of it that this context-parallel rank has."""
+    """One packed sequence of `N` prompts with an answer, and `P` pairs of these; the `T` positions of it that this
+    context-parallel rank has. Every context-parallel rank has all pairs. N and P may be 0.
+
+    Index t of a tensor `[T]` belongs to token t + 1, the one predicted at t, but for `is_last_T`.
+    """
 
     inputs: LocalMicrobatch
-    packed: PackedPreferences
-    """The whole packed sequence, on the CPU."""
+    mask_T: Tensor
+    """bool: positions that predict a token of an answer."""
     sequence_T: Tensor
-    """int64: sequence of each position; 0 at padding."""
+    """int64: sequence (0 ... N - 1) of each position; 0 at padding."""
     is_last_T: Tensor
-    """bool: the position of a sequence's last token."""
-    pairs_P2: Tensor
-    """int64: sequences of each pair, chosen and rejected."""
-    margins_P: Tensor
-    """float32: margin of each pair."""
-    probabilities_P: Tensor
-    """float32: probability that the chosen answer of a pair is the better one; a half for a tie."""
+    """bool: the position of each sequence's last token, where a score is read."""
     answer_lengths_N: Tensor
-    """int64: tokens of each sequence's answer."""
+    """int64: tokens of each whole answer."""
+    pairs_P2: Tensor
+    """int64: sequences of the chosen and of the rejected answer."""
+    margins_P: Tensor
+    """float32: margin by which the chosen answer is better, of the data."""
+    probabilities_P: Tensor
+    """float32: probability that the chosen answer is the better one; a half for a tie."""
+    sequences: tuple[int, ...]
+    """Index in the Preferences of each sequence."""
     reference_logprobs_N: Tensor | None = None
-    """float64: logprob of each whole answer under the reference, in nats; None: there is no reference."""
+    """float64: logprob of each whole answer under the reference model, in nats; None: no reference is used."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,185 +77,179 @@ class PreferenceMicrobatch:
         """Return the keyword arguments of a chunk's forward."""
         return self.inputs.model_inputs(with_labels=with_labels)
 
+    def sequence_sums(self, values_T: Tensor, cp: Axis) -> Tensor:
+        """Collective over `cp` (in the forward only): sum `[T]` over each whole sequence, float64 `[N]`.
+
+        Every rank of `cp` gets the whole sum and the gradient of its own part of it: a loss that all of them compute
+        from the sums then has, added up over the ranks, the gradient of one.
+        """
+        sums_N = values_T.new_zeros(len(self.sequences), dtype=torch.float64)
+        sums_N = sums_N.index_add(0, self.sequence_T, values_T.double()) if self.sequences else sums_N
+        if cp.size == 1:
+            return sums_N
+        whole_N = sums_N.detach().clone()
+        dist.all_reduce(whole_N, group=cp.group)
+        return whole_N + (sums_N - sums_N.detach())
+
+    def num_pairs(self, cp: Axis) -> Tensor:
+        """Return the number of pairs that this rank counts, int: all on the first rank of `cp`, none on the others."""
+        return torch.tensor(
+            len(self.pairs_P2) if cp.rank == 0 else 0, dtype=torch.int, device=self.mask_T.device
+        )
+
 
 def localize_preferences(
     packed: PackedPreferences, cp: Axis, device: torch.device, reference_logprobs: Tensor | None = None
 ) -> PreferenceMicrobatch:
-    """Return the part of a packed sequence that this rank's model reads, and its pairs, on the device.
+    """Return the part of a packed microbatch that this rank's model reads.
 
-    `reference_logprobs` are those of all answers of the data; None: there is no reference.
+    Args:
+        packed: The whole microbatch, on the CPU.
+        cp: The context-parallel ranks, between which each sequence is cut.
+        device: Device of the model.
+        reference_logprobs: float64, logprob of each sequence of the Preferences under the reference; None: there is
+            no reference.
     """
-    boundaries = packed.microbatch.packed
-    assert boundaries is not None, "preferences are packed"
-    lengths = boundaries.cu_seqlens.diff().tolist()
+    spans = packed.microbatch.packed
+    assert spans is not None, "preferences are packed"
+    lengths = spans.cu_seqlens.diff().tolist()
 
     def on_this_rank(full_S: Tensor) -> Tensor:
         return zigzag_spans(full_S[None], lengths, cp)[0].to(device, non_blocking=True)
 
+    inputs = localize(packed.microbatch, cp, device)
     reference_N = None
     if reference_logprobs is not None:
         reference_N = reference_logprobs[list(packed.sequences)].to(device, non_blocking=True)
     return PreferenceMicrobatch(
-        inputs=localize(packed.microbatch, cp, device),
-        packed=packed,
+        inputs=inputs,
+        mask_T=inputs.loss_mask_Bs[0] > 0,
         sequence_T=on_this_rank(packed.sequence_S),
         is_last_T=on_this_rank(packed.is_last_S),
+        answer_lengths_N=packed.answer_lengths_N.to(device, non_blocking=True),
         pairs_P2=packed.pairs_P2.to(device, non_blocking=True),
         margins_P=packed.margins_P.to(device, non_blocking=True),
         probabilities_P=packed.probabilities_P.to(device, non_blocking=True),
-        answer_lengths_N=packed.answer_lengths_N.to(device, non_blocking=True),
+        sequences=packed.sequences,
         reference_logprobs_N=reference_N,
     )
 
 
-def sequence_totals(values_T: Tensor, sequence_T: Tensor, num_sequences: int, cp: Axis) -> Tensor:
-    """Collective over `cp` (forward only): the sum over each whole sequence `[N]`, with the gradient of its part here.
-
-    Every rank of `cp` that computes the whole loss from the sums, and goes backward, adds its own tokens' part of the
-    gradient: the sum over the ranks is the whole, without a collective in the backward pass.
-    """
-    own_N = values_T.new_zeros(num_sequences).index_add(0, sequence_T, values_T)
-    if cp.size == 1:
-        return own_N
-    total_N = own_N.detach().clone()
-    dist.all_reduce(total_N, group=cp.group)
-    return own_N + (total_N - own_N.detach())
-
-
-def packing_limits(config: PreferenceRunConfig, mesh: Mesh) -> PackingLimits:
-    """Return the lengths of the packed sequences on this mesh."""
+def packing_limits(config: PreferenceRunConfig) -> PackingLimits:
+    """Return the lengths of the packed sequences of a training on preferences."""
     return PackingLimits(
         max_tokens=config.packed_length,
         multiple=lcm(config.packed_multiple, LENGTH_MULTIPLE),
         sample_multiple=config.mesh.zigzag,
-        microbatch_multiple=mesh.pp.size if config.mesh.vpp > 1 else 1,
-        is_fixed=mesh.pp.size > 1,
+        microbatch_multiple=config.mesh.pp if config.mesh.vpp > 1 else 1,
+        is_fixed=config.mesh.pp > 1,
     )
 
 
-class PreferenceBatches:
-    """Microbatches of one data set on this rank. Groups are those of the world's batch."""
+class PreferenceSource:
+    """A source of this rank's microbatches of any groups; every rank makes the same plan, from lengths alone."""
 
     def __init__(
         self,
         preferences: Preferences,
-        state: TrainState,
         config: PreferenceRunConfig,
+        *,
         pad_id: int,
+        weights: Sequence[float] = (),
         reference_logprobs: Tensor | None = None,
     ) -> None:
-        """Prepare the batches.
+        """Prepare the source.
 
         Args:
             preferences: The data.
-            state: The model's state, whose mesh and device the batches are for.
             config: The run's config.
-            pad_id: Token of padding.
-            reference_logprobs: float64, logprob of each answer of the data under the reference; None: there is none.
+            pad_id: Token at padding.
+            weights: Weight of each file in the mixture; none: every group once an epoch.
+            reference_logprobs: float64, logprob of each sequence under the reference; None: there is no reference.
         """
         self.preferences = preferences
-        self._state = state
-        self._limits = packing_limits(config, state.mesh)
+        self.order = PreferenceOrder(preferences, seed=config.train.seed, weights=weights)
+        self._limits = packing_limits(config)
         self._pad_id = pad_id
         self._reference_logprobs = reference_logprobs
 
-    @property
-    def mean_length(self) -> float:
-        """Length of the sequence that a token sees, averaged over tokens: sum of squares / sum."""
-        lengths_N = self.preferences.lengths_N.astype(numpy.float64)
-        return float((lengths_N**2).sum() / lengths_N.sum())
-
-    def microbatches(self, groups: Sequence[int]) -> list[PreferenceMicrobatch]:
-        """Return this data-parallel rank's microbatches of a batch, the same number on every rank."""
-        mesh, device = self._state.mesh, self._state.platform.device
+    def microbatches(
+        self, groups: Sequence[int], mesh: Mesh, device: torch.device
+    ) -> list[PreferenceMicrobatch]:
+        """Return this rank's microbatches of these groups; every data-parallel rank has as many."""
         plan = plan_batch(self.preferences, groups, mesh.dp.size, self._limits)
         return [
             localize_preferences(
-                pack_groups(self.preferences, indices, self._limits, self._pad_id),
+                pack_groups(self.preferences, microbatch, self._limits, self._pad_id),
                 mesh.cp,
                 device,
                 self._reference_logprobs,
             )
-            for indices in plan[mesh.dp.rank]
+            for microbatch in plan[mesh.dp.rank]
         ]
+
+    def batches_for_evaluation(self, num_batches: int, global_batch: int) -> Iterator[list[int]]:
+        """Yield the groups of up to `num_batches` batches, the same at every call, and no group twice."""
+        cursor, num_pairs = 0, self.preferences.num_pairs
+        for _ in range(num_batches):
+            if cursor >= num_pairs:
+                return
+            groups = self.order.batch(cursor, min(global_batch, num_pairs - cursor))
+            cursor += self.order.num_pairs(groups)
+            yield groups
 
     def num_tokens(self, groups: Sequence[int]) -> int:
         """Return the tokens of all sequences of these groups."""
-        starts_N, sequences_G = self.preferences.starts_N, self.preferences.sequence_starts_G
-        return int(sum(starts_N[sequences_G[group + 1]] - starts_N[sequences_G[group]] for group in groups))
+        starts_N, first_G = self.preferences.starts_N, self.preferences.sequence_starts_G
+        return sum(int(starts_N[first_G[group + 1]] - starts_N[first_G[group]]) for group in groups)
 
-    def in_order(self, num_pairs: int, most_pairs: int) -> Iterator[list[int]]:
-        """Yield batches of about `num_pairs` pairs from the first group on, the same at every call.
-
-        They end with the data, or when they have `most_pairs` pairs or more.
-        """
-        sizes_G = numpy.diff(self.preferences.pair_starts_G).tolist()
-        batch: list[int] = []
-        pairs = total = 0
-        for group, size in enumerate(sizes_G):
-            batch.append(group)
-            pairs, total = pairs + size, total + size
-            if pairs >= num_pairs or total >= most_pairs:
-                yield batch
-                batch, pairs = [], 0
-            if total >= most_pairs:
-                return
-        if batch:
-            yield batch
+    @property
+    def mean_length(self) -> float:
+        """Length of the sequence that a token sees, averaged over tokens: sum of squares / sum."""
+        lengths_N = self.preferences.lengths_N.astype("float64")
+        return float((lengths_N**2).sum() / lengths_N.sum())
 
 
-Describe = Callable[[str, dict[str, float]], list[Metric]]
-"""Metrics of a head's sums: takes the prefix of their names, "train" or "eval", and what `world_sums` returns."""
+class PreferenceHead(Head[PreferenceMicrobatch], Protocol):
+    """An objective on pairs, whose outputs are sums over pairs."""
+
+    def metrics(self, sums: dict[str, float]) -> list[Metric]:
+        """Return the metrics of a training step or an evaluation from the world's sums of the outputs, `pairs/*`."""
+        ...
 
 
 class PreferenceTrainer(GivenDataTrainer):
-    """Training on pairs of answers. A unit of work is one optimizer step on `train.global_batch` pairs or a few more,
-    as a prompt's pairs stay together.
-    """
+    """Training on pairs: DPO and its family, reward models. `progress.consumed_samples` counts pairs."""
 
     def __init__(
-        self,
-        run: Run,
-        config: PreferenceRunConfig,
-        head: Head[PreferenceMicrobatch],
-        describe: Describe,
-        *,
-        train: PreferenceBatches,
-        valid: PreferenceBatches | None,
+        self, run: Run, head: PreferenceHead, *, train: PreferenceSource, valid: PreferenceSource | None
     ) -> None:
         """Prepare this rank to train.
 
         Args:
             run: The run, open on all ranks.
-            config: Its config.
-            head: The training objective, which counts pairs.
-            describe: Metrics of the head's outputs.
-            train: Preferences to train on.
-            valid: Preferences of every evaluation; None: there is none.
+            head: The objective.
+            train: Pairs to train on.
+            valid: Pairs of every evaluation; None: there is none.
         """
         super().__init__(run, train.mean_length)
-        self.config = config
-        self._head = head
-        self._describe = describe
-        self._train, self._valid = train, valid
-        self._order = PreferenceOrder(
-            train.preferences, seed=config.train.seed, weights=config.data.train_weights
-        )
+        self._head, self._train, self._valid = head, train, valid
 
     def _step(self) -> None:
-        state, progress = self.state, self.state.progress
-        global_batch = global_batch_at(state.config.train, progress.consumed_samples)
+        state = self.state
+        progress = state.progress
         start_s = time.perf_counter()
         with state.timers.phase("data"):
-            groups = self._order.batch(progress.consumed_samples, global_batch)
-            microbatches = self._train.microbatches(groups)
+            num_pairs = global_batch_at(state.config.train, progress.consumed_samples)
+            groups = self._train.order.batch(progress.consumed_samples, num_pairs)
+            microbatches = self._train.microbatches(groups, state.mesh, state.platform.device)
         report = train_step(state, microbatches, self._head)
-        num_pairs, num_tokens = self._order.num_pairs(groups), self._train.num_tokens(groups)
+        num_pairs, num_tokens = self._train.order.num_pairs(groups), self._train.num_tokens(groups)
         progress.consumed_samples += num_pairs
         progress.consumed_tokens += num_tokens
         self._log_step(
             report,
-            self._describe("train", report.sums),
+            self._head.metrics(report.sums),
             num_samples=num_pairs,
             num_tokens=num_tokens,
             step_s=time.perf_counter() - start_s,
@@ -257,18 +257,127 @@ class PreferenceTrainer(GivenDataTrainer):
         self._check_skipped(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
-        """Log the metrics of the validation data's first `eval_batches` batches."""
-        train = self.config.train
+        """Log the metrics of the head on held-out pairs, the same ones each time."""
+        state, train = self.state, self.state.config.train
         if self._valid is None or not train.eval_batches:
             return
-        with self.state.timers.phase("eval"):
-            sums = self.sums_of(self._valid, train.eval_batches * train.global_batch)
-        self.log.write_now(self.state.progress.step, self._describe("eval", sums))
+        with state.timers.phase("eval"):
+            sums = pair_sums(
+                state.chunks,
+                self._valid,
+                self._head,
+                state.mesh,
+                state.platform.device,
+                num_batches=train.eval_batches,
+                global_batch=train.global_batch,
+            )
+        self.log.write_now(
+            state.progress.step,
+            [
+                Metric(f"eval/{metric.name}", metric.value, metric.count)
+                for metric in self._head.metrics(sums)
+            ],
+        )
 
-    def sums_of(self, batches: PreferenceBatches, most_pairs: int) -> dict[str, float]:
-        """Collective over the mesh: the head's outputs, summed over the first groups with about `most_pairs` pairs."""
-        totals: dict[str, float] = {}
-        for groups in batches.in_order(self.config.train.global_batch, most_pairs):
-            sums = evaluate(self.state, batches.microbatches(groups), self._head)
-            totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
-        return totals
+
+@torch.no_grad()
+def pair_sums(
+    chunks: Sequence[nn.Module],
+    source: PreferenceSource,
+    head: PreferenceHead,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    num_batches: int,
+    global_batch: int,
+) -> dict[str, float]:
+    """Collective over the mesh: the outputs of `head`, summed over up to `num_batches` batches of `global_batch` pairs
+    of `source`, without dropout.
+    """
+    totals: dict[str, float] = {}
+    for chunk in chunks:
+        chunk.eval()
+    for groups in source.batches_for_evaluation(num_batches, global_batch):
+        outputs = run_pass(chunks, source.microbatches(groups, mesh, device), head, backward=False)
+        for name, value in world_sums(outputs, mesh, device).items():
+            totals[name] = totals.get(name, 0.0) + value
+    for chunk in chunks:
+        chunk.train()
+    return totals
+
+
+class AnswerLogprobHead:
+    """Keeps `logprobs` `[N]`: the logprob of each whole answer in nats, float64; there is no loss."""
+
+    wants_losses = False
+
+    def __init__(self, mesh: Mesh, vocab_size: int, chunk_tokens: int) -> None:
+        self._mesh = mesh
+        self._vocab_size = vocab_size
+        self._chunk_tokens = chunk_tokens
+
+    def token_logprobs(self, microbatch: PreferenceMicrobatch, output: Tensor) -> Tensor:
+        """Collective over the tensor-parallel ranks: logprobs `[T]` of the answers' tokens from logits `[1, T, v]`,
+        zeros elsewhere.
+        """
+        targets_T = microbatch.inputs.labels_Bs[0].where(microbatch.mask_T, IGNORED_TARGET)
+        return logprobs_and_entropy(
+            output[0],
+            targets_T,
+            self._mesh.tp,
+            vocab_size=self._vocab_size,
+            temperature=1.0,
+            chunk_tokens=self._chunk_tokens,
+        ).logprobs_T
+
+    def answer_logprobs(self, microbatch: PreferenceMicrobatch, output: Tensor) -> Tensor:
+        """Collective over the tensor- and context-parallel ranks: logprob of each whole answer, float64 `[N]`."""
+        return microbatch.sequence_sums(self.token_logprobs(microbatch, output), self._mesh.cp)
+
+    def count(self, microbatch: PreferenceMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return microbatch.mask_T.new_zeros((), dtype=torch.int)
+
+    def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the logprobs of one microbatch."""
+        zero = output.new_zeros((), dtype=torch.float32)
+        logprobs_N = self.answer_logprobs(microbatch, output).detach()
+        return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_N})
+
+
+@torch.no_grad()
+def answer_logprobs(
+    state: TrainState, source: PreferenceSource, head: AnswerLogprobHead, *, groups_at_a_time: int
+) -> Tensor:
+    """Collective over the world: the logprob of every answer of `source` under the weights that the modules have now.
+
+    Args:
+        state: The model.
+        source: The data.
+        head: The head of the passes.
+        groups_at_a_time: Groups of one pass, over all ranks.
+
+    Returns:
+        float64 `[sequences]` in nats on the CPU, the same on all ranks.
+    """
+    mesh, device = state.mesh, state.platform.device
+    logprobs = torch.zeros(len(source.preferences.starts_N) - 1, dtype=torch.float64, device=device)
+    for chunk in state.chunks:
+        chunk.eval()
+    for begin in range(0, len(source.preferences), groups_at_a_time):
+        groups = range(begin, min(begin + groups_at_a_time, len(source.preferences)))
+        microbatches = source.microbatches(groups, mesh, device)
+        outputs = run_pass(state.chunks, microbatches, head, backward=False)
+        for microbatch, output in zip(
+            microbatches, outputs, strict=False
+        ):  # no outputs before the last stage
+            # Every context-parallel rank has the whole sums: they are added up below.
+            if mesh.cp.rank == 0:
+                logprobs[list(microbatch.sequences)] = output["logprobs"]
+    for chunk in state.chunks:
+        chunk.train()
+    if mesh.is_last_stage:
+        dist.all_reduce(logprobs, group=mesh.dp_cp.group)
+    if mesh.pp.size > 1:
+        dist.broadcast(logprobs, group=mesh.pp.group, group_src=mesh.pp.size - 1)
+    return logprobs.cpu()
