@@ -1,8 +1,8 @@
 """Routing replay: whose choice of experts the policy is trained under."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat
+from pydantic import Field, PositiveFloat
 
 from mcore_rl.config.section import Section
 
@@ -36,6 +36,12 @@ class ReplayConfig(Section):
     observe_rollout: bool = False
     """Ask the engine for its routes although they are not imposed, and report how many the trainer would have chosen
     otherwise (`rollout_routes/...`); r3 always does so."""
+    max_disagreement: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None = "auto"
+    """Largest share of the tokens of a layer for which the engine's experts and the trainer's, chosen with the same
+    weights, have none in common: rounding moves single experts, wrong or stale routes all of them. `auto`: three times
+    the first share that was measured in this layer, at least 0.01, and 0.1 for the first; `none`: no limit."""
+    on_disagreement: Literal["error", "warn"] = "error"
+    """Above `max_disagreement` the run ends, or the log warns."""
     encoding: RouteEncoding = "bytes"
     """How routes are stored and sent: whole bytes (1 an expert up to 256 experts, 2 above); the bits that an index
     needs (128 experts: 7); or the rank of each token's set of experts among all such sets (8 of 128: 41 bits), which

@@ -137,11 +137,17 @@ METRICS: dict[str, MetricRow] = {
     ),
     "routes/changed_tokens_fraction": MetricRow("fraction", MEAN, "Tokens with such a route in any layer."),
     "routes/gate_mass_moved": MetricRow("fraction", MEAN, "Gate mass on such routes, mean over layers."),
+    "routes/disjoint_fraction": MetricRow(
+        "fraction", MEAN, "Tokens without an expert in common with the replayed ones, mean over layers."
+    ),
     "routes/layer_NN/changed_fraction": MetricRow(
         "fraction", MEAN, "routes/changed_fraction in layer NN, counted from 0."
     ),
     "routes/layer_NN/gate_mass_moved": MetricRow(
         "fraction", MEAN, "routes/gate_mass_moved in layer NN, counted from 0."
+    ),
+    "routes/layer_NN/disjoint_fraction": MetricRow(
+        "fraction", MEAN, "routes/disjoint_fraction in layer NN, counted from 0."
     ),
     "routes/compared_tokens": MetricRow("tokens", SUM, "Tokens whose routes are known and were compared."),
     "routes/unknown_tokens": MetricRow(
@@ -156,11 +162,24 @@ METRICS: dict[str, MetricRow] = {
     "rollout_routes/gate_mass_moved": MetricRow(
         "fraction", MEAN, "Gate mass on such routes, mean over layers."
     ),
+    "rollout_routes/disjoint_fraction": MetricRow(
+        "fraction",
+        MEAN,
+        "Tokens without an expert in common with the engine's, mean over layers (replay.max_disagreement).",
+    ),
+    "rollout_routes/repeated_fraction": MetricRow(
+        "fraction",
+        MEAN,
+        "Tokens whose routes of the engine are, in all layers, those of the token before, another id.",
+    ),
     "rollout_routes/layer_NN/changed_fraction": MetricRow(
         "fraction", MEAN, "rollout_routes/changed_fraction in layer NN, counted from 0."
     ),
     "rollout_routes/layer_NN/gate_mass_moved": MetricRow(
         "fraction", MEAN, "rollout_routes/gate_mass_moved in layer NN, counted from 0."
+    ),
+    "rollout_routes/layer_NN/disjoint_fraction": MetricRow(
+        "fraction", MEAN, "rollout_routes/disjoint_fraction in layer NN, counted from 0."
     ),
     "rollout_routes/compared_tokens": MetricRow(
         "tokens", SUM, "Tokens whose routes are known and were compared."

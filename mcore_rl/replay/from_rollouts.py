@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.errors import RoutingError
+from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.replay.cache import RoutingCache
@@ -34,7 +35,7 @@ def cache_rollout_routes(
     generated: Mapping[int, RolloutRoutes],
     layouts: Sequence[MicrobatchLayout],
     mesh: Mesh,
-) -> None:
+) -> list[Metric]:
     """Collective over the world: cache what a pass over `layouts` needs of all ranks' `generated` routes.
 
     Each rank asks a data- or context-parallel peer that generated a sample for the positions that it trains on, in its
@@ -48,6 +49,9 @@ def cache_rollout_routes(
         layouts: this rank's microbatches.
         mesh: the mesh that trains.
 
+    Returns:
+        The share of tokens whose routes are those of the token before, equal on all ranks.
+
     Raises:
         RoutingError: on all ranks, when routes have a wrong shape, an expert out of range or one expert twice.
     """
@@ -57,6 +61,7 @@ def cache_rollout_routes(
     checksums = _checksums(cache, sorted(generated), share, mesh.tp)
     offered = {sample: _offer(cache, routes, checksums[sample]) for sample, routes in generated.items()}
     cache.receive(version, offered, cache.needed_positions(layouts, mesh), mesh.dp_cp)
+    return [_repeated_fraction(share, mesh, cache.device)]
 
 
 def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Iterator[str]:
@@ -89,6 +94,19 @@ def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> It
                 f"sample {sample}, layer {layers[column]}, token {token}: an expert in {chosen} {problem} "
                 f"({cache.num_experts} experts)"
             )
+
+
+def _repeated_fraction(generated: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device) -> Metric:
+    """Collective over the world: return how many tokens have the routes of the token before, though another id."""
+    counts_2 = torch.zeros(2, dtype=torch.int64)
+    for routes in generated.values():
+        is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
+        is_same_T = (routes.experts_TLK[1:] == routes.experts_TLK[:-1]).flatten(1).all(1)
+        counts_2 += torch.stack([(is_new_T & is_same_T).sum(), is_new_T.sum()])
+    on_device_2 = counts_2.to(device)
+    dist.all_reduce(on_device_2, group=mesh.world.group)
+    repeated, num_tokens = on_device_2.tolist()
+    return Metric("rollout_routes/repeated_fraction", repeated, max(1, num_tokens))
 
 
 def _has_duplicates(experts_TLK: Tensor) -> Tensor:

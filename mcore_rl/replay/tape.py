@@ -25,7 +25,7 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import Routing
-from mcore_rl.replay.accounts import LayerAccount, RouteAccounts, changed_choices, world_totals
+from mcore_rl.replay.accounts import LayerAccount, RouteAccounts, RouteTotals, changed_choices, world_totals
 from mcore_rl.replay.cache import RouteLocations, RoutingCache
 from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
 from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens, router_order
@@ -118,8 +118,10 @@ class RoutingTape:
         self._num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
         self._layouts = layouts
         self._witness: Witness | None = None
-        # Changed choices of each layer, and the sum of their gates.
-        self._changes_l2 = torch.zeros(len(self.layers), 2, dtype=torch.float64, device=self._device)
+        # Changed choices of each layer, the sum of their gates, and tokens of which all choices changed.
+        self._changes_l3 = torch.zeros(len(self.layers), 3, dtype=torch.float64, device=self._device)
+        self.totals: RouteTotals | None = None
+        """Sums over the world, once the pass is finished."""
         self._mode: Literal["unused", "record", "impose", "observe"] = "unused"
         self._compares = self._is_finished = False
 
@@ -198,7 +200,7 @@ class RoutingTape:
             self._mesh,
             self._config.num_layers,
             layers=self.layers,
-            changes_l2=self._changes_l2,
+            changes_l3=self._changes_l3,
             consumed_l=[account.consumed for account in self.accounts],
             is_changed_t=self._is_changed(),
             compared_tokens=compared if self._compares else 0,
@@ -210,6 +212,7 @@ class RoutingTape:
             raise RoutingError("; ".join(problems))
         if self._mode == "record":
             self._cache.set_checksums(self._version, checksums)
+        self.totals = totals
         return totals.metrics(name, self._cache.top_k, compares=self._compares)
 
     def _prepared(self, tokens: LocalTokens) -> TapeMicrobatch:
@@ -330,7 +333,8 @@ class RoutingTape:
         changed_Klt = changed_choices(live_ltK, cached_ltK, microbatch.has_routes_t)
         gates_ltK = live_gates(scores_ltK, live_ltK, routers.routers)
         moved_l = (gates_ltK.permute(2, 0, 1) * changed_Klt).sum((0, 2))
-        self._changes_l2[self._columns[chunk]] += torch.stack([changed_Klt.sum((0, 2)), moved_l], 1)
+        changes_3l = [changed_Klt.sum((0, 2)), moved_l, changed_Klt.all(0).sum(1)]
+        self._changes_l3[self._columns[chunk]] += torch.stack(changes_3l, 1)
         here_t = changed_Klt.flatten(0, 1).any(0)
         before_t = microbatch.is_changed_t
         microbatch.is_changed_t = here_t if before_t is None else before_t | here_t

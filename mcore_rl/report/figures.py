@@ -153,6 +153,15 @@ EXPERTS: tuple[Figure | Band, ...] = (
         ),
         zero=True,
     ),
+    Figure(
+        "Wrong routes of the engine (0 is right)",
+        (
+            Line("rollout_routes/disjoint_fraction", "no expert in common"),
+            Line("rollout_routes/repeated_fraction", "as the token before", "dash"),
+        ),
+        zero=True,
+        if_any=True,
+    ),
     Figure("Routes stored for replay", (Line("routes/cached_bytes"),), zero=True, if_any=True, smooth=False),
 )
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import RoutingError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.routers import unfuse_routers
 from mcore_rl.parallel.schedule import Routing, free_routing
 from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.disagreement import DisagreementLimit
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
@@ -44,6 +46,8 @@ class PolicyRoutes:
         # Sampled logprobs save the pass for old logprobs, and with it the record that updates are compared with.
         self._is_recorded = config.rl.update.old_logprobs == "trainer"
         self._metrics: list[Metric] = []
+        self._limit = DisagreementLimit(config.replay)
+        self._warning: str | None = None
         self._version = 0
         self._recorded: RoutingCache | None = None
         self._from_rollout: RoutingCache | None = None
@@ -77,7 +81,9 @@ class PolicyRoutes:
         generated = {sample: found for sample, found in routes.items() if found is not None}
         layouts = [layout_of(microbatch) for microbatch in microbatches]
         with self._state.timers.phase("routes"):
-            cache_rollout_routes(self._from_rollout, self._version, generated, layouts, self._state.mesh)
+            self._metrics += cache_rollout_routes(
+                self._from_rollout, self._version, generated, layouts, self._state.mesh
+            )
 
     def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
         """Return the routing of a pass for old logprobs."""
@@ -96,7 +102,8 @@ class PolicyRoutes:
             is_old_policy: the weights are the old policy's, and no pass for old logprobs was made.
         """
         if self._replay.kind == "r3":
-            return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "routes")
+            name = "rollout_routes" if is_old_policy else "routes"
+            return self._taped(microbatches, RoutingTape.impose, self._from_rollout, name)
         if is_old_policy or not self._is_recorded:
             return nullcontext(free_routing)
         start = RoutingTape.observe if self._replay.kind == "none" else RoutingTape.impose
@@ -113,6 +120,11 @@ class PolicyRoutes:
         """Return the metrics of the passes since the last call."""
         metrics, self._metrics = self._metrics, []
         return metrics
+
+    def take_warning(self) -> str | None:
+        """Return what is wrong with the engine's routes since the last call."""
+        warning, self._warning = self._warning, None
+        return warning
 
     def close(self) -> None:
         """Forget all routes, and delete their files."""
@@ -151,6 +163,10 @@ class PolicyRoutes:
             yield routing
             with phase("routes"):
                 metrics = tape.finish(name or "routes")
+        if name == "rollout_routes" and tape.totals is not None:
+            self._warning = self._warning or self._limit.problem(tape.totals)
+            if self._warning and self._replay.on_disagreement == "error":
+                raise RoutingError(f"Rollout batch at step {self._version}: {self._warning}")
         self._metrics += metrics if name else []
 
 

@@ -83,6 +83,8 @@ class RlTrainer(Trainer):
             if report is not None:
                 metrics += self._update_metrics(minibatch, report, update_s)
             metrics += learner.routes.take_metrics()
+            if warning := learner.routes.take_warning():
+                self.log.message(f"warning: {warning}", step=progress.step)
             if index == len(updates) - 1:
                 # The next rollout is sampled by the policy as it is now.
                 self.rollouts.engine.update_weights(progress.step)

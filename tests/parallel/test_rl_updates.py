@@ -60,7 +60,7 @@ def config_of(
     return RlRunConfig(
         model=tiny.model_copy(update={"moe": moe}),
         mesh=mesh,
-        replay=ReplayConfig(kind=replay),
+        replay=ReplayConfig(kind=replay, max_disagreement=None),  # random routes are like nobody's
         optim=OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3),
         train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
         rl=RlConfig(
@@ -128,6 +128,15 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
     )
     free = alone("qwen3_moe", folder)
     assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-4), "routes were not imposed"
+
+
+def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_path: Path) -> None:
+    config = config_of("qwen3_moe", MeshConfig(), replay="r3")
+    config = config.model_copy(update={"replay": ReplayConfig(kind="r3")})
+    with pytest.raises(
+        AssertionError, match=r"RoutingError: .* no expert in common .* layer 0: \d\d\.\d% of"
+    ):
+        run_ranks(updates, 1, config, weights("qwen3_moe", 1), {}, tmp_path, [{}])
 
 
 @pytest.mark.parametrize("mesh", ["alone", "dp2", "cp2", "pp2"])

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,9 @@ def test_observing_changes_nothing_and_counts_the_changes(run: Run) -> None:
     count = sum(LENGTHS) * run.cache.top_k
     for layer, changed in changes.items():
         assert metrics[f"routes/layer_{layer:02d}/changed_fraction"] == pytest.approx(changed / count)
+        disjoint = sum(set(after[layer][name]).isdisjoint(before[layer][name]) for name in before[layer])
+        assert metrics[f"routes/layer_{layer:02d}/disjoint_fraction"] == disjoint / sum(LENGTHS)
+    assert metrics["routes/disjoint_fraction"] > 0
     assert metrics["routes/changed_fraction"] == pytest.approx(sum(changes.values()) / (4 * count))
     any_changed = {
         name
@@ -400,6 +404,23 @@ def test_routes_of_a_rollout_are_replayed(run: Run) -> None:
     with run.tape() as tape:
         assert run.evaluate(tape.impose()) == free
         assert reduced(tape.finish("rollout_routes"))["rollout_routes/changed_fraction"] == 0
+
+
+def test_stale_routes_of_an_engine_are_counted(run: Run) -> None:
+    """The routes of one token repeated over the five that follow it, as engines did at the seam of two chunks."""
+    recorded(run)
+    generated = rollouts(run)
+    run.cache.close()
+    before = cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+    generated[4].experts_TLK[3:8] = generated[4].experts_TLK[2]
+    after = cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+    ids = generated[4].tokens_T[2:8].tolist()
+    assert reduced(before) == {"rollout_routes/repeated_fraction": 0.0}
+    (metric,) = after
+    assert metric.value == sum(one != other for one, other in pairwise(ids)) == 5
+    assert metric.count == sum(
+        one != other for routes in generated.values() for one, other in pairwise(routes.tokens_T.tolist())
+    )
 
 
 @pytest.mark.parametrize("missing", ["error", "live"])

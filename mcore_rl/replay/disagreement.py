@@ -1,0 +1,59 @@
+"""The limit on how many of the engine's routes may be unlike those that the trainer chooses with the same weights."""
+
+from collections.abc import Sequence
+
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.replay.accounts import RouteTotals
+
+FIRST_LIMIT = 0.1
+"""Limit of the first pass that is measured."""
+LOWEST_LIMIT = 0.01
+TIMES_FIRST = 3.0
+FEW_TOKENS = 5
+"""Tokens of a layer that are no disagreement, however few were compared."""
+
+
+class DisagreementLimit:
+    """Limit on the share of a layer's tokens whose live choice has no expert in common with the engine's.
+
+    Engines have returned plausible routes that were of other tokens, or one stale row for a whole chunk of a prompt.
+    Such a token shares its experts with the trainer's choice by chance only, whereas different rounding exchanges one
+    expert for the next best.
+    """
+
+    def __init__(self, config: ReplayConfig) -> None:
+        """Measure the first pass for the limits of those that follow, if they are "auto"."""
+        self._config = config
+        self._limits_L: Sequence[float] | None = None
+
+    def problem(self, totals: RouteTotals) -> str | None:
+        """Return a sentence if a layer is above its limit in a pass with the weights that the engine had."""
+        setting = self._config.max_disagreement
+        if setting is None:
+            return None
+        shares_L = [
+            disjoint / max(1.0, compared)
+            for disjoint, compared in zip(totals.disjoint_L, totals.compared_L, strict=True)
+        ]
+        if setting != "auto":
+            limits_L: Sequence[float] = [setting] * len(shares_L)
+        elif self._limits_L is None:
+            limits_L = [FIRST_LIMIT] * len(shares_L)
+            self._limits_L = [max(LOWEST_LIMIT, TIMES_FIRST * share) for share in shares_L]
+        else:
+            limits_L = self._limits_L
+        above = [
+            f"layer {layer}: {share:.1%} of {compared:.0f} tokens (limit {limit:.1%})"
+            for layer, (share, limit, disjoint, compared) in enumerate(
+                zip(shares_L, limits_L, totals.disjoint_L, totals.compared_L, strict=True)
+            )
+            if share > limit and disjoint > FEW_TOKENS
+        ]
+        if not above:
+            return None
+        return (
+            "the rollout engine's routes have no expert in common with those that the trainer chooses with the same "
+            f"weights: {'; '.join(above)}. They are probably not the routes of these tokens, or the engine has other "
+            "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit, and "
+            'replay.on_disagreement="warn" goes on.'
+        )

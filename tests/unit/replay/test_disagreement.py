@@ -1,0 +1,41 @@
+"""The limit on disagreement between the engine's routes and the trainer's."""
+
+from typing import Any
+
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.replay.accounts import RouteTotals
+from mcore_rl.replay.disagreement import DisagreementLimit
+
+
+def totals(*disjoint: float, compared: float = 1000.0) -> RouteTotals:
+    layers = len(disjoint)
+    none, compared_L = [0.0] * layers, [compared] * layers
+    return RouteTotals(none, none, list(disjoint), compared_L, compared_L, 0.0, compared, 0.0, 0.0)
+
+
+def limit_of(setting: Any) -> DisagreementLimit:
+    return DisagreementLimit(ReplayConfig(kind="r3", max_disagreement=setting))
+
+
+def test_auto_is_three_times_the_first_share_of_the_layer_and_at_least_one_in_a_hundred() -> None:
+    limit = limit_of("auto")
+    assert limit.problem(totals(20.0, 0.0)) is None
+    assert limit.problem(totals(60.0, 10.0)) is None
+    assert "layer 0: 6.1% of 1000 tokens (limit 6.0%). " in str(limit.problem(totals(61.0, 10.0)))
+    assert "layer 1: 1.1% of 1000 tokens (limit 1.0%). " in str(limit.problem(totals(60.0, 11.0)))
+
+
+def test_auto_refuses_a_first_pass_with_more_than_one_in_ten() -> None:
+    assert limit_of("auto").problem(totals(100.0)) is None
+    assert "layer 0: 10.1% of 1000 tokens (limit 10.0%). " in str(limit_of("auto").problem(totals(101.0)))
+
+
+def test_a_share_is_a_limit_of_every_pass_and_none_is_no_limit() -> None:
+    assert limit_of(0.5).problem(totals(500.0)) is None and limit_of(0.5).problem(totals(501.0))
+    assert limit_of(0.0).problem(totals(6.0))
+    assert limit_of(None).problem(totals(1000.0)) is None
+
+
+def test_five_tokens_are_no_disagreement() -> None:
+    assert limit_of("auto").problem(totals(5.0, compared=5.0)) is None
+    assert limit_of("auto").problem(totals(6.0, compared=6.0))
