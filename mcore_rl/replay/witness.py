@@ -463,8 +463,8 @@ class Witness:
         if layer in self._derivatives or not len(row_n):
             return
         # Any direction will do that is not constant: the gates of a token sum to a constant.
-        direction_n = torch.linspace(-1.0, 1.0, len(row_n) * gates_TE.shape[1], device=gates_TE.device)
-        direction_nE = direction_n.sin_().view(len(row_n), -1)
+        number_n = torch.arange(len(row_n) * gates_TE.shape[1], device=gates_TE.device)
+        direction_nE = (12.9898 * number_n).sin().view(len(row_n), -1)
         direction_TE = torch.zeros_like(gates_TE).index_copy_(0, row_n, direction_nE.to(gates_TE.dtype))
         forth, back = (
             torch.autograd.grad(gates_TE, logits, sign * direction_TE, retain_graph=True, allow_unused=True)[

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
-from tests.parallel import capacity_oracle
 from tests.parallel import replay_mistakes as mistakes
+from tests.parallel import replay_oracle
 from tests.parallel.parity import largest, relative_errors
 from tests.parallel.replay_outcomes import (
     LAYOUTS,
@@ -117,19 +117,20 @@ def test_in_bf16_the_same_weights_give_the_same_bits() -> None:
 
 
 @functools.cache
-def oracle_of_capacity() -> dict[str, Outcome]:
+def oracle_of(model: str) -> dict[str, Outcome]:
     """Training under the routes and drops of one rank, imposed without the tape."""
-    weights = one_rank(CAPACITY).weights
-    (found,) = run_ranks(capacity_oracle.dropped_as_before, 1, MODELS[CAPACITY], weights, LAYOUTS)
-    assert all(layout["dropped"] > 0 for layout in found)
+    weights = one_rank(model).weights
+    (found,) = run_ranks(replay_oracle.replayed_by_hand, 1, MODELS[model], weights, LAYOUTS)
+    assert all((layout["dropped"] > 0) == (model == CAPACITY) for layout in found)
     blank = {"metrics": {}, "error": "", "accounts": []}
     return {layout: together([x | blank]) for layout, x in zip(LAYOUTS, found, strict=True)}
 
 
-def test_drops_of_one_rank_are_recorded_and_imposed_as_an_oracle_does() -> None:
-    """R2 with a capacity factor against the formula, on the rank that recorded."""
-    for layout, oracle in oracle_of_capacity().items():
-        assert_same_training(one_rank(CAPACITY).outcomes[layout], oracle)
+@pytest.mark.parametrize("model", [*FAMILIES, CAPACITY])
+def test_routes_of_one_rank_are_recorded_and_imposed_as_an_oracle_does(model: str) -> None:
+    """R2 against the formula, on the rank with which all meshes are compared: nothing of replay is in the oracle."""
+    for layout, oracle in oracle_of(model).items():
+        assert_same_training(one_rank(model).outcomes[layout], oracle)
 
 
 @pytest.mark.matrix("pp2-vpp2", "cp2", "tp2-ep2")
@@ -143,7 +144,7 @@ def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
     for found in outcomes(cases):
         for layout, outcome in found.items():
             assert outcome.errors == [""] * len(outcome.errors)
-            assert_same_training(outcome, oracle_of_capacity()[layout])
+            assert_same_training(outcome, oracle_of(CAPACITY)[layout])
 
 
 @pytest.mark.parametrize(

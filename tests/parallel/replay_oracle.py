@@ -1,4 +1,4 @@
-"""Routes with dropped tokens, read and imposed on one rank without any part of mcore_rl.replay, to check it against."""
+"""Routes, and drops, read and imposed on one rank without any part of mcore_rl.replay, to check it against."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Choice = dict[int, tuple[list[int], list[bool]]]
 """Token's name -> its top-k experts, and which of them had room."""
 
 
-def dropped_as_before(model: ModelConfig, weights: Tensors, layouts: tuple[str, ...]) -> list[dict[str, Any]]:
+def replayed_by_hand(model: ModelConfig, weights: Tensors, layouts: tuple[str, ...]) -> list[dict[str, Any]]:
     """On one rank, for each layout: losses and gradients of other weights under the choices, and the drops, that the
     routers made with `weights`.
     """
@@ -52,8 +52,7 @@ def natural_choices(run: Run) -> list[Choice]:
     calls: list[tuple[Tensor, Tensor]] = []
 
     def read(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        logits_TE = inputs[0].flatten(0, 1).float() @ router.weight.float().t()
-        experts_TK = logits_TE.topk(router.topk).indices
+        experts_TK = chosen_by_hand(router, inputs[0].flatten(0, 1).float() @ router.weight.float().t())
         calls.append((experts_TK, output[1].gather(1, experts_TK)))
 
     hooks = [router.register_forward_hook(read) for router in routers_of(run)]
@@ -68,11 +67,35 @@ def natural_choices(run: Run) -> list[Choice]:
     return choices
 
 
+def chosen_by_hand(router: Any, logits_TE: Tensor) -> Tensor:
+    """The top-k of the logits (Qwen3); or of biased sigmoids in the best groups (DeepSeek-V3), where a group is as good
+    as its best experts that fit.
+    """
+    if router.score_function == "softmax":
+        return logits_TE.topk(router.topk).indices
+    scores_TE = logits_TE.sigmoid() + router.expert_bias
+    groups, chosen = router.config.moe_router_num_groups, router.config.moe_router_group_topk
+    scores_TGe = scores_TE.view(len(scores_TE), groups, -1)
+    of_group_TG = scores_TGe.topk(router.topk // chosen).values.sum(-1)
+    is_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter(
+        1, of_group_TG.topk(chosen).indices, False
+    )
+    return scores_TGe.masked_fill(is_out_TG[..., None], -torch.inf).flatten(1).topk(router.topk).indices
+
+
+def gates_by_hand(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """The softmax of the chosen logits (Qwen3); or the chosen sigmoids over their sum, scaled (DeepSeek-V3)."""
+    chosen_TK = logits_TE.gather(1, experts_TK)
+    if router.score_function == "softmax":
+        return chosen_TK.softmax(-1)
+    scores_TK = chosen_TK.sigmoid()
+    return scores_TK / scores_TK.sum(-1, keepdim=True) * router.config.moe_router_topk_scaling_factor
+
+
 def imposed_by_hand(run: Run, choices: list[Choice]) -> tuple[dict[int, float], list[Any]]:
     """Losses and gradients of a pass in which every router's forward is replaced by the formula.
 
-    Gates are the softmax of the live logits over the chosen experts (Qwen3: `normalize_top_k`); a gate without room is
-    zero, and the others keep their size.
+    A gate without room is zero, and the others keep their size.
     """
     routers, names = routers_of(run), names_in_router_order(run)
     calls = iter(range(len(choices)))
@@ -86,7 +109,7 @@ def imposed_by_hand(run: Run, choices: list[Choice]) -> tuple[dict[int, float], 
             rows = [choice.get(name, padding) for name in names[call // len(routers)]]
             experts_TK, has_room_TK = (torch.tensor(column) for column in zip(*rows, strict=True))
             logits_TE = hidden_SBD.flatten(0, 1).float() @ router.weight.float().t()
-            gates_TK = logits_TE.gather(1, experts_TK).softmax(-1) * has_room_TK
+            gates_TK = gates_by_hand(router, logits_TE, experts_TK) * has_room_TK
             gates_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, gates_TK)
             return gates_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, experts_TK, has_room_TK)
 

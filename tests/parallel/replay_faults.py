@@ -1,0 +1,167 @@
+"""Helpers that train a little under every fault of routing replay, and compare with training without it."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import RoutingError
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
+from tests.parallel.parity import Tensors, assembled, relative_errors
+from tests.parallel.replay_mutants import Mutant, applied
+from tests.parallel.replaying import LENGTHS, Case, Run, opened, perturbed, replayed, sample_tokens, tiny
+from tests.parallel.rl_steps import updates
+from tests.ranks import run_ranks
+
+MESHES = {
+    "one": MeshConfig(),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+    "cp2": MeshConfig(cp=2),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+}
+PLAIN, CAPACITY = tiny("qwen3_moe"), tiny("qwen3_moe", capacity_factor=1.0)
+REPLAY = {
+    "r3": ReplayConfig(kind="r3"),
+    "bits": ReplayConfig(kind="r2", store="file", encoding="bits"),
+    "sets": ReplayConfig(kind="r2", encoding="sets"),
+}
+TOLERANCE = 1e-6
+"""Relative change of a loss or of the norm of a gradient's difference that is rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What the ranks need to run each scenario."""
+
+    weights: Tensors
+    rl: dict[tuple[str, str], RlRunConfig]
+    """Config by mesh and scenario."""
+
+
+def trained(jobs: Sequence[tuple[str, str, Mutant | None]], work: Work) -> list[dict[str, Any]]:
+    """On a rank: the outcome of each (mesh, scenario, fault)."""
+    return [outcome_of(mesh, scenario, mutant, work) for mesh, scenario, mutant in jobs]
+
+
+def outcome_of(mesh: str, scenario: str, mutant: Mutant | None, work: Work) -> dict[str, Any]:
+    """Losses and gradients as far as they were computed, and the message of what was raised."""
+    found: dict[str, Any] = {"error": "", "is_raw": False}
+    with applied(mutant), tempfile.TemporaryDirectory() as folder:
+        try:
+            if scenario.startswith("rl_"):
+                found |= rl_numbers(work, mesh, scenario, Path(folder))
+            else:
+                found |= replayed_numbers(work, mesh, scenario, Path(folder))
+        except RoutingError as error:
+            found["error"] = str(error)
+        except Exception as error:  # noqa: BLE001  # whatever a fault ends in is its outcome
+            found |= {"error": f"{type(error).__name__}: {error}", "is_raw": True}
+    destroy_mesh()
+    return found
+
+
+def rl_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict[str, Any]:
+    """Train on one rollout with a reference, two updates and two epochs."""
+    change = {"kind": "grpo", "kl_coeff": 0.1}
+    weights = (work.weights, perturbed(work.weights))
+    (reports,) = updates(work.rl[mesh, scenario], *weights, folder, [change])
+    return {"numbers": [report[name] for report in reports for name in sorted(report)]}
+
+
+def replayed_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict[str, Any]:
+    """Record with some weights or take an engine's routes; impose them on others with full recomputation."""
+    model = CAPACITY if scenario == "drops" else PLAIN
+    replay = REPLAY.get(scenario, ReplayConfig(kind="r2"))
+    layouts = ("padded",) if scenario == "padded" else ("packed",)
+    case = Case(model="", mesh=MESHES[mesh], recompute="full", layouts=layouts, replay=replay)
+    (run,) = opened(case, model, folder / f"rank{torch.distributed.get_rank()}")
+    if scenario == "r3":
+        take_routes(run)
+    else:
+        copy_in(run.state.chunks, work.weights)
+        with run.tape() as tape:
+            run.evaluate(tape.record())
+            tape.finish()
+    copy_in(run.state.chunks, perturbed(work.weights))
+    found = replayed(run, None)
+    return {name: found[name] for name in ("losses", "gradients", "error")}
+
+
+def take_routes(run: Run) -> None:
+    """Cache routes that no router would choose, of samples that this replica generated."""
+    axis, model = run.state.mesh.dp_cp, run.state.config.model
+    generated = {}
+    for n in range(axis.rank, len(LENGTHS), axis.size):
+        generator = torch.Generator().manual_seed(n)
+        scores = torch.rand(LENGTHS[n], model.num_layers, model.moe.num_experts, generator=generator)
+        tokens_T = sample_tokens(n, model.vocab_size)[: LENGTHS[n]]
+        generated[n] = RolloutRoutes(tokens_T, scores.topk(model.moe.top_k).indices.to(torch.uint8))
+    cache_rollout_routes(run.cache, run.version, generated, run.layouts, run.state.mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault on one mesh."""
+
+    mutant: Mutant
+    mesh: str
+    error: str
+    is_raw: bool
+    effect: float | None
+    """Largest relative change; None: the run ended before there was a number."""
+
+    @property
+    def verdict(self) -> str:
+        """How the fault ended."""
+        if self.error:
+            return "raw error" if self.is_raw else "caught"
+        return "SILENT" if self.effect is None or self.effect > TOLERANCE else "harmless"
+
+
+def table(mutants: Sequence[Mutant], work: Work) -> list[Row]:
+    """Run faults and their unmutated scenarios, all of one world size in one set of ranks."""
+    rows = []
+    for world in (1, 2):
+        meshes = [name for name, mesh in MESHES.items() if mesh.smallest_world == world]
+        faults = [(mesh, m.scenario, m) for mesh in meshes for m in mutants if mesh in m.meshes]
+        plain = sorted({(mesh, scenario) for mesh, scenario, _ in faults})
+        jobs: list[tuple[str, str, Mutant | None]] = [*((*key, None) for key in plain), *faults]
+        if not jobs:
+            continue
+        ranks = run_ranks(trained, world, jobs, work)
+        by_job = list(zip(*ranks, strict=True))
+        for key, outcome in zip(plain, by_job, strict=False):
+            assert {one["error"] for one in outcome} == {""}, (key, outcome[0]["error"])
+        references = dict(zip(plain, by_job, strict=False))
+        for (mesh, scenario, mutant), outcome in zip(faults, by_job[len(plain) :], strict=True):
+            errors = {one["error"] for one in outcome}
+            is_raw = any(one["is_raw"] for one in outcome)
+            assert is_raw or len(errors) == 1, f"{mutant.name}: ranks disagree: {errors}"
+            effect = effect_of(outcome, references[mesh, scenario])
+            rows.append(Row(mutant, mesh, max(errors), is_raw, effect))
+    return rows
+
+
+def effect_of(ranks: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> float | None:
+    """Return the largest relative change of a loss or gradient; None where a rank has none."""
+    if all("numbers" in one for one in ranks):
+        pairs = zip(ranks[0]["numbers"], reference[0]["numbers"], strict=True)
+        return float(max(abs(one - other) / max(abs(other), 1e-2) for one, other in pairs))
+    if not all("gradients" in one for one in ranks):
+        return None
+    losses, expected = (
+        {n: x for one in side for n, x in one["losses"].items()} for side in (ranks, reference)
+    )
+    gradients = relative_errors(
+        *(assembled([one["gradients"] for one in side]) for side in (ranks, reference))
+    )
+    changes = [abs(losses[n] - x) / max(abs(x), 1e-2) for n, x in expected.items()]
+    return float(max(*changes, *gradients.values()))

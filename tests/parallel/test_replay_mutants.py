@@ -1,0 +1,60 @@
+"""No fault of routing replay that changes a loss or a gradient is silent, on one rank and on several."""
+
+import functools
+import sys
+
+import pytest
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.replay import ReplayKind
+from mcore_rl.config.rl_run import RlRunConfig
+from tests.parallel.parity import config_of, random_weights
+from tests.parallel.replay_faults import MESHES, PLAIN, Row, Work, table
+from tests.parallel.replay_mutants import MUTANTS
+from tests.parallel.test_rl_updates import config_of as rl_config_of
+
+
+def rl_config(mesh: str, scenario: str) -> RlRunConfig:
+    """Two epochs, so that every update has a pass for old logprobs before it."""
+    kind: ReplayKind = "r3" if scenario == "rl_r3" else "r2"
+    config = rl_config_of("qwen3_moe", MESHES[mesh], replay=kind, epochs=2)
+    reference = "replay" if scenario == "rl_replayed_reference" else "live"
+    replay = config.replay.model_copy(update={"reference": reference})
+    return config.model_copy(update={"model": PLAIN, "replay": replay})
+
+
+@functools.cache
+def work() -> Work:
+    scenarios = {(mesh, m.scenario) for m in MUTANTS if m.scenario.startswith("rl_") for mesh in m.meshes}
+    return Work(
+        weights=random_weights(config_of(PLAIN, MeshConfig())),
+        rl={(mesh, scenario): rl_config(mesh, scenario) for mesh, scenario in scenarios},
+    )
+
+
+def text_of(rows: list[Row]) -> str:
+    """Return the table: fault, mesh, verdict, relative effect, and the beginning of the message."""
+    lines = [
+        f"{row.mutant.name:62} {row.mutant.scenario:22} {row.mesh:9} {row.verdict:9} "
+        f"{'-' if row.effect is None else format(row.effect, '.1e'):8} {row.error[:90]}"
+        for row in rows
+    ]
+    counts = {
+        verdict: sum(row.verdict == verdict for row in rows) for verdict in sorted({r.verdict for r in rows})
+    }
+    return "\n".join(
+        [*lines, f"{len({row.mutant.name for row in rows})} faults, {len(rows)} runs: {counts}", ""]
+    )
+
+
+@pytest.mark.matrix("short")
+@pytest.mark.parametrize("which", ["short", "all"])
+def test_no_fault_that_moves_a_number_is_silent(which: str) -> None:
+    """Every fault of the table is caught by an error that all ranks raise, or changes nothing."""
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 30
+    rows = table([m for m in MUTANTS if m.in_short or which == "all"], work())
+    sys.stdout.write("\n" + text_of(rows))
+    silent = [row for row in rows if row.verdict == "SILENT"]
+    assert not silent, text_of(silent)
+    caught = [row for row in rows if row.verdict != "harmless"]
+    assert {row.mutant.name for row in caught} == {r.mutant.name for r in rows if not r.mutant.is_harmless}
