@@ -313,6 +313,36 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a config, a cluster, a number of nodes, and what to print about them."""
+    parser.add_argument("config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
+    _overrides(parser)
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        required=True,
+        metavar="CLUSTER.toml",
+        help="where it would run: launch/clusters has examples; node.device names the GPU",
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")
+    size.add_argument(
+        "--world",
+        type=world_sizes,
+        metavar="A..B",
+        help="a line for each doubling of the number of GPUs from A to B",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--search",
+        action="store_true",
+        help="try every mesh, micro-batch and kind of recomputation, and list those that fit and are fast",
+    )
+    what.add_argument("--rank", type=rank, metavar="R", help="what this one rank is, and has")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan as JSON")
+    _program(parser)
+
+
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare runs, and the page to write."""
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")
@@ -327,6 +357,22 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
     return number
+
+
+def rank(text: str) -> int:
+    """Return the number of a rank; argparse refuses a negative one."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text}, wanted 0 or more")
+    return number
+
+
+def world_sizes(text: str) -> tuple[int, int]:
+    """Return the smallest and the largest world that `8..1024` means."""
+    first, dots, last = text.partition("..")
+    if not (first.isdecimal() and last.isdecimal() and dots) or not 0 < int(first) <= int(last):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of sizes. Write 8..1024.")
+    return int(first), int(last)
 
 
 def num_bytes(text: str) -> int:
@@ -457,6 +503,12 @@ COMMANDS: dict[str, Command] = {
         add_arguments=show_arguments,
         module="mcore_rl.run.show_config",
         config=PretrainConfig,
+    ),
+    "plan": Command(
+        summary="Plan a training on a cluster without a GPU: memory of every rank, seconds of a step, meshes that fit.",
+        example="mcore-rl plan qwen3_30b_a3b/pretrain --cluster launch/clusters/example_h100.toml --nodes 2 --search",
+        add_arguments=plan_arguments,
+        module="mcore_rl.run.plan",
     ),
     "generate": Command(
         summary="Continue a text, or answer in a chat, with a checkpoint of a run of any mesh, on one process.",

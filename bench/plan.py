@@ -1,0 +1,211 @@
+"""Predicted against published training steps: `python -m bench.plan` prints a row for each run, and the errors.
+
+A published figure is in tokens/s for each GPU (TOKENS), or in model TFLOP/s (TFLOPS), which are made tokens by this
+package's count. Most are of force-balanced experts, and some tables do not say what is recomputed: what is assumed
+stands in the row.
+"""
+
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.load import load_config
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.plan.device import DEVICES
+from mcore_rl.plan.flops import train_flops_per_token
+from mcore_rl.plan.parts import Workload
+from mcore_rl.plan.step import step, tokens_per_s
+from mcore_rl.plan.weights import layer_kinds_by_stage
+
+RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
+LENGTH = 4096
+MOE_ACT = {"recompute": "selective", "recompute_modules": ("moe_act", "layernorm")}
+LATENT = {"recompute": "selective", "recompute_modules": ("mla_up_proj", "mlp")}
+LATENT_NORMS = {"recompute": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
+NEMO, ZOO, BRIDGE = "Megatron-LM moe/README", "MoE-ModelZoo", "Megatron-Bridge 26.04.01"
+
+
+def model(name: str, **update: Any) -> ModelConfig:
+    """Return the model of a recipe, changed."""
+    return load_config(RunConfig, RECIPES / name / "model.toml").model.model_copy(update=update)
+
+
+DEEPSEEK, QWEN235, QWEN30 = model("deepseek_v3"), model("qwen3_235b_a22b"), model("qwen3_30b_a3b")
+MIXTRAL = model("mixtral_8x7b")
+MIXTRAL22 = MIXTRAL.model_copy(
+    update={
+        "num_layers": 56,
+        "hidden_size": 6144,
+        "num_heads": 48,
+        "ffn_hidden_size": 16384,
+        "moe": MIXTRAL.moe.model_copy(update={"ffn_hidden_size": 16384}),
+    }
+)
+LLAMA70 = model("llama3_8b", num_layers=80, hidden_size=8192, num_heads=64, ffn_hidden_size=28672)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published run and its speed."""
+
+    name: str
+    source: str
+    model: ModelConfig
+    device: str
+    world: int
+    batch: int
+    mesh: dict[str, int]
+    tokens: float | None = None
+    """Tokens per second on each GPU."""
+    tflops: float | None = None
+    """Model TFLOP/s on each GPU, where tokens are not published."""
+    micro: int = 1
+    length: int = LENGTH
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def published(self) -> float:
+        """Tokens per second on each GPU."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.tflops is not None
+        return self.tflops * 1e12 / train_flops_per_token(self.model, self.length)
+
+    @property
+    def kinds(self) -> list[dict[bool, int]]:
+        """Layers by stage; models whose layers no mesh cuts evenly count embedding and loss as layers, as published."""
+        slots = {94: (96, 1, 1), 61: (64, 1, 2)}.get(self.model.num_layers)
+        if slots is None:
+            return layer_kinds_by_stage(self.model, MeshConfig(**self.mesh))
+        total, first, last = slots
+        counts = [total // self.mesh["pp"]] * self.mesh["pp"]
+        counts[0], counts[-1] = counts[0] - first, counts[-1] - last
+        flags, kinds = list(self.model.moe_layers), []
+        for count in counts:
+            mine, flags = flags[:count], flags[count:]
+            kinds.append({kind: mine.count(kind) for kind in set(mine)})
+        return kinds
+
+    def workload(self) -> Workload:
+        """Return the run as a workload."""
+        return Workload(
+            model=self.model,
+            mesh=MeshConfig(**self.mesh),
+            device=DEVICES[self.device],
+            world_size=self.world,
+            seq_length=self.length,
+            micro_batch=self.micro,
+            global_batch=self.batch,
+            **({"deepep": True} | self.options),
+        )
+
+    @property
+    def ratio(self) -> float:
+        """Predicted / published tokens per second."""
+        work = self.workload()
+        return tokens_per_s(work, step(work, self.kinds).seconds) / self.published
+
+
+def _q235(name: str, source: str, mesh: dict[str, int], step_s: float, **options: Any) -> Published:
+    return Published(
+        name=f"Qwen3-235B H100 bf16 {name}",
+        source=source,
+        model=QWEN235,
+        device="H100",
+        world=256,
+        batch=2048,
+        mesh=mesh,
+        tokens=2048 * LENGTH / 256 / step_s,
+        options=options,
+    )
+
+
+def _deepseek(name: str, source: str, device: str, world: int, batch: int, mesh: dict[str, int], tokens: float,
+              **options: Any) -> Published:  # fmt: skip
+    return Published(
+        name=f"DeepSeek-V3 {name}",
+        source=source,
+        model=DEEPSEEK,
+        device=device,
+        world=world,
+        batch=batch,
+        mesh=mesh,
+        tokens=tokens,
+        options={"fp8": True} | options,
+    )
+
+
+TP2 = {"tp": 2, "pp": 8, "vpp": 4, "ep": 32}
+PLAIN = {"deepep": False}
+RUNS = (
+    Published(name="Mixtral 8x7B H100 bf16", source=NEMO, model=MIXTRAL, device="H100", world=64, batch=256,
+              mesh={"pp": 4, "vpp": 8, "ep": 8}, tflops=468, options=PLAIN),
+    Published(name="Mixtral 8x22B H100 bf16", source=ZOO, model=MIXTRAL22, device="H100", world=128, batch=256,
+              mesh={"tp": 2, "pp": 8, "vpp": 7, "ep": 8}, tflops=465, options=PLAIN),
+    Published(name="Mixtral 8x22B H100 fp8", source=ZOO, model=MIXTRAL22, device="H100", world=128, batch=256,
+              mesh={"tp": 2, "pp": 8, "vpp": 7, "ep": 8}, tflops=560, options=PLAIN | {"fp8": True}),
+    _q235("tp2 ep32 pp8", ZOO, TP2, 19.7, **MOE_ACT),
+    _q235("tp2 ep32 pp8, EP overlap", ZOO, TP2, 17.6, overlap_ep=True, **MOE_ACT),
+    _q235("tp2 ep8 pp32", ZOO, {"tp": 2, "pp": 32, "vpp": 3, "ep": 8}, 24.2, **PLAIN, **MOE_ACT),
+    _q235("tp4 ep8 pp8", ZOO, {"tp": 4, "pp": 8, "vpp": 4, "ep": 8}, 29.0),
+    Published(name="Qwen3-235B H100 fp8 tp2 ep32 pp8, EP overlap", source=BRIDGE, model=QWEN235, device="H100",
+              world=256, batch=8192, mesh=TP2, tokens=1712, options={"fp8": True, "overlap_ep": True} | MOE_ACT),
+    Published(name="Qwen3-30B H100 fp8 ep16", source=BRIDGE, model=QWEN30, device="H100", world=16, batch=1024,
+              mesh={"ep": 16}, tokens=8960, options={"fp8": True} | MOE_ACT),
+    _deepseek("H100 fp8 tp2 ep64 pp8, EP overlap", "Megatron-Bridge 25.09", "H100", 1024, 8192,
+              {"tp": 2, "pp": 8, "vpp": 4, "ep": 64}, 1297, overlap_ep=True, **LATENT),
+    _deepseek("H800 fp8 ep64 pp16", "arXiv 2412.19437 table 1", "H800", 2048, 15360,
+              {"pp": 16, "vpp": 2, "ep": 64}, 1e12 / 180e3 / 3600, overlap_ep=True, **LATENT_NORMS),
+    _deepseek("B200 mxfp8 pp8 ep32", BRIDGE, "B200", 256, 4096, {"pp": 8, "vpp": 2, "ep": 32}, 3328, overlap_ep=True,
+              **LATENT),
+    _deepseek("GB200 mxfp8 pp4 ep64", BRIDGE, "GB200", 256, 4096, {"pp": 4, "vpp": 4, "ep": 64}, 4256, **LATENT),
+    Published(name="Qwen3-235B GB200 mxfp8 pp8 ep32", source=BRIDGE, model=QWEN235, device="GB200", world=256,
+              batch=8192, mesh={"pp": 8, "vpp": 3, "ep": 32}, tokens=5680, options={"fp8": True}),
+    Published(name="Qwen3-235B GB200 bf16 pp8 ep8", source=ZOO, model=QWEN235, device="GB200", world=256,
+              batch=8192, mesh={"pp": 8, "ep": 8}, tflops=750),
+    Published(name="Qwen3-30B B200 mxfp8 ep8 micro 4", source=BRIDGE, model=QWEN30, device="B200", world=8, batch=512,
+              mesh={"ep": 8}, micro=4, tokens=27136, options={"fp8": True} | MOE_ACT),
+    Published(name="Qwen3-30B GB200 mxfp8 ep8 micro 4", source=BRIDGE, model=QWEN30, device="GB200", world=8, batch=512,
+              mesh={"ep": 8}, micro=4, tokens=26112, options={"fp8": True}),
+    Published(name="Llama-3 70B H100 fp8 tp4 pp8", source=BRIDGE, model=LLAMA70, device="H100", world=64, batch=256,
+              mesh={"tp": 4, "pp": 8, "vpp": 5}, length=8192, tokens=1664, options={"fp8": True}),
+)  # fmt: skip
+"""Runs that the rates were fitted to."""
+USERS = (
+    Published(name="Qwen3-30B 32 H100 bf16 (ModelZoo issue 21)", source="issue", model=QWEN30, device="H100",
+              world=32, batch=256, mesh={"ep": 8}, tflops=120, options=PLAIN),
+    Published(name="Qwen3-30B 8 B200 bf16 (ModelZoo issue 7)", source="issue", model=QWEN30, device="B200", world=8,
+              batch=64, mesh={"ep": 8}, tflops=150, options=PLAIN),
+    Published(name="Qwen3-30B 8 B200 mxfp8 (Bridge issue 4439)", source="issue", model=QWEN30, device="B200", world=8,
+              batch=512, mesh={"ep": 8}, micro=4, tflops=562, options={"fp8": True} | MOE_ACT),
+    Published(name="Qwen3-30B 8 B200 bf16 (Bridge issue 4439)", source="issue", model=QWEN30, device="B200", world=8,
+              batch=512, mesh={"ep": 8}, micro=4, tflops=552, options=MOE_ACT),
+)  # fmt: skip
+"""Runs that users reported in issues, which no rate was fitted to."""
+
+
+def errors(runs: tuple[Published, ...]) -> list[float]:
+    """Return the error of each run, by ratio: 1.3 is 30 % too fast or too slow."""
+    return [max(run.ratio, 1 / run.ratio) for run in runs]
+
+
+def main() -> None:
+    """Print the table."""
+    for title, runs in (("published", RUNS), ("reported by users, in no fit", USERS)):
+        sys.stdout.write(f"{title}: tokens/s on each GPU, predicted / published\n")
+        for run in runs:
+            predicted = f"{run.ratio * run.published:8,.0f} {run.ratio:5.2f}"
+            sys.stdout.write(f"  {run.name:52} {run.published:8,.0f} {predicted}  {run.source}\n")
+        found = errors(runs)
+        sys.stdout.write(
+            f"  error: median {statistics.median(found) - 1:.0%}, mean {statistics.fmean(found) - 1:.0%}, worst "
+            f"{max(found):.2f}x\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

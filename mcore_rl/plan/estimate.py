@@ -1,0 +1,138 @@
+"""An estimate of a run on a cluster: memory by stage, and seconds of a step as a range with its reasons."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from mcore_rl.checks.cluster import placement
+from mcore_rl.checks.programs import Program
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.plan.activations import layers_of
+from mcore_rl.plan.device import device_of
+from mcore_rl.plan.memory import GIB, Memory, chunks_in_flight, memory_by_stage
+from mcore_rl.plan.parts import Workload, workload_of
+from mcore_rl.plan.rates import Span, span_of_step
+from mcore_rl.plan.search import Place
+from mcore_rl.plan.step import (
+    Sensitivity,
+    closed_form,
+    imbalance_costs,
+    model_tflops,
+    sensitivities,
+    step,
+    tokens_per_s,
+)
+
+LOADS = (1.1, 1.3, 2.0)
+"""Loads of the fullest rank's experts, as multiples of the mean, for which the cost is said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEstimate:
+    """Seconds of an optimizer step."""
+
+    span: Span
+    tokens_per_s: float
+    """Likely tokens per second on each device."""
+    model_tflops: float
+    """Likely model TFLOP/s of each device."""
+    shares: dict[str, float]
+    """Fractions of the step by what they are spent on, the largest first."""
+    limits: list[Sensitivity]
+    imbalance: dict[float, float]
+    """Load of the fullest rank's experts, as a multiple of the mean -> fraction of the speed that is lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What one config takes on one place."""
+
+    config: RunConfig
+    place: Place
+    seq_length: int
+    num_microbatches: int
+    stages: list[Memory]
+    chunks_alive: int
+    """Model chunks of the fullest stage whose forward pass waits for its backward pass."""
+    step: StepEstimate | None
+    """None where nothing is known of the device's bandwidths."""
+    warnings: list[str]
+
+    @property
+    def fullest(self) -> Memory:
+        """The stage that needs most memory."""
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits into the device's memory for tensors."""
+        return self.fullest.total <= self.place.room_bytes
+
+
+def place_of(cluster: ClusterConfig, world_size: int) -> Place:
+    """Return so many ranks of a cluster; ConfigError where its device is not known by the name given."""
+    node = cluster.node
+    return Place(
+        world_size=world_size,
+        ranks_per_node=node.ranks_per_node,
+        room_bytes=(node.gpu_memory_gib - node.reserved_gib) * GIB if node.gpus else inf,
+        device=device_of(cluster),
+    )
+
+
+def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
+    """Return what a run takes; its config has passed the program's checks for `place`."""
+    seq_length, world = program.seq_length(config), place.world_size
+    stages = memory_by_stage(config, world, seq_length)
+    microbatches = max(1, config.train.global_batch * config.mesh.model_parallel // world)
+    microbatches = max(1, microbatches // config.train.micro_batch)
+    warnings = list(placement(config.model, config.mesh, place.ranks_per_node, world).warnings)
+    timed = None
+    if place.device is not None and place.device.links is not None:
+        work = workload_of(config, place.device, world, seq_length)
+        microbatches = work.num_microbatches
+        timed = step_estimate(work)
+    if layers_of(config) == "te" and config.platform.layers == "auto":
+        warnings.append(
+            'activations are those of TransformerEngine\'s layers, which platform.layers="auto" takes where it is '
+            "installed; ours keep more"
+        )
+    fullest = max(stages, key=lambda stage: stage.total).stage
+    return Estimate(
+        config=config,
+        place=place,
+        seq_length=seq_length,
+        num_microbatches=microbatches,
+        stages=stages,
+        chunks_alive=chunks_in_flight(config.mesh, fullest, microbatches),
+        step=timed,
+        warnings=warnings,
+    )
+
+
+def step_estimate(work: Workload, seconds_of: Callable[[Workload], float] | None = None) -> StepEstimate:
+    """Return the seconds of a step with what limits it.
+
+    Args:
+        work: The step.
+        seconds_of: Seconds of a step like it; by default in closed form.
+    """
+    seconds_of = closed_form() if seconds_of is None else seconds_of
+    seconds, parts = seconds_of(work), step(work).parts
+    shares = {name: part / sum(parts.values()) for name, part in parts.items()}
+    costs = imbalance_costs(work, seconds_of, LOADS) if work.model.is_moe else []
+    return StepEstimate(
+        span=span_of_step(seconds, str(work.model.family), work.device.name),
+        tokens_per_s=tokens_per_s(work, seconds),
+        model_tflops=model_tflops(work, seconds),
+        shares=dict(sorted(shares.items(), key=lambda share: -share[1])),
+        limits=sensitivities(work, seconds_of),
+        imbalance=dict(zip(LOADS, costs, strict=False)),
+    )
+
+
+def step_name(config: RunConfig) -> str:
+    """Return what a step is called: in reinforcement learning it is one of several parts."""
+    return "update" if isinstance(config, RlRunConfig) else "step"

@@ -1,0 +1,148 @@
+"""The meshes that a model could be laid out on: what divides, with micro-batches and recomputation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.toml import toml_value
+from mcore_rl.families import family_of
+
+MAX_STAGES, MAX_CHUNKS, MAX_CP = 64, 12, 16
+MICRO_BATCHES = (1, 2, 4)
+LONG_SEQUENCE = 8192
+"""Tokens of a sequence from which context parallelism is tried."""
+MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers")
+PLATFORM_FIELDS = ("recompute", "recompute_modules")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How activations are kept: micro-batch and recomputation."""
+
+    micro_batch: int
+    recompute: str
+    modules: tuple[str, ...]
+
+
+def meshes(config: RunConfig, world_size: int, ranks_per_node: int, seq_length: int) -> Iterator[MeshConfig]:
+    """Yield every mesh on which sizes divide; the checks of the program decide about the rest.
+
+    Tensor parallelism stays inside a node. The other fields of `mesh` are those of the config, and dp is what is left.
+    """
+    model, base = config.model, config.mesh
+    stages = [pp for pp in _divisors(world_size) if pp <= min(model.num_layers, MAX_STAGES)]
+    for pp in stages:
+        for tp in _divisors(ranks_per_node):
+            if (world_size // pp) % tp or model.num_heads % tp:
+                continue
+            for cp in _context_parallel(world_size // (pp * tp), tp, seq_length, base.cp):
+                for ep in _expert_parallel(model, world_size // pp, base.etp):
+                    for vpp in range(1, MAX_CHUNKS + 1) if pp > 1 else (1,):
+                        for first, last in _ends(model.num_layers, pp, vpp):
+                            yield base.model_copy(
+                                update={
+                                    "tp": tp,
+                                    "pp": pp,
+                                    "vpp": vpp,
+                                    "ep": ep,
+                                    "cp": cp,
+                                    "dp": "auto",
+                                    "first_stage_layers": first,
+                                    "last_stage_layers": last,
+                                }
+                            )
+
+
+def ways_to_keep(config: RunConfig) -> list[Way]:
+    """Return micro-batches and kinds of recomputation to try, those that keep most first."""
+    kinds = [("none", ()), *_selective(config.model, fp8=config.platform.fp8 != "none"), ("full", ())]
+    micro = (1,) if isinstance(config, RlRunConfig) else MICRO_BATCHES
+    return [Way(size, kind, modules) for size in micro for kind, modules in kinds]
+
+
+def with_choice(config: RunConfig, mesh: MeshConfig, way: Way) -> RunConfig:
+    """Return the config on another mesh, with another micro-batch and recomputation."""
+    platform: dict[str, Any] = {"recompute": way.recompute}
+    if way.modules:
+        platform["recompute_modules"] = way.modules
+    return config.model_copy(
+        update={
+            "mesh": mesh,
+            "platform": config.platform.model_copy(update=platform),
+            "train": config.train.model_copy(update={"micro_batch": way.micro_batch}),
+        }
+    )
+
+
+def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, Any]:
+    """Return the fields that a search changes and that differ between two configs."""
+    pairs = [
+        (f"mesh.{name}", getattr(old.mesh, name), getattr(new.mesh, name)) for name in (*MESH_FIELDS, "dp")
+    ]
+    pairs += [
+        (f"platform.{name}", getattr(old.platform, name), getattr(new.platform, name))
+        for name in PLATFORM_FIELDS
+        if name == "recompute" or new.platform.recompute == "selective"
+    ]
+    pairs.append(("train.micro_batch", old.train.micro_batch, new.train.micro_batch))
+    return {key: after for key, before, after in pairs if before != after}
+
+
+def toml_lines(fields: dict[str, Any]) -> list[str]:
+    """Return fields as lines of TOML, which are also what a command line takes."""
+    return [f"{key}={toml_value(value)}" for key, value in fields.items()]
+
+
+def _selective(model: ModelConfig, *, fp8: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    # Megatron cannot recompute norms and activations of experts in 8 bits with delayed scaling.
+    light = () if fp8 else ("layernorm",)
+    if family_of(model).is_latent:
+        yield "selective", ("mla_up_proj", *light)
+        light = ("mla_up_proj", *light)
+    if model.is_moe:
+        if not fp8:
+            yield "selective", ("moe_act", *light)
+        yield "selective", ("moe", *light)
+    elif light:
+        yield "selective", ("mlp", *light)
+
+
+def _context_parallel(ranks: int, tp: int, seq_length: int, configured: int) -> Iterator[int]:
+    for cp in _divisors(ranks):
+        wanted = cp == 1 or cp == configured or (seq_length >= LONG_SEQUENCE and cp <= MAX_CP)
+        if wanted and (cp == 1 or seq_length % (2 * cp * tp) == 0):
+            yield cp
+
+
+def _expert_parallel(model: ModelConfig, ranks: int, etp: int) -> Iterator[int]:
+    if not model.is_moe:
+        yield 1
+        return
+    for ep in _divisors(model.moe.num_experts):
+        if ranks % (ep * etp) == 0:
+            yield ep
+
+
+def _ends(layers: int, pp: int, vpp: int) -> Iterator[tuple[int | None, int | None]]:
+    """Yield layers of first and last stage: none where all stages are alike, else the two that lack some."""
+    if layers % (pp * vpp) == 0:
+        yield None, None
+        return
+    if pp == 1:
+        return
+    each = -(-layers // pp)
+    each += -each % vpp
+    lacking = each * pp - layers
+    # Embedding and output are work of the ends: the last one, which has the loss, lacks as many or more.
+    for less in sorted({lacking // 2, 0}):
+        first, last = each - less, each - (lacking - less)
+        if first > 0 and last > 0 and first % vpp == 0 and last % vpp == 0 and pp > 2:
+            yield (None if first == each else first), last
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

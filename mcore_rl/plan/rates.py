@@ -1,0 +1,101 @@
+"""The part of a data sheet's peak that training reaches, and what the host costs: fitted to published runs.
+
+The values are those that predict the 18 published runs of `python -m bench.plan` best. They belong to the software of
+those runs. What a run of one's own reaches depends most on `host_layer_s`.
+"""
+
+from dataclasses import dataclass, replace
+from math import inf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Fractions of a peak, without unit, and seconds of the host."""
+
+    products: float = 0.64
+    """Fraction of the 16-bit peak that large matrix products reach."""
+    products_fp8: float = 0.65
+    """Fraction of the 8-bit peak that large matrix products reach, without the casts."""
+    attention: float = 0.50
+    """Fraction of the 16-bit peak that attention reaches forwards (FlashAttention 2 and 3)."""
+    attention_backward: float = 0.42
+    """Fraction of the 16-bit peak that attention reaches backwards."""
+    latent: float = 0.85
+    """Factor on both with latent attention, whose keys are wider than its values."""
+    hbm: float = 0.60
+    """Fraction of the memory's bandwidth that kernels reach which only read and write."""
+    link: float = 0.75
+    """Fraction of the bandwidth inside a domain (NVLink) that collectives reach."""
+    nic: float = 0.80
+    """Fraction of the network's bandwidth that collectives reach."""
+    host_layer_s: float = 4e-3
+    """Seconds that the host takes to start one MoE layer's forward pass; the device waits where it is faster. A dense
+    layer takes half. CUDA graphs and fused kernels lower it."""
+    host_expert_s: float = 12e-6
+    """Seconds more for each expert of the rank."""
+    host_fp8_s: float = 10e-6
+    """Seconds more for each expert whose inputs are cast to 8 bits."""
+    hidden: float = 0.50
+    """Fraction of the experts' exchange that is hidden where it overlaps with another microbatch's computation."""
+    fixed_s: float = 30e-3
+    """Seconds of a step for norms of gradients, the loader, the log."""
+    nic_latency_s: float = 12e-6
+    """Seconds until a message arrives in another domain."""
+    link_latency_s: float = 6e-6
+    """Seconds until a message arrives inside a domain."""
+
+
+SENSITIVITIES = {
+    "free matrix products": {"products": inf, "products_fp8": inf},
+    "free HBM": {"hbm": inf},
+    "free NVLink": {"link": inf, "link_latency_s": 0.0},
+    "a free network": {"nic": inf, "nic_latency_s": 0.0},
+    "a free host": {"host_layer_s": 0.0, "host_expert_s": 0.0, "host_fp8_s": 0.0},
+    "free attention": {"attention": inf, "attention_backward": inf},
+}
+"""What a step is asked for without, one after the other, to see what limits it."""
+
+
+def without(rates: Rates, name: str) -> Rates:
+    """Return the rates with one of SENSITIVITIES taken away."""
+    return replace(rates, **SENSITIVITIES[name])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A number with its uncertainty."""
+
+    low: float
+    likely: float
+    high: float
+    reason: str
+    """Reason why it is so wide."""
+
+
+KNOWN_FAMILIES = {"mixtral", "qwen3_moe", "deepseek_v3", "llama"}
+"""Families of the published runs."""
+KNOWN_DEVICES = {"H100", "H800", "B200", "GB200"}
+"""Devices of the published runs."""
+
+
+def span_of_step(seconds: float, family: str, device: str) -> Span:
+    """Return the range of a predicted step. Its width is the error on published runs (bench/plan.py), by ratio."""
+    if family in KNOWN_FAMILIES and device in KNOWN_DEVICES:
+        return Span(
+            low=seconds / 1.3,
+            likely=seconds,
+            high=1.3 * seconds,
+            reason=(
+                "runs published with this family and kind of device lie within 1.3 times of such a prediction; "
+                "users report up to 1.7 times more"
+            ),
+        )
+    return Span(
+        low=seconds / 1.45,
+        likely=seconds,
+        high=1.7 * seconds,
+        reason=(
+            f"no published run of {family} on {device} is in bench/plan.py; without its own family the prediction of a "
+            "published run was up to 1.45 times off, and users report up to 1.7 times more"
+        ),
+    )

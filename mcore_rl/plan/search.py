@@ -1,0 +1,162 @@
+"""Every mesh of a run on so many ranks that passes the checks and fits, by predicted speed."""
+
+from dataclasses import dataclass, field
+from math import log2
+from typing import Any
+
+from mcore_rl.checks.cluster import placement
+from mcore_rl.checks.programs import Program
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.plan.device import Device
+from mcore_rl.plan.memory import Memory, memory_of_fullest_rank
+from mcore_rl.plan.meshes import changed_fields, meshes, ways_to_keep, with_choice
+from mcore_rl.plan.parts import LayerTimes, Workload, layer_times, workload_of
+from mcore_rl.plan.step import step
+
+WITHIN = 1.3
+"""Choices whose predicted steps differ less than this are not told apart by a prediction (bench/plan.py)."""
+SHOWN = 8
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A mesh that fits."""
+
+    config: RunConfig
+    memory: Memory
+    seconds: float | None
+    """Predicted seconds of a step; None where nothing is known of the device."""
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """The mesh."""
+        return self.config.mesh
+
+
+@dataclass(slots=True)
+class Search:
+    """Result of a search."""
+
+    tried: int = 0
+    """Combinations of a mesh, a micro-batch and a kind of recomputation."""
+    refused: int = 0
+    """Combinations that the checks refuse."""
+    too_large: int = 0
+    """Combinations that do not fit into the device's memory."""
+    choices: list[Choice] = field(default_factory=list)
+    """Combinations that fit, the fastest first; without a device, those with most room first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The ranks that a search is for."""
+
+    world_size: int
+    ranks_per_node: int
+    room_bytes: float
+    """Memory of a device for tensors."""
+    device: Device | None
+    """Device; None or one without bandwidths: nothing is predicted of time."""
+
+
+def search(config: RunConfig, program: Program, place: Place) -> Search:
+    """Return all combinations that the program's checks accept and that fit, in an order that does not change."""
+    result, ways = Search(), ways_to_keep(config)
+    seq_length = program.seq_length(config)
+    layers: dict[tuple[Any, ...], dict[bool, LayerTimes]] = {}
+    for mesh in meshes(config, place.world_size, place.ranks_per_node, seq_length):
+        result.tried += len(ways)
+        accepted: dict[int, bool] = {}
+        for way in ways:
+            chosen = with_choice(config, mesh, way)
+            if way.micro_batch not in accepted:
+                # What is recomputed is present in the model by construction; the rest does not depend on it.
+                accepted[way.micro_batch] = is_accepted(chosen, program, place)
+            if not accepted[way.micro_batch]:
+                result.refused += 1
+                continue
+            memory = memory_of_fullest_rank(chosen, place.world_size, seq_length)
+            if memory.total > place.room_bytes:
+                result.too_large += 1
+                continue
+            seconds = None
+            if place.device is not None and place.device.links is not None:
+                work = workload_of(chosen, place.device, place.world_size, seq_length)
+                seconds = step(work, None, _layers(work, layers)).seconds
+            result.choices.append(Choice(config=chosen, memory=memory, seconds=seconds))
+    result.choices.sort(key=_order)
+    return result
+
+
+def is_accepted(config: RunConfig, program: Program, place: Place) -> bool:
+    """Return whether the program's checks accept a config on these ranks, and its groups lie well on nodes."""
+    try:
+        program.check(config, place.world_size)
+    except ConfigError:
+        return False
+    return not placement(config.model, config.mesh, place.ranks_per_node, place.world_size).refused
+
+
+def shortlist(found: Search, program: Program, place: Place) -> list[Choice]:
+    """Return the fastest choice of each layout among those that a prediction cannot tell apart from the fastest."""
+    shown: dict[tuple[int, ...], Choice] = {}
+    for choice in found.choices:
+        fastest = found.choices[0].seconds
+        if fastest and choice.seconds and choice.seconds > WITHIN * fastest:
+            break
+        if _layout(choice) not in shown and is_accepted(choice.config, program, place):
+            shown[_layout(choice)] = choice
+        if len(shown) == SHOWN:
+            break
+    return list(shown.values())
+
+
+def nearest(found: Search, config: RunConfig, program: Program, place: Place, count: int = 3) -> list[Choice]:
+    """Return the choices that change least of the config, the fastest of those that change as much."""
+    by_distance = sorted(
+        found.choices, key=lambda choice: (_distance(config, choice.config), *_order(choice))
+    )
+    return [choice for choice in by_distance[: 10 * count] if is_accepted(choice.config, program, place)][
+        :count
+    ]
+
+
+def changes(config: RunConfig, choice: Choice) -> dict[str, Any]:
+    """Return the fields of the config that a choice sets."""
+    return changed_fields(config, choice.config)
+
+
+def _layout(choice: Choice) -> tuple[int, ...]:
+    """Return what makes two choices different for people; chunks and recomputation do not."""
+    mesh = choice.mesh
+    return (mesh.tp, mesh.pp, mesh.ep, mesh.cp)
+
+
+def _order(choice: Choice) -> tuple[float, ...]:
+    """Fastest first; without times, what exchanges and recomputes least."""
+    mesh, kind = choice.mesh, RECOMPUTE.index(choice.config.platform.recompute)
+    if choice.seconds is not None:
+        return (choice.seconds, choice.memory.total)
+    return (mesh.model_parallel, kind, mesh.vpp, -choice.config.train.micro_batch, choice.memory.total)
+
+
+def _layers(work: Workload, known: dict[tuple[Any, ...], dict[bool, LayerTimes]]) -> dict[bool, LayerTimes]:
+    """Return the seconds of the layers, which pipeline stages do not change."""
+    mesh = work.mesh
+    key = (mesh.tp, mesh.ep, mesh.etp, mesh.cp, work.micro_batch, work.recompute, work.recompute_modules)
+    if key not in known:
+        known[key] = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
+    return known[key]
+
+
+def _distance(old: RunConfig, new: RunConfig) -> float:
+    """Return how far two choices are from each other, in doublings and steps of recomputation."""
+    sizes = [(getattr(old.mesh, axis), getattr(new.mesh, axis)) for axis in ("tp", "pp", "vpp", "ep", "cp")]
+    sizes.append((old.train.micro_batch, new.train.micro_batch))
+    kinds = [RECOMPUTE.index(config.platform.recompute) for config in (old, new)]
+    same = old.platform.recompute_modules == new.platform.recompute_modules
+    modules = 0.5 if kinds[0] == kinds[1] == 1 and not same else 0.0
+    return sum(abs(log2(after / before)) for before, after in sizes) + abs(kinds[1] - kinds[0]) / 2 + modules

@@ -1,0 +1,168 @@
+"""Seconds of an optimizer step: layers, pipeline, exchange of gradients, optimizer; and what limits it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mcore_rl.plan.flops import train_flops_per_token
+from mcore_rl.plan.parts import LayerTimes, Roofline, Workload, layer_times, output_times
+from mcore_rl.plan.rates import SENSITIVITIES, without
+from mcore_rl.plan.weights import Weights, layer_kinds_by_stage, weights_by_stage
+
+LEAST_EXPOSED = 0.1
+"""Smallest part of the exchange of gradients that does not hide behind computation."""
+STATE_MOVED_BYTES = 4 + 3 * 8 + 2
+"""Bytes that Adam moves for a weight of its share: gradient, three fp32 numbers read and written, the new weight."""
+
+Kinds = Sequence[dict[bool, int]]
+"""Number of layers with and without experts, by pipeline stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Seconds of all layers of one stage for one microbatch."""
+
+    forward: float
+    backward: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Seconds of a step on the fullest rank, by what they are spent on."""
+
+    parts: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.parts.values())
+
+
+def stage_times(work: Workload, kinds: Kinds, layers: dict[bool, LayerTimes]) -> list[StageTimes]:
+    """Return the seconds of each stage for one microbatch; the last one has the output and the MTP layers."""
+    stages = []
+    for stage, kind in enumerate(kinds):
+        counts = dict(kind)
+        is_last = stage == work.mesh.pp - 1
+        if is_last and work.model.mtp_layers:
+            last = work.model.moe_layers[-1]
+            counts[last] = counts.get(last, 0) + work.model.mtp_layers
+        parts: dict[str, float] = {}
+        for is_moe, count in counts.items():
+            for name, seconds in layers[is_moe].parts.items():
+                parts[name] = parts.get(name, 0.0) + count * seconds
+        forward = sum(layers[is_moe].forward * count for is_moe, count in counts.items())
+        backward = sum(layers[is_moe].backward * count for is_moe, count in counts.items())
+        if is_last:
+            heads = 1 + work.model.mtp_layers
+            output = output_times(work)
+            forward, backward = forward + heads * output[0], backward + heads * output[1]
+            parts["output"] = heads * sum(output)
+        stages.append(StageTimes(forward=forward, backward=backward, parts=parts))
+    return stages
+
+
+def message_seconds(work: Workload) -> float:
+    """Return the seconds of one message between two pipeline stages."""
+    roof = Roofline(work)
+    inside = 2 * work.world_size // work.mesh.pp <= roof.links.domain
+    speed, latency = (roof.link if inside else roof.nic), work.rates.nic_latency_s
+    return roof.slice * work.model.hidden_size * roof.element / speed + latency
+
+
+def step(work: Workload, kinds: Kinds | None = None, layers: dict[bool, LayerTimes] | None = None) -> Step:
+    """Return the seconds of a step, with the bubble of the schedule in closed form (arXiv 2104.04473).
+
+    Args:
+        work: The step.
+        kinds: Layers by stage, where they are not those of `work.mesh`.
+        layers: Seconds of the layers, where they are known already: a search has many steps of the same layers.
+    """
+    kinds = layer_kinds_by_stage(work.model, work.mesh) if kinds is None else kinds
+    if layers is None:
+        layers = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
+    stages = stage_times(work, kinds, layers)
+    totals = [stage.forward + stage.backward for stage in stages]
+    slowest, count, vpp, pp = max(totals), work.num_microbatches, work.mesh.vpp, work.mesh.pp
+    message = message_seconds(work) if pp > 1 else 0.0
+    # 1F1B without interleaving sends between computations; half of it is hidden.
+    parts = {name: count * seconds for name, seconds in stages[totals.index(slowest)].parts.items()}
+    parts["bubble"] = (sum(totals) - slowest) / vpp + 2 * message * (pp - 1)
+    parts["pipeline messages"] = count * message if vpp == 1 else 0.0
+    return Step(parts=parts | _finish(work, kinds, slowest))
+
+
+def _finish(work: Workload, kinds: Kinds, slowest: float) -> dict[str, float]:
+    """Return the seconds of gradients, parameters and optimizer, without what hides behind computation."""
+    roof, mesh = Roofline(work), work.mesh
+    weights = max(weights_by_stage(work.model, mesh, kinds), key=_total)
+    expert_dp = max(1, work.world_size // (mesh.etp * mesh.ep * mesh.pp))
+    dense_dp = work.dp * mesh.cp
+
+    def exchange(element: int) -> float:
+        dense = roof.ring(weights.dense * element, dense_dp, mesh.tp)
+        return dense + roof.ring(weights.expert * element, expert_dp, mesh.ep * mesh.etp)
+
+    reduce, gather = exchange(4), exchange(roof.element)
+    if work.overlap_dp:
+        hidden = slowest / mesh.vpp
+        reduce = max(reduce - hidden, LEAST_EXPOSED * reduce)
+        gather = max(gather - hidden / 3, LEAST_EXPOSED * gather)
+    share = weights.dense / dense_dp + weights.expert / expert_dp
+    return {
+        "gradients": reduce,
+        "parameters": gather,
+        "optimizer": roof.moved(share * STATE_MOVED_BYTES) + roof.moved(4.0 * weights.total),
+        "start and end": work.rates.fixed_s,
+    }
+
+
+def tokens_per_s(work: Workload, seconds: float) -> float:
+    """Return the tokens per second on each device."""
+    return work.global_batch * work.seq_length / seconds / work.world_size
+
+
+def model_tflops(work: Workload, seconds: float) -> float:
+    """Return the model TFLOP/s of each device (plan/flops.py)."""
+    return tokens_per_s(work, seconds) * train_flops_per_token(work.model, work.seq_length) / 1e12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sensitivity:
+    """Gain of a step that had something for nothing."""
+
+    term: str
+    gain: float
+    """Tokens per second more, as a fraction."""
+
+
+def sensitivities(work: Workload, seconds_of: Callable[[Workload], float]) -> list[Sensitivity]:
+    """Return what each of SENSITIVITIES would gain, the largest first."""
+    seconds = seconds_of(work)
+    found = [
+        Sensitivity(term=term, gain=seconds / seconds_of(replace(work, rates=without(work.rates, term))) - 1)
+        for term in SENSITIVITIES
+    ]
+    return sorted(found, key=lambda one: -one.gain)
+
+
+def imbalance_costs(
+    work: Workload, seconds_of: Callable[[Workload], float], loads: Sequence[float]
+) -> list[float]:
+    """Return how much of its speed a step loses when the fullest rank's experts get so many times the mean."""
+    seconds = seconds_of(work)
+    return [1 - seconds / seconds_of(replace(work, imbalance=load)) for load in loads]
+
+
+def closed_form(kinds: Kinds | None = None) -> Callable[[Workload], float]:
+    """Return the function from a workload to its seconds in closed form."""
+    return partial(_closed_seconds, kinds)
+
+
+def _closed_seconds(kinds: Kinds | None, work: Workload) -> float:
+    return step(work, kinds).seconds
+
+
+def _total(weights: Weights) -> int:
+    return weights.total

@@ -1,0 +1,211 @@
+"""Plans as text for people, and as JSON for programs."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from math import isinf
+from typing import Any
+
+from mcore_rl.config.run import RunConfig
+from mcore_rl.plan.estimate import Estimate, StepEstimate, step_name
+from mcore_rl.plan.memory import GIB, Memory, models_on_ranks
+from mcore_rl.plan.meshes import toml_lines
+from mcore_rl.plan.ranks import RankView
+from mcore_rl.plan.search import WITHIN, Choice, Place, Search, changes
+
+JSON_VERSION = 1
+LEAST_SHARE = 0.015
+"""Shares of a step below this are not shown, but for the bubble and the host."""
+RANKS_SHOWN = 8
+
+
+def estimate_lines(plan: Estimate) -> Iterator[str]:
+    """Yield the lines of a plan: layout, memory, time, what limits it, warnings."""
+    yield layout_line(plan)
+    yield f"memory  {memory_text(plan)}"
+    if plan.fullest.host:
+        each = plan.fullest.host * plan.place.ranks_per_node / GIB
+        names = " and ".join(one.name for one in models_on_ranks(plan.config) if one.on_host)
+        yield f"        main memory for the {names}: {each:,.0f} GiB a node"
+    if plan.step is None:
+        device = plan.place.device
+        name = "node.device is not set" if device is None else f"no bandwidths of {device.name} are known"
+        yield f"time    not planned: {name}"
+    else:
+        yield from _step_lines(plan, plan.step)
+    for warning in plan.warnings:
+        yield f"warn    {warning}"
+
+
+def layout_line(plan: Estimate) -> str:
+    """Return ranks and mesh in one line."""
+    config, world = plan.config, plan.place.world_size
+    mesh = config.mesh
+    dp = world // mesh.model_parallel
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "dp": dp}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+    if config.model.is_moe:
+        copies = world // (mesh.etp * mesh.ep * mesh.pp)
+        etp = f" x etp {mesh.etp}" if mesh.etp > 1 else ""
+        layout += f"; experts: ep {mesh.ep}{etp}, {copies} {'copies' if copies > 1 else 'copy'}"
+    device = plan.place.device.name if plan.place.device else "ranks"
+    return (
+        f"{world} x {device}: {layout}; {plan.num_microbatches} microbatches of {config.train.micro_batch} x "
+        f"{plan.seq_length:,}"
+    )
+
+
+def memory_text(plan: Estimate) -> str:
+    """Return the fullest stage's memory by its parts."""
+    stage = plan.fullest
+    room = plan.place.room_bytes
+    of = "" if isinf(room) else f" of {room / GIB:.1f}"
+    verdict = "" if plan.fits else " DOES NOT FIT:"
+    alive = f" ({plan.chunks_alive} chunks alive)" if plan.config.mesh.pp > 1 else ""
+    text = (
+        f"stage {stage.stage} is fullest: {_gib(stage.total)}{of} GiB:{verdict} lasting {_gib(stage.permanent)} "
+        f"(weights {_gib(stage.weights)}, gradients {_gib(stage.gradients)}, optimizer {_gib(stage.optimizer)}: "
+        f"exact), activations {_gib(stage.activations + stage.recomputed)}{alive}"
+    )
+    if stage.logits:
+        text += f", logits {_gib(stage.logits)}"
+    if stage.rollout_cache:
+        text += f"; in a rollout, instead of activations, a cache of {_gib(stage.rollout_cache)}"
+    return text
+
+
+def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
+    span = timed.span
+    name = step_name(plan.config)
+    what = ""
+    if name == "update":
+        what = ", when every completion is as long as it may be; rollouts and logprobs are not in it, and not planned"
+    yield (
+        f"{name:7} {_seconds(span.likely)} s ({_seconds(span.low)}-{_seconds(span.high)}): {timed.tokens_per_s:,.0f} "
+        f"tokens/s a GPU, {timed.model_tflops:.0f} model TFLOP/s{what}"
+    )
+    shares = [
+        f"{part} {share:.0%}"
+        for part, share in timed.shares.items()
+        if share >= LEAST_SHARE or part == "host waits" or (part == "bubble" and plan.config.mesh.pp > 1)
+    ]
+    yield f"        {', '.join(shares)}"
+    first, *others = timed.limits
+    rest = ", ".join(f"{one.term} {max(0.0, one.gain):.0%}" for one in others[:4])
+    yield f"limits  {first.term} would give {first.gain:.0%}, {rest}"
+    yield f"range   {span.reason}"
+    if timed.imbalance:
+        loads = " / ".join(f"{load:g}x" for load in timed.imbalance)
+        costs = " / ".join(f"{cost:.0%}".rstrip("%") for cost in timed.imbalance.values())
+        yield (
+            f"warn    experts are taken as evenly loaded; the fullest rank at {loads} of the mean would cost {costs} %"
+        )
+
+
+def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: Place) -> Iterator[str]:
+    """Yield the counts of a search, and each choice with what it gives up and the fields that set it."""
+    yield (
+        f"{found.tried:,} combinations of mesh, micro-batch and recomputation on {place.world_size} ranks: "
+        f"{found.refused:,} are refused by the checks, {found.too_large:,} do not fit, {len(found.choices):,} fit"
+    )
+    if not shown:
+        return
+    if shown[0].seconds is not None:
+        yield (
+            f"Different layouts within {WITHIN:g}x of the fastest, which a prediction cannot tell apart: measure two."
+        )
+    for choice in shown:
+        yield f"  {choice_text(choice, shown, place)}"
+        yield f"      {' '.join(toml_lines(changes(config, choice))) or 'as configured'}"
+
+
+def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
+    """Return a choice's layout, time, memory, and what it gives up beside the others."""
+    mesh, config = choice.mesh, choice.config
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "ep": mesh.ep}
+    layout = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp alone"
+    text = f"{layout}: {_gib(choice.memory.total)} GiB"
+    if not isinf(place.room_bytes):
+        text += f" ({_gib(place.room_bytes - choice.memory.total)} free)"
+    if choice.seconds is not None and shown[0].seconds is not None:
+        slower = choice.seconds / shown[0].seconds - 1
+        text += f", {_seconds(choice.seconds)} s" + (f", {slower:.0%} slower" if slower > 0.005 else "")
+    given_up = []
+    if config.platform.recompute != "none":
+        modules = "+".join(config.platform.recompute_modules)
+        given_up.append(f"recomputes {'all' if config.platform.recompute == 'full' else modules}")
+    if config.model.is_moe and mesh.ep * mesh.etp > place.ranks_per_node:
+        given_up.append("experts' tokens go over nodes")
+    if mesh.pp > 1 and mesh.vpp == 1:
+        given_up.append("a bubble")
+    return text + (f"; {', '.join(given_up)}" if given_up else "")
+
+
+def nearest_text(config: RunConfig, choices: list[Choice], place: Place) -> str:
+    """Return what would fit with the fewest changes, with the lines to set; for messages."""
+    if not choices:
+        return (
+            "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch."
+        )
+    lines = ["The nearest that pass the checks and fit (lines for the config, or for the command):"]
+    for choice in choices:
+        lines.append(f"  {' '.join(toml_lines(changes(config, choice)))}")
+        lines.append(f"      {choice_text(choice, choices, place)}")
+    return "\n".join(lines)
+
+
+def rank_lines(plan: Estimate, view: RankView) -> Iterator[str]:
+    """Yield what one rank is and holds."""
+    coordinates = " ".join(f"{name} {index}" for name, index in view.coordinates.items())
+    yield f"rank {view.rank} on node {view.node}: {coordinates}"
+    for name, group in view.groups.items():
+        shown = ", ".join(map(str, group.ranks[:RANKS_SHOWN]))
+        more = f", ... {group.ranks[-1]}" if len(group.ranks) > RANKS_SHOWN else ""
+        where = "inside its node" if group.num_nodes == 1 else f"over {group.num_nodes} nodes"
+        yield f"group   {name}: {len(group.ranks)} ranks {where}: {shown}{more}"
+    yield f"layers  {_ranges(view.layers)}"
+    if plan.config.model.is_moe:
+        yield f"experts {view.experts.start}-{view.experts.stop - 1} of each MoE layer"
+    yield f"memory  {plan.stages[view.coordinates['pp']].describe()}"
+
+
+def as_json(plan: Estimate) -> dict[str, Any]:
+    """Return a plan as JSON values; sizes are bytes, times seconds."""
+    return {
+        "version": JSON_VERSION,
+        "world": plan.place.world_size,
+        "device": plan.place.device.name if plan.place.device else None,
+        "mesh": plan.config.mesh.model_dump(mode="json"),
+        "micro_batch": plan.config.train.micro_batch,
+        "num_microbatches": plan.num_microbatches,
+        "seq_length": plan.seq_length,
+        "recompute": plan.config.platform.recompute,
+        "room_bytes": None if isinf(plan.place.room_bytes) else plan.place.room_bytes,
+        "fits": plan.fits,
+        "stages": [_stage(stage) for stage in plan.stages],
+        "chunks_alive": plan.chunks_alive,
+        step_name(plan.config): None if plan.step is None else asdict(plan.step),
+        "warnings": plan.warnings,
+    }
+
+
+def _stage(stage: Memory) -> dict[str, int]:
+    return asdict(stage) | {"total": stage.total}
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Return 0-3, 8-11 of 0, 1, 2, 3, 8, 9, 10, 11."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"

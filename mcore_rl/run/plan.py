@@ -1,0 +1,124 @@
+"""`mcore-rl plan`: what a config takes on a cluster, which meshes fit, and how long a step is. It starts no rank."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+from mcore_rl.checks.cluster import check_cluster, placement
+from mcore_rl.checks.programs import PROGRAMS, Program
+from mcore_rl.checks.run import refuse
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.kinds import READERS
+from mcore_rl.config.load import kind_of, load_config
+from mcore_rl.config.run import RunConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.files import write_atomically
+from mcore_rl.plan.estimate import Estimate, estimate, place_of
+from mcore_rl.plan.memory import GIB
+from mcore_rl.plan.ranks import view_of_rank
+from mcore_rl.plan.search import Place, nearest, search, shortlist
+from mcore_rl.plan.text import as_json, estimate_lines, nearest_text, rank_lines, search_lines
+
+HOUR_S = 3600
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print what the arguments ask for; ConfigError, with the nearest meshes that fit, where the config cannot run."""
+    kind = args.program or kind_of(args.config, args.overrides)
+    if kind not in PROGRAMS:
+        raise ConfigError(
+            f"{args.config} is a config of {kind}, which trains nothing. Give it to {READERS[kind]}."
+        )
+    program = PROGRAMS[kind]
+    config = load_config(program.config, args.config, args.overrides)
+    cluster = load_config(ClusterConfig, args.cluster)
+    check_cluster(cluster)
+    if args.world:
+        _write(_world_lines(config, program, cluster, *args.world))
+        return 0
+    if not args.nodes:
+        raise ConfigError(
+            "The number of nodes is missing. Give --nodes N, or --world 8..1024 for a table of sizes."
+        )
+    place = place_of(cluster, args.nodes * cluster.node.ranks_per_node)
+    if args.search:
+        found = search(config, program, place)
+        shown = shortlist(found, program, place)
+        _write(search_lines(config, found, shown, place))
+        if not shown:
+            raise ConfigError(_refusal(config, program, place))
+        return 0
+    plan = checked_estimate(config, program, place)
+    if args.rank is not None:
+        if args.rank >= place.world_size:
+            raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {place.world_size - 1}.")
+        view = view_of_rank(config.model, config.mesh, args.rank, place.world_size, place.ranks_per_node)
+        _write(rank_lines(plan, view))
+        return 0
+    _write(estimate_lines(plan))
+    if args.json:
+        write_atomically(args.json, json.dumps(as_json(plan), indent=1) + "\n")
+    if not plan.fits:
+        found = search(config, program, place)
+        raise ConfigError(
+            "It does not fit. " + nearest_text(config, nearest(found, config, program, place), place)
+        )
+    return 0
+
+
+def checked_estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
+    """Return the estimate of a config that passes the checks; ConfigError with the nearest that does otherwise."""
+    try:
+        program.check(config, place.world_size)
+        refuse(placement(config.model, config.mesh, place.ranks_per_node, place.world_size).refused)
+    except ConfigError as error:
+        raise ConfigError(
+            f"on {place.world_size} ranks:\n{error}\n{_nearest(config, program, place)}"
+        ) from None
+    return estimate(config, program, place)
+
+
+def _nearest(config: RunConfig, program: Program, place: Place) -> str:
+    found = search(config, program, place)
+    if found.refused == found.tried:
+        return "No other mesh passes the checks either: what they say is not of the mesh alone."
+    return nearest_text(config, nearest(found, config, program, place), place)
+
+
+def _refusal(config: RunConfig, program: Program, place: Place) -> str:
+    """Return why nothing was found: what the checks say of the config itself, or that all are too large."""
+    try:
+        program.check(config, place.world_size)
+    except ConfigError as error:
+        return f"on {place.world_size} ranks:\n{error}"
+    return nearest_text(config, [], place)
+
+
+def _world_lines(
+    config: RunConfig, program: Program, cluster: ClusterConfig, smallest: int, largest: int
+) -> Iterator[str]:
+    """Yield one line for each doubling of the world: whether the mesh fits, its speed, hours of the whole run."""
+    yield f"{'ranks':>7} {'GiB':>6} {'fits':>5} {'s a step':>18} {'tokens/s a GPU':>15} {'the whole run':>22}"
+    world = smallest
+    while world <= largest:
+        place = place_of(cluster, world)
+        try:
+            program.check(config, world)
+        except ConfigError as error:
+            yield f"{world:>7} refused: {str(error).splitlines()[0].removeprefix('- ')}"
+        else:
+            plan = estimate(config, program, place)
+            line = f"{world:>7} {plan.fullest.total / GIB:>6.1f} {'yes' if plan.fits else 'no':>5}"
+            if plan.step is not None:
+                span, steps = plan.step.span, config.train.steps
+                hours = [seconds * steps / HOUR_S for seconds in (span.low, span.high)]
+                line += f" {f'{span.likely:.3g} ({span.low:.3g}-{span.high:.3g})':>18}"
+                line += f" {plan.step.tokens_per_s:>15,.0f} {f'{hours[0]:,.0f}-{hours[1]:,.0f} hours':>22}"
+            yield line
+        world *= 2
+
+
+def _write(lines: Iterator[str]) -> None:
+    for line in lines:
+        sys.stdout.write(line + "\n")

@@ -1,0 +1,123 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.errors import ConfigError
+from mcore_rl.run.cli import run
+
+ROOT = Path(__file__).parents[3]
+H100 = str(ROOT / "launch/clusters/example_h100.toml")
+VENV = str(ROOT / "launch/clusters/example_venv.toml")
+
+
+def lines_of(capsys, *words):
+    assert run(["plan", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_plan_says_layout_memory_time_and_what_limits_it(capsys):
+    lines = lines_of(capsys, "mixtral_8x7b/pretrain", "--cluster", H100, "--nodes", "8")
+    layout, memory, step, shares, limits, reason, *warnings = lines
+    assert layout == "64 x H100: pp 4 x vpp 8 x dp 16; experts: ep 8, 2 copies; 16 microbatches of 1 x 4,096"
+    # Weights, gradients and optimizer of 1.876e9 parameters, counted with Megatron's modules.
+    assert memory.startswith(
+        "memory  stage 0 is fullest: 51.0 of 73.6 GiB: lasting 18.7 (weights 3.5, gradients 7.0, optimizer 8.2: exact)"
+    )
+    assert "(35 chunks alive)" in memory
+    assert step.startswith("step    2.") and "tokens/s a GPU" in step
+    assert "experts 6" in shares and "host waits 0" in shares and "bubble" in shares
+    assert "free matrix products would give" in limits and "published" in reason
+    assert any("evenly loaded" in warning for warning in warnings)
+
+
+def test_a_plan_imports_no_torch_and_is_written_as_json(tmp_path):
+    words = [
+        "plan",
+        "qwen3_30b_a3b/pretrain",
+        "--cluster",
+        H100,
+        "--nodes",
+        "2",
+        "--json",
+        f"{tmp_path}/plan.json",
+    ]
+    code = f"import sys; from mcore_rl.run.cli import run; run({words!r}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["version"], plan["world"], plan["fits"]) == (1, 16, True)
+    assert plan["step"]["span"]["low"] < plan["step"]["span"]["likely"] < plan["step"]["span"]["high"]
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
+    with pytest.raises(ConfigError) as raised:
+        run(["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1"])
+    assert "80.4 of 73.6 GiB: DOES NOT FIT" in capsys.readouterr().out
+    assert "nearest that pass the checks and fit" in str(raised.value)
+    assert "\n  mesh.pp=2 mesh.ep=4\n" in str(raised.value)
+    assert "update" in lines_of(
+        capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", "mesh.pp=2", "mesh.ep=4"
+    )[2]  # fmt: skip
+
+
+def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
+    with pytest.raises(
+        ConfigError, match=r"(?s)num_experts=128 is not a multiple of mesh.ep=6.*\n  mesh.ep=4"
+    ):
+        run(
+            [
+                "plan",
+                "qwen3_30b_a3b/pretrain",
+                "mesh.ep=6",
+                "--cluster",
+                H100,
+                "--nodes",
+                "3",
+                "train.global_batch=480",
+            ]
+        )
+
+
+def test_a_search_lists_layouts_with_what_they_give_up_and_the_fields_to_set(capsys):
+    first, second, *choices = lines_of(
+        capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2", "--search"
+    )
+    assert first.startswith("2,556 combinations") and "measure two" in second
+    assert len(choices) == 16
+    assert all("GiB" in line and "free" in line for line in choices[::2])
+    assert any("recomputes" in line and "slower" in line for line in choices[::2])
+    assert all("=" in line for line in choices[1::2])
+
+
+def test_a_table_of_worlds_says_from_where_a_mesh_fits(capsys):
+    lines = lines_of(capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--world", "8..64")
+    rows = [line.split()[:3] for line in lines[1:]]
+    assert [(ranks, fits) for ranks, _, fits in rows] == [
+        ("8", "no"),
+        ("16", "yes"),
+        ("32", "yes"),
+        ("64", "yes"),
+    ]
+    # Of 12 bytes a weight, each doubling takes away a half of the rest: a rank has 3.63e9 weights of experts.
+    gib = [float(row[1]) for row in rows]
+    assert gib[0] - gib[1] == pytest.approx(2 * (gib[1] - gib[2]), abs=0.2)
+    assert lines[1].endswith("hours")
+
+
+def test_one_rank_is_described_with_its_groups_layers_and_experts(capsys):
+    lines = lines_of(
+        capsys, "qwen3_30b_a3b/pretrain", "mesh.pp=2", "--cluster", H100, "--nodes", "4", "--rank", "21"
+    )
+    assert lines[0] == "rank 21 on node 2: tp 1 cp 0 dp 2 pp 1 etp 0 ep 5 copy 0"
+    assert "group   dp: 8 ranks over 2 nodes: 17, 19, 21, 23, 25, 27, 29, 31" in lines
+    assert "layers  24-47" in lines and "experts 80-95 of each MoE layer" in lines
+
+
+def test_a_cluster_without_a_device_still_gets_memory(capsys):
+    lines = lines_of(capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2")
+    bare = ROOT / "launch/clusters/example_cpu.toml"
+    plain = lines_of(capsys, "tiny_moe/pretrain", "--cluster", str(bare), "--nodes", "1")
+    assert any(line.startswith("step") for line in lines)
+    assert "time    not planned: node.device is not set" in plain

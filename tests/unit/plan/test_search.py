@@ -1,0 +1,101 @@
+import functools
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.checks.cluster import placement
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.load import load_config
+from mcore_rl.plan.device import DEVICES
+from mcore_rl.plan.memory import GIB, memory_of_fullest_rank
+from mcore_rl.plan.meshes import toml_lines
+from mcore_rl.plan.parts import workload_of
+from mcore_rl.plan.search import Place, changes, nearest, search, shortlist
+from mcore_rl.plan.step import step
+
+RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
+
+
+def load(name, *overrides):
+    program = PROGRAMS["rl" if "grpo" in name else "pretrain"]
+    return program, load_config(program.config, RECIPES / f"{name}.toml", overrides)
+
+
+@functools.cache
+def searched(name, world, room_gib=73.6, device="H100", overrides=()):
+    program, config = load(name, *overrides)
+    return search(config, program, place(world, room_gib, device))
+
+
+def place(world, room_gib=73.6, device="H100"):
+    return Place(
+        world_size=world, ranks_per_node=8, room_bytes=room_gib * GIB, device=device and DEVICES[device]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "overrides"),
+    [
+        ("qwen3_30b_a3b/grpo_r2", 16, ()),
+        ("llama3_8b/pretrain", 24, ("train.global_batch=480",)),
+        ("deepseek_v3_small/pretrain", 96, ("train.global_batch=3072",)),
+    ],
+)
+def test_a_search_proposes_only_what_the_checks_accept_and_what_fits(name, world, overrides):
+    program, config = load(name, *overrides)
+    where = place(world)
+    found = searched(name, world, overrides=overrides)
+    assert found.tried == found.refused + found.too_large + len(found.choices)
+    assert found.choices
+    for choice in found.choices[::9]:
+        program.check(choice.config, world)
+        assert not placement(config.model, choice.mesh, 8, world).refused
+        assert (
+            memory_of_fullest_rank(choice.config, world, program.seq_length(config)).total <= where.room_bytes
+        )
+    seconds = [choice.seconds for choice in found.choices]
+    assert seconds == sorted(seconds)
+
+
+def test_the_fields_of_a_choice_make_its_config():
+    program, config = load("qwen3_30b_a3b/grpo_r2")
+    for choice in shortlist(searched("qwen3_30b_a3b/grpo_r2", 16), program, place(16)):
+        _, again = load("qwen3_30b_a3b/grpo_r2", *toml_lines(changes(config, choice)))
+        assert (again.mesh, again.train) == (choice.config.mesh, choice.config.train)
+        assert again.platform.recompute == choice.config.platform.recompute
+
+
+def test_more_memory_never_fits_fewer_and_a_search_gives_the_same_twice():
+    program, config = load("qwen3_30b_a3b/grpo_r2")
+    small, large = (searched("qwen3_30b_a3b/grpo_r2", 8, room).choices for room in (73.6, 134.4))
+    assert 0 < len(small) < len(large)
+    assert search(config, program, place(8)).choices == small
+
+
+def test_the_published_mesh_of_mixtral_is_among_the_fastest():
+    _, config = load("mixtral_8x7b/pretrain")
+    found = searched("mixtral_8x7b/pretrain", 64)
+    published = step(workload_of(config, DEVICES["H100"], 64, 4096)).seconds
+    assert published <= 1.03 * found.choices[0].seconds
+
+
+def test_the_nearest_change_little_and_fit():
+    program, config = load("qwen3_30b_a3b/grpo_r2")
+    where = place(8)
+    assert memory_of_fullest_rank(config, 8, program.seq_length(config)).total > where.room_bytes
+    near = nearest(searched("qwen3_30b_a3b/grpo_r2", 8), config, program, where)
+    assert len(near) == 3 and all(choice.memory.total <= where.room_bytes for choice in near)
+    assert changes(config, near[0]) == {"mesh.pp": 2, "mesh.ep": 4}
+
+
+def test_without_a_device_what_recomputes_and_exchanges_least_comes_first():
+    first = searched("qwen3_30b_a3b/grpo_r2", 8, inf, None).choices[0]
+    assert first.seconds is None
+    assert (first.mesh.model_parallel, first.config.platform.recompute) == (1, "none")
+
+
+def test_a_world_of_16384_is_searched():
+    program, config = load("deepseek_v3/pretrain", "train.global_batch=16384")
+    found = search(config, program, place(16384))
+    assert found.choices and shortlist(found, program, place(16384))

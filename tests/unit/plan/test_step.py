@@ -1,0 +1,112 @@
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from bench.plan import QWEN30, RUNS, errors
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.plan.device import DEVICES
+from mcore_rl.plan.flops import forward_flops_per_token
+from mcore_rl.plan.parts import Roofline, Workload, layer_times
+from mcore_rl.plan.rates import SENSITIVITIES, Rates, span_of_step
+from mcore_rl.plan.step import closed_form, imbalance_costs, model_tflops, sensitivities, step, tokens_per_s
+
+FREE_HOST = Rates(host_layer_s=0.0, host_expert_s=0.0, fixed_s=0.0)
+
+
+def work(**changes):
+    settings = {
+        "model": QWEN30,
+        "mesh": MeshConfig(ep=8),
+        "device": DEVICES["H100"],
+        "world_size": 16,
+        "seq_length": 4096,
+        "micro_batch": 1,
+        "global_batch": 256,
+    }
+    return Workload(**settings | changes)
+
+
+def test_steps_of_published_runs_are_predicted_within_the_stated_error():
+    found = errors(RUNS)
+    assert len(found) == 18
+    assert statistics.median(found) <= 1.15
+    # The range that `mcore-rl plan` prints for a known family and device.
+    span = span_of_step(1.0, "mixtral", "H100")
+    assert max(found) <= span.high == pytest.approx(1 / span.low)
+
+
+def test_a_large_product_takes_its_flops_at_the_given_part_of_the_peak():
+    roof = Roofline(work(rates=Rates(products=0.5, hbm=1e9)))
+    # 8192 rows and columns are 4096 tiles: 31 waves on 132 multiprocessors, taken as full.
+    seconds = roof.product(8192, 8192, 65536, fp8=False)
+    assert seconds == pytest.approx(2 * 8192 * 8192 * (65536 + 256) / (989.4e12 * 0.5))
+
+
+def test_a_small_product_takes_its_bytes():
+    roof = Roofline(work(rates=Rates(products=1e9, hbm=1.0)))
+    assert roof.product(128, 256, 512, fp8=False) == pytest.approx(
+        2 * (128 * 512 + 256 * 512 + 128 * 256) / 3.35e12
+    )
+
+
+def test_a_ring_moves_all_but_the_own_part_over_the_slower_of_the_links():
+    roof = Roofline(work(rates=Rates(link=1.0, nic=1.0, link_latency_s=0.0, nic_latency_s=0.0)))
+    assert roof.ring(8e9, 8) == pytest.approx(8e9 * 7 / 8 / 450e9)
+    # Neighbours 8 apart are on other nodes, each with one adapter of 50 GB/s.
+    assert roof.ring(8e9, 2, 8) == pytest.approx(8e9 / 2 / 50e9)
+
+
+def test_deepep_sends_a_token_once_to_a_node():
+    quiet = Rates(nic=1.0, link=1e9, nic_latency_s=0.0, link_latency_s=0.0)
+    wide = {"mesh": MeshConfig(ep=16), "rates": quiet}
+    plain, once = (Roofline(work(deepep=deepep, **wide)).dispatch() for deepep in (False, True))
+    assert plain == pytest.approx(4096 * 8 * 2048 * 2 / 2 / 50e9)
+    # Of 8 picks on two nodes, 2 (1 - 1 / 2^8) nodes are reached.
+    assert once / plain == pytest.approx(2 * (1 - 2**-8) / 8)
+
+
+def test_without_a_host_the_parts_are_the_whole_layer_and_full_recomputation_adds_a_forward_pass():
+    plain = layer_times(work(rates=FREE_HOST), is_moe=True)
+    assert plain.forward + plain.backward == pytest.approx(sum(plain.parts.values()))
+    again = layer_times(work(rates=FREE_HOST, recompute="full"), is_moe=True)
+    assert again.backward - plain.backward == pytest.approx(plain.forward)
+
+
+def test_the_bubble_is_that_of_the_schedule():
+    """Equal stages: (pp - 1) / vpp stages of idle time (arXiv 2104.04473), when messages take no time."""
+    rates = replace(FREE_HOST, nic=1e9, link=1e9, nic_latency_s=0.0)
+    mesh = MeshConfig(pp=4, vpp=3)
+    kinds = [{True: 12}] * 4
+    parts = step(work(mesh=mesh, rates=rates), kinds).parts
+    layer = layer_times(work(mesh=mesh, rates=rates), is_moe=True)
+    # The last stage is longer by the output, so that the other three wait for it as well.
+    assert parts["bubble"] == pytest.approx(3 * 12 * (layer.forward + layer.backward) / 3, rel=1e-6)
+
+
+def test_perfect_rates_reach_no_more_than_the_peak():
+    perfect = Rates(products=1.0, attention=1.0, attention_backward=1.0, hbm=1.0, link=1.0, nic=1.0)
+    busy = work(rates=perfect, micro_batch=4)
+    assert 300 < model_tflops(busy, step(busy).seconds) < 989.4
+    assert sum(forward_flops_per_token(QWEN30, 4096).values()) > 0
+
+
+def test_nothing_that_is_given_for_free_makes_a_step_slower_and_imbalance_always_does():
+    gains = sensitivities(work(), closed_form())
+    assert {one.term for one in gains} == set(SENSITIVITIES)
+    assert all(one.gain > -1e-9 for one in gains) and gains == sorted(gains, key=lambda one: -one.gain)
+    costs = imbalance_costs(work(), closed_form(), (1.0, 1.3, 2.0))
+    assert costs[0] == 0 and 0 <= costs[1] <= costs[2] < 1
+
+
+def test_a_faster_device_is_never_slower():
+    speeds = [
+        tokens_per_s(w, step(w).seconds) for w in (work(device=DEVICES[name]) for name in ("A100", "H100", "B200"))
+    ]  # fmt: skip
+    assert speeds == sorted(speeds)
+
+
+def test_an_unknown_family_or_device_widens_the_range():
+    known, other = span_of_step(10.0, "qwen3_moe", "H100"), span_of_step(10.0, "olmoe", "MI300X")
+    assert other.low < known.low < 10 < known.high < other.high
+    assert "olmoe on MI300X" in other.reason
