@@ -53,7 +53,7 @@ SENSITIVITIES = {
     "a free host": {"host_layer_s": 0.0, "host_expert_s": 0.0, "host_fp8_s": 0.0},
     "free attention": {"attention": inf, "attention_backward": inf},
 }
-"""What a step is asked for without, one after the other, to see what limits it."""
+"""The terms that a step is computed without, one after the other, to find what limits it."""
 
 
 def without(rates: Rates, name: str) -> Rates:
