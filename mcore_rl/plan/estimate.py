@@ -47,7 +47,7 @@ class StepEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What one config takes on one place."""
+    """Memory and time of one config on one place."""
 
     config: RunConfig
     place: Place
