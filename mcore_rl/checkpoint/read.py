@@ -44,6 +44,8 @@ from mcore_rl.parallel.mesh import Mesh
 OWN_ENTRY = "mcore_rl"
 """Entry of the common state that only checkpoints of this program have."""
 OPTIMIZER = "optimizer."
+CRITIC = "critic."
+"""Beginning of the keys of the critic's weights and optimizer state, which a run of PPO saves beside the policy's."""
 MAX_DIGITS = 18
 """Most digits of a step."""
 RELEASE = "release"
@@ -69,6 +71,11 @@ class StoredCheckpoint:
     """Parts of each tensor and object, by key."""
     verify_checksums: bool
     """Whether `read` compares tensors with their checksums before it reads them."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic was trained beside the model."""
+        return any(name.startswith(CRITIC) for name in self.shapes)
 
     @property
     def has_optimizer(self) -> bool:
@@ -308,7 +315,7 @@ def _problems(stored: StoredCheckpoint, wanted: Mapping[str, tuple[int, ...]]) -
         elif there != shape:
             yield f"{name} is {there} there, {shape} here"
     for name, shape in sorted(stored.shapes.items()):
-        if name not in wanted and not name.startswith(OPTIMIZER):
+        if name not in wanted and not name.startswith((OPTIMIZER, CRITIC)):
             yield f"{name} {shape} is not in this model"
 
 

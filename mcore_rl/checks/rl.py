@@ -4,7 +4,9 @@ import re
 from collections.abc import Iterator
 
 from mcore_rl.checks.run import weight_violations
+from mcore_rl.config.critic import CriticConfig
 from mcore_rl.config.extension import is_extension
+from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl import (
     AdvantageConfig,
     LossConfig,
@@ -13,7 +15,12 @@ from mcore_rl.config.rl import (
     RlConfig,
     RolloutConfig,
 )
+from mcore_rl.config.toml import toml_value
 
+TOKEN_FIELDS = ("gamma", "rewards_at")
+"""Fields of `rl.advantage` that only kinds with an advantage for each token read."""
+GAE_FIELDS = ("gae_lambda", "length_alpha", "bootstrap_truncated", "whiten")
+"""Fields of `rl.advantage` that only `gae` reads."""
 RATIO_OF_SEQUENCE = ("gspo", "gspo_token", "kimi_k2")
 NAMED_PARTS = ("exact", "positions", "numeric", "math", "countdown", "format", "regex", "length")
 NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown")
@@ -28,6 +35,8 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _aggregation(rl.loss)
     yield from _kimi(rl.loss, rl.advantage)
     yield from _steps(rl)
+    yield from _token_advantages(rl)
+    yield from _critic(rl)
     yield from _kl(rl.loss)
     yield from _importance_sampling(rl.loss)
     yield from _parts(rl.reward)
@@ -75,6 +84,14 @@ def _sampling(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _group(rollout: RolloutConfig, advantage: AdvantageConfig) -> Iterator[str]:
+    if advantage.is_of_tokens:
+        if rollout.dynamic_sampling and rollout.group_size < 2:
+            yield (
+                f"rl.rollout.dynamic_sampling=true with rl.rollout.group_size={rollout.group_size}: in a group of one "
+                "all rewards are the same, and every group would be replaced. Set group_size to at least 2, or "
+                "dynamic_sampling=false."
+            )
+        return
     fewest = 3 if advantage.kind == "leave_one_out_zscore" and advantage.ddof == 1 else 2
     if rollout.group_size < fewest:
         yield (
@@ -155,6 +172,60 @@ def _steps(rl: RlConfig) -> Iterator[str]:
         yield (
             'rl.rollout.dynamic_sampling=true with rl.advantage.kind="steps": groups are chosen by whole rewards, '
             "which may differ where steps do not. Set it to false."
+        )
+
+
+def _token_advantages(rl: RlConfig) -> Iterator[str]:
+    """Check advantages that each token has of its own, and that no other kind is given their settings."""
+    advantage = rl.advantage
+    default = AdvantageConfig()
+    unused = [*TOKEN_FIELDS, *GAE_FIELDS] if not advantage.is_of_tokens else []
+    unused += GAE_FIELDS if advantage.kind == "reinforce_plus_plus" else []
+    unused += ["length_alpha"] if advantage.kind == "gae" and advantage.gae_lambda != "length" else []
+    for name in unused:
+        if getattr(advantage, name) != getattr(default, name):
+            yield (
+                f"rl.advantage.{name}={toml_value(getattr(advantage, name))} is not used with "
+                f'rl.advantage.kind="{advantage.kind}", gae_lambda={toml_value(advantage.gae_lambda)}. Leave it at '
+                f"{toml_value(getattr(default, name))}."
+            )
+    if not advantage.is_of_tokens:
+        return
+    if rl.loss.kind == "gspo":
+        yield (
+            f'rl.advantage.kind="{advantage.kind}" with rl.loss.kind="gspo", which has one advantage a sequence. Set '
+            'rl.loss.kind="ppo", "grpo", "cispo" or "gspo_token".'
+        )
+    if advantage.bootstrap_truncated and rl.loss.mask_truncated:
+        yield (
+            "rl.advantage.bootstrap_truncated=true with rl.loss.mask_truncated=true, which trains on no truncated "
+            "completion. Set one of them to false."
+        )
+    if advantage.rewards_at == "steps" and rl.rollout.dynamic_sampling:
+        yield (
+            'rl.rollout.dynamic_sampling=true with rl.advantage.rewards_at="steps": groups are chosen by whole '
+            "rewards, which may differ where steps do not. Set it to false."
+        )
+
+
+def _critic(rl: RlConfig) -> Iterator[str]:
+    if rl.advantage.kind == "gae":
+        return
+    critic, default = rl.critic, CriticConfig()
+    changed = [
+        name
+        for name in CriticConfig.model_fields
+        if name != "optim" and getattr(critic, name) != getattr(default, name)
+    ]
+    changed += [
+        f"optim.{name}"
+        for name in OptimConfig.model_fields
+        if getattr(critic.optim, name) != getattr(default.optim, name)
+    ]
+    if changed:
+        yield (
+            f'{", ".join(f"rl.critic.{name}" for name in changed)}: rl.advantage.kind="{rl.advantage.kind}" has no '
+            'critic. Set rl.advantage.kind="gae", or clear the section rl.critic.'
         )
 
 

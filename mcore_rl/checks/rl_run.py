@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mcore_rl.checks.replay import replay_violations
 from mcore_rl.checks.rl import rl_violations
-from mcore_rl.checks.run import chat_violations, refuse, run_violations
+from mcore_rl.checks.run import chat_violations, refuse, run_violations, schedule_violations
 from mcore_rl.config.rl_run import RlRunConfig
 
 MAX_DISTANCE = 100_000
@@ -26,6 +26,7 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *_lengths(config),
             *_batches(config),
             *_intervals(config),
+            *_critic(config),
             *_model(config),
         ]
     )
@@ -92,6 +93,24 @@ def _intervals(config: RlRunConfig) -> Iterator[str]:
                 f"{config.rollout_size} completions x rl.update.epochs={config.rl.update.epochs} / train.global_batch="
                 f"{train.global_batch}). Use {steps - steps % updates + updates}."
             )
+
+
+def _critic(config: RlRunConfig) -> Iterator[str]:
+    """Check the critic's own schedule, and that its warm-up leaves steps to the policy."""
+    if not config.has_critic or not config.updates_per_rollout:
+        return
+    critic, updates = config.rl.critic, config.updates_per_rollout
+    if critic.warmup_rollouts * updates >= config.train.steps:
+        yield (
+            f"rl.critic.warmup_rollouts={critic.warmup_rollouts} are all of train.steps={config.train.steps}, of which "
+            f"a rollout batch takes {updates}: the policy would not be trained. Lower it, or raise train.steps."
+        )
+    yield from schedule_violations(
+        critic.optim,
+        config.critic_steps,
+        "rl.critic.optim",
+        "the critic's steps (train.steps, rl.critic.epochs)",
+    )
 
 
 def _model(config: RlRunConfig) -> Iterator[str]:

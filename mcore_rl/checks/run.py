@@ -48,7 +48,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from _head(config)
     yield from mesh_violations(model, mesh, seq_length, field)
     yield from _world(mesh, model, world_size)
-    yield from _schedule(config.optim, config.train.steps)
+    yield from schedule_violations(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
@@ -175,22 +175,25 @@ def _ramp(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def _schedule(optim: OptimConfig, steps: int) -> Iterator[str]:
+def schedule_violations(
+    optim: OptimConfig, steps: int, field: str = "optim", steps_field: str = "train.steps"
+) -> Iterator[str]:
+    """Yield what is wrong with the schedule in section `field`, over the optimizer steps that `steps_field` gives."""
     if optim.min_lr > optim.lr:
-        yield f"optim.min_lr={optim.min_lr} is above optim.lr={optim.lr}, from which it decays. Lower it."
+        yield f"{field}.min_lr={optim.min_lr} is above {field}.lr={optim.lr}, from which it decays. Lower it."
     end = steps if optim.decay_steps == "auto" else optim.decay_steps
-    name = "train.steps" if optim.decay_steps == "auto" else "optim.decay_steps"
+    name = steps_field if optim.decay_steps == "auto" else f"{field}.decay_steps"
     if optim.warmup_steps >= end:
         yield (
-            f"optim.warmup_steps={optim.warmup_steps} does not end before {name}={end}: nothing is left for "
+            f"{field}.warmup_steps={optim.warmup_steps} does not end before {name}={end}: nothing is left for "
             "the schedule. Warm up for fewer steps."
         )
     elif optim.schedule == "wsd":
         decay = max(1, steps // 10) if optim.wsd_decay_steps == "auto" else optim.wsd_decay_steps
         if optim.warmup_steps + decay > end:
             yield (
-                f"optim.warmup_steps={optim.warmup_steps} and a decay over {decay} steps "
-                f"(optim.wsd_decay_steps={optim.wsd_decay_steps}) do not both fit before {name}={end}. "
+                f"{field}.warmup_steps={optim.warmup_steps} and a decay over {decay} steps "
+                f"({field}.wsd_decay_steps={optim.wsd_decay_steps}) do not both fit before {name}={end}. "
                 "Shorten one of them."
             )
 

@@ -4,10 +4,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from mcore_rl.config.critic import CriticConfig
 from mcore_rl.config.extension import Extension
 from mcore_rl.config.section import Probability, Seconds, Section, Text
 
-LossKind = Literal["grpo", "gspo", "gspo_token", "kimi_k2", "cispo"]
+LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "kimi_k2", "cispo"]
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
 
 
@@ -123,16 +124,48 @@ class RewardConfig(Section):
 class AdvantageConfig(Section):
     """Comparison of a completion's reward with the others of its prompt. A group of equal rewards gets zeros."""
 
-    kind: Literal["zscore", "mean", "leave_one_out", "leave_one_out_zscore", "steps"] | Extension = "zscore"
+    kind: (
+        Literal[
+            "zscore", "mean", "leave_one_out", "leave_one_out_zscore", "steps", "gae", "reinforce_plus_plus"
+        ]
+        | Extension
+    ) = "zscore"
     """Advantage; `zscore`: (r - mean) / (std + eps); `mean`: r - mean; `leave_one_out`: r - mean of the others (RLOO);
     `leave_one_out_zscore`: that, over the others' std where it is not 0; `steps`: a token gets the sum of the z-scores,
     among all steps of its prompt's completions, of the steps that end there or later (2402.03300, process supervision);
-    a reward that is a plain number is one step at the end; `module:name`: a function of your own (rewards `[prompts,
-    group]`, this section -> advantages of the same shape)."""
+    a reward that is a plain number is one step at the end; `gae`: of each token, by the values of a critic (PPO,
+    1506.02438); `reinforce_plus_plus`: the discounted sum of a token's and later rewards, normalised over the world
+    (2501.03262); `module:name`: a function of your own (rewards `[prompts, group]`, this section -> advantages of the
+    same shape). `gae` and `reinforce_plus_plus` compare nothing within a group: rl.rollout.group_size may be 1."""
     ddof: Literal[0, 1] = 1
-    """Degrees of freedom of the standard deviation: 1 divides by group_size - 1, 0 by group_size."""
+    """Degrees of freedom of the standard deviation: 1 divides by group_size - 1 (by tokens - 1 where tokens are
+    normalised), 0 by group_size."""
     eps: NonNegativeFloat = 1e-6
     """Number added to the standard deviation."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward for each token that it comes later, with `gae` and `reinforce_plus_plus`."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["length"] = 0.95
+    """Weight of later differences of values in `gae`: 0 trusts the critic, 1 the rewards alone; `length`:
+    1 - 1 / (length_alpha x tokens of the completion), at least 0 (VAPO, 2504.05118)."""
+    length_alpha: PositiveFloat = 0.05
+    """Factor of gae_lambda="length"."""
+    rewards_at: Literal["end", "steps"] = "end"
+    """Tokens that are rewarded, with `gae` and `reinforce_plus_plus`: the last one by the reward, or the last one of
+    each step by the step's value, where a part of the reward returns steps."""
+    bootstrap_truncated: bool = False
+    """In `gae`, a truncated completion ends in the critic's last value of it, not in 0: it has no end yet."""
+    whiten: bool = True
+    """Normalise the advantages of `gae`, (A - mean) / (std + eps), over all trained tokens of the rollout batch."""
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether each token has its own reward and advantage, and groups compare nothing."""
+        return self.kind in ("gae", "reinforce_plus_plus")
+
+    @property
+    def uses_steps(self) -> bool:
+        """Whether the steps of a completion are rewarded, and not the whole."""
+        return self.kind == "steps" or (self.is_of_tokens and self.rewards_at == "steps")
 
 
 class Clip(NamedTuple):
@@ -144,12 +177,13 @@ class Clip(NamedTuple):
 
 PAPER_CLIPS: dict[str, Clip] = {
     "grpo": Clip(0.2, 0.2),
+    "ppo": Clip(0.2, 0.2),
     "gspo": Clip(3e-4, 4e-4),
     "gspo_token": Clip(3e-4, 4e-4),
     "kimi_k2": Clip(0.0, 0.0),  # clips nothing
     "cispo": Clip(1.0, 0.28),  # no lower bound, as in the paper; for the upper it gives no number
 }
-PAPER_AGGREGATIONS: dict[str, Aggregation] = {"cispo": "token_mean"}
+PAPER_AGGREGATIONS: dict[str, Aggregation] = {"cispo": "token_mean", "ppo": "token_mean"}
 PAPER_TAU = 0.01
 
 
@@ -157,13 +191,13 @@ class LossConfig(Section):
     """The policy's loss, and the terms added to it."""
 
     kind: LossKind | Extension = "grpo"
-    """Loss; grpo (arXiv 2402.03300), gspo and gspo_token (2507.18071), kimi_k2 (2501.12599, 2507.20534),
-    cispo (2506.13585); `module:name`: a function of your own (rl.objectives.policy_tokens.PolicyTokens, this section,
-    context-parallel axis -> TokenLoss)."""
+    """Loss; grpo (arXiv 2402.03300), ppo (1707.06347: the same for a token, and a mean over all tokens), gspo and
+    gspo_token (2507.18071), kimi_k2 (2501.12599, 2507.20534), cispo (2506.13585); `module:name`: a function of your own
+    (rl.objectives.policy_tokens.PolicyTokens, this section, context-parallel axis -> TokenLoss)."""
     clip_low: PositiveFloat | Literal["auto"] = "auto"
-    """Ratios are clipped from below at 1 - clip_low; `auto`: the paper's (grpo 0.2, gspo 3e-4, cispo 1)."""
+    """Ratios are clipped from below at 1 - clip_low; `auto`: the paper's (grpo and ppo 0.2, gspo 3e-4, cispo 1)."""
     clip_high: PositiveFloat | Literal["auto"] = "auto"
-    """Ratios are clipped from above at 1 + clip_high; `auto`: the paper's (grpo 0.2, gspo 4e-4, cispo 0.28)."""
+    """Ratios are clipped from above at 1 + clip_high; `auto`: the paper's (grpo and ppo 0.2, gspo 4e-4, cispo 0.28)."""
     dual_clip: PositiveFloat | None = None
     """Largest ratio of completions with a negative advantage (1912.09729: 3); `none`: no limit."""
     tau: PositiveFloat | Literal["auto"] = "auto"
@@ -183,7 +217,8 @@ class LossConfig(Section):
     """Gradient of the KL in the loss: the estimator's derivative, or that of k2, which is the KL's in expectation."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL: added to the loss, or its sum over a completion, under the old policy, taken from the reward. In
-    the reward a completion that `mask_truncated` masks pays too, and a group of equal rewards still gets zeros."""
+    the reward a completion that `mask_truncated` masks pays too, and a group of equal rewards still gets zeros. With
+    `gae` and `reinforce_plus_plus` it is taken from the reward of each token, as in PPO (2203.02155)."""
     reference_refresh_rollouts: PositiveInt | None = None
     """Rollout batches after which the reference becomes the policy (iterative GRPO); `none`: never."""
     entropy_coeff: NonNegativeFloat = 0.0
@@ -265,6 +300,7 @@ class RlConfig(Section):
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()
     update: UpdateConfig = UpdateConfig()
     eval: EvalConfig = EvalConfig()
     samples: SamplesConfig = SamplesConfig()

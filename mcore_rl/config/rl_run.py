@@ -3,6 +3,7 @@
 from math import lcm
 
 from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl import RlConfig
 from mcore_rl.config.run import RunConfig
@@ -49,6 +50,28 @@ class RlRunConfig(RunConfig):
     def updates_per_rollout(self) -> int:
         """Optimizer steps between two rollouts."""
         return self.rl.update.epochs * self.rollout_size // self.train.global_batch
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.rl.advantage.kind == "gae"
+
+    @property
+    def critic_optim(self) -> OptimConfig | None:
+        """Optimizer of the critic; None: there is no critic."""
+        return self.rl.critic.optim if self.has_critic else None
+
+    @property
+    def critic_epochs(self) -> int:
+        """Number of times that the critic is trained on each completion."""
+        epochs = self.rl.critic.epochs
+        return self.rl.update.epochs if epochs == "auto" else epochs
+
+    @property
+    def critic_steps(self) -> int:
+        """Optimizer steps of the critic in the whole run."""
+        rollouts = self.train.steps // max(1, self.updates_per_rollout)
+        return rollouts * self.critic_epochs * self.rollout_size // self.train.global_batch
 
     @property
     def packed_multiple(self) -> int:

@@ -130,6 +130,16 @@ class RunConfig(Section):
         return False
 
     @property
+    def critic_optim(self) -> OptimConfig | None:
+        """Optimizer of a critic that is trained beside the model; only reinforcement learning may have one."""
+        return None
+
+    @property
+    def critic_steps(self) -> int:
+        """Optimizer steps of the critic in the whole run."""
+        return 0
+
+    @property
     def freezes_router(self) -> bool:
         """Whether the routers are not trained; only reinforcement learning has the choice (`rl.freeze_router`)."""
         return False

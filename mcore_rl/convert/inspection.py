@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.checkpoint.read import CRITIC
 from mcore_rl.convert.copying.progress import readable_bytes
 from mcore_rl.convert.hf.folder import is_hf, open_hf
 from mcore_rl.convert.megatron.folder import OPTIMIZER, open_dist
@@ -75,7 +76,7 @@ def _dist_contents(path: Path) -> CheckpointContents:
             key, _dtype_name(tensor.dtype), tensor.shape, math.prod(tensor.shape) * tensor.dtype.itemsize
         )
         for key, tensor in sorted(
-            folder.tensors.items(), key=lambda item: (item[0].startswith(OPTIMIZER), item[0])
+            folder.tensors.items(), key=lambda item: (item[0].startswith((*OPTIMIZER, CRITIC)), item[0])
         )
     ]
     marker = folder.marker
@@ -97,15 +98,18 @@ def _dist_contents(path: Path) -> CheckpointContents:
 
 
 def _sums(tensors: list[TensorEntry]) -> dict[str, str]:
-    """Return numbers of tensors, elements and bytes: of the weights, and of the optimizer where there is one."""
-    weights = [tensor for tensor in tensors if not tensor.name.startswith(OPTIMIZER)]
+    """Return numbers of tensors, elements and bytes: of the weights and, where they exist, of the optimizer and of the
+    critic with its own.
+    """
+    weights = [tensor for tensor in tensors if not tensor.name.startswith((*OPTIMIZER, CRITIC))]
     elements = sum(math.prod(tensor.shape) for tensor in weights)
     sums = {
         "weights": f"{len(weights)} tensors, {elements:,} elements, {readable_bytes(sum(t.num_bytes for t in weights))}"
     }
-    if len(weights) < len(tensors):
-        state = sum(tensor.num_bytes for tensor in tensors) - sum(tensor.num_bytes for tensor in weights)
-        sums["optimizer"] = f"{len(tensors) - len(weights)} tensors, {readable_bytes(state)}"
+    for name, beginnings in (("optimizer", OPTIMIZER), ("critic", CRITIC)):
+        if others := [tensor for tensor in tensors if tensor.name.startswith(beginnings)]:
+            num_bytes = sum(tensor.num_bytes for tensor in others)
+            sums[name] = f"{len(others)} tensors, {readable_bytes(num_bytes)}"
     return sums
 
 

@@ -190,6 +190,32 @@ METRICS: dict[str, MetricRow] = {
     "routes/cached_bytes": MetricRow(
         "bytes", LAST, "Size of the routes stored for replay, summed over ranks."
     ),
+    "values/mean": MetricRow("1", MEAN, "The critic's value before its updates, mean over trained tokens."),
+    "values/returns_mean": MetricRow(
+        "1", MEAN, "Return that the critic is trained towards, mean over trained tokens."
+    ),
+    "values/returns_std": MetricRow(
+        "1", MEAN, "Standard deviation (ddof 0) of the returns over trained tokens."
+    ),
+    "values/explained_variance": MetricRow(
+        "1",
+        MEAN,
+        "1 - variance of (return - value) / variance of the return: 1 for exact values, 0 for a constant.",
+    ),
+    "values/advantages_std": MetricRow(
+        "1",
+        MEAN,
+        "Standard deviation (ddof 0) of the advantages over trained tokens, before they are normalised.",
+    ),
+    "critic/loss": MetricRow("1", MEAN, "Clipped squared error of the values / 2, mean over trained tokens."),
+    "critic/clip_ratio": MetricRow(
+        "fraction", MEAN, "Tokens whose value was clipped (rl.critic.clip_value), without gradient."
+    ),
+    "critic/grad_norm": MetricRow("1", MEAN, "Global L2 norm of the critic's gradient, before clipping."),
+    "critic/lr": MetricRow("1", LAST, "Learning rate of the critic."),
+    "critic/model_tflops_per_rank": MetricRow(
+        "TFLOP/s", MEAN, "Model FLOPs of the critic's updates (plan/flops.py) / (seconds * ranks)."
+    ),
     "reward/mean": MetricRow("1", MEAN, "Weighted sum of the parts of the reward, mean over completions."),
     "reward/part/NAME": MetricRow(
         "1", MEAN, "Part NAME of rl.reward.parts before its weight; `overlong` is the length penalty."
@@ -292,6 +318,8 @@ METRICS: dict[str, MetricRow] = {
         "s", MEAN, "Replay around the passes: exchange, tapes, accounts; per rollout batch."
     ),
     "time/reference_s": MetricRow("s", MEAN, "Passes of the reference policy, per rollout batch."),
+    "time/values_s": MetricRow("s", MEAN, "Passes of the critic for values, per rollout batch."),
+    "time/critic_s": MetricRow("s", MEAN, "Updates of the critic, per rollout batch."),
     "time/eval_s": MetricRow("s", LAST, "One evaluation."),
     "time/checkpoint_s": MetricRow("s", LAST, "Part of a save that the training loop waited for."),
 }

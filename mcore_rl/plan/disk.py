@@ -11,8 +11,8 @@ from pathlib import Path
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.plan.memory import BUFFER_BYTES, GIB
-from mcore_rl.plan.weights import weights_by_stage
+from mcore_rl.plan.memory import BUFFER_BYTES, GIB, models_on_ranks
+from mcore_rl.plan.weights import Weights, weights_by_stage
 
 STATE_BYTES = 12
 """Bytes of a weight's optimizer state in a checkpoint, fp32 in every precision: the weight and two moments."""
@@ -51,7 +51,9 @@ class Disk:
 
 def disk_of(config: RunConfig) -> Disk:
     """Return the bytes that the whole of a run takes; the config must have passed the checks."""
-    (weights,) = weights_by_stage(config.model, MeshConfig())
+    # A checkpoint holds every model that is trained: a critic has its own part of it.
+    trained = [one.model for one in models_on_ranks(config) if one.trains]
+    weights = sum((weights_by_stage(model, MeshConfig())[0] for model in trained), start=Weights())
     element = 2 if config.platform.precision == "bf16" else 4
     saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))
     keep = config.checkpoint.keep

@@ -98,6 +98,8 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
     if isinstance(config, RlRunConfig) and config.rl.loss.kl_coeff:
         # Its weights are swapped into the policy's modules for a pass, tensor by tensor.
         models.append(ModelOnRanks(name="reference", model=config.model, trains=False, on_host=True))
+    if isinstance(config, RlRunConfig) and config.has_critic:
+        models.append(ModelOnRanks(name="critic", model=config.model.scored))
     return models
 
 

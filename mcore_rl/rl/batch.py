@@ -15,6 +15,7 @@ from mcore_rl.data.plan import PackingLimits
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.sequence import zigzag_spans
+from mcore_rl.rl.objectives.aggregation import BatchTotals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,8 @@ class SampleShape:
     num_completion_tokens: int
     is_trained: bool
     """Whether the completion takes part in the loss."""
+    is_truncated: bool = False
+    """Whether the completion reached the largest number of new tokens without an end."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +84,10 @@ class PolicyMicrobatch:
     old_logprobs_T: Tensor | None = None
     """Logprobs under the old policy; None: the policy that is updated is the old one, or no stage needs them here."""
     reference_logprobs_T: Tensor | None = None
+    values_T: Tensor | None = None
+    """The critic's values before its updates; None: there is no critic, or no stage needs them here."""
+    returns_T: Tensor | None = None
+    """Numbers that the critic's values are trained towards."""
     advantages_T: Tensor | None = None
     loss_weights_T: Tensor | None = None
 
@@ -113,16 +120,61 @@ class PolicyMicrobatch:
         if not self.samples:
             zeros_T = torch.zeros_like(self.rollout_logprobs_T)
             return replace(self, advantages_T=zeros_T, loss_weights_T=zeros_T)
-        like = self.rollout_logprobs_T
-        table_NP = pad_sequence([advantages[sample] for sample in self.samples], batch_first=True).to(like)
-        # Positions of padding may lie beyond the longest sample; the mask removes what they read.
-        positions_T = self.inputs.position_ids_Bs[0].clamp(max=table_NP.shape[1] - 1)
-        weights_N = loss_weights_N[list(self.samples)].to(like)
+        weights_N = loss_weights_N[list(self.samples)].to(self.rollout_logprobs_T)
         return replace(
             self,
-            advantages_T=table_NP[self.sequence_T, positions_T].where(self.mask_T, 0.0),
+            advantages_T=self._at_trained_positions(advantages),
             loss_weights_T=weights_N[self.sequence_T].where(self.mask_T, 0.0),
         )
+
+    def with_returns(self, returns: Mapping[int, Tensor]) -> "PolicyMicrobatch":
+        """Return the microbatch with the return of each trained position, zeros elsewhere.
+
+        Args:
+            returns: for each sample index, the returns `[positions]` of the whole sample.
+        """
+        if not self.samples:
+            return replace(self, returns_T=torch.zeros_like(self.rollout_logprobs_T))
+        return replace(self, returns_T=self._at_trained_positions(returns))
+
+    def _at_trained_positions(self, numbers: Mapping[int, Tensor]) -> Tensor:
+        """Return `[T]`: what `numbers` has, by sample and position, where a position is trained; zeros elsewhere."""
+        like = self.rollout_logprobs_T
+        table_NP = pad_sequence([numbers[sample] for sample in self.samples], batch_first=True).to(like)
+        # Positions of padding may lie beyond the longest sample; the mask removes what they read.
+        positions_T = self.inputs.position_ids_Bs[0].clamp(max=table_NP.shape[1] - 1)
+        return table_NP[self.sequence_T, positions_T].where(self.mask_T, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Minibatch:
+    """The samples of one optimizer step."""
+
+    microbatches: list[PolicyMicrobatch]
+    """This rank's packed sequences."""
+    totals: BatchTotals
+    """Trained tokens and sequences of the world."""
+    loss_weights_N: Tensor
+    """float64: weight of each sample's tokens in the loss; zero for samples of the rollout in other minibatches."""
+    num_samples: int
+    """Samples of the world."""
+    num_positions: int
+    """Positions of the world's samples, without padding."""
+    mean_length: float
+    """Mean length that a position sees (sum of squares / sum of lengths), on which attention's FLOPs depend."""
+    is_on_policy: bool = False
+    """Its only update is made by the old policy itself, whose logprobs no pass has computed before."""
+
+    def with_numbers(self, field: str, numbers: Sequence[Tensor]) -> "Minibatch":
+        """Return the minibatch with a tensor `[T]` of each microbatch, such as logprobs, as its `field`.
+
+        Stages before the last pass an empty sequence: they compute no output, and get the same minibatch back.
+        """
+        if not numbers:
+            return self
+        fields: list[dict[str, Any]] = [{field: numbers_T} for numbers_T in numbers]
+        paired = zip(self.microbatches, fields, strict=True)
+        return replace(self, microbatches=[replace(one, **values) for one, values in paired])
 
 
 def make_microbatch(

@@ -1,21 +1,20 @@
 """The way from a rollout to updates: microbatches, old and reference logprobs, advantages, optimizer steps."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
 from mcore_rl.parallel.schedule import Routing, run_pass
 from mcore_rl.replay.witness import proving
-from mcore_rl.rl.batch import PolicyMicrobatch, exchange_samples, make_microbatch
+from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch, exchange_samples, make_microbatch
+from mcore_rl.rl.critic import Critic
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.objectives.advantages import group_advantages, kl_penalised_advantages, step_advantages
 from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
@@ -24,6 +23,7 @@ from mcore_rl.rl.objectives.heads import LogprobHead, PolicyHead
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
+from mcore_rl.rl.token_advantages import Advantages, at_positions, samples_of, token_advantages
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
@@ -35,37 +35,6 @@ RoutedPass = Callable[[Sequence[PolicyMicrobatch]], AbstractContextManager[Routi
 """Opens the routing of one pass over these microbatches: a method of `PolicyRoutes`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Minibatch:
-    """The samples of one optimizer step."""
-
-    microbatches: list[PolicyMicrobatch]
-    """This rank's packed sequences."""
-    totals: BatchTotals
-    """Trained tokens and sequences of the world."""
-    loss_weights_N: Tensor
-    """float64: weight of each sample's tokens in the loss; zero for samples of the rollout in other minibatches."""
-    num_samples: int
-    """Samples of the world."""
-    num_positions: int
-    """Positions of the world's samples, without padding."""
-    mean_length: float
-    """Mean length that a position sees (sum of squares / sum of lengths), on which attention's FLOPs depend."""
-    is_on_policy: bool = False
-    """Its only update is made by the old policy itself, whose logprobs no pass has computed before."""
-
-    def with_logprobs(self, field: str, logprobs: Sequence[Tensor]) -> "Minibatch":
-        """Return the minibatch with logprobs `[T]` of each microbatch as its `field`.
-
-        Stages before the last pass an empty sequence: they compute no loss, and get the same minibatch back.
-        """
-        if not logprobs:
-            return self
-        fields: list[dict[str, Any]] = [{field: logprobs_T} for logprobs_T in logprobs]
-        paired = zip(self.microbatches, fields, strict=True)
-        return replace(self, microbatches=[replace(one, **values) for one, values in paired])
-
-
 class Learner:
     """Makes a policy learn from rollouts. Every method is collective over the world."""
 
@@ -75,6 +44,7 @@ class Learner:
         config: RlRunConfig,
         reference: Reference | None,
         routes: PolicyRoutes,
+        critic: Critic | None = None,
         *,
         vocab_size: int,
     ) -> None:
@@ -84,13 +54,15 @@ class Learner:
             state: the policy in training.
             config: the run's config.
             reference: the reference policy; None where there is no KL.
-            routes: routing of the passes.
+            routes: routing of the policy's passes.
+            critic: the critic of rl.advantage.kind="gae"; None: there is none.
             vocab_size: number of ids that the tokenizer has; larger ones have no probability, as in the rollout.
         """
         self.state = state
         self.config = config
         self.reference = reference
         self.routes = routes
+        self.critic = critic
         mesh, loss = state.mesh, config.rl.loss
         self._logprob_head = LogprobHead(
             mesh,
@@ -155,7 +127,7 @@ class Learner:
         """
         if self.config.rl.update.old_logprobs == "rollout":
             return [
-                one.with_logprobs("old_logprobs_T", [each.rollout_logprobs_T for each in one.microbatches])
+                one.with_numbers("old_logprobs_T", [each.rollout_logprobs_T for each in one.microbatches])
                 for one in minibatches
             ]
         num_on_policy, replay = 1 if self._first_is_on_policy else 0, self.config.replay
@@ -177,17 +149,26 @@ class Learner:
                 for one in minibatches
             ]
 
-    def advantages(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> dict[int, Tensor]:
-        """Return advantages `[positions]` of each sample that this rank trains on, by the sample's index.
+    def with_values(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Return the minibatches with the critic's value before each token; without a critic, the same."""
+        if self.critic is None:
+            return list(minibatches)
+        with self.state.timers.phase("values"):
+            return self.critic.with_values(minibatches)
 
-        Index t of an advantage belongs to token t + 1, the one predicted at t. All tokens of a completion have the same
-        one, except with rl.advantage.kind="steps".
+    def advantages(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
+        """Return the advantages of each sample that this rank trains on, and with a critic its returns.
+
+        All tokens of a completion have the same advantage, except with rl.advantage.kind="steps", "gae" and
+        "reinforce_plus_plus".
         """
         loss, advantage = self.config.rl.loss, self.config.rl.advantage
+        if advantage.is_of_tokens:
+            return token_advantages(
+                self.config, rollout, minibatches, self.state.mesh, self.state.platform.device
+            )
         group_size = rollout.rewards_PG.shape[1]
-        samples = sorted(
-            {index for one in minibatches for each in one.microbatches for index in each.samples}
-        )
+        samples = samples_of(minibatches)
         if advantage.kind == "steps":
             by_sample = {}
             for p in sorted({index // group_size for index in samples}):
@@ -197,9 +178,8 @@ class Learner:
                     rollout.steps_PGI[p], lengths, ddof=advantage.ddof, eps=advantage.eps
                 )
                 for g, (shape, tokens_C) in enumerate(zip(shapes, tokens_GC, strict=True)):
-                    # The first token of the completion is predicted at the last position of the prompt.
-                    by_sample[p * group_size + g] = pad(tokens_C, (shape.num_prompt_tokens - 1, 0))
-            return by_sample
+                    by_sample[p * group_size + g] = at_positions(tokens_C, shape)
+            return Advantages(of_samples=by_sample)
         rewards_PG = rollout.rewards_PG
         if loss.kl_coeff and loss.kl_in == "reward":
             kl_PG = self._kl_sums(rewards_PG.numel(), minibatches).view_as(rewards_PG)
@@ -207,9 +187,30 @@ class Learner:
         else:
             advantages_PG = group_advantages(rewards_PG, advantage)
         advantages_N = advantages_PG.flatten()
-        return {index: advantages_N[index].expand(rollout.shapes[index].num_positions) for index in samples}
+        return Advantages(
+            of_samples={
+                index: advantages_N[index].expand(rollout.shapes[index].num_positions) for index in samples
+            }
+        )
 
-    def update(self, minibatch: Minibatch, advantages: Mapping[int, Tensor]) -> StepReport | None:
+    def update_critic(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[StepReport]:
+        """Train the critic towards the returns of a rollout batch and return its optimizer steps; none without one."""
+        if self.critic is None:
+            return []
+        with self.state.timers.phase("critic"):
+            return self.critic.update(minibatches, advantages.returns)
+
+    @property
+    def critic_warms_up(self) -> bool:
+        """Whether the critic alone is trained on the rollout batch that begins at this step."""
+        rollouts = self.state.progress.step // self.config.updates_per_rollout
+        return self.critic is not None and rollouts < self.config.rl.critic.warmup_rollouts
+
+    def pass_over(self) -> None:
+        """Count an optimizer step in which the policy stays as it is."""
+        self.state.progress.step += 1
+
+    def update(self, minibatch: Minibatch, advantages: Advantages) -> StepReport | None:
         """Take one optimizer step on `minibatch`.
 
         Returns:
@@ -218,10 +219,11 @@ class Learner:
         """
         progress = self.state.progress
         if not minibatch.totals.num_tokens:
-            progress.step += 1
+            self.pass_over()
             return None
         microbatches = [
-            one.with_advantages(advantages, minibatch.loss_weights_N) for one in minibatch.microbatches
+            one.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
+            for one in minibatch.microbatches
         ]
         kind = self.config.replay.kind
         is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
@@ -270,7 +272,7 @@ class Learner:
         chunks, microbatches = self.state.chunks, minibatch.microbatches
         with evaluating(chunks), routed(microbatches) as routing, self._proving(is_imposed=is_imposed):
             outputs = run_pass(chunks, microbatches, self._logprob_head, backward=False, routing=routing)
-        return minibatch.with_logprobs(field, [one["logprobs"] for one in outputs])
+        return minibatch.with_numbers(field, [one["logprobs"] for one in outputs])
 
     def _loss_weights(self, num_trained_N: Tensor, totals: BatchTotals) -> Tensor:
         if not totals.num_tokens:

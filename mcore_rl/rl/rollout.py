@@ -52,7 +52,7 @@ class Rollout:
     metrics: list[Metric]
     """Metrics of all replicas."""
     steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
-    """Rewards of the steps of each completion; empty unless rl.advantage.kind="steps"."""
+    """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
     truncation_warning: str | None = None
     """Likely reason why all completions are truncated; None: some are not."""
 
@@ -88,7 +88,7 @@ class GroupSummary:
     correct_G: list[bool | None]
     """Whether the first part of the reward is 1 or more; None where its score failed."""
     steps_GI: Sequence[Sequence[StepReward]] = ()
-    """Rewards of the steps of each completion; empty unless rl.advantage.kind="steps"."""
+    """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,13 +152,8 @@ class Rollouts:
             metrics.append(Metric("rollout/refills", refill))
             metrics.append(Metric("rollout/unused_groups", len(summaries) - len(chosen)))
         rewards_PG = _rewards_PG(chosen).view(len(chosen), rollout.group_size)
-        num_chosen = max(1, len(chosen))
-        # Without a group to train on nothing has a signal: the fraction is 1 then, not 0 of 0.
-        num_constant = int(constant_groups(rewards_PG).sum()) if chosen else 1
-        metrics.append(Metric("reward/groups_without_signal_fraction", num_constant, num_chosen))
-        of_scored = [row_G[~row_G.isnan()] for row_G in rewards_PG]
-        stds = [row_G.std(correction=0).item() for row_G in of_scored if len(row_G)]
-        metrics.append(Metric("reward/group_std", sum(stds), max(1, len(stds))))
+        if rollout.group_size > 1:
+            metrics += _group_metrics(rewards_PG)
         return Rollout(
             groups={p: groups[one.index] for p, one in enumerate(chosen) if one.index in groups},
             rewards_PG=rewards_PG,
@@ -169,6 +164,7 @@ class Rollouts:
                     num_completion_tokens=one.lengths_G[g],
                     is_trained=not math.isnan(one.rewards_G[g])
                     and not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
+                    is_truncated=one.truncated_G[g],
                 )
                 for p, one in enumerate(chosen)
                 for g in range(rollout.group_size)
@@ -260,7 +256,7 @@ class Rollouts:
             for row_G in next(iter(scores.parts.values())).tolist()
         ]
         rewards_PG = scores.rewards_PG.tolist()
-        has_steps = self.config.rl.advantage.kind == "steps"
+        has_steps = self.config.rl.advantage.uses_steps
         return [
             GroupSummary(
                 index=index,
@@ -310,6 +306,18 @@ def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequenc
 
 def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:
     return torch.tensor([one.rewards_G for one in summaries], dtype=torch.float64)
+
+
+def _group_metrics(rewards_PG: Tensor) -> list[Metric]:
+    """Return how the rewards of a prompt differ, from rewards `[P, G]`."""
+    # Without a group to train on nothing has a signal: the fraction is 1 then, not 0 of 0.
+    num_constant = int(constant_groups(rewards_PG).sum()) if len(rewards_PG) else 1
+    of_scored = [row_G[~row_G.isnan()] for row_G in rewards_PG]
+    stds = [row_G.std(correction=0).item() for row_G in of_scored if len(row_G)]
+    return [
+        Metric("reward/groups_without_signal_fraction", num_constant, max(1, len(rewards_PG))),
+        Metric("reward/group_std", sum(stds), max(1, len(stds))),
+    ]
 
 
 def _cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:

@@ -11,8 +11,10 @@ from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.speed import speed_metrics
 from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_per_token
+from mcore_rl.rl.batch import Minibatch
+from mcore_rl.rl.critic import critic_metrics
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
-from mcore_rl.rl.learner import Learner, Minibatch
+from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.objectives.diagnostics import update_metrics
 from mcore_rl.rl.rollout import Rollout, Rollouts
 from mcore_rl.rl.samples import gather_samples, table_lines, write_samples
@@ -69,17 +71,28 @@ class RlTrainer(Trainer):
         minibatches = learner.minibatches(rollout)
         learner.routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
 
-        # Passes without gradient, then advantages, which a KL in the reward makes depend on both.
+        # Passes without gradient, then advantages, which a KL in the reward and a critic make depend on them.
         minibatches = learner.with_old_logprobs(minibatches)
         minibatches = learner.with_reference_logprobs(minibatches)
+        minibatches = learner.with_values(minibatches)
         advantages = learner.advantages(rollout, minibatches)
 
+        # Values are of the critic before its updates, so that the policy's updates do not depend on them.
+        critic_start_s = time.perf_counter()
+        critic_reports = learner.update_critic(minibatches, advantages)
+        critic_s = time.perf_counter() - critic_start_s
+        metrics = [*advantages.metrics, *self._critic_metrics(minibatches, critic_reports, critic_s)]
+
         updates = minibatches * self.config.rl.update.epochs
+        warms_up = learner.critic_warms_up
         for index, minibatch in enumerate(updates):
             update_start_s = time.perf_counter()
-            report = learner.update(minibatch, advantages)
+            report = None
+            if warms_up:
+                learner.pass_over()
+            else:
+                report = learner.update(minibatch, advantages)
             update_s = time.perf_counter() - update_start_s
-            metrics: list[Metric] = []
             if report is not None:
                 metrics += self._update_metrics(minibatch, report, update_s)
             metrics += learner.routes.take_metrics()
@@ -92,12 +105,14 @@ class RlTrainer(Trainer):
                 metrics += rollout.metrics
                 metrics += self._rollout_metrics(time.perf_counter() - start_s)
             self.log.write(progress.step, metrics)
+            metrics = []
             if report is None:
-                self.log.message(
-                    "nothing to train on in this update: weights are as before", step=progress.step
-                )
+                reason = "the critic warms up" if warms_up else "nothing to train on in this update"
+                self.log.message(f"{reason}: weights are as before", step=progress.step)
             else:
                 self._check_skipped(report)
+        for report in critic_reports:
+            self._check_skipped(report, is_critic=True)
 
     def _evaluate(self, *, is_last: bool) -> None:
         """Log how the policy answers the held-out prompts."""
@@ -136,6 +151,18 @@ class RlTrainer(Trainer):
         yield Metric("train/grad_norm", report.grad_norm)
         maxima = {name.removeprefix(MAX): x for name, x in report.sums.items() if name.startswith(MAX)}
         yield from update_metrics(report.sums, maxima)
+
+    def _critic_metrics(
+        self, minibatches: Sequence[Minibatch], reports: Sequence[StepReport], updates_s: float
+    ) -> Iterator[Metric]:
+        """Yield the metrics of the critic's optimizer steps on a rollout batch, which took `updates_s` seconds."""
+        yield from critic_metrics(reports)
+        if reports:
+            model = self.config.model.scored
+            flops = self.config.critic_epochs * sum(
+                one.num_positions * train_flops_per_token(model, one.mean_length) for one in minibatches
+            )
+            yield Metric("critic/model_tflops_per_rank", flops / 1e12, updates_s * self.state.mesh.world.size)
 
     def _rollout_metrics(self, step_s: float) -> list[Metric]:
         """Collective over the world: metrics of one rollout batch."""

@@ -13,6 +13,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.rl.critic import Critic
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
@@ -56,7 +57,8 @@ def train(config: RlRunConfig) -> None:
             folder = run.folder.path / "routes" / str(platform.rank)
             with closing(PolicyRoutes(run.state, config, folder)) as routes:
                 reference, vocab_size = load_reference(config, run), prompts.tokenizer.vocab_size
-                learner = Learner(run.state, config, reference, routes, vocab_size=vocab_size)
+                critic = load_critic(config, run)
+                learner = Learner(run.state, config, reference, routes, critic, vocab_size=vocab_size)
                 RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
 
@@ -107,7 +109,7 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             "weights are equal (see moe/dropped_fraction and rollout/mismatch_kl_nats). Set it to none to train on "
             "what was sampled."
         )
-    has_token_ratio = config.rl.loss.kind in ("grpo", "cispo")
+    has_token_ratio = config.rl.loss.kind in ("grpo", "ppo", "cispo")
     if config.model.is_moe and has_token_ratio and config.replay.kind == "none":
         yield (
             f'warning: rl.loss.kind="{config.rl.loss.kind}" on a mixture of experts without routing replay: after an '
@@ -129,6 +131,18 @@ def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
     else:
         run.log.message(f"reference policy: {reference.resume(step)}")
     return reference
+
+
+def load_critic(config: RlRunConfig, run: Run) -> Critic | None:
+    """Collective over the world: return the critic of the run, at step 0 with the weights of rl.critic.load or those of
+    the policy, later with those of the checkpoint; None without one.
+    """
+    if run.state.critic is None:
+        return None
+    critic = Critic(run.state.critic, config)
+    if run.state.progress.step == 0:
+        run.log.message(critic.begin(run.state.chunks))
+    return critic
 
 
 if __name__ == "__main__":

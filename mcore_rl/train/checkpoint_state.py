@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from mcore_rl.checkpoint.read import OWN_ENTRY, StoredCheckpoint, read
+from mcore_rl.checkpoint.read import CRITIC, OWN_ENTRY, StoredCheckpoint, read
 from mcore_rl.checkpoint.weights import (
     common_state,
     put_weights,
@@ -18,6 +19,7 @@ from mcore_rl.checkpoint.weights import (
     without_absent_extras,
 )
 from mcore_rl.checkpoint.write import describe_mesh
+from mcore_rl.errors import CheckpointError
 from mcore_rl.train.random_states import random_states, reseed, restore_random_states
 from mcore_rl.train.state import Progress, TrainState
 
@@ -41,13 +43,7 @@ def full_state(state: TrainState) -> dict[str, Any]:
 
     The common values are copies; the shards of weights share the weights' memory.
     """
-    settle_weights(state.chunks)
-    _initialize_optimizer(state)
-    weights = weights_state(state.chunks, state.mesh)
-    # A copy, because Megatron's optimizer adds to the dict that it is given.
-    moments = state.optimizer.sharded_state_dict(
-        dict(weights), is_loading=False, metadata=sharding_metadata(state.mesh)
-    )
+    weights, moments = _sharded(state)
     ours = {"progress": asdict(state.progress), "device": state.platform.device.type}
     common = common_state(state.config.model, state.mesh, state.progress.step, ours)
     common["args"].consumed_train_samples = state.progress.consumed_samples
@@ -59,7 +55,40 @@ def full_state(state: TrainState) -> dict[str, Any]:
             "opt_param_scheduler": state.schedule.state_dict(),
             "random_states": _random_shard(state, random_states()),
         }
+        | ({} if state.critic is None else {"critic": _critic_state(state.critic)})
     )
+
+
+def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collective over the mesh: return the weights and the optimizer's state of one model as they are, as shards."""
+    settle_weights(state.chunks)
+    _initialize_optimizer(state)
+    weights = weights_state(state.chunks, state.mesh)
+    # A copy, because Megatron's optimizer adds to the dict that it is given.
+    moments = state.optimizer.sharded_state_dict(
+        dict(weights), is_loading=False, metadata=sharding_metadata(state.mesh)
+    )
+    return weights, moments
+
+
+def _critic_state(critic: TrainState) -> dict[str, Any]:
+    """Collective over the mesh: return what a resumed run needs of the critic, under keys that begin with CRITIC."""
+    weights, moments = _sharded(critic)
+    entries: dict[str, Any] = weights | {"optimizer": moments}
+    add_prefix_for_sharding(entries, CRITIC)
+    return entries | {
+        "opt_param_scheduler": critic.schedule.state_dict(),
+        "progress": asdict(critic.progress),
+    }
+
+
+def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:
+    """Collective over the mesh: return the weights' and the optimizer's shards to be filled from a checkpoint."""
+    wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
+    wanted["optimizer"] = state.optimizer.sharded_state_dict(
+        dict(wanted), is_loading=True, metadata=sharding_metadata(state.mesh)
+    )
+    return wanted
 
 
 def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
@@ -70,16 +99,21 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
     """
     assert stored.marker is not None
     is_same_mesh = stored.marker.mesh == describe_mesh(state.mesh)
-    wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
-    wanted["optimizer"] = state.optimizer.sharded_state_dict(
-        dict(wanted), is_loading=True, metadata=sharding_metadata(state.mesh)
-    )
+    wanted = _wanted(state, stored)
     if is_same_mesh:
         wanted["random_states"] = _random_shard(state, None)
+    if state.critic is not None:
+        _refuse_without_critic(stored)
+        wanted["critic"] = _wanted(state.critic, stored)
+        add_prefix_for_sharding(wanted["critic"], CRITIC)
     loaded = read(wanted, stored, state.mesh, state.config.model)
     put_weights(state.chunks, loaded)
     _put_optimizer(state, loaded)
     state.progress = Progress(**loaded[OWN_ENTRY]["progress"])
+    if state.critic is not None:
+        put_weights(state.critic.chunks, loaded["critic"])
+        _put_optimizer(state.critic, loaded["critic"])
+        state.critic.progress = Progress(**loaded["critic"]["progress"])
     saved_on = loaded[OWN_ENTRY]["device"]
     if is_same_mesh and saved_on == state.platform.device.type:
         restore_random_states(loaded["random_states"])
@@ -89,6 +123,14 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
         f"random states follow anew from train.seed={state.config.train.seed} and step {state.progress.step}: the "
         f"checkpoint is of another mesh or device ({_sizes(stored.marker.mesh)}, {saved_on})"
     ]
+
+
+def _refuse_without_critic(stored: StoredCheckpoint) -> None:
+    if not stored.has_critic:
+        raise CheckpointError(
+            f'{stored.path} has no critic, which rl.advantage.kind="gae" trains. Start another run_dir from its '
+            f"weights, with checkpoint.load={stored.path} and checkpoint.load_optimizer=false"
+        )
 
 
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:

@@ -120,21 +120,24 @@ class Trainer(ABC):
             self.log.message(line)
         self.log.write_now(self.state.progress.step, self.checkpoints.take_metrics())
 
-    def _check_skipped(self, report: StepReport) -> None:
+    def _check_skipped(self, report: StepReport, *, is_critic: bool = False) -> None:
         """Log a skipped step; TrainingError when more than `train.max_skipped` were skipped in a row."""
-        progress, allowed = self.state.progress, self.state.config.train.max_skipped
+        step, allowed = self.state.progress.step, self.state.config.train.max_skipped
         if not report.skipped:
             return
+        trained = self.state.critic if is_critic else self.state
+        assert trained is not None
+        section, subject = ("rl.critic.optim", "the critic: ") if is_critic else ("optim", "")
         self.log.message(
-            "warning: step skipped: its gradient is not finite; weights are as before",
-            step=progress.step,
+            f"warning: {subject}step skipped: its gradient is not finite; weights are as before",
+            step=step,
             loss=report.loss,
         )
-        if progress.skipped_in_a_row > allowed:
+        if trained.progress.skipped_in_a_row > allowed:
             raise TrainingError(
-                f"{progress.skipped_in_a_row} steps in a row had a gradient that is not finite (loss {report.loss} at "
-                f"step {progress.step}); train.max_skipped={allowed} are allowed. Lower optim.lr, lengthen "
-                "optim.warmup_steps, or start again from an earlier checkpoint."
+                f"{subject}{trained.progress.skipped_in_a_row} steps in a row had a gradient that is not finite (loss "
+                f"{report.loss} at step {step}); train.max_skipped={allowed} are allowed. Lower {section}.lr, lengthen "
+                f"{section}.warmup_steps, or start again from an earlier checkpoint."
             )
 
     def _refuse_unfinished_skips(self) -> None:

@@ -24,7 +24,7 @@ from mcore_rl.checkpoint.folder import (
     step_back,
     superseded,
 )
-from mcore_rl.checkpoint.read import StoredCheckpoint, inspect
+from mcore_rl.checkpoint.read import CRITIC, StoredCheckpoint, inspect
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
 from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config
@@ -293,10 +293,14 @@ class Checkpoints:
 
     def _refuse_non_finite(self) -> None:
         """Raise a TrainingError on all ranks when weights are not finite: they are never saved."""
-        settle_weights(self._state.chunks)
+        critic = self._state.critic
+        chunks = {"": self._state.chunks} | ({} if critic is None else {CRITIC: critic.chunks})
+        for of_model in chunks.values():
+            settle_weights(of_model)
         tensors = {
-            name: tensor
-            for chunk in self._state.chunks
+            prefix + name: tensor
+            for prefix, of_model in chunks.items()
+            for chunk in of_model
             for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
             if tensor.is_floating_point()
         }

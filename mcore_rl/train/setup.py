@@ -22,9 +22,20 @@ from mcore_rl.train.state import Progress, TrainState
 
 
 def set_up(config: RunConfig, platform: Platform) -> TrainState:
-    """Collective over the world: build mesh, model with random weights, optimizer and schedule, at step 0."""
+    """Collective over the world: build mesh, model with random weights, optimizer and schedule, at step 0; the same for
+    a critic where the config has one.
+    """
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
+    state = _set_up_model(config, platform, mesh, config.train.steps)
+    if config.critic_optim is not None:
+        scored = config.model_copy(update={"model": config.model.scored, "optim": config.critic_optim})
+        state.critic = _set_up_model(scored, platform, mesh, config.critic_steps)
+    return state
+
+
+def _set_up_model(config: RunConfig, platform: Platform, mesh: Mesh, steps: int) -> TrainState:
+    """Collective over the world: build a model on the mesh with its optimizer, and a schedule over `steps`."""
     bare = build_model(config.model, mesh, platform, config.platform)
     if config.freezes_router:
         freeze_routers(bare)
@@ -37,7 +48,7 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
         mesh=mesh,
         chunks=chunks,
         optimizer=optimizer,
-        schedule=build_schedule(config.optim, optimizer, config.train.steps),
+        schedule=build_schedule(config.optim, optimizer, steps),
         progress=Progress(),
         timers=Timers(platform.device),
     )

@@ -43,3 +43,6 @@ class TrainState:
     schedule: OptimizerParamScheduler
     progress: Progress
     timers: Timers
+    critic: "TrainState | None" = None
+    """Model of values that is trained beside this one on the same mesh, and saved with it; None: there is none. Its
+    `progress` counts its own optimizer steps."""

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.e2e.conftest import Finished, command
 from tests.e2e.test_resume import ranks_of, started, wait_for_step
 from tests.emitted import assert_emitted
-from tests.forked import run_main
+from tests.forked import kill_main, run_main
 
 CONFIG = """
 run_dir = "{folder}/rl"
@@ -88,12 +88,12 @@ def rl_file(tmp_path: Path) -> Path:
 COMPUTED = ("policy/loss", "policy/kl_reference_nats", "train/grad_norm", "reward/mean", "eval/reward")
 
 
-def computed(run_dir: Path) -> dict[int, dict[str, float]]:
+def computed(run_dir: Path, names: tuple[str, ...] = COMPUTED) -> dict[int, dict[str, float]]:
     """Step -> what was computed there, from metrics.jsonl."""
     steps: dict[int, dict[str, float]] = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        steps.setdefault(record["step"], {}).update({key: record[key] for key in COMPUTED if key in record})
+        steps.setdefault(record["step"], {}).update({key: record[key] for key in names if key in record})
     return {step: numbers for step, numbers in steps.items() if numbers}
 
 
@@ -132,6 +132,36 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout.splitlines()[-1])
     assert result["eval/reward"] == pytest.approx(wanted[24]["eval/reward"], abs=1e-6)
+
+
+PPO = (
+    *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.global_batch=8", "train.eval_interval=none"),
+    *("checkpoint.interval=2", "rl.rollout.prompts_per_step=16", "rl.rollout.group_size=1", "replay.kind=r2"),
+    *("rl.advantage.kind=gae", "rl.loss.kind=ppo", "rl.loss.kl_in=reward", "rl.critic.warmup_rollouts=1"),
+    *("rl.critic.epochs=2", "rl.critic.optim.lr=3e-3"),
+)
+OF_PPO = (*COMPUTED, "critic/loss", "critic/grad_norm", "values/mean", "values/explained_variance")
+
+
+def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_path: Path) -> None:
+    """The critic warms up for a rollout; its schedule decays over its own steps."""
+    straight = run_main("mcore_rl.run.rl", [rl_file, *PPO])
+    assert straight.returncode == 0, straight.stderr
+    assert "critic: layers of the policy, and a new head: all values start at 0" in straight.stdout
+    assert straight.stdout.count("the critic warms up: weights are as before") == 2
+    assert_emitted("rl with a critic", tmp_path / "rl")
+    wanted = computed(tmp_path / "rl", OF_PPO)
+    # The policy is as it was in the first rollout and the critic is not: its second values are no zeros.
+    assert "policy/loss" not in wanted[2] and "policy/loss" in wanted[3]
+    assert wanted[1]["values/mean"] == 0.0 != wanted[3]["values/mean"]
+    run_dir = tmp_path / "broken"
+    words = [rl_file, *PPO, f"run_dir={run_dir}"]
+    kill_main("mcore_rl.run.rl", words, lambda: (run_dir / "checkpoints/iter_0000004").exists())
+    assert not (run_dir / "DONE").exists()
+    last = run_main("mcore_rl.run.rl", words)
+    assert last.returncode == 0, last.stderr
+    assert "resumed from" in last.stdout and "critic: " not in last.stdout
+    assert computed(run_dir, OF_PPO) == wanted
 
 
 BAD = {

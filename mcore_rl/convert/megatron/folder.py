@@ -11,7 +11,7 @@ from mcore_rl.backend.archives import FileRange
 from mcore_rl.backend.pickles import load_common, load_metadata
 from mcore_rl.checkpoint.folder import FORMAT_FILE, MARKER, METADATA, Marker, check, step_of
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity
-from mcore_rl.checkpoint.read import find_checkpoint
+from mcore_rl.checkpoint.read import CRITIC, find_checkpoint
 from mcore_rl.convert.hf.folder import read_json, refuse_special_file
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
@@ -55,8 +55,10 @@ class DistFolder:
 
     @property
     def weights(self) -> dict[str, DistTensor]:
-        """The tensors without the optimizer's state, by key."""
-        return {key: tensor for key, tensor in self.tensors.items() if not key.startswith(OPTIMIZER)}
+        """The tensors without the optimizer's state and a critic, by key."""
+        return {
+            key: tensor for key, tensor in self.tensors.items() if not key.startswith((*OPTIMIZER, CRITIC))
+        }
 
 
 def open_dist(path: Path) -> DistFolder:

@@ -1,4 +1,4 @@
-"""Heads of a pass over the policy: logprobs of the completions' tokens, or the loss of an update."""
+"""Heads of a pass over the policy or the critic: logprobs or values of the completions' tokens, or an update's loss."""
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import MAX, HeadOutput
 from mcore_rl.parallel.vocab import IGNORED_TARGET, TokenStatistics, logprobs_and_entropy
 from mcore_rl.rl.batch import PolicyMicrobatch
+from mcore_rl.rl.objectives.gae import clipped_value_loss
 from mcore_rl.rl.objectives.losses import policy_loss
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 
@@ -93,3 +94,44 @@ class PolicyHead:
         loss = policy_loss(tokens, self._config, self._mesh.cp)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}
         return HeadOutput(loss=loss.loss, count=loss.count, outputs=loss.sums | maxima)
+
+
+class ValueHead:
+    """Keeps `values` `[T]`, float32: the critic's score at each position, before the token predicted there is seen."""
+
+    wants_losses = False
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return microbatch.mask_T.new_zeros((), dtype=torch.int)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the values of one microbatch, from scores `[1, T, 1]`; there is no loss."""
+        zero = output.new_zeros((), dtype=torch.float32)
+        return HeadOutput(loss=zero, count=zero.int(), outputs={"values": output[0, :, 0].detach().float()})
+
+
+class ValueLossHead:
+    """Computes the clipped squared error of the critic's values, a mean over all trained tokens."""
+
+    wants_losses = False
+
+    def __init__(self, clip: float | None) -> None:
+        """Take rl.critic.clip_value; None: values are not clipped."""
+        self._clip = clip
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return the number of trained tokens, as for the policy's loss."""
+        return microbatch.mask_T.sum().to(torch.int)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the loss of one microbatch from scores `[1, T, 1]`; output it and the number of clipped tokens."""
+        assert microbatch.values_T is not None and microbatch.returns_T is not None
+        loss_T, is_clipped_T = clipped_value_loss(
+            output[0, :, 0].float(), microbatch.values_T, microbatch.returns_T, self._clip
+        )
+        loss = loss_T.where(microbatch.mask_T, 0.0).sum()
+        count = self.count(microbatch)
+        clipped = (is_clipped_T & microbatch.mask_T).sum()
+        outputs = {"loss": loss.detach(), "count": count, "clipped": clipped}
+        return HeadOutput(loss=loss, count=count, outputs=outputs)

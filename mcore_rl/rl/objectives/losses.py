@@ -95,7 +95,7 @@ def squared_error(log_ratio_of_sequence_T: Tensor, advantages_T: Tensor, *, tau:
     return TokenLoss((advantages_T - tau * log_ratio_of_sequence_T).square(), never_T, never_T)
 
 
-def _grpo(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
+def _clipped_tokens(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
     return clipped(tokens.log_ratio_T, tokens.advantages_T, config.clip, dual_clip=config.dual_clip)
 
 
@@ -124,7 +124,8 @@ Loss = Callable[[PolicyTokens, LossConfig, Axis], TokenLoss]
 """Function from the tokens of a microbatch, `rl.loss` and the context-parallel ranks to the loss of each token.
 Collective over these ranks, in the forward only."""
 LOSSES: dict[str, Loss] = {
-    "grpo": _grpo,
+    "grpo": _clipped_tokens,
+    "ppo": _clipped_tokens,  # of GRPO's tokens it differs in the aggregation alone
     "gspo": _gspo_token,
     "gspo_token": _gspo_token,
     "kimi_k2": _kimi_k2,

@@ -46,6 +46,14 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
             'Set old_logprobs="trainer"',
         ),
         (["rl.eval.samples=4"], "are all the same"),
+        (
+            ["rl.advantage.kind=gae", "rl.critic.warmup_rollouts=60"],
+            "rl.critic.warmup_rollouts=60 are all of",
+        ),
+        (
+            ["rl.advantage.kind=gae", "rl.critic.optim.min_lr=1"],
+            "rl.critic.optim.min_lr=1.0 is above rl.critic.optim.lr=0.0003",
+        ),
         (["rl.eval.files=['x']"], "whose held-out problems are made"),
         (["replay.kind=r2", "rl.update.old_logprobs=rollout"], 'or replay.kind="r3"'),
         (["data.chat_template=tokenizer"], 'Set it to "plain" or "raw"'),

@@ -82,7 +82,7 @@ def test_every_summary_is_what_the_recipe_is_for_and_not_the_size_of_its_cluster
     for recipe in recipes():
         program = recipe.name.rpartition("/")[2]
         assert recipe.summary.startswith(purposes.get(program, "")), recipe
-        assert re.search("GRPO|GSPO|Kimi|Pretraining|Fine-tuning", recipe.summary), recipe
+        assert re.search("GRPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning", recipe.summary), recipe
 
 
 def test_the_command_lists_every_recipe_that_can_be_run(capsys):

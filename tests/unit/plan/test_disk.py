@@ -40,6 +40,13 @@ def test_the_kept_checkpoints_are_counted_and_the_one_that_is_written(keep, inte
     assert disk_of(config(*words)).num_checkpoints == number
 
 
+def test_a_critic_is_saved_beside_the_policy():
+    plain = disk_of(config(cls=RlRunConfig)).checkpoint
+    critic = disk_of(config("rl.advantage.kind=gae", cls=RlRunConfig)).checkpoint
+    # One row of weights in the place of the output layer's 512, and the shift of the scores, 4 bytes.
+    assert critic - plain in ((WEIGHTS - 511 * 64) * 16, (WEIGHTS - 511 * 64) * 16 + 4)
+
+
 def test_samples_and_routes_of_rl_are_counted():
     words = [
         "model.family=qwen3_moe",

@@ -1,0 +1,28 @@
+"""The section `rl.critic`: the model of values that PPO trains beside the policy."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.section import Section, Text
+
+
+class CriticConfig(Section):
+    """Critic of rl.advantage.kind="gae": a second model, with one number a token, on the policy's mesh."""
+
+    load: Text | None = None
+    """Checkpoint, folder of checkpoints or run that the critic starts from: a reward model with its head, or a language
+    model, which gets a new head; `none`: the policy's own weights at the start, with a new head."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule; its steps are the critic's own: rollout batches x their minibatches x `epochs`."""
+    epochs: PositiveInt | Literal["auto"] = "auto"
+    """Number of times that the critic is trained on each completion of a rollout batch; `auto`: rl.update.epochs."""
+    warmup_rollouts: NonNegativeInt = 0
+    """First rollout batches in which the critic alone is trained, on returns of the policy as it is (VC-PPO,
+    2503.01491). Their optimizer steps count in train.steps."""
+    clip_value: PositiveFloat | None = 0.2
+    """Distance from the value at the rollout beyond which a new value gains nothing (1707.06347); `none`: no limit."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
+    """Lambda of the returns that the critic is trained towards; `auto`: rl.advantage.gae_lambda, and 1 where that
+    depends on the length (VAPO, 2504.05118)."""

@@ -1,0 +1,96 @@
+"""Updates of a policy and its critic on a given rollout: apart from its tests, so that ranks need not import them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.rl.critic import Critic
+from mcore_rl.rl.learner import Learner
+from mcore_rl.rl.policy_routes import PolicyRoutes
+from mcore_rl.rl.reference import Reference
+from mcore_rl.rl.rollout import Rollout
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.step import StepReport
+from tests.parallel.parity import Tensors, owned
+from tests.parallel.rl_steps import replaced, rollout_of
+
+TRUNCATED = (0, 5, 10, 23)
+"""Samples that reached the largest length."""
+
+
+def truncated_rollout(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout:
+    """The ragged rollout of random tokens, some of whose completions have no end, and one no reward."""
+    rollout = rollout_of(config, dp_cp_rank, dp_cp_size)
+    rewards_PG = rollout.rewards_PG.clone()
+    rewards_PG[2, 1] = torch.nan  # sample 9, which is not trained on
+    shapes = {
+        index: replace(shape, is_truncated=index in TRUNCATED) for index, shape in rollout.shapes.items()
+    }
+    return replace(rollout, rewards_PG=rewards_PG, shapes=shapes)
+
+
+def initial_weights(config: RlRunConfig) -> list[Any]:
+    """On a rank: the pieces of a new policy and a new critic, whose head is zero."""
+    state = set_up(config, start(config.platform))
+    assert state.critic is not None
+    return [owned(state), owned(state.critic)]
+
+
+def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -> dict[str, Any]:
+    """On a rank: what the updates of one rollout report, and the pieces of both models after them.
+
+    Args:
+        weights: of the policy, of the reference and of the critic, before.
+    """
+    state = set_up(config, start(config.platform))
+    mesh, trained = state.mesh, state.critic
+    assert trained is not None
+    policy, other, values = weights
+    copy_in(state.chunks, other)
+    reference = Reference(state.chunks, mesh, config.model, folder, folder / "checkpoints")
+    for one, tensors in ((state, policy), (trained, values)):
+        copy_in(one.chunks, tensors)
+        one.optimizer.reload_model_params()
+    routes = PolicyRoutes(state, config, folder / str(mesh.world.rank))
+    critic = Critic(trained, config)
+    learner = Learner(state, config, reference, routes, critic, vocab_size=config.model.vocab_size)
+    rollout = truncated_rollout(config, mesh.dp_cp.rank, mesh.dp_cp.size)
+    minibatches = learner.minibatches(rollout)
+    routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+    minibatches = learner.with_reference_logprobs(learner.with_old_logprobs(minibatches))
+    minibatches = learner.with_values(minibatches)
+    advantages = learner.advantages(rollout, minibatches)
+    critic_reports = learner.update_critic(minibatches, advantages)
+    reports = [learner.update(minibatch, advantages) for minibatch in minibatches * config.rl.update.epochs]
+    return {
+        "values": {metric.name: float(metric.value) for metric in advantages.metrics},
+        "critic": [numbers(report) for report in critic_reports],
+        "policy": [numbers(report) for report in reports if report is not None],
+        "weights": {"policy": owned(state), "critic": owned(trained)},
+    }
+
+
+def numbers(report: StepReport) -> dict[str, float]:
+    """Loss, gradient norm and statistics of an update."""
+    return replaced(report.sums) | {"loss": report.loss, "grad_norm": report.grad_norm}
+
+
+def on_meshes(
+    config: RlRunConfig, meshes: Sequence[MeshConfig], weights: Sequence[Tensors], folder: Path
+) -> list[dict[str, Any]]:
+    """On a rank: the updates on each mesh, one after another."""
+    outcomes = []
+    for index, mesh in enumerate(meshes):
+        on_mesh = config.model_copy(update={"mesh": mesh})
+        outcome = ppo_updates(on_mesh, weights, folder / str(index))
+        outcomes.append({name: outcome[name] for name in ("values", "critic", "policy")})
+        destroy_mesh()
+    return outcomes

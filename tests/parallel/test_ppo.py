@@ -1,0 +1,225 @@
+"""PPO's updates of policy and critic: those of transformers and autograd in float64, and the same on every mesh."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.config.critic import CriticConfig
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.replay import ReplayConfig, ReplayKind
+from mcore_rl.config.rl import (
+    AdvantageConfig,
+    LossConfig,
+    PromptConfig,
+    RlConfig,
+    RolloutConfig,
+    UpdateConfig,
+)
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import TrainConfig
+from tests.hf_models import Oracle, oracle
+from tests.hf_weights import to_global
+from tests.parallel.parity import Tensors, assembled
+from tests.parallel.ppo_steps import TRUNCATED, initial_weights, on_meshes, ppo_updates, truncated_rollout
+from tests.parallel.rl_steps import GROUPS, SIZE
+from tests.ranks import run_ranks
+from tests.tiny_models import TINY
+
+GAMMA, LAMBDA, CRITIC_LAMBDA, BETA, CLIP, VALUE_CLIP = 0.97, 0.9, 1.0, 0.1, 0.05, 0.01
+TEMPERATURE, EPS = 0.7, 1e-6
+ADAM = OptimConfig(
+    # With an epsilon of 1 a step is proportional to small gradients: Adam's division does not enlarge their rounding.
+    lr=0.5,
+    schedule="constant",
+    eps=1.0,
+    beta1=0.9,
+    beta2=0.95,
+    weight_decay=0.0,
+    clip_grad=None,
+)
+MESHES = {
+    "tp2": MeshConfig(tp=2),
+    "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "cp2": MeshConfig(cp=2),
+    "dp2": MeshConfig(dp=2),
+    "tp2-ep2": MeshConfig(tp=2, ep=2),
+}
+
+
+def config_of(model: ModelConfig, replay: ReplayKind = "none", optim: OptimConfig = ADAM) -> RlRunConfig:
+    """Two minibatches; clips that are reached, truncated completions that go on in the last value."""
+    moe = model.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
+    return RlRunConfig(
+        model=model.model_copy(update={"moe": moe}),
+        replay=ReplayConfig(kind=replay),
+        optim=optim,
+        train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
+        rl=RlConfig(
+            prompts=PromptConfig(max_tokens=8),
+            rollout=RolloutConfig(
+                prompts_per_step=GROUPS, group_size=SIZE, max_new_tokens=12, temperature=TEMPERATURE
+            ),
+            advantage=AdvantageConfig(
+                kind="gae", gamma=GAMMA, gae_lambda=LAMBDA, bootstrap_truncated=True, eps=EPS
+            ),
+            loss=LossConfig(kind="ppo", clip_low=CLIP, clip_high=CLIP, kl_coeff=BETA, kl_in="reward"),
+            critic=CriticConfig(optim=optim, clip_value=VALUE_CLIP, gae_lambda=CRITIC_LAMBDA),
+            update=UpdateConfig(max_tokens_per_microbatch=48),
+        ),
+    )
+
+
+class Theirs:
+    """Policy, reference and critic of transformers in float64, and one rollout's updates as the papers write them."""
+
+    def __init__(self, theirs: Oracle) -> None:
+        self.policy, self.reference = (copy.deepcopy(theirs.model).double() for _ in range(2))
+        self.critic = copy.deepcopy(theirs.model.model).double()  # type: ignore[operator]
+        for model in (self.policy, self.reference, self.critic):
+            model.config._experts_implementation = "eager"  # the grouped products have no float64
+        self.score = nn.Linear(theirs.config["hidden_size"], 1, bias=False).double()
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            self.score.weight.copy_(0.3 * torch.randn(self.score.weight.shape, generator=generator))
+            # Not far from the policy, and not equal to it.
+            for model in (self.reference, self.critic):
+                for parameter in model.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                    parameter.mul_(1 + 0.03 * noise)
+
+    def weights(self, model: ModelConfig) -> list[Tensors]:
+        """Policy, reference and critic in our names and layouts, float32."""
+        policies = [
+            to_global({n: t.float() for n, t in one.state_dict().items()}, model)
+            for one in (self.policy, self.reference)
+        ]
+        values = {f"model.{n}": t.float() for n, t in self.critic.state_dict().items()}
+        values["score.weight"] = self.score.weight.detach().float()
+        return [*policies, to_global(values, model.scored) | {"score.shift": torch.zeros(1)}]
+
+    def logprobs(self, model: Any, tokens: list[int], first: int) -> Tensor:
+        """Logprob of each token from `first` on."""
+        logits = model(torch.tensor([tokens[:-1]])).logits[0] / TEMPERATURE
+        return logits.log_softmax(-1)[range(first - 1, len(tokens) - 1), tokens[first:]]
+
+    def values(self, tokens: list[int], first: int) -> Tensor:
+        """Value before each token from `first` on: of the hidden state that predicts it."""
+        hidden = self.critic(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        return self.score(hidden)[first - 1 :, 0]
+
+    def update(self, config: RlRunConfig) -> dict[str, list[float]]:
+        """Two minibatches of the rollout; returns the losses of policy and critic."""
+        rollout = truncated_rollout(config, 0, 1)
+        samples = {
+            p * SIZE + g: ([*group.prompt.tokens_T, *completion.tokens_T], len(group.prompt.tokens_T))
+            for p, group in rollout.groups.items()
+            for g, completion in enumerate(group.completions)
+            if rollout.shapes[p * SIZE + g].is_trained
+        }
+        advantages, returns, old, old_values = {}, {}, {}, {}
+        for index, (tokens, first) in samples.items():
+            with torch.no_grad():
+                old[index] = self.logprobs(self.policy, tokens, first)
+                reference = self.logprobs(self.reference, tokens, first)
+                old_values[index] = self.values(tokens, first)
+            d = reference - old[index]
+            rewards = (-BETA * (d.exp() - 1 - d)).tolist()  # k3
+            rewards[-1] += rollout.rewards_PG.flatten()[index].item()
+            value = old_values[index].tolist()
+            length = len(value)
+            value.append(value[-1] if index in TRUNCATED else 0.0)
+            differences = [rewards[t] + GAMMA * value[t + 1] - value[t] for t in range(length)]
+            advantages[index], returns[index] = (
+                [
+                    sum((GAMMA * lam) ** (k - t) * differences[k] for k in range(t, length))
+                    for t in range(length)
+                ]
+                for lam in (LAMBDA, CRITIC_LAMBDA)
+            )
+            returns[index] = [a + v for a, v in zip(returns[index], value, strict=False)]
+        every = torch.tensor([a for one in advantages.values() for a in one], dtype=torch.float64)
+        mean, deviation = every.mean(), every.std() + EPS
+        adam = {"lr": ADAM.lr, "betas": (ADAM.beta1, ADAM.beta2), "eps": ADAM.eps, "weight_decay": 0.0}
+        critic_parameters = [*self.critic.parameters(), *self.score.parameters()]
+        optimizers = [
+            torch.optim.AdamW(parameters, **adam)
+            for parameters in (self.policy.parameters(), critic_parameters)
+        ]
+        losses: dict[str, list[float]] = {"policy": [], "critic": []}
+        half = GROUPS * SIZE // 2
+        for minibatch in (range(half), range(half, 2 * half)):
+            policy_terms, critic_terms = [], []
+            for index in minibatch:
+                if index not in samples:
+                    continue
+                tokens, first = samples[index]
+                ratio = (self.logprobs(self.policy, tokens, first) - old[index]).exp()
+                advantage = (torch.tensor(advantages[index], dtype=torch.float64) - mean) / deviation
+                clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+                policy_terms.append(-torch.minimum(ratio * advantage, clipped * advantage))
+                wanted = torch.tensor(returns[index], dtype=torch.float64)
+                value, before = self.values(tokens, first), old_values[index]
+                near = before + (value - before).clamp(-VALUE_CLIP, VALUE_CLIP)
+                critic_terms.append(0.5 * torch.maximum((value - wanted) ** 2, (near - wanted) ** 2))
+            for name, terms, optimizer in zip(losses, (policy_terms, critic_terms), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = torch.cat(terms).mean()
+                loss.backward()
+                optimizer.step()
+                losses[name].append(loss.item())
+        return losses
+
+
+def test_two_updates_are_those_of_transformers_and_autograd_in_every_parameter(tmp_path: Path) -> None:
+    theirs = Theirs(oracle("qwen3_moe"))
+    config = config_of(oracle("qwen3_moe").ours)
+    before = theirs.weights(config.model)
+    (ours,) = run_ranks(ppo_updates, 1, config, before, tmp_path)
+    losses = theirs.update(config)
+    for name in ("policy", "critic"):
+        assert [one["loss"] for one in ours[name]] == pytest.approx(losses[name], rel=1e-5, abs=1e-6)
+    # Both clips are reached, which a mistake in them would otherwise pass.
+    assert ours["policy"][1]["clipped_low"] + ours["policy"][1]["clipped_high"] > 0.02
+    assert ours["critic"][1]["clipped"] > 0.02
+    policy, _, critic = theirs.weights(config.model)
+    for name, old, wanted in (("policy", before[0], policy), ("critic", before[2], critic)):
+        got = assembled([ours["weights"][name]])
+        assert got.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            moved = (tensor - old[key]).abs().max()
+            assert (got[key] - tensor).abs().max() <= 1e-5, (name, key)
+            assert moved > 1e-4 or key == "score.shift", (name, key, moved)
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[Tensors]:
+    """Policy, reference and critic of a tiny model; each near the policy and not equal to it."""
+    (pieces,) = run_ranks(initial_weights, 1, config_of(TINY["qwen3_moe"]))
+    policy, critic = (assembled([piece]) for piece in pieces)
+    generator = torch.Generator().manual_seed(3)
+    critic["score.weight"] = 0.3 * torch.randn(1, 64, generator=generator)
+
+    def near(tensors: Tensors) -> Tensors:
+        return {n: t * (1 + 0.1 * torch.randn(t.shape, generator=generator)) for n, t in tensors.items()}
+
+    return [policy, near(policy), near(critic)]
+
+
+@pytest.mark.parametrize("replay", ["none", "r2"])
+def test_ppo_does_not_depend_on_the_mesh(replay: ReplayKind, weights: list[Tensors], tmp_path: Path) -> None:
+    optim = OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3)
+    config = config_of(TINY["qwen3_moe"], replay, optim)
+    (reference,) = run_ranks(ppo_updates, 1, config, weights, tmp_path / "one")
+    ranks = run_ranks(on_meshes, 2, config, list(MESHES.values()), weights, tmp_path)
+    for rank in ranks:
+        for mesh, outcome in zip(MESHES, rank, strict=True):
+            assert outcome["values"] == pytest.approx(reference["values"], rel=1e-6, abs=1e-6), mesh
+            for name in ("critic", "policy"):
+                for step, (one, other) in enumerate(zip(outcome[name], reference[name], strict=True)):
+                    assert one == pytest.approx(other, rel=1e-6, abs=1e-6), (mesh, name, step)
