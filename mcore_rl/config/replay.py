@@ -28,8 +28,8 @@ class ReplayConfig(Section):
     """For r3, when an engine gave a completion without routes (a preempted request): end the run, or route that
     sample live and count it."""
     store: Literal["device", "pinned", "file"] = "device"
-    """Memory in which routes wait for their pass: beside the model, page-locked main memory, or a memory-mapped file
-    in the run's folder."""
+    """Memory in which routes wait for their pass: beside the model, page-locked main memory, or a file without a
+    name in the run's folder, of which a killed run leaves nothing."""
     budget_gib: PositiveFloat | None = None
     """GiB of routes that each rank keeps in `store`; further ones go to the next slower one (device, pinned, file);
     `none`: no limit."""
