@@ -15,7 +15,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.run.rollouts import load_prompts
 
 VOCAB = 512
-WARM_STEPS, WARM_EXAMPLES = 300, 10_000
+WARM_STEPS, WARM_UP_STEPS, WARM_EXAMPLES = 300, 30, 10_000
 MODEL = f"""
 [model]
 family = "qwen3_moe"
@@ -48,7 +48,7 @@ eval_batches = "none"
 [optim]
 lr = 1e-3
 schedule = "constant"
-warmup_steps = 30
+warmup_steps = {WARM_UP_STEPS}
 weight_decay = 0.01
 beta2 = 0.98
 """
