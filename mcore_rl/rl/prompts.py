@@ -11,7 +11,7 @@ from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
 from mcore_rl.data.records import SHOWN
 from mcore_rl.errors import DataError
-from mcore_rl.rl.tasks import BadLine, make_problem, read_problems
+from mcore_rl.rl.tasks import BadPromptLine, make_problem, read_problems
 from mcore_rl.rl.types import Problem, Prompt
 
 HELD_OUT_SEED = 2**31
@@ -49,7 +49,7 @@ class FilePrompts:
     mixture: ShuffledSources | None
     num_too_long: int
     """Prompts left out because they are longer than rl.prompts.max_tokens."""
-    bad_lines: tuple[BadLine, ...]
+    bad_lines: tuple[BadPromptLine, ...]
     """Lines left out because they are no prompt."""
 
     @property

@@ -16,7 +16,7 @@ from mcore_rl.rl.types import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BadLine:
+class BadPromptLine:
     """A line of a prompt file that is not a prompt, and the reason."""
 
     file: str
@@ -35,7 +35,7 @@ class ProblemFile:
     problems: tuple[Problem, ...]
     num_per_file: tuple[int, ...]
     """Number of the problems that are of each file, in the order of the files."""
-    bad_lines: tuple[BadLine, ...]
+    bad_lines: tuple[BadPromptLine, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
         DataError: where no line of a file is a prompt, or more than `config.max_bad` lines are none.
     """
     problems: list[Problem] = []
-    bad_lines: list[BadLine] = []
+    bad_lines: list[BadPromptLine] = []
     num_per_file: list[int] = []
     for name in config.files:
         before = len(problems)
@@ -82,7 +82,7 @@ def read_problems(config: PromptConfig, *, needs_answer: bool = False) -> Proble
             if isinstance(read, Problem):
                 problems.append(read)
             else:
-                bad_lines.append(BadLine(file=name, line=number, reason=read))
+                bad_lines.append(BadPromptLine(file=name, line=number, reason=read))
         num_per_file.append(len(problems) - before)
         if not num_per_file[-1]:
             of_this = [bad for bad in bad_lines if bad.file == name]

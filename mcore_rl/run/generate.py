@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
         _check(args)
         trained = read_trained_model(args.run or _run_of(args.checkpoint))
         request = request_of(args, trained)
-        stream = Stream(request) if args.stream else None
+        stream = StreamedText(request) if args.stream else None
         completions = continuations(args, trained, request, stream)
         if stream is not None:
             stream.end(request.text_of(completions[0].tokens_T))
@@ -94,7 +94,7 @@ def request_of(args: argparse.Namespace, trained: TrainedModel) -> Request:
     )
 
 
-class Stream:
+class StreamedText:
     """Prints one completion as it grows."""
 
     def __init__(self, request: Request) -> None:

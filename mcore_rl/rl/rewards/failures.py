@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_rl.errors import TrainingError
 from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.worker import Failure, cut
+from mcore_rl.rl.rewards.worker import FailedScore, cut
 
 FILE_NAME = "reward_failures.jsonl"
 """File in the run folder with the first failure of each kind."""
@@ -22,7 +22,7 @@ class FailedPart:
 
     part: str
     problem_id: str
-    failure: Failure
+    failure: FailedScore
     scored: RewardInput
     """Completion that was to be scored."""
 

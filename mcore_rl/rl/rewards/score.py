@@ -17,7 +17,7 @@ from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.failures import FailedPart
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
-from mcore_rl.rl.rewards.worker import Failure, Job, RewardWorkers, Score
+from mcore_rl.rl.rewards.worker import FailedScore, Job, RewardWorkers, Score
 from mcore_rl.rl.types import Completion, Group, Problem
 
 ANSWER_PARTS = ("exact", "positions", "numeric", "math")
@@ -98,14 +98,14 @@ class Reward:
         failures: list[FailedPart] = []
         value = torch.nan if self._config.error_value is None else self._config.error_value
         for index, outcome in enumerate(self._workers.run(jobs)):
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, FailedScore):
                 problem = pairs[index // len(names)][0]
                 part = names[index % len(names)]
                 scored = inputs[index // len(names)]
                 failures.append(
                     FailedPart(part=part, problem_id=problem.problem_id, failure=outcome, scored=scored)
                 )
-            scores.append(Score(value) if isinstance(outcome, Failure) else outcome)
+            scores.append(Score(value) if isinstance(outcome, FailedScore) else outcome)
         values = [score.value for score in scores]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))

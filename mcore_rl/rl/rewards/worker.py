@@ -47,7 +47,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedScore:
     """Reason why a function gave no number."""
 
     kind: Literal["raised", "not_finite", "bad_steps", "timeout", "died"]
@@ -71,7 +71,7 @@ class Score:
     """The function's own remark on the score."""
 
 
-Outcome = Score | Failure
+Outcome = Score | FailedScore
 
 
 class RewardWorkers:
@@ -115,7 +115,7 @@ class RewardWorkers:
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Return the outcome of each job, in order."""
-        outcomes: list[Outcome] = [Failure("died", "not scored")] * len(jobs)
+        outcomes: list[Outcome] = [FailedScore("died", "not scored")] * len(jobs)
         waiting = list(reversed(range(len(jobs))))
         busy: dict[Connection, _Busy] = {}
         while waiting or busy:
@@ -155,8 +155,8 @@ class RewardWorkers:
         status = worker.stop(0.0 if is_late else PATIENCE_S)
         self._idle.append(self._start())
         if is_late or status == -signal.SIGALRM:
-            return Failure("timeout", f"no answer within {self._timeout_s} s")
-        return Failure("died", f"the process ended with status {status}")
+            return FailedScore("timeout", f"no answer within {self._timeout_s} s")
+        return FailedScore("died", f"the process ended with status {status}")
 
     def _start(self) -> "_Worker":
         context = multiprocessing.get_context("fork")
@@ -200,7 +200,7 @@ class _Busy(NamedTuple):
     deadline: float
 
 
-class _Guard:
+class _CaughtException:
     """Catches an exception of any kind inside: it comes from the user's code, and is counted."""
 
     def __init__(self) -> None:
@@ -260,22 +260,22 @@ def _limit_memory(max_memory_gib: float) -> None:
 
 
 def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
-    with _Guard() as guard:
+    with _CaughtException() as guard:
         return _outcome(function(scored), len(scored.completion))
     assert guard.error is not None
     return _raised(guard.error)
 
 
-def _raised(error: BaseException) -> Failure:
+def _raised(error: BaseException) -> FailedScore:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next  # our own, above the function
     name = type(error).__name__
     text, shown = f"{name}, whose text cannot be made", ""
-    with _Guard():
+    with _CaughtException():
         text = f"{name}: {error}"
         shown = "".join(traceback.format_exception(type(error), error, frames))
-    return Failure("raised", cut(text, MAX_TEXT), error=name, traceback=cut(shown, MAX_TRACEBACK))
+    return FailedScore("raised", cut(text, MAX_TEXT), error=name, traceback=cut(shown, MAX_TRACEBACK))
 
 
 def cut(text: str, most: int) -> str:
@@ -296,13 +296,13 @@ def _outcome(returned: Any, num_characters: int) -> Outcome:
     reason = cut(reason, MAX_TEXT)
     if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
         steps = _steps(returned, num_characters)
-        if isinstance(steps, Failure):
+        if isinstance(steps, FailedScore):
             return steps
         return Score(sum(step.value for step in steps), steps, reason)
     if returned is None:
         raise TypeError(f"the function returned None; {WANTED}")
     value = float(returned)
-    return Score(value, None, reason) if math.isfinite(value) else Failure("not_finite", str(value))
+    return Score(value, None, reason) if math.isfinite(value) else FailedScore("not_finite", str(value))
 
 
 def _named(returned: Mapping[Any, Any]) -> tuple[Any, str]:
@@ -316,7 +316,7 @@ def _named(returned: Mapping[Any, Any]) -> tuple[Any, str]:
     return returned[found[0]], "; ".join([*reason, *(f"{key}: {value}" for key, value in others.items())])
 
 
-def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | Failure:
+def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...] | FailedScore:
     """Return the steps, or a failure where they are none of a text of so many characters."""
     steps: list[TextStep] = []
     for one in returned:
@@ -324,10 +324,12 @@ def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...]
             case (Integral() as end, Real() as value):
                 steps.append(TextStep(int(end), float(value)))
             case _:
-                return Failure("bad_steps", f"{cut(repr(one), MAX_TEXT // 2)} is no (end, value)")
+                return FailedScore("bad_steps", f"{cut(repr(one), MAX_TEXT // 2)} is no (end, value)")
     for before, step in zip((TextStep(0, 0.0), *steps), steps, strict=False):
         if not before.end < step.end <= num_characters:
-            return Failure("bad_steps", f"end {step.end} after {before.end} of {num_characters} characters")
+            return FailedScore(
+                "bad_steps", f"end {step.end} after {before.end} of {num_characters} characters"
+            )
         if not math.isfinite(step.value):
-            return Failure("not_finite", str(step))
+            return FailedScore("not_finite", str(step))
     return tuple(steps)

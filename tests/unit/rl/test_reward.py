@@ -21,7 +21,7 @@ from mcore_rl.rl.rewards.failures import FailureReport, refuse_failing_parts
 from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.trial import try_reward
-from mcore_rl.rl.rewards.worker import MAX_TEXT, MAX_TRACEBACK, Failure, Job, RewardWorkers
+from mcore_rl.rl.rewards.worker import MAX_TEXT, MAX_TRACEBACK, FailedScore, Job, RewardWorkers
 from mcore_rl.rl.rollout import token_step
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt
 
@@ -311,7 +311,7 @@ def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
     with RewardWorkers([obey], workers=workers, timeout_s=0.4, grace_s=0.8) as judges:
         texts = ["a", "hang", "bb", "hang in C", "ccc", "ignore the alarm", "crash", "exit", "quit", "dddd"]
         outcomes = judges.run(jobs(*texts))
-    kinds = [outcome.kind if isinstance(outcome, Failure) else outcome.value for outcome in outcomes]
+    kinds = [outcome.kind if isinstance(outcome, FailedScore) else outcome.value for outcome in outcomes]
     assert kinds == [1, "timeout", 2, "timeout", 3, "timeout", "died", "died", "died", 4]
     assert outcomes[6].text == "the process ended with status -9"
 
