@@ -6,6 +6,7 @@ The job writes to the run's folder:
 logs/<job>.<attempt>/       node-<host>.log, check-<host>.log, failures/ of ranks, failure.json (the first cause),
                             srun.log: one folder per attempt
 logs/<job>.tries            number of starts in a row without a new checkpoint
+logs/<job>.restarts         number of starts within an allocation, on spare nodes
 logs/holder                 id of the job that runs
 attempts.jsonl              a line at the start and at the end of every attempt: see ATTEMPT_FIELDS
 STOP, DONE, writer.json     see mcore_rl/train/run_folder.py
@@ -67,14 +68,16 @@ ATTEMPT_FIELDS = (
     "event",  # "start" or "end"
     "time",  # seconds since 1970
     "job",
-    "attempt",  # number of restarts before
+    "attempt",  # number of restarts before, by Slurm and within an allocation
     "nodes",  # as Slurm writes them: n[1-4]
     "step",  # of the last complete checkpoint
     "status",  # at the end: of srun; null where the program did not start
     # at the end, the reason: finished, limit, preempted, term, stop, crash, hang, disk, refused, unfit, ended, lost,
     # in_use
     "why",
-    "then",  # at the end: "requeue", "orphan" (Slurm had ended the attempt) or the script's exit status
+    # at the end: "requeue", "restart" (within the allocation, on spare nodes), "orphan" (Slurm had ended the attempt)
+    # or the script's exit status
+    "then",
     "host",  # at the end: host of the rank that failed first; empty where none did
     "cause",  # at the end: one line on what was wrong, of a failed program the headline of failure.json; else empty
 )
@@ -128,6 +131,8 @@ class JobScript:
     """Whether the program knows STOP and DONE and is requeued until DONE; else its exit status is that of the job."""
 
     nodes: int = 1
+    spares: int = 0
+    """Further nodes of the allocation, which replace those that fail; only of a training."""
     ranks_per_node: int = 1
     starter: Literal["torchrun", "srun", "once"] = "torchrun"
     """`torchrun`: one task per node; `srun`: one task per rank; `once`: one task on the first node, no ranks."""
@@ -327,6 +332,11 @@ def _unfit_parts(job: JobScript) -> Iterator[str]:
     for component in job.components:
         if not re.fullmatch(r"[a-z_]+", component.name):
             yield f'"{component.name}" cannot name a component. Use lower-case letters and _.'
+    if job.components and job.spares:
+        yield (
+            f"survival.spares={job.spares} with servers: the components of a heterogeneous job cannot begin anew on "
+            "spare nodes. Set survival.spares=0, or leave out the servers."
+        )
     if job.components and job.array:
         yield "Slurm has no arrays of heterogeneous jobs. Leave out one of the two."
     limit_s = seconds_of(job.time)

@@ -119,9 +119,11 @@ def _state(job: slurm.QueuedJob | None, attempts: Sequence[dict[str, object]], *
     if job:
         return job.state
     last = attempts[0] if attempts else {}
-    if is_asked or (last.get("event") == "end" and last.get("then") != "requeue"):
+    if is_asked or (last.get("event") == "end" and last.get("then") not in ("requeue", "restart")):
         return "ended"
-    return {"start": "started", "end": "requeued"}.get(str(last.get("event")), "submitted")
+    if last.get("event") == "start" or last.get("then") == "restart":
+        return "started"
+    return "requeued" if last.get("event") == "end" else "submitted"
 
 
 def _stage_before(
@@ -172,7 +174,12 @@ def _consequence(then: str) -> str:
     """Return what became of the job after an attempt."""
     if then.isdecimal():
         return MEANING.get(int(then), f"status {then}")
-    return {"requeue": "requeued", "orphan": MEANING[STATUS["cancelled"]]}.get(then, then)
+    names = {
+        "requeue": "requeued",
+        "restart": "started again within its allocation",
+        "orphan": MEANING[STATUS["cancelled"]],
+    }
+    return names.get(then, then)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -92,6 +92,7 @@ def plan_training(
         arguments=(str(folder / "config.toml"),),
         run_dir=str(run_dir),
         nodes=nodes,
+        spares=cluster.survival.spares,
         ranks_per_node=ranks,
         starter=cluster.survival.starter,
         signal_s=cluster.survival.signal_s,

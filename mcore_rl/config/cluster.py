@@ -136,6 +136,9 @@ class SurvivalConfig(Section):
     """Crashes that begin on one node, among the job's last `bad_node_attempts` attempts, before the job excludes it."""
     bad_node_attempts: PositiveInt = 10
     """Attempts back to which crashes of a node count against it."""
+    spares: NonNegativeInt = 0
+    """Nodes of a training's allocation beside those that --nodes names, which take the place of nodes that fail: the
+    run then resumes at once, without the queue. When too few nodes are left, the job is requeued."""
 
 
 class ClusterConfig(Section):

@@ -10,7 +10,7 @@ from tests.slurm.training import TWO_RANKS, ends, job, losses, saved_step, submi
 
 PROGRAM = "^[^ ]*python .*mcore_rl.run.pretrain"
 """torchrun and its ranks; srun has that name among its words too."""
-ABOVE_A_RANK = "^[^ ]*python -u -m mcore_rl.backend.rank_process"
+ABOVE_A_RANK = "^[^ ]*python (-u )?-m mcore_rl.backend.rank_process"
 BEGIN_S = 180.0
 
 
@@ -63,3 +63,23 @@ def test_a_run_that_is_interrupted_in_every_way_ends_bit_equal(cluster: Cluster,
     assert crash["headline"] == headline and f"[{id_}.3] first cause: {headline}\n" in log
     cluster.start_slurmd(nodes[0])
     cluster.until_idle(cluster.nodes)
+
+
+def test_a_spare_replaces_the_node_of_a_killed_rank_within_the_allocation(
+    cluster: Cluster, pipeline: Pipeline
+) -> None:
+    """The job is not requeued, and computes what it would have anyway."""
+    words = (f"train.steps={STEPS}", "checkpoint.interval=5", *TWO_RANKS)
+    script = job(cluster, "spared", *words, starter="srun", spares=1)
+    run_dir = Path(script.run_dir)
+    id_ = submit(cluster, script)
+    cluster.until(lambda: saved_step(run_dir) >= 5, "step 5 is saved", BEGIN_S)
+    first, second, spare = cluster.hosts(id_)
+    above = cluster.run("pgrep", "-o", "-f", ABOVE_A_RANK, node=second)
+    cluster.run("pkill", "-KILL", "-P", above, node=second)
+    assert cluster.until_state(id_, ENDED, 200) == "COMPLETED" and cluster.job(id_)["Restarts"] == "0"
+    assert losses(run_dir) == losses(pipeline.run_dir)
+    assert ends(run_dir) == [("crash", "restart"), ("finished", "0")]
+    log = (run_dir / f"logs/{id_}.log").read_text()
+    assert f"crash: begins anew on {first},{spare}, within the allocation and without {second}\n" in log
+    assert (run_dir / f"logs/{id_}.1/node-{spare}.log").exists()

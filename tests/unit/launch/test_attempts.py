@@ -15,13 +15,13 @@ from tests.unit.launch.conftest import ROOT
 
 SRUN = """#!/bin/bash
 # Runs the command on each host, one after the other. `unfit` names hosts that are gone.
-output=/dev/null
+output=/dev/null without=none
 while [ "$1" != bash ]; do
-  case $1 in --output=*) output=${1#*=} ;; esac
+  case $1 in --output=*) output=${1#*=} ;; --exclude=*) without=${1#*=} ;; esac
   shift
 done
 status=0 id=0
-for host in $(<"$CLUSTER/hosts"); do
+for host in $(grep -vxF -f <(tr , '\n' <<<"$without") <(tr ' ' '\n' <"$CLUSTER/hosts")); do
   SLURMD_NODENAME=$host SLURM_NODEID=$id SLURM_PROCID=$id "$@" >"${output//%N/$host}" 2>&1 || status=$?
   id=$((id + 1))
 done
@@ -32,7 +32,8 @@ case "$1 $2" in
   "show hostnames") tr ' ' '\\n' <"$CLUSTER/hosts" ;;
   "show job")
     excluded=$(cat "$CLUSTER/excluded" 2>/dev/null || echo '(null)')
-    echo "JobId=7 JobState=RUNNING Restarts=$SLURM_RESTART_COUNT ExcNodeList=$excluded X=y"
+    restarts=$(cat "$CLUSTER/restarts" 2>/dev/null || echo "$SLURM_RESTART_COUNT")
+    echo "JobId=7 JobState=RUNNING Restarts=$restarts ExcNodeList=$excluded X=y"
     ;;
   "requeue 7") echo requeue >>"$CLUSTER/asked" ;;
   "update JobId=7") echo "${3#ExcNodeList=}" >"$CLUSTER/excluded" ;;
@@ -57,6 +58,7 @@ class Machines:
             "scontrol": SCONTROL,
             "sleep": SLEEP,
             "squeue": "#!/bin/sh\n",
+            "sinfo": '#!/bin/sh\ncat "$CLUSTER/states" 2>/dev/null\n',
         }.items():
             self._install(f"bin/{name}", text)
         monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
@@ -278,6 +280,70 @@ def test_crashes_with_progress_between_them_have_a_limit_too(machines):
         machines.checkpoint(10 * number + 10)
         codes.append(machines.attempt(number, max_crashes=3).returncode)
     assert codes == [0, 0, STATUS["crash_limit"]]
+
+
+SPARE = {"hosts": "n1 n2 n3", "nodes": 2, "spares": 1}
+
+
+def test_a_spare_takes_the_place_of_the_node_whose_rank_crashed_without_a_requeue(machines):
+    machines.program(
+        fails_on(
+            "n2", prefix='echo "$SLURMD_NODENAME" >>$RUN/ran; [ $(wc -l <$RUN/ran) != 4 ] || touch $RUN/DONE'
+        )
+    )
+    done = machines.attempt(**SPARE)
+    assert done.returncode == 0, done.stdout
+    assert [end[:2] for end in machines.ends] == [("crash", "restart"), ("finished", "0")]
+    assert (machines.run / "ran").read_text().split() == ["n1", "n2", "n1", "n3"]
+    assert not (machines.folder / "asked").exists() and machines.excluded == ""
+    assert "crash: begins anew on n1,n3, within the allocation and without n2" in done.stdout
+    assert (machines.run / "logs/7.0/failure.json").exists() and (
+        machines.run / "logs/7.1/node-n3.log"
+    ).exists()
+
+
+def test_when_too_few_nodes_are_left_the_job_is_requeued_and_attempts_stay_apart(machines):
+    machines.program(f"if [ -e $RUN/logs/7.1 ]; then\n{fails_on('n1')}\nelse\n{fails_on('n2')}\nfi")
+    done = machines.attempt(**SPARE)
+    assert done.returncode == 0
+    assert [end[:2] for end in machines.ends] == [("crash", "restart"), ("crash", "requeue")]
+    assert "fewer than 2 nodes of the allocation are left: n2,n1 failed" in done.stdout
+    machines.program("touch $RUN/DONE")
+    assert machines.attempt(1, **SPARE).returncode == 0
+    lines = [json.loads(line) for line in (machines.run / "attempts.jsonl").read_text().splitlines()]
+    assert [line["attempt"] for line in lines if line["event"] == "start"] == [0, 1, 2]
+
+
+def test_an_unfit_node_and_one_that_slurm_calls_down_are_replaced_by_spares(machines):
+    (machines.folder / "states").write_text("n1=allocated\nn2=down*\nn3=allocated\nn4=mixed\n")
+    machines.program("touch $RUN/DONE")
+    line = '[ "$SLURMD_NODENAME" != n3 ]'
+    done = machines.attempt(hosts="n1 n2 n3 n4", nodes=2, spares=2, pre_node=(line,))
+    assert done.returncode == 0, done.stdout
+    assert [end[:2] for end in machines.ends] == [("unfit", "restart"), ("finished", "0")]
+    assert (
+        "begins anew on n1,n4, within the allocation and without n2,n3" in done.stdout
+        and machines.excluded == ""
+    )
+
+
+def test_a_crash_of_nobody_knows_whom_begins_anew_only_where_nodes_are_checked_and_gives_up(machines):
+    machines.program("exit 1")
+    assert machines.attempt(**SPARE).returncode == 0
+    assert [end[:2] for end in machines.ends] == [("crash", "requeue")]
+    (machines.run / "attempts.jsonl").unlink()
+    (machines.run / "logs/7.tries").unlink()
+    done = machines.attempt(pre_node=("true",), **SPARE)
+    assert done.returncode == STATUS["crash_loop"]
+    assert [end[:2] for end in machines.ends] == [("crash", "restart")] * 2 + [("crash", "11")]
+
+
+def test_an_orphan_does_not_begin_anew_beside_the_attempt_that_slurm_has_started(machines):
+    machines.program(fails_on("n2"))
+    (machines.folder / "restarts").write_text("1")
+    done = machines.attempt(**SPARE)
+    assert done.returncode == STATUS["cancelled"]
+    assert [end[:2] for end in machines.ends] == [("lost", "orphan")]
 
 
 def test_a_full_disk_is_the_cause_and_is_retried_before_the_job_gives_up(machines):

@@ -45,8 +45,10 @@ def test_all_that_is_wrong_is_told_at_once():
             scratch="/tmp/$(rm -r x)",
             array="0-3",
             components=(server,),
+            spares=1,
         )
-    assert len(str(error.value).splitlines()) == 6
+    assert len(str(error.value).splitlines()) == 7
+    assert "survival.spares=1 with servers: " in str(error.value)
 
 
 def test_the_script_knows_the_folder_of_causes_and_the_status_of_a_hung_rank():

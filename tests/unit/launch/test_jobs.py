@@ -207,7 +207,13 @@ def test_where_slurm_does_not_answer_the_folders_are_read_and_it_is_asked_once(
         ("start", {}, "started", ""),
         ("end", {"why": "hang", "then": "requeue", "step": 3}, "requeued", "hang: requeued"),
         ("start", {"number": 1}, "started", "before: hang at step 3"),
-        ("end", {"number": 1, "why": "stop", "then": "10"}, "ended", "stop: stopped by the STOP file"),
+        (
+            "end",
+            {"number": 1, "why": "crash", "then": "restart"},
+            "started",
+            "crash: started again within its allocation",
+        ),
+        ("end", {"number": 2, "why": "stop", "then": "10"}, "ended", "stop: stopped by the STOP file"),
     ):
         run.attempt(event, **fields)
         assert main(["jobs"]) == 0

@@ -41,11 +41,12 @@ CASES = {
     "venv_array": ("example_venv", "qwen3_30b_a3b/gspo.toml", 4, ALL),
     "h100_servers": ("example_h100", "qwen3_30b_a3b/gspo.toml", 4, SERVERS),
     "cpu_pretrain": ("example_cpu", "tiny_moe/pretrain.toml", 2, JobOptions()),
+    "cpu_spares": ("example_cpu", "tiny_moe/pretrain.toml", 2, JobOptions()),
 }
 
 
-def cluster_of(name):
-    return load_config(ClusterConfig, ROOT / f"launch/clusters/{name}.toml")
+def cluster_of(name, overrides=()):
+    return load_config(ClusterConfig, ROOT / f"launch/clusters/{name}.toml", overrides)
 
 
 def script(case):
@@ -64,9 +65,9 @@ def script(case):
     path = ROOT / "launch/recipes" / recipe
     program = kind_of(path)
     config = load_config(PROGRAMS[program].config, path)
-    return render(
-        plan_training(program, config, cluster_of(cluster), nodes, options=options, allowances=allowances).job
-    )
+    own = ["survival.spares=1"] if case == "cpu_spares" else []
+    settings = cluster_of(cluster, own)
+    return render(plan_training(program, config, settings, nodes, options=options, allowances=allowances).job)
 
 
 @pytest.fixture(params=[*CASES, "h100_convert"])
