@@ -16,7 +16,10 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.disk import disk_of, disk_warning
-from mcore_rl.plan.memory import GIB, Memory, memory_of_fullest_rank
+from mcore_rl.plan.estimate import Estimate, estimate, place_of, step_name
+from mcore_rl.plan.memory import GIB
+from mcore_rl.plan.search import nearest, search
+from mcore_rl.plan.text import nearest_text, span_text
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -54,12 +57,12 @@ def check_training(
     except ConfigError as error:
         raise ConfigError(f"on {nodes} nodes of {per_node} ranks:\n{error}") from None
     placed = placement(config.model, config.mesh, per_node, world)
-    memory = memory_of_fullest_rank(config, world, program.seq_length(config))
+    plan = estimate(config, program, place_of(cluster, world))
     missing = [*_missing_inputs(config, cluster.container, allowances), *image_violations(cluster.container)]
     refuse(
         [
             *(() if allowances.tp_across_nodes else placed.refused),
-            *(() if allowances.force else _too_large(memory, cluster)),
+            *(() if allowances.force else _too_large(plan, program, cluster)),
             *(() if allowances.absent else missing),
             *folder_violations(Path(config.run_dir)),
             *_done_violations(Path(config.run_dir)),
@@ -72,11 +75,12 @@ def check_training(
     if allowances.tp_across_nodes:
         warnings += placed.refused
     if allowances.force:
-        warnings += _too_large(memory, cluster)
+        warnings += _too_large(plan, program, cluster)
     return Checked(
         lines=(
             _layout(config, nodes, per_node),
-            _memory_line(memory, cluster),
+            _memory_line(plan, cluster),
+            *_step_lines(plan),
             f"disk, estimated: {disk_of(config).describe()}",
         ),
         warnings=tuple(warnings),
@@ -177,22 +181,28 @@ def _is_mounted(path: Path, mounts: Sequence[str], config: RunConfig) -> bool:
     return any(path.is_relative_to(folder) for folder in seen)
 
 
-def _too_large(memory: Memory, cluster: ClusterConfig) -> list[str]:
+def _too_large(plan: Estimate, program: Program, cluster: ClusterConfig) -> list[str]:
     node = cluster.node
-    room = node.gpu_memory_gib - node.reserved_gib
-    if not node.gpus or memory.total <= room * GIB:
+    if plan.fits:
         return []
+    found = search(plan.config, program, plan.place)
+    near = nearest_text(plan.config, nearest(found, plan.config, program, plan.place), plan.place)
     return [
-        f"the estimate is {memory.describe()}, but a GPU of {cluster.name} has {room:.0f} GiB for it "
-        f"(node.gpu_memory_gib={node.gpu_memory_gib:g} - reserved_gib={node.reserved_gib:g}). Use more nodes (the "
-        "optimizer is cut over data-parallel ranks), more mesh.ep, pp or tp, platform.recompute, a smaller "
-        "train.micro_batch, or submit it nevertheless (--force)."
+        f"the estimate is {plan.fullest.describe()}, but a GPU of {cluster.name} has {plan.place.room_bytes / GIB:.0f} "
+        f"GiB for it (node.gpu_memory_gib={node.gpu_memory_gib:g} - reserved_gib={node.reserved_gib:g}). Use more "
+        "nodes (the optimizer is cut over data-parallel ranks), change the mesh or what is recomputed, or submit it "
+        f"nevertheless (--force). {near}"
     ]
 
 
-def _memory_line(memory: Memory, cluster: ClusterConfig) -> str:
+def _memory_line(plan: Estimate, cluster: ClusterConfig) -> str:
     of = f" of {cluster.node.gpu_memory_gib:g}" if cluster.node.gpus else ""
-    return f"memory, estimated: {memory.describe()}{of}"
+    return f"memory, estimated: {plan.fullest.describe()}{of}"
+
+
+def _step_lines(plan: Estimate) -> Iterator[str]:
+    if plan.step is not None:
+        yield f"{step_name(plan.config)}, estimated: {span_text(plan)}"
 
 
 def _layout(config: RunConfig, nodes: int, per_node: int) -> str:

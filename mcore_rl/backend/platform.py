@@ -33,6 +33,11 @@ class Platform:
         """Whether tensors live on a GPU."""
         return self.device.type == "cuda"
 
+    @property
+    def device_bytes(self) -> int | None:
+        """Memory of the device; None on a CPU, whose memory all processes share."""
+        return int(torch.cuda.get_device_properties(self.device).total_memory) if self.is_cuda else None
+
     def describe(self) -> str:
         """One line for the log."""
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"

@@ -43,3 +43,8 @@ PROGRAMS: dict[str, Program] = {
     "sft": Program("mcore_rl.run.sft", SFTConfig, check_sft, lambda config: config.data.seq_length),
     "rl": Program("mcore_rl.run.rl", RlRunConfig, check_rl, lambda config: config.packed_length),
 }
+
+
+def program_of(config: RunConfig) -> Program:
+    """Return the program that a config is of."""
+    return next(program for program in PROGRAMS.values() if program.config is type(config))

@@ -1,11 +1,11 @@
-"""Whether a run fits in the main memory of this machine, where its ranks are processes on the cores."""
+"""Whether a run fits in the memory that is there: of its devices, or of this machine where ranks are processes."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.run import RunConfig
-from mcore_rl.plan.memory import GIB, memory_by_stage
+from mcore_rl.plan.memory import GIB, memory_by_stage, memory_of_fullest_rank
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -30,4 +30,17 @@ def local_memory_violations(
         yield (
             f"{what} of this model take {needed / GIB:,.0f} GiB on {num_ranks} local ranks, and this machine has "
             f"{there / GIB:,.0f} GiB. Correct the sizes in [model] if one is a slip, or run it on more machines."
+        )
+
+
+def device_memory_lines(
+    config: RunConfig, world_size: int, seq_length: int, device_bytes: int
+) -> Iterator[str]:
+    """Yield the estimate against the memory of a device, and a warning when it is larger."""
+    memory = memory_of_fullest_rank(config, world_size, seq_length)
+    yield f"memory, estimated: {memory.describe()} of {device_bytes / GIB:.1f}"
+    if memory.total > device_bytes:
+        yield (
+            f"warning: the estimate is {(memory.total - device_bytes) / GIB:.1f} GiB more than the device has. "
+            "`mcore-rl plan CONFIG --cluster CLUSTER.toml --nodes N --search` lists meshes that fit."
         )

@@ -119,9 +119,13 @@ def nearest(found: Search, config: RunConfig, program: Program, place: Place, co
     by_distance = sorted(
         found.choices, key=lambda choice: (_distance(config, choice.config), *_order(choice))
     )
-    return [choice for choice in by_distance[: 10 * count] if is_accepted(choice.config, program, place)][
-        :count
-    ]
+    shown: dict[tuple[int, ...], Choice] = {}
+    for choice in by_distance:
+        if len(shown) == count:
+            break
+        if _layout(choice) not in shown and is_accepted(choice.config, program, place):
+            shown[_layout(choice)] = choice
+    return list(shown.values())
 
 
 def changes(config: RunConfig, choice: Choice) -> dict[str, Any]:

@@ -74,15 +74,7 @@ def memory_text(plan: Estimate) -> str:
 
 
 def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
-    span = timed.span
-    name = step_name(plan.config)
-    what = ""
-    if name == "update":
-        what = ", when every completion is as long as it may be; rollouts and logprobs are not in it, and not planned"
-    yield (
-        f"{name:7} {_seconds(span.likely)} s ({_seconds(span.low)}-{_seconds(span.high)}): {timed.tokens_per_s:,.0f} "
-        f"tokens/s a GPU, {timed.model_tflops:.0f} model TFLOP/s{what}"
-    )
+    yield f"{step_name(plan.config):7} {span_text(plan)}"
     shares = [
         f"{part} {share:.0%}"
         for part, share in timed.shares.items()
@@ -92,13 +84,26 @@ def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
     first, *others = timed.limits
     rest = ", ".join(f"{one.term} {max(0.0, one.gain):.0%}" for one in others[:4])
     yield f"limits  {first.term} would give {first.gain:.0%}, {rest}"
-    yield f"range   {span.reason}"
+    yield f"range   {timed.span.reason}"
     if timed.imbalance:
         loads = " / ".join(f"{load:g}x" for load in timed.imbalance)
-        costs = " / ".join(f"{cost:.0%}".rstrip("%") for cost in timed.imbalance.values())
+        costs = " / ".join(f"{max(0.0, cost):.0%}".rstrip("%") for cost in timed.imbalance.values())
         yield (
             f"warn    experts are taken as evenly loaded; the fullest rank at {loads} of the mean would cost {costs} %"
         )
+
+
+def span_text(plan: Estimate) -> str:
+    """Return the seconds of a step with their range; the plan has some."""
+    timed = plan.step
+    assert timed is not None
+    span, what = timed.span, ""
+    if step_name(plan.config) == "update":
+        what = ", when every completion is as long as it may be; rollouts and logprobs are not in it, and not planned"
+    return (
+        f"{_seconds(span.likely)} s ({_seconds(span.low)}-{_seconds(span.high)}): {timed.tokens_per_s:,.0f} "
+        f"tokens/s a GPU, {timed.model_tflops:.0f} model TFLOP/s{what}"
+    )
 
 
 def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: Place) -> Iterator[str]:

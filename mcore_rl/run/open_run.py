@@ -8,6 +8,7 @@ from pathlib import Path
 from mcore_rl.backend.platform import Platform
 from mcore_rl.backend.watchdog import Limits, Watchdog
 from mcore_rl.checks.dependences import mesh_dependences
+from mcore_rl.checks.programs import program_of
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
@@ -16,6 +17,7 @@ from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.plan.disk import disk_warning
+from mcore_rl.plan.local import device_memory_lines
 from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
@@ -78,7 +80,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
         if platform.rank == 0:
             settings = config.model_dump(mode="json")
             log = open_log(folder.path, config.log, step, config.train.steps, settings)
-        for line in [platform.describe(), *checkpoints.poll()]:
+        for line in [platform.describe(), *_memory_lines(config, platform), *checkpoints.poll()]:
             log.message(line)
         for sentence in mesh_dependences(config, platform.world_size):
             log.message(f"warning: {sentence}")
@@ -99,3 +101,13 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
         # reach. The next start takes the folder over from a process that is gone.
         log.close()
         fence.release()
+
+
+def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:
+    """Return the estimate of this run's memory with the layers that it has, where the device's memory is known."""
+    if platform.device_bytes is None:
+        return []
+    settings = config.platform.model_copy(update={"layers": platform.layers})
+    actual = config.model_copy(update={"platform": settings})
+    seq_length = program_of(config).seq_length(config)
+    return list(device_memory_lines(actual, platform.world_size, seq_length, platform.device_bytes))
