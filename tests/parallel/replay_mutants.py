@@ -387,8 +387,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="the engine's layers in reverse",
         file=ROLLOUTS,
-        old="columns = [given_layers.index(layer) for layer in cache.layers]",
-        new="columns = [-1 - given_layers.index(layer) for layer in cache.layers]",
+        old="return [given_layers.index(layer) for layer in cache.layers]",
+        new="return [-1 - given_layers.index(layer) for layer in cache.layers]",
         scenario="r3",
     ),
     Mutant(
@@ -469,8 +469,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="R3 observes",
         file=POLICY,
-        old='return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "routes")',
-        new='return self._taped(microbatches, RoutingTape.observe, self._from_rollout, "routes")',
+        old="return self._taped(microbatches, RoutingTape.impose, self._from_rollout, name)",
+        new="return self._taped(microbatches, RoutingTape.observe, self._from_rollout, name)",
         scenario="rl_r3",
     ),
     Mutant(
