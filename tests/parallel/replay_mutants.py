@@ -357,8 +357,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="a file's rows in reverse",
         file=STORAGE,
-        old="bytes_nw.cpu().numpy().tofile(path)",
-        new="bytes_nw.cpu().flip(0).numpy().tofile(path)",
+        old="rest = bytes_nw.cpu().contiguous()",
+        new="rest = bytes_nw.cpu().flip(0).contiguous()",
+        scenario="bits",
+    ),
+    Mutant(
+        name="every block read where a file begins",
+        file=STORAGE,
+        old="offset = stored.offset + int(rising_n[first])",
+        new="offset = 0 + int(rising_n[first])",
         scenario="bits",
     ),
     # R3: exchange and reader.
