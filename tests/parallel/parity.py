@@ -1,4 +1,4 @@
-"""The same five Adam steps on any mesh, with weights and gradients in global coordinates."""
+"""The same three Adam steps on any mesh, with weights and gradients in global coordinates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
 from tests.ranks import run_ranks
 
-STEPS, SEQUENCES, LENGTH = 5, 8, 32
-"""With 4 sequences the embedding of olmoe differed by 1e-4 after five steps on two meshes, where the bound is 5e-5: the
-fewer tokens there are, the more of Adam's first steps are signs of gradients near zero. With 8 all are within it."""
+STEPS, SEQUENCES, LENGTH = 3, 8, 32
+"""With 4 sequences the embedding of olmoe differed by 1e-4 after five steps on two meshes: the fewer tokens there are,
+the more of Adam's first steps are signs of gradients near zero. With 8 all are within the bound."""
 Tensors = dict[str, Tensor]
 Sabotage = Callable[[TrainState], None]
 
@@ -60,8 +60,8 @@ def run(
     sabotage: Sabotage | None = None,
     length: int = LENGTH,
 ) -> Outcome:
-    """The five steps of `config` on `num_ranks` ranks, from `initial` weights or random ones."""
-    ranks = run_ranks(five_steps, num_ranks, config, initial, sabotage, length)
+    """The steps of `config` on `num_ranks` ranks, from `initial` weights or random ones."""
+    ranks = run_ranks(training_steps, num_ranks, config, initial, sabotage, length)
     return Outcome(
         losses=ranks[0]["losses"],
         grad_norms=ranks[0]["grad_norms"],
@@ -80,10 +80,10 @@ def fresh_weights(config: PretrainConfig) -> list[Any]:
     return owned(set_up(config, start(config.platform)))
 
 
-def five_steps(
+def training_steps(
     config: PretrainConfig, initial: Tensors | None, sabotage: Sabotage | None, length: int
 ) -> dict[str, Any]:
-    """On a rank: gradients of the first batch, then five Adam steps on five batches."""
+    """On a rank: gradients of the first batch, then Adam steps on three batches."""
     state = set_up(config, start(config.platform))
     if initial is not None:
         copy_in(state.chunks, initial)
@@ -169,7 +169,7 @@ def assembled(ranks: Sequence[Sequence[Any]]) -> Tensors:
 
 
 def assert_equal_training(outcome: Outcome, reference: Outcome) -> None:
-    """Gradients to 1e-5 relative in every tensor; weights after five steps to 5e-5 and 1e-7 rms; losses to 1e-6.
+    """Gradients to 1e-5 relative in every tensor; weights after three steps to 3e-5 and 6e-8 rms; losses to 1e-6.
 
     Adam divides a gradient by its own size, so a value whose gradient is rounding noise may move by a step:
     hence a looser largest difference beside a tight rms.
@@ -180,11 +180,11 @@ def assert_equal_training(outcome: Outcome, reference: Outcome) -> None:
     norms = outcome.grad_norms, reference.grad_norms
     assert norms[0] == pytest.approx(norms[1], rel=1e-5), norms
     distances = {key: distance(outcome.weights[key], value) for key, value in reference.weights.items()}
-    assert max(d.abs().max().item() for d in distances.values()) <= 5e-5, largest(
+    assert max(d.abs().max().item() for d in distances.values()) <= 3e-5, largest(
         {key: d.abs().max().item() for key, d in distances.items()}
     )
     total = torch.cat([d.flatten() for d in distances.values()])
-    assert total.pow(2).mean().sqrt().item() <= 1e-7
+    assert total.pow(2).mean().sqrt().item() <= 6e-8
 
 
 def distance(ours: Tensor, theirs: Tensor) -> Tensor:

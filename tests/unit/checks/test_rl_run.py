@@ -29,7 +29,7 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["train.global_batch=48"], "does not divide the 128 completions .* Use (32|64)"),
         (["train.steps=7"], "train.steps=7 is not a multiple of the 2 .* Use 8"),
@@ -72,6 +72,6 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         ),
     ],
 )
-def test_what_is_not_what_its_name_says_is_refused(overrides: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_not_what_its_name_says_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_rl(config(*overrides), 2)

@@ -76,9 +76,9 @@ def loaded(folder: Path, template: str) -> tuple[Tokenizer, Chat]:
 
 
 def id_of(folder: Path, text: str) -> int:
-    number = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(text)
-    assert isinstance(number, int)
-    return number
+    index = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(text)
+    assert isinstance(index, int)
+    return index
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
