@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
@@ -54,7 +55,7 @@ def _files(data: object) -> Iterator[tuple[str, str]]:
         for split in ("train", "valid", "test"):
             for prefix in getattr(data, split):
                 yield from ((split, prefix + ending) for ending in (".bin", ".idx"))
-    elif isinstance(data, SFTDataConfig):
+    elif isinstance(data, SFTDataConfig | PreferenceDataConfig):
         for split in ("train", "valid"):
             yield from ((split, file) for file in getattr(data, split))
 

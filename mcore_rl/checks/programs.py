@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checks.rl_run import check_rl
+from mcore_rl.checks.rm import check_rm
 from mcore_rl.checks.run import check
 from mcore_rl.checks.sft import check_sft
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
 
@@ -41,6 +43,7 @@ PROGRAMS: dict[str, Program] = {
         "mcore_rl.run.pretrain", PretrainConfig, check, lambda config: config.data.seq_length
     ),
     "sft": Program("mcore_rl.run.sft", SFTConfig, check_sft, lambda config: config.data.seq_length),
+    "rm": Program("mcore_rl.run.rm", RewardModelConfig, check_rm, lambda config: config.packed_length),
     "rl": Program("mcore_rl.run.rl", RlRunConfig, check_rl, lambda config: config.packed_length),
 }
 

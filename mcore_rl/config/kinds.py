@@ -3,6 +3,7 @@
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.sft import SFTConfig
@@ -11,6 +12,7 @@ from mcore_rl.config.study import StudyConfig
 KINDS: dict[str, type[Section]] = {
     "pretrain": PretrainConfig,
     "sft": SFTConfig,
+    "rm": RewardModelConfig,
     "rl": RlRunConfig,
     "study": StudyConfig,
     "pipeline": PipelineConfig,
@@ -19,6 +21,7 @@ KINDS: dict[str, type[Section]] = {
 READERS = {
     "pretrain": "`mcore-rl pretrain`",
     "sft": "`mcore-rl sft`",
+    "rm": "`mcore-rl rm`",
     "rl": "`mcore-rl rl`",
     "study": "`mcore-rl study`",
     "pipeline": "`mcore-rl launch`",

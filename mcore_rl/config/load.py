@@ -83,11 +83,12 @@ def files_of(path: Path) -> list[Path]:
     return [file for file, _ in _tables(config_file(path), ())]
 
 
-def kind_of(path: Path, overrides: Sequence[str] = ()) -> str:
+def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()) -> str:
     """Return the name in KINDS of what reads the config `path`, a file or the name of a recipe.
 
     It is the kind that has all fields of the file and of `overrides` (or most, where one is misspelt); where several
-    kinds have them, the first word of the file's name decides, as in sft.toml, rl_long.toml or grpo.toml.
+    kinds have them, the first word of the file's name decides, as in sft.toml, rl_long.toml or grpo.toml. With `among`
+    only these kinds are considered, and the first of those that are left is returned.
 
     Raises:
         ConfigError: Neither fields nor name decide.
@@ -95,11 +96,15 @@ def kind_of(path: Path, overrides: Sequence[str] = ()) -> str:
     tables = [table for _, table in _tables(config_file(path), ())]
     for _, table in _override_tables({}, overrides):
         tables.append(table)
-    num_unknown = {kind: len(_unknown_keys(cls, tables)) for kind, cls in KINDS.items()}
+    num_unknown = {
+        kind: len(_unknown_keys(cls, tables)) for kind, cls in KINDS.items() if kind in (among or KINDS)
+    }
     fitting = [kind for kind, count in num_unknown.items() if count == min(num_unknown.values())]
     named = kind_of_name(path.name)
     if len(fitting) == 1 or named in fitting:
         return fitting[0] if len(fitting) == 1 else str(named)
+    if among:
+        return next(kind for kind in among if kind in fitting)
     raise ConfigError(
         f"{path} could be a config of {', '.join(fitting[:-1])} or {fitting[-1]}: its fields are those of each, and "
         f"its name begins with none of these words. Choose one: --program {fitting[0]}."

@@ -6,7 +6,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from mcore_rl.config.section import Section, Text
 
-STAGES = ("pretrain", "sft", "convert", "rl")
+STAGES = ("pretrain", "sft", "rm", "convert", "rl")
 
 
 class TrainingStage(Section):
@@ -52,6 +52,7 @@ class PipelineConfig(Section):
     """Folder for the logs of the conversion's job; trainings have their own run_dir."""
     pretrain: TrainingStage = TrainingStage()
     sft: TrainingStage = TrainingStage()
+    rm: TrainingStage = TrainingStage()
     convert: ConversionStage = ConversionStage()
     rl: TrainingStage = TrainingStage()
 

@@ -118,6 +118,36 @@ METRICS: dict[str, MetricRow] = {
         "Tokens whose probability ratio to the old policy, the reference or the rollout is above e^20, or of a "
         "probability 0: it is bounded there, without gradient.",
     ),
+    "pairs/loss": MetricRow(
+        "nats/pair",
+        MEAN,
+        "Loss of a pair of answers; `eval/pairs/...` is a metric of pairs on the validation data.",
+    ),
+    "pairs/accuracy": MetricRow(
+        "fraction",
+        MEAN,
+        "Pairs whose chosen answer has the higher reward, an equal one counts half; ties of the data are left out.",
+    ),
+    "pairs/chosen_reward": MetricRow("1", MEAN, "Reward of the chosen answer."),
+    "pairs/rejected_reward": MetricRow("1", MEAN, "Reward of the rejected answer."),
+    "pairs/reward_margin": MetricRow("1", MEAN, "Reward of the chosen answer less that of the rejected one."),
+    "pairs/reward_mean": MetricRow("1", MEAN, "Score of an answer, by a reward model."),
+    "pairs/reward_std": MetricRow("1", MEAN, "Standard deviation (ddof 0) of the answers' scores."),
+    "pairs/calibration_error": MetricRow(
+        "1",
+        MEAN,
+        "Distance between the probability with which a reward model calls an answer the better one and the fraction "
+        "that is, by bins of that probability, weighted by their pairs.",
+    ),
+    "pairs/length_correlation": MetricRow(
+        "1", MEAN, "Correlation of the answers' scores with their lengths in tokens."
+    ),
+    "pairs/prefers_longer_fraction": MetricRow(
+        "fraction", MEAN, "Pairs of answers of different lengths whose longer one has the higher score."
+    ),
+    "pairs/chosen_longer_fraction": MetricRow(
+        "fraction", MEAN, "Pairs of answers of different lengths whose longer one is the chosen one."
+    ),
     "rollout/mismatch_kl_nats": MetricRow(
         "nats/token", MEAN, "KL(rollout policy || old policy), estimator k3: the rollout-training mismatch."
     ),
@@ -292,6 +322,7 @@ METRICS: dict[str, MetricRow] = {
     "data/prompts": MetricRow(
         "prompts", LAST, "Prompts to train on; 0 for a task that generates them without end."
     ),
+    "data/pairs": MetricRow("pairs", LAST, "Pairs of answers to train on."),
     "data/filled_fraction": MetricRow("fraction", LAST, "Positions of packed sequences that hold a token."),
     "memory/resident_bytes": MetricRow("bytes", LAST, "Main memory of the process."),
     "memory/peak_resident_bytes": MetricRow("bytes", MAX, "Largest main memory of the process so far."),
@@ -333,6 +364,7 @@ def row_name(name: str) -> str:
     """
     key = re.sub(r"/layer_\d+/", "/layer_NN/", re.sub(r"^reward/part/.+", "reward/part/NAME", name))
     key = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", key)
+    key = re.sub(r"^eval/pairs/", "pairs/", key)
     if key not in METRICS:
         near = difflib.get_close_matches(key, METRICS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""

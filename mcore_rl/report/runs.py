@@ -15,10 +15,11 @@ from mcore_rl.obs.attempts_file import RunAttempt, read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.obs.metric_table import with_current_names
 
-Stage = Literal["pretrain", "sft", "rl"]
+Stage = Literal["pretrain", "sft", "rm", "rl"]
 STAGES: dict[Stage, str] = {
     "pretrain": "Pretraining",
     "sft": "Fine-tuning",
+    "rm": "Reward model",
     "rl": "Reinforcement learning",
 }
 EVALUATION = "evaluation.json"
@@ -149,6 +150,8 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 def _stage(config: Mapping[str, Any]) -> Stage:
     if "rl" in config:
         return "rl"
+    if "rm" in config:
+        return "rm"
     return "sft" if "chat_template" in config.get("data", {}) else "pretrain"
 
 

@@ -18,6 +18,7 @@ from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.describe import describe_sections
+from mcore_rl.config.load import kind_of
 from mcore_rl.config.section import Section
 from mcore_rl.errors import (
     INTERRUPTED_STATUS,
@@ -91,13 +92,12 @@ def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 def start_ranks(command: Command, args: argparse.Namespace) -> int:
     """Be one rank of `command` under a launcher; without one, start its ranks here and wait for them."""
-    assert command.program is not None
     argv = [args.config, *args.overrides]
     if under_launcher():
         if args.ranks:
             raise ConfigError(f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out.")
         return int(importlib.import_module(command.module).main(argv))
-    program = PROGRAMS[command.program]
+    program = PROGRAMS[_program_of(command, Path(args.config), args.overrides)]
     config, ranks = program.checked_config(Path(args.config), args.overrides, args.ranks)
     trains = command.module == program.module
     refuse(
@@ -107,6 +107,14 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
         ]
     )
     return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)))
+
+
+def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:
+    """Return the name in PROGRAMS whose ranks the command starts with this config."""
+    assert command.program is not None
+    if not command.other_programs:
+        return command.program
+    return kind_of(config, overrides, (command.program, *command.other_programs))
 
 
 def overview(names: Sequence[str] = ()) -> str:

@@ -10,6 +10,7 @@ from launch.arguments import attach_arguments, jobs_arguments, launch_arguments
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.migrate import BACKUP
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.sft import SFTConfig
@@ -31,6 +32,8 @@ class Command:
     """Module whose `main(args)` runs the command; with `program`, whose `main(argv)` is one rank of it."""
     program: str | None = None
     """Name in PROGRAMS of the training whose ranks the command starts; None: it runs in this process."""
+    other_programs: tuple[str, ...] = ()
+    """Names of further trainings whose configs the command takes; the config's fields decide."""
     config: type[Section] | None = None
     """Config whose fields the help explains."""
 
@@ -77,6 +80,11 @@ def problems_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _overrides(parser)
     parser.add_argument("--count", type=int, default=10000, help="number of problems (default 10000)")
+    parser.add_argument(
+        "--preferences",
+        action="store_true",
+        help="write pairs for a reward model: the right answer, and one with a changed character",
+    )
     parser.add_argument("--output", type=Path, required=True, help="the file to write, JSON lines")
 
 
@@ -433,6 +441,14 @@ COMMANDS: dict[str, Command] = {
         program="sft",
         config=SFTConfig,
     ),
+    "rm": Command(
+        summary="Train a reward model on pairs of answers, from the weights of checkpoint.load.",
+        example="mcore-rl rm tiny_moe/rm checkpoint.load=runs/tiny_moe_sft rm.centering_coeff=0.01",
+        add_arguments=config_arguments,
+        module=PROGRAMS["rm"].module,
+        program="rm",
+        config=RewardModelConfig,
+    ),
     "rl": Command(
         summary="Train a model on rewards: GRPO, GSPO, Kimi K2 and others, from the weights of checkpoint.load.",
         example="mcore-rl rl tiny_moe/grpo rl.loss.kind=gspo mesh.tp=2 mesh.ep=2",
@@ -442,12 +458,14 @@ COMMANDS: dict[str, Command] = {
         config=RlRunConfig,
     ),
     "eval": Command(
-        summary="Answer the held-out prompts of an RL config (rl.eval) and print accuracy, mean reward and pass@k.",
+        summary="Answer the held-out prompts of an RL config (rl.eval) and print accuracy, mean reward and pass@k; "
+        "with a reward model's config score the pairs of data.valid and print accuracy and calibration.",
         example="mcore-rl eval tiny_moe/grpo checkpoint.load=runs/tiny_moe_grpo "
         "rl.eval.samples=4 rl.eval.temperature=0.7",
         add_arguments=config_arguments,
         module="mcore_rl.run.evaluate",
         program="rl",
+        other_programs=("rm",),
         config=RlRunConfig,
     ),
     "study": Command(

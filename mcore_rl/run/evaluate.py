@@ -1,4 +1,6 @@
-"""One rank of `mcore-rl eval`: how well a checkpoint answers the held-out prompts of an RL config."""
+"""One rank of `mcore-rl eval`: how well a checkpoint answers the held-out prompts of an RL config, or how well a reward
+model orders the held-out pairs of its own.
+"""
 
 import json
 import sys
@@ -10,22 +12,32 @@ from mcore_rl.backend.launcher import world_size_of_launcher
 from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checks.rl_run import check_rl
+from mcore_rl.checks.rm import check_rm
 from mcore_rl.config.evaluation import evaluation_conditions
-from mcore_rl.config.load import load_config
+from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.config.rm import RewardModelConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.rl.rewards.failures import FailureReport
+from mcore_rl.run.preferences import load_preferences
 from mcore_rl.run.rollouts import load_prompts, open_rollouts
+from mcore_rl.train.preferences import pair_sums
+from mcore_rl.train.reward_model import RewardHead, calibration_table
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate on this rank and print one JSON line on rank 0; `argv` is a config file and overrides. Returns 0."""
+    path, overrides = Path(argv[0]), argv[1:]
     with rank_guard():
-        evaluate(load_config(RlRunConfig, Path(argv[0]), argv[1:]))
+        if kind_of(path, overrides, ("rl", "rm")) == "rm":
+            evaluate_reward_model(load_config(RewardModelConfig, path, overrides))
+        else:
+            evaluate(load_config(RlRunConfig, path, overrides))
     return 0
 
 
@@ -57,11 +69,47 @@ def evaluate(config: RlRunConfig) -> None:
     platforms.stop()
 
 
+def evaluate_reward_model(config: RewardModelConfig) -> None:
+    """Collective over the ranks that a launcher started: score all pairs of data.valid; rank 0 prints one JSON line."""
+    check_rm(config, world_size_of_launcher())
+    if not config.data.valid:
+        raise ConfigError("data.valid is empty: there are no pairs to evaluate on. Name files.")
+    valid = load_preferences(config).valid
+    if valid is None:
+        raise ConfigError('train.eval_batches="none": nothing is evaluated. Set a number.')
+    settings = config.platform.model_copy(update={"recompute": "none"})
+    platform = platforms.start(settings)
+    mesh = build_mesh(config.mesh)
+    seed_ranks(config.train.seed)
+    chunks = build_model(config.model, mesh, platform, settings)
+    stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
+    if not stored.has_scores:
+        raise CheckpointError(
+            f"{stored.path} is of a language model, which has no scores. Name a checkpoint that `mcore-rl rm` made"
+        )
+    num_pairs, global_batch = valid.preferences.num_pairs, config.train.global_batch
+    head = RewardHead(mesh, config.rm)
+    sums = pair_sums(
+        chunks,
+        valid,
+        head,
+        mesh,
+        platform.device,
+        num_batches=-(-num_pairs // global_batch),
+        global_batch=global_batch,
+    )
+    if platform.rank == 0:
+        result = {"checkpoint": str(stored.path), "pairs": int(sums["count"])}
+        result |= reduced(head.metrics(sums))
+        sys.stdout.write(json.dumps(result | {"calibration": calibration_table(sums)}) + "\n")
+    platforms.stop()
+
+
 def _complain(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def checkpoint_to_evaluate(config: RlRunConfig) -> Path:
+def checkpoint_to_evaluate(config: RunConfig) -> Path:
     """Return the folder of the run's own checkpoints where it has some, else checkpoint.load."""
     own = Path(config.run_dir) / "checkpoints"
     if own.is_dir() and any(own.iterdir()):

@@ -83,8 +83,10 @@ class PreferenceMicrobatch:
         Every rank of `cp` gets the whole sum and the gradient of its own part of it: a loss that all of them compute
         from the sums then has, added up over the ranks, the gradient of one.
         """
-        sums_N = values_T.new_zeros(len(self.sequences), dtype=torch.float64)
-        sums_N = sums_N.index_add(0, self.sequence_T, values_T.double()) if self.sequences else sums_N
+        # Padding belongs to sequence 0, with values of 0. Without sequences a first one takes them: a microbatch of
+        # padding alone has sums of no sequence, and a graph that leads back to the model.
+        sums_N = values_T.new_zeros(max(1, len(self.sequences)), dtype=torch.float64)
+        sums_N = sums_N.index_add(0, self.sequence_T, values_T.double())[: len(self.sequences)]
         if cp.size == 1:
             return sums_N
         whole_N = sums_N.detach().clone()

@@ -1,0 +1,63 @@
+"""The preferences that a run trains and evaluates on, as its config names them."""
+
+from dataclasses import dataclass
+
+from mcore_rl.config.preferences import PreferenceRunConfig
+from mcore_rl.data.chat import load_chat
+from mcore_rl.data.mixture import refuse_empty_sources
+from mcore_rl.data.preferences import Preferences, read_preferences
+from mcore_rl.data.records import SHOWN
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.run.trained_model import load_matching_tokenizer
+from mcore_rl.train.preferences import PreferenceSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceData:
+    """Preferences to train on, and those of every evaluation."""
+
+    train: PreferenceSource
+    valid: PreferenceSource | None
+    """None: nothing is evaluated."""
+
+
+def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
+    """Read data.train and data.valid; DataError for lines that cannot be trained on, or another tokenizer."""
+    data = config.data
+    tokenizer = load_matching_tokenizer(data.tokenizer, config.model, config.checkpoint.load)
+    chat = load_chat(data.chat_template, tokenizer, data.tokenizer.path)
+
+    def read(paths: tuple[str, ...]) -> Preferences:
+        return read_preferences(
+            paths, data, chat, packed_length=config.packed_length, length_multiple=config.mesh.zigzag
+        )
+
+    train = read(data.train)
+    refuse_empty_sources("data.train_weights", data.train_weights, data.train, train.source_sizes)
+    has_valid = bool(data.valid and config.train.eval_batches)
+    return PreferenceData(
+        train=PreferenceSource(train, config, pad_id=tokenizer.eod_id, weights=data.train_weights),
+        valid=PreferenceSource(read(data.valid), config, pad_id=tokenizer.eod_id) if has_valid else None,
+    )
+
+
+def describe_preferences(data: PreferenceData) -> str:
+    """Return one line for the log: prompts, pairs, what was left out."""
+    train = data.train.preferences
+    text = f"{train.num_pairs} pairs of answers to {len(train)} prompts"
+    if data.valid is not None:
+        valid = data.valid.preferences
+        text += f"; {valid.num_pairs} pairs of {len(valid)} prompts to evaluate on"
+    if train.num_skipped:
+        text += f"; {train.num_skipped} prompts were too long and are left out"
+    if train.num_skipped_ties:
+        text += f"; {train.num_skipped_ties} ties are left out"
+    if train.bad_lines:
+        text += f"; {len(train.bad_lines)} bad lines are left out: {'; '.join(train.bad_lines[:SHOWN])}"
+    return text
+
+
+def data_metrics(data: PreferenceData) -> list[Metric]:
+    """Return the metrics of what is trained on."""
+    train = data.train.preferences
+    return [Metric("data/pairs", train.num_pairs), Metric("data/skipped_examples", train.num_skipped)]

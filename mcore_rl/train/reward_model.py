@@ -1,0 +1,250 @@
+"""Reward models: the loss of pairs by the model of Bradley and Terry, what is measured on them, and the training."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mcore_rl.config.rm import RewardModelConfig, RewardModelSection
+from mcore_rl.model.build import unwrap
+from mcore_rl.model.heads import ScoreLayer
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.schedule import HeadOutput
+from mcore_rl.train.loop import Run
+from mcore_rl.train.preferences import (
+    PreferenceMicrobatch,
+    PreferenceSource,
+    PreferenceTrainer,
+    pair_sums,
+)
+from mcore_rl.train.state import TrainState
+
+NUM_BINS = 5
+"""Bins of equal width for the confidence of predictions, which lies between 0.5 and 1."""
+
+
+def pair_losses(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    margins_P: Tensor,
+    probabilities_P: Tensor,
+    *,
+    label_smoothing: float,
+    centering_coeff: float,
+) -> Tensor:
+    """Return the loss of each pair in nats, `[P]` (arXiv 2203.02155, eq. 1; with a margin 2307.09288, eq. 2).
+
+    Args:
+        chosen_P: Score of the chosen answer.
+        rejected_P: Score of the rejected one.
+        margins_P: Number by which the score of the better one should be larger.
+        probabilities_P: Probability that the chosen answer is the better one; a half for a tie.
+        label_smoothing: Probability that a label is the wrong way round.
+        centering_coeff: Weight of (chosen + rejected)^2, which fixes the mean that differences leave open
+            (arXiv 2312.09244).
+    """
+    difference_P = chosen_P - rejected_P
+    is_right_P = (1 - label_smoothing) * probabilities_P + label_smoothing * (1 - probabilities_P)
+    losses_P = -is_right_P * logsigmoid(difference_P - margins_P)
+    losses_P = losses_P - (1 - is_right_P) * logsigmoid(-difference_P - margins_P)
+    return losses_P + centering_coeff * (chosen_P + rejected_P).square()
+
+
+def pair_statistics(
+    rewards_N: Tensor, pairs_P2: Tensor, probabilities_P: Tensor, lengths_N: Tensor
+) -> dict[str, Tensor]:
+    """Return the sums from which `reward_metrics` computes, float64 scalars.
+
+    Args:
+        rewards_N: Score of each sequence, float64.
+        pairs_P2: Sequences of each pair, chosen and rejected.
+        probabilities_P: Probability that the chosen answer is the better one; ties have no right order.
+        lengths_N: Tokens of each answer.
+    """
+    chosen_P, rejected_P = pairs_P2.unbind(1)
+    lengths_N = lengths_N.double()
+    differences_P = rewards_N[chosen_P] - rewards_N[rejected_P]
+    is_decided_P = probabilities_P > 0.5
+    # Equal scores are right by half, so that a constant model has the accuracy of a coin.
+    right_P = ((differences_P > 0).double() + 0.5 * (differences_P == 0)) * is_decided_P
+    longer_P = (lengths_N[chosen_P] - lengths_N[rejected_P]).sign()
+    differs_P = longer_P != 0
+    prefers_longer_P = ((differences_P * longer_P > 0).double() + 0.5 * (differences_P == 0)) * differs_P
+    sums = {
+        "decided": is_decided_P.double().sum(),
+        "right": right_P.sum(),
+        "chosen_reward": rewards_N[chosen_P].sum(),
+        "rejected_reward": rewards_N[rejected_P].sum(),
+        "of_other_length": differs_P.double().sum(),
+        "prefers_longer": prefers_longer_P.sum(),
+        "chosen_longer": (longer_P > 0).double().sum(),
+        "answers": rewards_N.new_tensor(float(len(rewards_N))),
+        "reward": rewards_N.sum(),
+        "reward_squares": rewards_N.square().sum(),
+        "length": lengths_N.sum(),
+        "length_squares": lengths_N.square().sum(),
+        "reward_times_length": (rewards_N * lengths_N).sum(),
+    }
+    # The model calls the answer with the higher score the better one, with this probability.
+    confidence_P = torch.sigmoid(differences_P.abs())
+    bin_P = ((confidence_P - 0.5) * 2 * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    for index in range(NUM_BINS):
+        is_here_P = is_decided_P & (bin_P == index)
+        sums[f"bin_{index}"] = is_here_P.double().sum()
+        sums[f"bin_{index}_confidence"] = (confidence_P * is_here_P).sum()
+        sums[f"bin_{index}_right"] = (right_P * is_here_P).sum()
+    return sums
+
+
+def reward_metrics(sums: dict[str, float]) -> Iterator[Metric]:
+    """Yield the metrics `pairs/*` of the sums that a `RewardHead` outputs; none where there is no pair."""
+    pairs, answers, decided = sums["count"], sums["answers"], sums["decided"]
+    if not pairs:
+        return
+    yield Metric("pairs/loss", sums["loss"], pairs)
+    yield Metric("pairs/chosen_reward", sums["chosen_reward"], pairs)
+    yield Metric("pairs/rejected_reward", sums["rejected_reward"], pairs)
+    yield Metric("pairs/reward_margin", sums["chosen_reward"] - sums["rejected_reward"], pairs)
+    yield Metric("pairs/reward_mean", sums["reward"], answers)
+    reward_std = _std(sums["reward"], sums["reward_squares"], answers)
+    yield Metric("pairs/reward_std", reward_std)
+    if decided:
+        yield Metric("pairs/accuracy", sums["right"], decided)
+        gaps = [abs(sums[f"bin_{i}_confidence"] - sums[f"bin_{i}_right"]) for i in range(NUM_BINS)]
+        yield Metric("pairs/calibration_error", sum(gaps), decided)
+    if unequal := sums["of_other_length"]:
+        yield Metric("pairs/prefers_longer_fraction", sums["prefers_longer"], unequal)
+        yield Metric("pairs/chosen_longer_fraction", sums["chosen_longer"], unequal)
+    if spread := reward_std * _std(sums["length"], sums["length_squares"], answers):
+        covariance = sums["reward_times_length"] / answers - sums["reward"] * sums["length"] / answers**2
+        yield Metric("pairs/length_correlation", covariance / spread)
+
+
+def calibration_table(sums: dict[str, float]) -> list[dict[str, float]]:
+    """Return for each bin of the confidence that holds pairs its bounds, pairs, mean confidence and accuracy."""
+    width = 0.5 / NUM_BINS
+    return [
+        {
+            "from": round(0.5 + index * width, 6),
+            "to": round(0.5 + (index + 1) * width, 6),
+            "pairs": int(pairs),
+            "confidence": sums[f"bin_{index}_confidence"] / pairs,
+            "accuracy": sums[f"bin_{index}_right"] / pairs,
+        }
+        for index in range(NUM_BINS)
+        if (pairs := sums[f"bin_{index}"])
+    ]
+
+
+def _std(total: float, squares: float, count: float) -> float:
+    mean = total / count
+    variance = squares / count - mean * mean
+    # Rounding of the two terms, which a constant would else get as its spread.
+    return math.sqrt(variance) if variance > 1e-14 * max(squares / count, 1e-300) else 0.0
+
+
+class RewardHead:
+    """Computes the pairs' loss from the score at the last token of each sequence."""
+
+    wants_losses = False
+
+    def __init__(self, mesh: Mesh, config: RewardModelSection) -> None:
+        self._cp = mesh.cp
+        self._config = config
+
+    def count(self, microbatch: PreferenceMicrobatch) -> Tensor:
+        """Return the number of pairs, on the first of the context-parallel ranks."""
+        return microbatch.num_pairs(self._cp)
+
+    def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
+        """Collective over the context-parallel ranks: return the loss from scores `[1, T, 1]` of one microbatch, and
+        output sums over its pairs and sequences.
+        """
+        rewards_N = self.rewards(microbatch, output)
+        chosen_P, rejected_P = rewards_N[microbatch.pairs_P2].unbind(1)
+        losses_P = pair_losses(
+            chosen_P,
+            rejected_P,
+            self._config.margin_coeff * microbatch.margins_P,
+            microbatch.probabilities_P,
+            label_smoothing=self._config.label_smoothing,
+            centering_coeff=self._config.centering_coeff,
+        )
+        sums = pair_statistics(
+            rewards_N.detach(),
+            microbatch.pairs_P2,
+            microbatch.probabilities_P,
+            microbatch.answer_lengths_N,
+        )
+        sums |= {"loss": losses_P.detach().sum(), "count": torch.ones_like(losses_P).sum()}
+        # All context-parallel ranks have the same pairs: the first one reports them.
+        share = float(self._cp.rank == 0)
+        outputs = {name: value * share for name, value in sums.items()}
+        return HeadOutput(loss=losses_P.sum(), count=self.count(microbatch), outputs=outputs)
+
+    def rewards(self, microbatch: PreferenceMicrobatch, output: Tensor) -> Tensor:
+        """Collective over the context-parallel ranks: return the score of each whole sequence, float64 `[N]`."""
+        return microbatch.sequence_sums(output[0, :, 0].where(microbatch.is_last_T, 0.0), self._cp)
+
+    def metrics(self, sums: dict[str, float]) -> list[Metric]:
+        """Return the metrics of a training step or an evaluation from the world's sums of the outputs."""
+        return list(reward_metrics(sums))
+
+
+class RewardModelTrainer(PreferenceTrainer):
+    """Training of a reward model, whose scores are shifted after the last step."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: RewardModelConfig,
+        head: RewardHead,
+        *,
+        train: PreferenceSource,
+        valid: PreferenceSource | None,
+    ) -> None:
+        super().__init__(run, head, train=train, valid=valid)
+        self._shift_by = config.rm.shift
+
+    def run(self) -> None:
+        """Train as `Trainer.run` does. Scores are not shifted during training, also where a run is prolonged."""
+        if self.state.progress.step < self.state.config.train.steps:
+            set_shift(self.state, 0.0)
+        super().run()
+
+    def _evaluate(self, *, is_last: bool) -> None:
+        if is_last and self._shift_by == "chosen":
+            # A run that was killed after its last save begins here, with the shift that it saved.
+            set_shift(self.state, 0.0)
+            state, train = self.state, self.state.config.train
+            sums = pair_sums(
+                state.chunks,
+                self._valid or self._train,
+                self._head,
+                state.mesh,
+                state.platform.device,
+                num_batches=train.eval_batches or 1,
+                global_batch=train.global_batch,
+            )
+            shift = sums["chosen_reward"] / sums["count"]
+            set_shift(self.state, shift)
+            self.log.message(
+                f"from now on {shift:.6g} is subtracted from all scores: those of the chosen answers have mean 0",
+                step=self.state.progress.step,
+            )
+        super()._evaluate(is_last=is_last)
+
+
+def score_layers(state: TrainState) -> list[ScoreLayer]:
+    """Return the head of the model where this rank has it, on the last stage."""
+    layers = [getattr(unwrap(chunk), "output_layer", None) for chunk in state.chunks]
+    return [layer for layer in layers if isinstance(layer, ScoreLayer)]
+
+
+def set_shift(state: TrainState, shift: float) -> None:
+    """Set the number that is subtracted from every score."""
+    for layer in score_layers(state):
+        layer.shift.fill_(shift)

@@ -1,0 +1,157 @@
+"""A reward model as a user trains it: from a language model, killed and resumed, shifted, evaluated, refused."""
+
+import io
+import json
+import os
+import random
+import signal
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from mcore_rl.backend import platform as platforms
+from mcore_rl.checkpoint.weights import load_weights, save_weights
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.config.rm import RewardModelConfig
+from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
+from mcore_rl.model.build import build_model
+from mcore_rl.obs.jsonl import read_records
+from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.run import evaluate, rm
+from mcore_rl.train.reward_model import RewardModelTrainer
+from tests.emitted import assert_emitted
+from tests.ranks import run_ranks
+from tests.tiny_models import TINY
+
+WORDS = [f"w{index}" for index in range(100)]
+MODEL = TINY["qwen3_moe"].model_copy(update={"num_layers": 2, "hidden_dropout": 0.1})
+MESH = MeshConfig(tp=2, ep=2)
+STEPS, KILLED_AT = 12, 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of words, and questions whose better answer repeats their last word."""
+    folder = tmp_path_factory.mktemp("pairs")
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<end>", *WORDS])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    draw = random.Random(0)
+    for name, count in (("train", 200), ("valid", 30)):
+        lines = []
+        for _ in range(count):
+            right, wrong = draw.sample(WORDS[:6], 2)
+            question = " ".join([*draw.choices(WORDS, k=draw.randint(0, 5)), right])
+            answers = {"chosen": right, "rejected": " ".join([wrong] * draw.randint(1, 2))}
+            lines.append(json.dumps({"prompt": question, **answers}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    run_ranks(write_language_model, 1, MODEL, folder / "base")
+    return folder
+
+
+def write_language_model(model: ModelConfig, path: Path) -> None:
+    """On a rank: a checkpoint with random weights."""
+    settings = PlatformConfig()
+    platform, mesh = platforms.start(settings), build_mesh(MeshConfig())
+    seed_ranks(0)
+    save_weights(build_model(model, mesh, platform, settings), mesh, model, path)
+
+
+def config_of(folder: Path, name: str) -> RewardModelConfig:
+    return RewardModelConfig(
+        run_dir=str(folder / name),
+        platform=PlatformConfig(deterministic=True),
+        model=MODEL.scored,
+        mesh=MESH,
+        optim=OptimConfig(lr=1e-2, warmup_steps=2),
+        train=TrainConfig(steps=STEPS, global_batch=16, eval_interval=6),
+        checkpoint=CheckpointConfig(load=str(folder / "base"), load_optimizer=False, interval=5),
+        data=PreferenceDataConfig(
+            train=(str(folder / "train.jsonl"),),
+            valid=(str(folder / "valid.jsonl"),),
+            chat_template="raw",
+            seq_length=16,
+            tokens_per_microbatch=128,
+            tokenizer={"kind": "huggingface", "path": str(folder)},  # type: ignore[arg-type]
+        ),
+    )
+
+
+def killed_at(step: int, config: RewardModelConfig) -> None:
+    """On a rank: the run, which is killed when it begins the step after `step`."""
+    whole = RewardModelTrainer._step
+
+    def step_or_end(trainer: RewardModelTrainer) -> None:
+        if trainer.state.progress.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(trainer)
+
+    with mock.patch.object(RewardModelTrainer, "_step", step_or_end):
+        rm.train(config)
+
+
+def numbers_of(run_dir: Path) -> dict[tuple[int, str], Any]:
+    """Everything measured on pairs, by step and name."""
+    return {
+        (record["step"], name): value
+        for record in read_records(run_dir / "metrics.jsonl")
+        for name, value in record.items()
+        if "pairs/" in name or name == "train/grad_norm"
+    }
+
+
+def evaluated(config: RewardModelConfig) -> str:
+    """On a rank: what `mcore-rl eval` prints."""
+    with redirect_stdout(io.StringIO()) as output:
+        evaluate.evaluate_reward_model(config)
+    return output.getvalue()
+
+
+def loaded_as_policy(path: Path) -> None:
+    """On a rank: a language model is given a reward model's weights."""
+    settings = PlatformConfig()
+    platform, mesh = platforms.start(settings), build_mesh(MESH)
+    seed_ranks(0)
+    try:
+        load_weights(build_model(MODEL, mesh, platform, settings), mesh, MODEL, path)
+    finally:
+        destroy_mesh()
+
+
+def test_a_reward_model_that_is_killed_resumes_bit_equal_and_scores_chosen_answers_0(folder: Path) -> None:
+    straight, killed = config_of(folder, "straight"), config_of(folder, "killed")
+    run_ranks(rm.train, 2, straight)
+    with pytest.raises(AssertionError, match="died without an answer"):
+        run_ranks(killed_at, 2, KILLED_AT, killed)
+    assert not (folder / "killed/DONE").exists()
+    run_ranks(rm.train, 2, killed)
+    wanted = numbers_of(folder / "straight")
+    assert numbers_of(folder / "killed") == wanted
+    assert_emitted("rm", folder / "straight")
+
+    assert wanted[1, "pairs/loss"] == pytest.approx(0.6931471805599453), "all scores begin at 0"
+    assert wanted[STEPS, "eval/pairs/loss"] < 0.9 * wanted[1, "pairs/loss"]
+    # Unshifted before, and after the last step 0 for the chosen answers of the evaluation.
+    assert abs(wanted[6, "eval/pairs/chosen_reward"]) > 1e-3
+    assert wanted[STEPS, "eval/pairs/chosen_reward"] == pytest.approx(0.0, abs=1e-6)
+
+    # On another mesh, from the checkpoint.
+    result = json.loads(run_ranks(evaluated, 1, straight.model_copy(update={"mesh": MeshConfig()}))[0])
+    assert (result["pairs"], sum(row["pairs"] for row in result["calibration"])) == (30, 30)
+    for name in ("loss", "accuracy", "reward_mean", "calibration_error", "length_correlation"):
+        found = wanted[STEPS, f"eval/pairs/{name}"]
+        assert result[f"pairs/{name}"] == pytest.approx(found, rel=1e-4, abs=1e-5), name
+
+    with pytest.raises(AssertionError, match="is of a reward model or a critic, whose scores are no logits"):
+        run_ranks(loaded_as_policy, 2, folder / "straight")
