@@ -13,13 +13,16 @@ from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.kinds import READERS
 from mcore_rl.config.load import kind_of
+from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
 from mcore_rl.data.indexed import NO_TOKEN, build_datasets, plan_data
 from mcore_rl.data.packed_sequences import PackedSequences
+from mcore_rl.data.preferences import TIE
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError
+from mcore_rl.run.preferences import describe_preferences, load_preferences
 from mcore_rl.run.pretrain import sample_counts
 from mcore_rl.run.rollouts import load_prompts
 from mcore_rl.run.sft import describe_data, packed_train
@@ -49,6 +52,8 @@ def _lines(config: RunConfig, count: int) -> Iterator[str]:
         return _sequences(config, count)
     if isinstance(config, SFTConfig):
         return _conversations(config, count)
+    if isinstance(config, PreferenceRunConfig):
+        return _comparisons(config, count)
     assert isinstance(config, RlRunConfig), type(config)
     return _prompts(config, count)
 
@@ -114,6 +119,28 @@ def _members(packed: PackedSequences, count: int) -> Iterator[tuple[int, int]]:
                 return
             count -= 1
             yield sequence, member
+
+
+def _comparisons(config: PreferenceRunConfig, count: int) -> Iterator[str]:
+    """Yield the first comparisons of the data, with the answers' tokens marked."""
+    tokenizer = load_matching_tokenizer(config.data.tokenizer, config.model, config.checkpoint.load)
+    data = load_preferences(config)
+    preferences = data.train.preferences
+    yield describe_preferences(data)
+    yield f"{TRAINED[0]}between these{TRAINED[1]} is the answer, at whose last token a reward model's score is read"
+    for group in range(min(count, len(preferences))):
+        first, last = preferences.sequence_starts_G[group : group + 2].tolist()
+        for number, sequence in enumerate(range(first, last)):
+            span = slice(*preferences.starts_N[sequence : sequence + 2].tolist())
+            ids, is_answer = preferences.ids_T[span].tolist(), preferences.is_answer_T[span].tolist()
+            yield f"\n--- prompt {group}, answer {number}: {len(ids)} tokens, {sum(is_answer)} of the answer"
+            yield marked(tokenizer, ids, is_answer)
+        pairs = range(*preferences.pair_starts_G[group : group + 2].tolist())
+        for pair in pairs:
+            chosen, rejected = (preferences.pairs_P2[pair] - first).tolist()
+            is_tie = preferences.probabilities_P[pair] == TIE
+            margin = f", margin {preferences.margins_P[pair]:g}" if preferences.margins_P[pair] else ""
+            yield f"{chosen} is {'as good as' if is_tie else 'better than'} {rejected}{margin}"
 
 
 def _prompts(config: RlRunConfig, count: int) -> Iterator[str]:

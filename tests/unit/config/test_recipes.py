@@ -78,11 +78,12 @@ def test_every_command_that_takes_a_config_takes_the_name_of_a_recipe(capsys, mo
 
 
 def test_every_summary_is_what_the_recipe_is_for_and_not_the_size_of_its_cluster():
-    purposes = {"pretrain": "Pretraining", "sft": "Fine-tuning"}
+    purposes = {"pretrain": "Pretraining", "sft": "Fine-tuning", "rm": "A reward model"}
     for recipe in recipes():
         program = recipe.name.rpartition("/")[2]
         assert recipe.summary.startswith(purposes.get(program, "")), recipe
-        assert re.search("GRPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning", recipe.summary), recipe
+        words = "GRPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning|reward model"
+        assert re.search(words, recipe.summary), recipe
 
 
 def test_the_command_lists_every_recipe_that_can_be_run(capsys):
