@@ -17,7 +17,7 @@ PROGRAM_OF = {
     "pretrain": "pretrain",
     "sft": "sft",
     "rl": "rl",
-    "eval": "rl",
+    "rm": "rm",
     "problems": "rl",
     "reward": "rl",
     "config": None,
@@ -53,7 +53,10 @@ def test_a_command_is_one_and_its_config_can_run(command):
         if "--help" in words:
             return
         args = parser_of(command_name).parse_intermixed_args(words)
-        if command_name in PROGRAM_OF:
+        if command_name == "eval":
+            kind = kind_of(config_file(Path(args.config)), args.overrides, ("rl", "rm"))
+            checked(kind, args.config, args.overrides, args.ranks)
+        elif command_name in PROGRAM_OF:
             checked(
                 PROGRAM_OF[command_name] or args.program,
                 args.config,
@@ -82,7 +85,7 @@ def test_what_this_machine_cannot_run_is_marked(command):
     words = command.words
     of_cluster = [["mcore-rl", name] for name in ("launch", "jobs", "attach")]
     wants_cluster = words[0] in NEEDS_MORE or words[:2] in of_cluster
-    trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rl", "eval")
+    trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rm", "rl", "eval")
     is_large = trains and "tiny_moe" not in words[2]
     assert command.is_marked == (wants_cluster or is_large or "platform.precision=bf16" in words)
 
