@@ -24,6 +24,7 @@ GROUPS = (
     ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md"),
     ("docs/conversion.md",),
     ("docs/gsm8k.md",),
+    ("docs/rlhf.md",),
 )
 QUICKSTART_STEPS = 4
 ALONE = "mesh.tp=1 mesh.ep=1"
@@ -32,8 +33,10 @@ EIGHT = "rl.rollout.prompts_per_step=2 rl.rollout.group_size=4"
 SMALLER = {
     "mcore-rl pretrain": SHORT,
     "mcore-rl sft": f"{SHORT} {ALONE}",
+    "mcore-rl rm": f"{SHORT} {ALONE} train.global_batch=8 train.eval_batches=1 train.eval_interval=none",
     "mcore-rl rl": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=none",
     "mcore-rl eval": f"rl.eval.num_prompts=8 {ALONE}",
+    "mcore-rl eval tiny_moe/rm": ALONE,
     "mcore-rl study": "overrides=[train.global_batch=2,train.steps=4,optim.warmup_steps=0,train.eval_interval=none,"
     "mesh.tp=1,mesh.ep=1,rl.rollout.prompts_per_step=2,rl.rollout.group_size=4]",
 }
@@ -97,7 +100,8 @@ def in_order(pages: tuple[str, ...]) -> Iterator[Command]:
 def run(command: Command, folder: Path) -> "subprocess.CompletedProcess[str]":
     line = command.line.replace(*VOCABULARY).partition(" #")[0]
     before, arrow, target = line.partition(" >")
-    added = SMALLER.get(" ".join(command.words[:2]), "")
+    names = (" ".join(command.words[:count]) for count in (3, 2))
+    added = next((SMALLER[name] for name in names if name in SMALLER), "")
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
