@@ -1,8 +1,7 @@
 """An estimate of a run on a cluster: memory by stage, and seconds of a step as a range with its reasons."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import inf, isinf
 
 from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.programs import Program
@@ -15,6 +14,7 @@ from mcore_rl.plan.memory import GIB, Memory, chunks_in_flight, memory_by_stage
 from mcore_rl.plan.parts import Workload, workload_of
 from mcore_rl.plan.rates import Span, span_of_step
 from mcore_rl.plan.search import Place
+from mcore_rl.plan.simulate import MAX_PASSES, Simulation, simulate_step, simulate_units
 from mcore_rl.plan.step import (
     Sensitivity,
     closed_form,
@@ -58,6 +58,9 @@ class Estimate:
     """Model chunks of the fullest stage whose forward pass waits for its backward pass."""
     step: StepEstimate | None
     """None where nothing is known of the device's bandwidths."""
+    bubble: float | None
+    """Fraction of the schedule, simulated, in which the busiest stage is idle; None without a pipeline, and for a
+    schedule that is too long to simulate."""
     warnings: list[str]
 
     @property
@@ -89,12 +92,15 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
     microbatches = max(1, config.train.global_batch * config.mesh.model_parallel // world)
     microbatches = max(1, microbatches // config.train.micro_batch)
     warnings = list(placement(config.model, config.mesh, place.ranks_per_node, world).warnings)
-    timed = None
-    if place.device is not None and place.device.links is not None:
-        work = workload_of(config, place.device, world, seq_length)
+    timed, work = None, _workload(config, place, seq_length)
+    if work is not None:
         microbatches = work.num_microbatches
-        timed = step_estimate(work)
-    if layers_of(config) == "te" and config.platform.layers == "auto":
+    simulation = None
+    if config.mesh.pp > 1 and 2 * microbatches * config.mesh.vpp * config.mesh.pp <= MAX_PASSES:
+        simulation = timeline_of(config, place, seq_length, microbatches)
+    if work is not None:
+        timed = step_estimate(work, simulation)
+    if layers_of(config) == "te" and config.platform.layers == "auto" and not isinf(place.room_bytes):
         warnings.append(
             'activations are those of TransformerEngine\'s layers, which platform.layers="auto" takes where it is '
             "installed; ours keep more"
@@ -108,27 +114,42 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
         stages=stages,
         chunks_alive=chunks_in_flight(config.mesh, fullest, microbatches),
         step=timed,
+        bubble=None if simulation is None else simulation.bubble,
         warnings=warnings,
     )
 
 
-def step_estimate(work: Workload, seconds_of: Callable[[Workload], float] | None = None) -> StepEstimate:
-    """Return the seconds of a step with what limits it.
+def timeline_of(config: RunConfig, place: Place, seq_length: int, num_microbatches: int) -> Simulation:
+    """Return the schedule of so many microbatches, in seconds where the device is known, else in layers."""
+    work = _workload(config, place, seq_length)
+    if work is None:
+        return simulate_units(config.model, config.mesh, num_microbatches)
+    return simulate_step(work, num_microbatches)
 
-    Args:
-        work: The step.
-        seconds_of: Seconds of a step like it; by default in closed form.
-    """
-    seconds_of = closed_form() if seconds_of is None else seconds_of
-    seconds, parts = seconds_of(work), step(work).parts
-    shares = {name: part / sum(parts.values()) for name, part in parts.items()}
-    costs = imbalance_costs(work, seconds_of, LOADS) if work.model.is_moe else []
+
+def _workload(config: RunConfig, place: Place, seq_length: int) -> Workload | None:
+    """Return the step of a run; None where the device's bandwidths are not known."""
+    if place.device is None or place.device.links is None:
+        return None
+    return workload_of(config, place.device, place.world_size, seq_length)
+
+
+def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate:
+    """Return the seconds of a step with what limits it; its bubble is that of the simulation where there is one."""
+    parts = dict(step(work).parts)
+    if simulation is not None:
+        # The closed form is right for equal stages and free messages.
+        parts["bubble"] = simulation.seconds - max(simulation.busy_s)
+        del parts["pipeline messages"]
+    seconds = sum(parts.values())
+    shares = {name: part / seconds for name, part in parts.items()}
+    costs = imbalance_costs(work, closed_form(), LOADS) if work.model.is_moe else []
     return StepEstimate(
         span=span_of_step(seconds, str(work.model.family), work.device.name),
         tokens_per_s=tokens_per_s(work, seconds),
         model_tflops=model_tflops(work, seconds),
         shares=dict(sorted(shares.items(), key=lambda share: -share[1])),
-        limits=sensitivities(work, seconds_of),
+        limits=sensitivities(work, closed_form()),
         imbalance=dict(zip(LOADS, costs, strict=False)),
     )
 

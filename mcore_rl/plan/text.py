@@ -30,6 +30,8 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
         device = plan.place.device
         name = "node.device is not set" if device is None else f"no bandwidths of {device.name} are known"
         yield f"time    not planned: {name}"
+        if plan.bubble is not None:
+            yield f"bubble  {plan.bubble:.1%} of the schedule, if a backward pass takes twice a forward pass"
     else:
         yield from _step_lines(plan, plan.step)
     for warning in plan.warnings:
@@ -47,9 +49,9 @@ def layout_line(plan: Estimate) -> str:
         copies = world // (mesh.etp * mesh.ep * mesh.pp)
         etp = f" x etp {mesh.etp}" if mesh.etp > 1 else ""
         layout += f"; experts: ep {mesh.ep}{etp}, {copies} {'copies' if copies > 1 else 'copy'}"
-    device = plan.place.device.name if plan.place.device else "ranks"
+    ranks = f"{world} x {plan.place.device.name}" if plan.place.device else f"{world} ranks"
     return (
-        f"{world} x {device}: {layout}; {plan.num_microbatches} microbatches of {config.train.micro_batch} x "
+        f"{ranks}: {layout}; {plan.num_microbatches} microbatches of {config.train.micro_batch} x "
         f"{plan.seq_length:,}"
     )
 
@@ -188,6 +190,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "fits": plan.fits,
         "stages": [_stage(stage) for stage in plan.stages],
         "chunks_alive": plan.chunks_alive,
+        "bubble": plan.bubble,
         step_name(plan.config): None if plan.step is None else asdict(plan.step),
         "warnings": plan.warnings,
     }

@@ -348,6 +348,12 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--rank", type=rank, metavar="R", help="what this one rank is, and has")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan as JSON")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE.svg",
+        help="also draw the pipeline's schedule: who computes when",
+    )
     _program(parser)
 
 

@@ -14,13 +14,16 @@ from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.files import write_atomically
-from mcore_rl.plan.estimate import Estimate, estimate, place_of
+from mcore_rl.plan.estimate import Estimate, estimate, place_of, timeline_of
 from mcore_rl.plan.memory import GIB
 from mcore_rl.plan.ranks import view_of_rank
 from mcore_rl.plan.search import Place, nearest, search, shortlist
+from mcore_rl.plan.simulate import timeline_svg
 from mcore_rl.plan.text import as_json, estimate_lines, nearest_text, rank_lines, search_lines
 
 HOUR_S = 3600
+DRAWN_GROUPS = 3
+"""Microbatches of a picture, as a multiple of the stages: warm-up, steady state and end."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -59,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
     _write(estimate_lines(plan))
     if args.json:
         write_atomically(args.json, json.dumps(as_json(plan), indent=1) + "\n")
+    if args.timeline:
+        write_atomically(args.timeline, _timeline(plan))
     if not plan.fits:
         found = search(config, program, place)
         raise ConfigError(
@@ -77,6 +82,15 @@ def checked_estimate(config: RunConfig, program: Program, place: Place) -> Estim
             f"on {place.world_size} ranks:\n{error}\n{_nearest(config, program, place)}"
         ) from None
     return estimate(config, program, place)
+
+
+def _timeline(plan: Estimate) -> str:
+    """Return the picture of the schedule, of as many microbatches as show it all."""
+    mesh = plan.config.mesh
+    shown = min(plan.num_microbatches, DRAWN_GROUPS * mesh.pp)
+    what = "s" if plan.step is not None else "layers' forward passes"
+    title = f"pp {mesh.pp} x vpp {mesh.vpp}: {shown} of {plan.num_microbatches} microbatches, time in {what}"
+    return timeline_svg(timeline_of(plan.config, plan.place, plan.seq_length, shown), title)
 
 
 def _nearest(config: RunConfig, program: Program, place: Place) -> str:

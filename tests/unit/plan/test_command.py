@@ -115,9 +115,13 @@ def test_one_rank_is_described_with_its_groups_layers_and_experts(capsys):
     assert "layers  24-47" in lines and "experts 80-95 of each MoE layer" in lines
 
 
-def test_a_cluster_without_a_device_still_gets_memory(capsys):
+def test_a_cluster_without_a_device_still_gets_memory_and_schedule(capsys, tmp_path):
     lines = lines_of(capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2")
     bare = ROOT / "launch/clusters/example_cpu.toml"
-    plain = lines_of(capsys, "tiny_moe/pretrain", "--cluster", str(bare), "--nodes", "1")
+    words = ["tiny_moe/pretrain", "mesh.tp=1", "mesh.pp=2", "--timeline", f"{tmp_path}/step.svg"]
+    plain = lines_of(capsys, *words, "--cluster", str(bare), "--nodes", "1")
     assert any(line.startswith("step") for line in lines)
     assert "time    not planned: node.device is not set" in plain
+    # 2 microbatches on 2 equal stages: (pp - 1) / (m + pp - 1).
+    assert "bubble  33.3% of the schedule, if a backward pass takes twice a forward pass" in plain
+    assert "2 of 2 microbatches, time in layers' forward passes" in (tmp_path / "step.svg").read_text()
