@@ -51,6 +51,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/reward_s",
         "time/old_logprobs_s",
         "time/routes_s",
+        "time/split_s",
         "time/reference_s",
         "time/eval_s",
     ),

@@ -20,7 +20,7 @@ def replay_violations(
         engine_gives_routes: whether the rollout engine returns routes.
     """
     if replay.kind == "none":
-        yield from _unused(replay)
+        yield from _unused(replay, model)
         return
     if not model.is_moe:
         yield (
@@ -62,11 +62,13 @@ def _rollout(replay: ReplayConfig, model: ModelConfig, engine_gives_routes: bool
         )
 
 
-def _unused(replay: ReplayConfig) -> Iterator[str]:
+def _unused(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]:
     if replay.reference == "replay":
         yield (
             'replay.reference="replay" with replay.kind="none": there are no routes to impose. Set '
             'replay.reference="live", or a kind.'
         )
+    if replay.split_interval is not None and not model.is_moe:
+        yield "replay.split_interval with a model without experts: no token is routed. Set it to none."
     if replay.missing == "live":
         yield 'replay.missing="live" has no effect with replay.kind="none". Set replay.missing="error".'

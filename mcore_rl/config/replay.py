@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from mcore_rl.config.section import Section
 
@@ -42,6 +42,10 @@ class ReplayConfig(Section):
     the first share that was measured in this layer, at least 0.01, and 0.1 for the first; `none`: no limit."""
     on_disagreement: Literal["error", "warn"] = "error"
     """Above `max_disagreement` the run ends, or the log warns."""
+    split_interval: PositiveInt | None = None
+    """Rollout batches between two that measure how much of a mismatch is due to routing, by two more passes over a
+    minibatch for each mismatch: of the engine with the trainer, where the engine's routes are here, and of the old
+    policy with the new one; `none`: none does."""
     encoding: RouteEncoding = "bytes"
     """How routes are stored and sent: whole bytes (1 an expert up to 256 experts, 2 above); the bits that an index
     needs (128 experts: 7); or the rank of each token's set of experts among all such sets (8 of 128: 41 bits), which

@@ -95,6 +95,24 @@ METRICS: dict[str, MetricRow] = {
         "nats/token", MEAN, "Entropy of the next token over the whole vocabulary."
     ),
     "policy/kl_old_nats": MetricRow("nats/token", MEAN, "KL(old policy || policy), estimator k3."),
+    "policy/kl_old_live_routes_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "KL(old policy || policy after the updates) with live routes (replay.split_interval).",
+    ),
+    "policy/kl_old_same_routes_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "The same with the old policy's routes imposed: the part that is not due to routing.",
+    ),
+    "policy/ratio_variance_live_routes": MetricRow(
+        "1",
+        MEAN,
+        "Variance of the ratio of the policy after the updates, with live routes (replay.split_interval).",
+    ),
+    "policy/ratio_variance_same_routes": MetricRow(
+        "1", MEAN, "The same with the old policy's routes imposed."
+    ),
     "policy/kl_reference_nats": MetricRow("nats/token", MEAN, "KL(policy || reference), estimator k3."),
     "policy/clip_ratio_low": MetricRow(
         "fraction", MEAN, "Tokens whose probability ratio was clipped from below."
@@ -150,6 +168,14 @@ METRICS: dict[str, MetricRow] = {
     ),
     "rollout/mismatch_kl_nats": MetricRow(
         "nats/token", MEAN, "KL(rollout policy || old policy), estimator k3: the rollout-training mismatch."
+    ),
+    "rollout/mismatch_kl_live_routes_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "KL(rollout policy || trainer) with live routes of the trainer (replay.split_interval).",
+    ),
+    "rollout/mismatch_kl_same_routes_nats": MetricRow(
+        "nats/token", MEAN, "The same with the engine's routes imposed: the part that is not due to routing."
     ),
     "rollout/mismatch_max": MetricRow(
         "nats", MAX, "Largest difference between the engine's and the trainer's logprob of a token."
@@ -351,6 +377,11 @@ METRICS: dict[str, MetricRow] = {
     "time/reference_s": MetricRow("s", MEAN, "Passes of the reference policy, per rollout batch."),
     "time/values_s": MetricRow("s", MEAN, "Passes of the critic for values, per rollout batch."),
     "time/critic_s": MetricRow("s", MEAN, "Updates of the critic, per rollout batch."),
+    "time/split_s": MetricRow(
+        "s",
+        MEAN,
+        "Passes that divide the mismatches by their routes (replay.split_interval), per rollout batch.",
+    ),
     "time/eval_s": MetricRow("s", LAST, "One evaluation."),
     "time/checkpoint_s": MetricRow("s", LAST, "Part of a save that the training loop waited for."),
 }

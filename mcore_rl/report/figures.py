@@ -162,6 +162,24 @@ EXPERTS: tuple[Figure | Band, ...] = (
         zero=True,
         if_any=True,
     ),
+    Figure(
+        "KL of the rollouts to the trainer, by routes",
+        (
+            Line("rollout/mismatch_kl_live_routes_nats", "live routes"),
+            Line("rollout/mismatch_kl_same_routes_nats", "the same routes", "dash"),
+        ),
+        zero=True,
+        if_any=True,
+    ),
+    Figure(
+        "KL to the old policy after a rollout batch, by routes",
+        (
+            Line("policy/kl_old_live_routes_nats", "live routes"),
+            Line("policy/kl_old_same_routes_nats", "the same routes", "dash"),
+        ),
+        zero=True,
+        if_any=True,
+    ),
     Figure("Routes stored for replay", (Line("routes/cached_bytes"),), zero=True, if_any=True, smooth=False),
 )
 

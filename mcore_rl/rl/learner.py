@@ -138,6 +138,20 @@ class Learner:
                 for one in minibatches[num_on_policy:]
             ]
 
+    @torch.no_grad()
+    def logprobs(self, minibatch: Minibatch, routed: RoutedPass, *, is_imposed: bool) -> list[Tensor]:
+        """Return logprobs `[T]` of each microbatch under the weights that the modules have now; on the last stage only.
+
+        Args:
+            minibatch: the samples.
+            routed: opens the routing of the pass.
+            is_imposed: whether that routing imposes routes, of which there is a proof.
+        """
+        chunks, microbatches = self.state.chunks, minibatch.microbatches
+        with evaluating(chunks), routed(microbatches) as routing, self._proving(is_imposed=is_imposed):
+            outputs = run_pass(chunks, microbatches, self._logprob_head, backward=False, routing=routing)
+        return [one["logprobs"] for one in outputs]
+
     def with_reference_logprobs(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Return the minibatches with logprobs under the reference policy, if there is one."""
         if self.reference is None:
@@ -262,17 +276,13 @@ class Learner:
             return nullcontext()
         return proving(self.state.chunks, is_imposed=is_imposed)
 
-    @torch.no_grad()
     def _with_pass(
         self, minibatch: Minibatch, field: str, routed: RoutedPass, *, is_imposed: bool
     ) -> Minibatch:
         """Return the minibatch with logprobs under the weights that the modules have now as `field`."""
         if not minibatch.num_samples:
             return minibatch
-        chunks, microbatches = self.state.chunks, minibatch.microbatches
-        with evaluating(chunks), routed(microbatches) as routing, self._proving(is_imposed=is_imposed):
-            outputs = run_pass(chunks, microbatches, self._logprob_head, backward=False, routing=routing)
-        return minibatch.with_numbers(field, [one["logprobs"] for one in outputs])
+        return minibatch.with_numbers(field, self.logprobs(minibatch, routed, is_imposed=is_imposed))
 
     def _loss_weights(self, num_trained_N: Tensor, totals: BatchTotals) -> Tensor:
         if not totals.num_tokens:

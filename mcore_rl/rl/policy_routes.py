@@ -113,6 +113,28 @@ class PolicyRoutes:
         """Return the routing of a pass of the reference policy."""
         if self._replay.reference == "live":
             return nullcontext(free_routing)
+        return self.of_old_policy(microbatches)
+
+    @property
+    def has_engine_routes(self) -> bool:
+        """Whether the rollout engine's routes of the rollout batch are here."""
+        return self._from_rollout is not None
+
+    @property
+    def has_old_routes(self) -> bool:
+        """Whether passes for old logprobs leave routes here: those that they recorded, or those that R3 imposed."""
+        return self._recorded is not None and (self._is_recorded or self._replay.kind == "r3")
+
+    def live(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass in which the routers choose for themselves."""
+        return nullcontext(free_routing)
+
+    def of_rollout(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass with the rollout engine's routes."""
+        return self._taped(microbatches, RoutingTape.impose, self._from_rollout, None)
+
+    def of_old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass with the routes of the pass for old logprobs."""
         cache = self._from_rollout if self._replay.kind == "r3" else self._recorded
         return self._taped(microbatches, RoutingTape.impose, cache, None)
 

@@ -17,6 +17,7 @@ from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.objectives.diagnostics import update_metrics
 from mcore_rl.rl.rollout import Rollout, Rollouts
+from mcore_rl.rl.routing_split import policy_split, rollout_split
 from mcore_rl.rl.samples import gather_samples, table_lines, write_samples
 from mcore_rl.rl.types import Prompt
 from mcore_rl.train.auxiliary import take_auxiliary_losses
@@ -77,11 +78,17 @@ class RlTrainer(Trainer):
         minibatches = learner.with_values(minibatches)
         advantages = learner.advantages(rollout, minibatches)
 
+        splits = self._splits_now
+        metrics = [*advantages.metrics]
+        if splits:
+            with self.state.timers.phase("split"):
+                metrics += rollout_split(learner, minibatches[0])
+
         # Values are of the critic before its updates, so that the policy's updates do not depend on them.
         critic_start_s = time.perf_counter()
         critic_reports = learner.update_critic(minibatches, advantages)
         critic_s = time.perf_counter() - critic_start_s
-        metrics = [*advantages.metrics, *self._critic_metrics(minibatches, critic_reports, critic_s)]
+        metrics += self._critic_metrics(minibatches, critic_reports, critic_s)
 
         updates = minibatches * self.config.rl.update.epochs
         warms_up = learner.critic_warms_up
@@ -99,6 +106,9 @@ class RlTrainer(Trainer):
             if warning := learner.routes.take_warning():
                 self.log.message(f"warning: {warning}", step=progress.step)
             if index == len(updates) - 1:
+                if splits:
+                    with self.state.timers.phase("split"):
+                        metrics += policy_split(learner, minibatches[-1])
                 # The next rollout is sampled by the policy as it is now.
                 self.rollouts.engine.update_weights(progress.step)
                 learner.refresh_reference()
@@ -113,6 +123,15 @@ class RlTrainer(Trainer):
                 self._check_skipped(report)
         for report in critic_reports:
             self._check_skipped(report, is_critic=True)
+
+    @property
+    def _splits_now(self) -> bool:
+        """Whether the mismatches of this rollout batch are divided by their routes."""
+        interval = self.config.replay.split_interval
+        return (
+            interval is not None
+            and self.state.progress.step // self.config.updates_per_rollout % interval == 0
+        )
 
     def _evaluate(self, *, is_last: bool) -> None:
         """Log how the policy answers the held-out prompts."""

@@ -248,6 +248,7 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
     words += [
         "replay.kind=r2",
         "replay.observe_rollout=true",
+        "replay.split_interval=1",
         "rl.loss.importance_sampling=mask",
         "rl.eval.samples=2",
     ]

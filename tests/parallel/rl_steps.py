@@ -11,12 +11,14 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.obs.metrics import reduced
 from mcore_rl.rl.batch import SampleShape
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.objectives.advantages import StepReward
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
+from mcore_rl.rl.routing_split import policy_split, rollout_split
 from mcore_rl.rl.types import Completion, Group
 from mcore_rl.train.setup import set_up
 from tests.generating import prompt_of
@@ -83,7 +85,7 @@ def steps_of(length: int, reward: float) -> list[StepReward]:
 
 def random_routes(config: RlRunConfig, num_tokens: int, generator: torch.Generator) -> Tensor | None:
     """Experts of each token and layer that no router would choose, for R3."""
-    if config.replay.kind != "r3":
+    if not config.wants_engine_routes:
         return None
     moe, num_layers = config.model.moe, sum(config.model.moe_layers)
     scores = torch.rand(num_tokens, num_layers, moe.num_experts, generator=generator)
@@ -135,6 +137,33 @@ def updates(
             ]
         )
     return told
+
+
+def routing_splits(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, float]:
+    """On a rank: the split of both mismatches of the first of two minibatches, and what its updates measure themselves:
+    the first one that of the engine, the one of the second epoch that of the old policy after the two updates.
+    """
+    state = set_up(config, start(config.platform))
+    copy_in(state.chunks, initial)
+    state.optimizer.reload_model_params()
+    routes = PolicyRoutes(state, config, folder / str(state.mesh.world.rank))
+    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
+    minibatches = learner.minibatches(rollout)
+    routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+    minibatches = learner.with_old_logprobs(minibatches)
+    metrics = rollout_split(learner, minibatches[0])
+    advantages = learner.advantages(rollout, minibatches)
+    first, _ = [learner.update(minibatch, advantages) for minibatch in minibatches]
+    metrics += policy_split(learner, minibatches[0])
+    third = learner.update(minibatches[0], advantages)
+    assert first is not None and third is not None
+    before, after = replaced(first.sums), replaced(third.sums)
+    return reduced(metrics) | {
+        "update/mismatch_kl": before["mismatch_kl"],
+        "update/kl_old": after["kl_old"],
+        "update/ratio_variance": after["ratio_minus_1_squared"] - after["ratio_minus_1"] ** 2,
+    }
 
 
 def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, float]]:

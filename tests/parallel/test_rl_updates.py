@@ -21,7 +21,15 @@ from mcore_rl.config.rl import (
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import TrainConfig
 from tests.parallel.parity import Tensors, random_weights
-from tests.parallel.rl_steps import GROUPS, SIZE, moved_parameters, rollout_of, token_advantages, updates
+from tests.parallel.rl_steps import (
+    GROUPS,
+    SIZE,
+    moved_parameters,
+    rollout_of,
+    routing_splits,
+    token_advantages,
+    updates,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -128,6 +136,35 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
     )
     free = alone("qwen3_moe", folder)
     assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-4), "routes were not imposed"
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -> None:
+    """Updates measure one of the two themselves: under R3 with the engine's routes, without replay with live ones."""
+    found = {}
+    for kind in ("r3", "none"):
+        replay = ReplayConfig(kind=kind, max_disagreement=None, observe_rollout=True)
+        alone, many = [
+            config_of("qwen3_moe", on, epochs=2).model_copy(update={"replay": replay})
+            for on in (MeshConfig(), MESHES[mesh])
+        ]
+        initial = weights("qwen3_moe", 1)
+        (found[kind],) = run_ranks(routing_splits, 1, alone, initial, tmp_path / kind)
+        for rank in run_ranks(routing_splits, 2, many, initial, tmp_path / f"{kind}-{mesh}"):
+            assert rank == pytest.approx(found[kind], rel=1e-5)
+    for kind, routes, others in (("r3", "same", "live"), ("none", "live", "same")):
+        split = found[kind]
+        for measured, name in (
+            ("mismatch_kl", "rollout/mismatch_kl_{}_routes_nats"),
+            ("kl_old", "policy/kl_old_{}_routes_nats"),
+            ("ratio_variance", "policy/ratio_variance_{}_routes"),
+        ):
+            assert split[name.format(routes)] == pytest.approx(split[f"update/{measured}"], rel=1e-5)
+            assert split[name.format(others)] != pytest.approx(split[f"update/{measured}"], rel=1e-4)
+    # The engine's routes and the weights are the same in both.
+    for routes in ("live", "same"):
+        name = f"rollout/mismatch_kl_{routes}_routes_nats"
+        assert found["r3"][name] == pytest.approx(found["none"][name], rel=1e-6)
 
 
 def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_path: Path) -> None:
