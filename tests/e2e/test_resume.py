@@ -14,12 +14,13 @@ import torch
 from mcore_rl.obs.jsonl import read_records
 from tests.e2e.conftest import Finished, command, losses
 from tests.emitted import assert_emitted
+from tests.forked import run_main
 
 LOAD = "moe/expert_load"
 
 
 def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
-    config_file: Path, corpus: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+    config_file: Path, corpus: Path, tmp_path: Path
 ) -> None:
     """With dropout, MTP and router z-loss, on TP2 x EP2, with asynchronous checkpoints every four steps."""
     fields = [
@@ -29,7 +30,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
         "model.moe.z_loss_coeff=1e-3",
         f"data.test=['{corpus}/valid']",
     ]
-    straight = mcore_rl("pretrain", config_file, *fields)
+    straight = run_main("mcore_rl.run.pretrain", [config_file, *fields], 2)
     assert straight.returncode == 0, straight.stderr
     assert_emitted("pretrain", tmp_path / "run")
     run_dir = tmp_path / "broken"
@@ -50,7 +51,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
     assert reached < stopped_at < 24 and not (run_dir / "DONE").exists()
     assert (run_dir / f"checkpoints/iter_{stopped_at:07d}").exists()
 
-    last = mcore_rl("pretrain", config_file, *fields, f"run_dir={run_dir}")
+    last = run_main("mcore_rl.run.pretrain", [config_file, *fields, f"run_dir={run_dir}"], 2)
     assert last.returncode == 0, last.stderr
     assert f"resumed from {run_dir}/checkpoints/iter_{stopped_at:07d}" in last.stdout
     assert (run_dir / "DONE").exists()

@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import string
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.e2e.conftest import Finished, command
+from tests.e2e.conftest import command
 from tests.e2e.test_resume import ranks_of, started, wait_for_step
 from tests.emitted import assert_emitted
 from tests.forked import kill_main, run_main
@@ -97,10 +96,8 @@ def computed(run_dir: Path, names: tuple[str, ...] = COMPUTED) -> dict[int, dict
     return {step: numbers for step, numbers in steps.items() if numbers}
 
 
-def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(
-    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
-) -> None:
-    straight = mcore_rl("rl", rl_file, "checkpoint.interval=none")
+def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Path, tmp_path: Path) -> None:
+    straight = run_main("mcore_rl.run.rl", [rl_file, "checkpoint.interval=none"], 2)
     assert straight.returncode == 0, straight.stderr
     wanted = computed(tmp_path / "rl")
     rewards = [numbers["reward/mean"] for numbers in wanted.values() if "reward/mean" in numbers]
@@ -122,13 +119,13 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(
     wait_for_step(run_dir, 13, stopped)
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(timeout=30) == 0, "a clean stop is no failure"
-    last = mcore_rl("rl", rl_file, f"run_dir={run_dir}")
+    last = run_main("mcore_rl.run.rl", [rl_file, f"run_dir={run_dir}"], 2)
     assert last.returncode == 0, last.stderr
     assert "resumed from" in last.stdout
     assert f"reference policy: {run_dir}/reference/step_" in last.stdout
     assert computed(run_dir) == wanted
 
-    evaluated = mcore_rl("eval", rl_file, "mesh.tp=1", "mesh.ep=1")
+    evaluated = run_main("mcore_rl.run.evaluate", [rl_file, "mesh.tp=1", "mesh.ep=1"])
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout.splitlines()[-1])
     assert result["eval/reward"] == pytest.approx(wanted[24]["eval/reward"], abs=1e-6)
@@ -325,7 +322,7 @@ def test_completions_without_a_score_leave_group_and_loss_and_a_batch_of_them_en
 
 
 def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
-    rl_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_steps.py").write_text(
         "def digits(judged):\n"
@@ -336,9 +333,8 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
     parts = "rl.reward.parts=['own_steps:digits','own_steps:late']"
     words = ["mesh.tp=1", "mesh.dp=2", "train.steps=4", "train.eval_interval=none", "rl.advantage.kind=steps"]
     words += ["rl.reward.error_value=0.0", "rl.reward.max_failed_fraction=1"]
-    finished = mcore_rl(
-        "rl", rl_file, *words, parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=none"
-    )
+    words += [parts, "rl.samples.interval=1", "rl.reward.length_max_tokens=none"]
+    finished = run_main("mcore_rl.run.rl", [rl_file, *words], 2)
     assert finished.returncode == 0, finished.stderr
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "reward/errors" in record][-1]

@@ -13,6 +13,7 @@ from tokenizers import models, pre_tokenizers
 from tests.e2e.conftest import Finished, command, losses
 from tests.e2e.test_resume import started, wait_for_step
 from tests.emitted import assert_emitted
+from tests.forked import run_main
 
 WORDS = [f"w{index}" for index in range(100)]
 SPECIAL = ["<unk>", "<end>", "<turn>", "user", "assistant"]
@@ -60,12 +61,12 @@ def sft_file(config_file: Path, chats: Path, tmp_path: Path) -> Path:
 
 
 def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
-    trained: Path, sft_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
+    trained: Path, sft_file: Path, tmp_path: Path
 ) -> None:
     """With dropout, on TP2 x EP2; the answers' loss falls, and the log says where the weights are from."""
     load = [f"checkpoint.load={trained}", "checkpoint.load_optimizer=false"]
 
-    straight = mcore_rl("sft", sft_file, f"run_dir={tmp_path}/straight", *load)
+    straight = run_main("mcore_rl.run.sft", [sft_file, f"run_dir={tmp_path}/straight", *load], 2)
     assert straight.returncode == 0, straight.stderr
     assert f"weights of {trained}/checkpoints/iter_0000012" in straight.stdout
     assert "120 conversations in" in straight.stdout
@@ -80,7 +81,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(timeout=60) == 0
     assert len(losses(tmp_path / "stopped")) < 30 and not (tmp_path / "stopped/DONE").exists()
-    last = mcore_rl("sft", sft_file, f"run_dir={tmp_path}/stopped", *load)
+    last = run_main("mcore_rl.run.sft", [sft_file, f"run_dir={tmp_path}/stopped", *load], 2)
     assert last.returncode == 0, last.stderr
     assert losses(tmp_path / "stopped") == wanted
 
