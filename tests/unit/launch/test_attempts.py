@@ -17,7 +17,13 @@ SRUN = """#!/bin/bash
 # Runs the command on each host, one after the other. `unfit` names hosts that are gone.
 output=/dev/null without=none
 while [ "$1" != bash ]; do
-  case $1 in --output=*) output=${1#*=} ;; --exclude=*) without=${1#*=} ;; esac
+  case $1 in
+    --output=*) output=${1#*=} ;;
+    --exclude=*) without=${1#*=} ;;
+    --nodelist=*) # a task that watches, for as long as the job runs: only where a test needs it
+      [ -e "$CLUSTER/watched" ] || exit 0
+      without="n1,n2" ;;
+  esac
   shift
 done
 status=0 id=0
@@ -29,11 +35,12 @@ exit $status
 """
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
-  "show hostnames") tr ' ' '\\n' <"$CLUSTER/hosts" ;;
+  "show hostnames") if [ "$3" = left ]; then echo n2; else tr ' ' '\\n' <"$CLUSTER/hosts"; fi ;;
   "show job")
     excluded=$(cat "$CLUSTER/excluded" 2>/dev/null || echo '(null)')
     restarts=$(cat "$CLUSTER/restarts" 2>/dev/null || echo "$SLURM_RESTART_COUNT")
-    echo "JobId=7 JobState=RUNNING Restarts=$restarts ExcNodeList=$excluded X=y"
+    allocated=$(cat "$CLUSTER/allocated" 2>/dev/null || echo all)
+    echo "JobId=7 JobState=RUNNING Restarts=$restarts ExcNodeList=$excluded NodeList=$allocated X=y"
     ;;
   "requeue 7") echo requeue >>"$CLUSTER/asked" ;;
   "update JobId=7") echo "${3#ExcNodeList=}" >"$CLUSTER/excluded" ;;
@@ -344,6 +351,18 @@ def test_an_orphan_does_not_begin_anew_beside_the_attempt_that_slurm_has_started
     done = machines.attempt(**SPARE)
     assert done.returncode == STATUS["cancelled"]
     assert [end[:2] for end in machines.ends] == [("lost", "orphan")]
+
+
+def test_a_task_on_another_node_has_the_job_requeued_that_has_lost_its_first_one(machines):
+    """Slurm does not, because of --no-kill. The task leaves a job alone that still has the node, or that runs anew."""
+    (machines.folder / "watched").touch()
+    lose = f"echo left >{machines.folder}/allocated"
+    machines.program(f"/bin/sleep 0.3; {lose}; kill -KILL $(ps -o ppid= $PPID)")  # the job script
+    assert machines.attempt(**SPARE).returncode == -9  # and the task has ended, which has its output
+    assert (machines.folder / "asked").read_text() == "requeue\n"
+    (machines.folder / "restarts").write_text("1")
+    assert machines.attempt(**SPARE).returncode == -9
+    assert (machines.folder / "asked").read_text() == "requeue\n"
 
 
 def test_a_full_disk_is_the_cause_and_is_retried_before_the_job_gives_up(machines):
