@@ -47,7 +47,7 @@ __all__ = [
     "train_tokenizer",
 ]
 
-ProgramName = Literal["pretrain", "sft", "rm", "rl"]
+ProgramName = Literal["pretrain", "sft", "rm", "dpo", "rl"]
 Settings = Mapping[str, Any]
 """Values of config fields: by dotted key, `{"mesh.tp": 2}`, or in sections, `{"mesh": {"tp": 2}}`."""
 
@@ -90,7 +90,7 @@ def train(
     srun this process is one rank, and every rank makes this call, once in its life.
 
     Args:
-        program: "pretrain", "sft", "rm" or "rl".
+        program: "pretrain", "sft", "rm", "dpo" or "rl".
         config: As of `load_config`.
         overrides: As of `load_config`.
         ranks: Number of local ranks; None: the fewest that the mesh needs. A launcher has chosen it already.

@@ -56,7 +56,16 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/eval_s",
     ),
     "rl with a critic": ("critic/*", "values/*", "time/values_s", "time/critic_s"),
-    "rm": ("pairs/*", "data/pairs"),
+    "rm": (
+        "pairs/loss",
+        "pairs/accuracy",
+        "pairs/*reward*",
+        "pairs/calibration_error",
+        "pairs/length_correlation",
+        "pairs/*longer_fraction",
+        "data/pairs",
+    ),
+    "dpo": ("pairs/*_nats",),
     "rl with dynamic sampling": ("rollout/refills", "rollout/unused_groups", "rollout/cut_kl_nats"),
 }
 """Test run -> patterns; the run emits every row of METRICS that matches one of them."""

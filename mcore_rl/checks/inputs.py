@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
@@ -31,6 +32,8 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
     """Yield field, path and kind of everything that a run reads; what its own checkpoints replace is not read."""
     if config.checkpoint.load and not _has_checkpoints(Path(config.run_dir)):
         yield "checkpoint.load", Path(config.checkpoint.load), "the checkpoint"
+    if isinstance(config, DPOConfig) and config.dpo.reference and not _has_checkpoints(Path(config.run_dir)):
+        yield "dpo.reference", Path(config.dpo.reference), "the checkpoint"
     data = getattr(config, "data", None)
     tokenizer = getattr(data, "tokenizer", TokenizerConfig())
     if tokenizer.path:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.checks.dpo import check_dpo
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.rm import check_rm
 from mcore_rl.checks.run import check
 from mcore_rl.checks.sft import check_sft
+from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
@@ -44,6 +46,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "sft": Program("mcore_rl.run.sft", SFTConfig, check_sft, lambda config: config.data.seq_length),
     "rm": Program("mcore_rl.run.rm", RewardModelConfig, check_rm, lambda config: config.packed_length),
+    "dpo": Program("mcore_rl.run.dpo", DPOConfig, check_dpo, lambda config: config.packed_length),
     "rl": Program("mcore_rl.run.rl", RlRunConfig, check_rl, lambda config: config.packed_length),
 }
 

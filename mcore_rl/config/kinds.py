@@ -1,6 +1,7 @@
 """The kinds of config files, by the name of what reads them."""
 
 from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
@@ -13,6 +14,7 @@ KINDS: dict[str, type[Section]] = {
     "pretrain": PretrainConfig,
     "sft": SFTConfig,
     "rm": RewardModelConfig,
+    "dpo": DPOConfig,
     "rl": RlRunConfig,
     "study": StudyConfig,
     "pipeline": PipelineConfig,
@@ -22,6 +24,7 @@ READERS = {
     "pretrain": "`mcore-rl pretrain`",
     "sft": "`mcore-rl sft`",
     "rm": "`mcore-rl rm`",
+    "dpo": "`mcore-rl dpo`",
     "rl": "`mcore-rl rl`",
     "study": "`mcore-rl study`",
     "pipeline": "`mcore-rl launch`",

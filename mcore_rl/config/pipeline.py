@@ -6,7 +6,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from mcore_rl.config.section import Section, Text
 
-STAGES = ("pretrain", "sft", "rm", "convert", "rl")
+STAGES = ("pretrain", "sft", "rm", "dpo", "convert", "rl")
 
 
 class TrainingStage(Section):
@@ -53,6 +53,7 @@ class PipelineConfig(Section):
     pretrain: TrainingStage = TrainingStage()
     sft: TrainingStage = TrainingStage()
     rm: TrainingStage = TrainingStage()
+    dpo: TrainingStage = TrainingStage()
     convert: ConversionStage = ConversionStage()
     rl: TrainingStage = TrainingStage()
 

@@ -149,6 +149,13 @@ METRICS: dict[str, MetricRow] = {
     "pairs/chosen_reward": MetricRow("1", MEAN, "Reward of the chosen answer."),
     "pairs/rejected_reward": MetricRow("1", MEAN, "Reward of the rejected answer."),
     "pairs/reward_margin": MetricRow("1", MEAN, "Reward of the chosen answer less that of the rejected one."),
+    "pairs/chosen_logprob_nats": MetricRow(
+        "nats", MEAN, "Logprob of the whole chosen answer under the policy."
+    ),
+    "pairs/rejected_logprob_nats": MetricRow(
+        "nats", MEAN, "Logprob of the whole rejected answer under the policy."
+    ),
+    "pairs/chosen_loss_nats": MetricRow("nats/token", MEAN, "Cross entropy of the chosen answer's tokens."),
     "pairs/reward_mean": MetricRow("1", MEAN, "Score of an answer, by a reward model."),
     "pairs/reward_std": MetricRow("1", MEAN, "Standard deviation (ddof 0) of the answers' scores."),
     "pairs/calibration_error": MetricRow(

@@ -15,11 +15,12 @@ from mcore_rl.obs.attempts_file import RunAttempt, read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.obs.metric_table import with_current_names
 
-Stage = Literal["pretrain", "sft", "rm", "rl"]
+Stage = Literal["pretrain", "sft", "rm", "dpo", "rl"]
 STAGES: dict[Stage, str] = {
     "pretrain": "Pretraining",
     "sft": "Fine-tuning",
     "rm": "Reward model",
+    "dpo": "Preference optimisation",
     "rl": "Reinforcement learning",
 }
 EVALUATION = "evaluation.json"
@@ -150,8 +151,9 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 def _stage(config: Mapping[str, Any]) -> Stage:
     if "rl" in config:
         return "rl"
-    if "rm" in config:
-        return "rm"
+    for stage in ("rm", "dpo"):
+        if stage in config:
+            return stage
     return "sft" if "chat_template" in config.get("data", {}) else "pretrain"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.arguments import attach_arguments, jobs_arguments, launch_arguments
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.migrate import BACKUP
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
@@ -454,6 +455,15 @@ COMMANDS: dict[str, Command] = {
         module=PROGRAMS["rm"].module,
         program="rm",
         config=RewardModelConfig,
+    ),
+    "dpo": Command(
+        summary="Optimise a model on pairs of answers: DPO, IPO, SimPO, ORPO and others, from the weights of "
+        "checkpoint.load.",
+        example="mcore-rl dpo tiny_moe/dpo checkpoint.load=runs/tiny_moe_sft dpo.beta=0.3",
+        add_arguments=config_arguments,
+        module=PROGRAMS["dpo"].module,
+        program="dpo",
+        config=DPOConfig,
     ),
     "rl": Command(
         summary="Train a model on rewards: GRPO, GSPO, Kimi K2 and others, from the weights of checkpoint.load.",

@@ -1,7 +1,8 @@
 """Training on preferences: pairs of answers as microbatches of this rank, and the loop over their batches."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Protocol
@@ -158,7 +159,6 @@ class PreferenceSource:
         *,
         pad_id: int,
         weights: Sequence[float] = (),
-        reference_logprobs: Tensor | None = None,
     ) -> None:
         """Prepare the source.
 
@@ -167,13 +167,12 @@ class PreferenceSource:
             config: The run's config.
             pad_id: Token at padding.
             weights: Weight of each file in the mixture; none: every group once an epoch.
-            reference_logprobs: float64, logprob of each sequence under the reference; None: there is no reference.
         """
         self.preferences = preferences
         self.order = PreferenceOrder(preferences, seed=config.train.seed, weights=weights)
         self._limits = packing_limits(config)
         self._pad_id = pad_id
-        self._reference_logprobs = reference_logprobs
+        self._reference_logprobs: Tensor | None = None
 
     def microbatches(
         self, groups: Sequence[int], mesh: Mesh, device: torch.device
@@ -204,6 +203,12 @@ class PreferenceSource:
         """Return the tokens of all sequences of these groups."""
         starts_N, first_G = self.preferences.starts_N, self.preferences.sequence_starts_G
         return sum(int(starts_N[first_G[group + 1]] - starts_N[first_G[group]]) for group in groups)
+
+    def with_reference(self, reference_logprobs: Tensor) -> "PreferenceSource":
+        """Return the source with the logprob of each sequence under the reference, float64 on the CPU."""
+        source = copy(self)
+        source._reference_logprobs = reference_logprobs
+        return source
 
     @property
     def mean_length(self) -> float:
@@ -349,7 +354,12 @@ class AnswerLogprobHead:
 
 @torch.no_grad()
 def answer_logprobs(
-    state: TrainState, source: PreferenceSource, head: AnswerLogprobHead, *, groups_at_a_time: int
+    state: TrainState,
+    source: PreferenceSource,
+    head: AnswerLogprobHead,
+    *,
+    groups_at_a_time: int,
+    before_each: Callable[[], None],
 ) -> Tensor:
     """Collective over the world: the logprob of every answer of `source` under the weights that the modules have now.
 
@@ -358,6 +368,7 @@ def answer_logprobs(
         source: The data.
         head: The head of the passes.
         groups_at_a_time: Groups of one pass, over all ranks.
+        before_each: Called before each pass.
 
     Returns:
         float64 `[sequences]` in nats on the CPU, the same on all ranks.
@@ -367,6 +378,7 @@ def answer_logprobs(
     for chunk in state.chunks:
         chunk.eval()
     for begin in range(0, len(source.preferences), groups_at_a_time):
+        before_each()
         groups = range(begin, min(begin + groups_at_a_time, len(source.preferences)))
         microbatches = source.microbatches(groups, mesh, device)
         outputs = run_pass(state.chunks, microbatches, head, backward=False)

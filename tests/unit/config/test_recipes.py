@@ -78,11 +78,11 @@ def test_every_command_that_takes_a_config_takes_the_name_of_a_recipe(capsys, mo
 
 
 def test_every_summary_is_what_the_recipe_is_for_and_not_the_size_of_its_cluster():
-    purposes = {"pretrain": "Pretraining", "sft": "Fine-tuning", "rm": "A reward model"}
+    purposes = {"pretrain": "Pretraining", "sft": "Fine-tuning", "rm": "A reward model", "dpo": "DPO"}
     for recipe in recipes():
         program = recipe.name.rpartition("/")[2]
         assert recipe.summary.startswith(purposes.get(program, "")), recipe
-        words = "GRPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning|reward model"
+        words = "GRPO|GSPO|PPO|Kimi|Pretraining|Fine-tuning|reward model|DPO"
         assert re.search(words, recipe.summary), recipe
 
 

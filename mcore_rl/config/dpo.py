@@ -1,0 +1,67 @@
+"""The config of preference optimisation: DPO and its family."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from mcore_rl.config.preferences import PreferenceRunConfig
+from mcore_rl.config.section import Section, Text
+
+DPOKind = Literal["sigmoid", "robust", "ipo", "hinge", "simpo", "orpo"]
+
+
+class DPOSection(Section):
+    """The loss on pairs. An answer's reward is beta times the logprob that it has gained over the reference."""
+
+    loss: DPOKind = "sigmoid"
+    """Loss of a pair; `sigmoid`: DPO (arXiv 2305.18290), with `label_smoothing` cDPO; `robust`: DPO unbiased by flipped
+    labels (arXiv 2403.00409); `ipo`: squared distance to 1 / (2 beta) (arXiv 2310.12036); `hinge`: as in SLiC (arXiv
+    2305.10425); `simpo`: mean logprobs without a reference (arXiv 2405.14734); `orpo`: odds ratio and cross entropy
+    without a reference (arXiv 2403.07691)."""
+    beta: PositiveFloat = 0.1
+    """Factor of the rewards: a larger one stays closer to the reference; of orpo the weight of the odds ratio. SimPO's
+    paper uses 2.0 to 2.5, ORPO's 0.1."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that a pair of the data is the wrong way round."""
+    length_normalised: bool | Literal["auto"] = "auto"
+    """Whether an answer's logprobs are divided by its tokens; `auto`: with simpo and orpo."""
+    target_margin: NonNegativeFloat = 0.0
+    """Margin by which the chosen answer's reward should be larger, SimPO's gamma: its paper uses 0.3 to 1.6 for its
+    betas."""
+    margin_coeff: NonNegativeFloat = 0.0
+    """Factor of the margin that a pair has in the data (data.margin_field), which is added to `target_margin` as in
+    ODPO (arXiv 2402.10571); 0: margins are not used."""
+    nll_coeff: NonNegativeFloat | Literal["auto"] = "auto"
+    """Weight of the cross entropy per token of the chosen answer, which keeps its logprob from falling (arXiv
+    2404.19733); `auto`: 1 with orpo, otherwise 0."""
+    reference: Text | None = None
+    """Checkpoint of the reference model; `none`: the weights from which the run starts."""
+    reference_cache: Text | Literal["auto"] = "auto"
+    """Folder of the reference's logprobs, which runs on the same data from the same checkpoint may share; `auto`:
+    `<run_dir>/reference_logprobs`."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits are in fp32 at a time."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss compares the model with a reference."""
+        return self.loss not in ("simpo", "orpo")
+
+    @property
+    def is_length_normalised(self) -> bool:
+        """`length_normalised` with "auto" resolved."""
+        auto = self.length_normalised == "auto"
+        return self.loss in ("simpo", "orpo") if auto else bool(self.length_normalised)
+
+    @property
+    def nll_weight(self) -> float:
+        """`nll_coeff` with "auto" resolved."""
+        return float(self.loss == "orpo") if self.nll_coeff == "auto" else self.nll_coeff
+
+
+class DPOConfig(PreferenceRunConfig):
+    """`mcore-rl dpo`."""
+
+    run_dir: str = "runs/dpo"
+    """Folder of everything that the run writes; one run, one folder, one writer."""
+    dpo: DPOSection = DPOSection()

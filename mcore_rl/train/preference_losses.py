@@ -1,0 +1,199 @@
+"""Losses on pairs of answers: DPO and its family, by one head."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from mcore_rl.config.dpo import DPOKind, DPOSection
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.schedule import HeadOutput
+from mcore_rl.train.preferences import AnswerLogprobHead, PreferenceMicrobatch
+
+LARGEST_LOGPROB = -(2.0**-24)
+"""Largest logprob whose odds are computed: a probability nearer to 1 is 1 in float32, and its odds are infinite."""
+
+
+def sigmoid_loss(distance_P: Tensor) -> Tensor:
+    """Return -log sigmoid(x) (arXiv 2305.18290, eq. 7)."""
+    return softplus(-distance_P)
+
+
+def hinge_loss(distance_P: Tensor) -> Tensor:
+    """Return max(0, 1 - x) (arXiv 2309.06657, eq. 3)."""
+    return torch.relu(1 - distance_P)
+
+
+def squared_loss(distance_P: Tensor) -> Tensor:
+    """Return x^2, which with x = log ratio - 1 / (2 beta) is IPO (arXiv 2310.12036, eq. 17)."""
+    return distance_P**2
+
+
+LOSSES: dict[DPOKind, Callable[[Tensor], Tensor]] = {
+    "sigmoid": sigmoid_loss,
+    "robust": sigmoid_loss,
+    "ipo": squared_loss,
+    "hinge": hinge_loss,
+    "simpo": sigmoid_loss,
+    "orpo": sigmoid_loss,
+}
+
+
+def expected_loss(
+    loss: Callable[[Tensor], Tensor], difference_P: Tensor, target_P: Tensor, probability_P: Tensor
+) -> Tensor:
+    """Return the loss of each pair over what its label may be: p f(d - t) + (1 - p) f(-d - t).
+
+    Args:
+        loss: The loss f of a pair whose first answer is the better one.
+        difference_P: Difference d of the two rewards.
+        target_P: Margin t that the better answer should have.
+        probability_P: Probability p that the first answer is the better one; outside 0 ... 1 it removes a bias.
+    """
+    right_P, wrong_P = loss(difference_P - target_P), loss(-difference_P - target_P)
+    return probability_P * right_P + (1 - probability_P) * wrong_P
+
+
+def smoothed_probability(probability_P: Tensor, flipped: float) -> Tensor:
+    """Return the probability that the first answer is better when the label of a pair is wrong with probability
+    `flipped`: cDPO's label smoothing.
+    """
+    return (1 - flipped) * probability_P + flipped * (1 - probability_P)
+
+
+def unbiased_probability(probability_P: Tensor, flipped: float) -> Tensor:
+    """Return the weight that undoes labels flipped with probability `flipped` in expectation (arXiv 2403.00409, eq.
+    13): `smoothed_probability` of it is the probability itself. It may be above 1.
+    """
+    return (probability_P - flipped) / (1 - 2 * flipped)
+
+
+def log_odds(mean_logprobs_N: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of p = e^x, the geometric mean of an answer's probabilities (arXiv 2403.07691, eq. 4)."""
+    bounded_N = mean_logprobs_N.clamp(max=LARGEST_LOGPROB)
+    return bounded_N - torch.log(-torch.expm1(bounded_N))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairLosses:
+    """Loss and rewards of each pair, with gradient."""
+
+    loss_P: Tensor
+    chosen_P: Tensor
+    """Reward of the chosen answer."""
+    rejected_P: Tensor
+    """Reward of the rejected answer."""
+
+
+def pair_losses(
+    logprobs_N: Tensor,
+    reference_logprobs_N: Tensor | None,
+    lengths_N: Tensor,
+    pairs_P2: Tensor,
+    margins_P: Tensor,
+    probabilities_P: Tensor,
+    config: DPOSection,
+) -> PairLosses:
+    """Return the loss that `config` names for each pair.
+
+    Args:
+        logprobs_N: Logprob of each whole answer under the model, in nats.
+        reference_logprobs_N: The same under the reference; None with a loss that has none.
+        lengths_N: Tokens of each answer.
+        pairs_P2: Answers of each pair, chosen and rejected.
+        margins_P: Margin of each pair in the data.
+        probabilities_P: Probability that the chosen answer of a pair is the better one.
+        config: The loss and its constants.
+    """
+    assert config.uses_reference == (reference_logprobs_N is not None), config.loss
+    gained_N = logprobs_N if reference_logprobs_N is None else logprobs_N - reference_logprobs_N
+    if config.is_length_normalised:
+        gained_N = gained_N / lengths_N
+    rewards_N = config.beta * gained_N
+    # The number whose difference the loss is a function of: IPO's has no beta, ORPO's is the log odds.
+    compared_N = {"ipo": gained_N}.get(config.loss, rewards_N)
+    if config.loss == "orpo":
+        compared_N = log_odds(gained_N)
+    chosen_P, rejected_P = pairs_P2.unbind(1)
+    target_P = config.target_margin + config.margin_coeff * margins_P.to(compared_N)
+    if config.loss == "ipo":
+        target_P = target_P + 1 / (2 * config.beta)
+    smooth = unbiased_probability if config.loss == "robust" else smoothed_probability
+    loss_P = expected_loss(
+        LOSSES[config.loss],
+        compared_N[chosen_P] - compared_N[rejected_P],
+        target_P,
+        smooth(probabilities_P.to(compared_N), config.label_smoothing),
+    )
+    if config.loss == "orpo":
+        loss_P = config.beta * loss_P
+    if config.nll_weight:
+        loss_P = loss_P - config.nll_weight * (logprobs_N / lengths_N)[chosen_P]
+    return PairLosses(loss_P=loss_P, chosen_P=rewards_N[chosen_P], rejected_P=rewards_N[rejected_P])
+
+
+class DPOHead:
+    """Computes the loss that the section `dpo` names, from the logprobs of whole answers."""
+
+    wants_losses = False
+
+    def __init__(self, logprobs: AnswerLogprobHead, mesh: Mesh, config: DPOSection) -> None:
+        self._logprobs = logprobs
+        self._mesh = mesh
+        self._config = config
+
+    def count(self, microbatch: PreferenceMicrobatch) -> Tensor:
+        """Return the number of pairs, on the first of the context-parallel ranks."""
+        return microbatch.num_pairs(self._mesh.cp)
+
+    def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the loss of one microbatch, and output sums over its pairs."""
+        logprobs_N = self._logprobs.answer_logprobs(microbatch, output)
+        pairs = pair_losses(
+            logprobs_N,
+            microbatch.reference_logprobs_N,
+            microbatch.answer_lengths_N,
+            microbatch.pairs_P2,
+            microbatch.margins_P,
+            microbatch.probabilities_P,
+            self._config,
+        )
+        chosen_P, rejected_P = microbatch.pairs_P2.unbind(1)
+        is_decided_P = microbatch.probabilities_P == 1
+        lengths_P = microbatch.answer_lengths_N[chosen_P]
+        sums = {
+            "loss": pairs.loss_P,
+            "count": torch.ones_like(pairs.loss_P),
+            "chosen_reward": pairs.chosen_P,
+            "rejected_reward": pairs.rejected_P,
+            "decided": is_decided_P,
+            # Equal rewards, as at the start, are right by half.
+            "right": is_decided_P * (0.5 + 0.5 * (pairs.chosen_P - pairs.rejected_P).sign()),
+            "chosen_logprob": logprobs_N[chosen_P],
+            "rejected_logprob": logprobs_N[rejected_P],
+            "chosen_tokens": lengths_P,
+        }
+        # All context-parallel ranks have the same pairs: the first one reports them.
+        share = float(self._mesh.cp.rank == 0)
+        outputs = {name: values_P.detach().double().sum() * share for name, values_P in sums.items()}
+        # Without pairs the sum is 0, with the gradient 0.
+        return HeadOutput(loss=pairs.loss_P.sum(), count=self.count(microbatch), outputs=outputs)
+
+    def metrics(self, sums: dict[str, float]) -> list[Metric]:
+        """Return the metrics of a training step or an evaluation from the world's sums of the outputs."""
+        pairs = max(sums["count"], 1.0)
+        metrics = [
+            Metric("pairs/loss", sums["loss"], pairs),
+            Metric("pairs/chosen_reward", sums["chosen_reward"], pairs),
+            Metric("pairs/rejected_reward", sums["rejected_reward"], pairs),
+            Metric("pairs/reward_margin", sums["chosen_reward"] - sums["rejected_reward"], pairs),
+            Metric("pairs/chosen_logprob_nats", sums["chosen_logprob"], pairs),
+            Metric("pairs/rejected_logprob_nats", sums["rejected_logprob"], pairs),
+            Metric("pairs/chosen_loss_nats", -sums["chosen_logprob"], max(sums["chosen_tokens"], 1.0)),
+        ]
+        if sums["decided"]:
+            metrics.append(Metric("pairs/accuracy", sums["right"], sums["decided"]))
+        return metrics
