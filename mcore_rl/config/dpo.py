@@ -15,8 +15,8 @@ class DPOSection(Section):
 
     loss: DPOKind = "sigmoid"
     """Loss of a pair; `sigmoid`: DPO (arXiv 2305.18290), with `label_smoothing` cDPO; `robust`: DPO unbiased by flipped
-    labels (arXiv 2403.00409); `ipo`: squared distance to 1 / (2 beta) (arXiv 2310.12036); `hinge`: as in SLiC (arXiv
-    2305.10425); `simpo`: mean logprobs without a reference (arXiv 2405.14734); `orpo`: odds ratio and cross entropy
+    labels (arXiv 2403.00409); `ipo`: squared distance to 1 / (2 beta) (arXiv 2310.12036); `hinge`: of RSO (arXiv
+    2309.06657); `simpo`: mean logprobs without a reference (arXiv 2405.14734); `orpo`: odds ratio and cross entropy
     without a reference (arXiv 2403.07691)."""
     beta: PositiveFloat = 0.1
     """Factor of the rewards: a larger one stays closer to the reference; of orpo the weight of the odds ratio. SimPO's

@@ -178,6 +178,8 @@ def _short(number: float) -> str:
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "train/loss_nats": ("loss", "{:.4f}".format),
+    "pairs/loss": ("loss", "{:.4f}".format),
+    "pairs/accuracy": ("accuracy", "{:.3f}".format),
     "reward/mean": ("reward", "{:.3f}".format),
     "reward/accuracy": ("accuracy", "{:.3f}".format),
     "rollout/completion_tokens": ("length", "{:.1f}".format),
@@ -190,6 +192,8 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "train/mfu": ("MFU", "{:.1%}".format),
     "moe/load_max_over_mean": ("load max/mean", "{:.2f}".format),
     "eval/loss_nats": ("eval loss", "{:.4f}".format),
+    "eval/pairs/loss": ("eval loss", "{:.4f}".format),
+    "eval/pairs/accuracy": ("eval accuracy", "{:.3f}".format),
     "eval/perplexity": ("perplexity", "{:.2f}".format),
     "eval/accuracy": ("eval accuracy", "{:.3f}".format),
     "eval/reward": ("eval reward", "{:.3f}".format),

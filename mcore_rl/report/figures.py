@@ -63,6 +63,25 @@ LEARNING: tuple[Figure | Band, ...] = (
         note="Each part before its weight, mean over completions.",
     ),
     Figure(
+        "Accuracy on pairs",
+        (Line("pairs/accuracy", "training"), Line("eval/pairs/accuracy", "held out", "dots")),
+        zero=True,
+    ),
+    Figure("Loss of a pair", (Line("pairs/loss", "training"), Line("eval/pairs/loss", "held out", "dots"))),
+    Figure(
+        "Rewards of answers",
+        (Line("pairs/chosen_reward", "chosen"), Line("pairs/rejected_reward", "rejected", "dash")),
+    ),
+    Figure(
+        "Logprobs of answers",
+        (
+            Line("pairs/chosen_logprob_nats", "chosen"),
+            Line("pairs/rejected_logprob_nats", "rejected", "dash"),
+        ),
+        note="Logprob of a whole answer. With DPO both may fall while their difference grows; dpo.nll_coeff keeps the "
+        "chosen one up.",
+    ),
+    Figure(
         "Loss",
         (
             Line("train/loss_nats", "training"),

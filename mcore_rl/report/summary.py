@@ -37,6 +37,8 @@ def headline(run: RunRecord) -> Headline:
         )
     for name, meaning, show in (
         ("reward/mean", "reward", plain),
+        ("eval/pairs/accuracy", "accuracy on held-out pairs", percent),
+        ("pairs/accuracy", "accuracy on training pairs", percent),
         ("eval/loss_nats", "held-out loss, nats a token", plain),
         ("train/loss_nats", "training loss, nats a token", plain),
     ):
@@ -115,6 +117,8 @@ NUMBERS: dict[str, Callable[[RunRecord], str]] = {
     "tokens trained on": lambda run: count(_last(run, "train/consumed_tokens")),
     "loss": lambda run: _first_to_last(run, "train/loss_nats", plain),
     "held-out loss": lambda run: _first_to_last(run, "eval/loss_nats", plain),
+    "loss of a pair": lambda run: _first_to_last(run, "pairs/loss", plain),
+    "accuracy on held-out pairs": lambda run: _first_to_last(run, "eval/pairs/accuracy", percent),
     "reward": lambda run: _first_to_last(run, "reward/mean", plain),
     "entropy, nats": lambda run: _first_to_last(run, "policy/entropy_nats", plain),
     "KL to the old policy, largest": lambda run: _of(run.series("policy/kl_old_nats"), max, plain),

@@ -23,7 +23,7 @@ def sigmoid_loss(distance_P: Tensor) -> Tensor:
 
 
 def hinge_loss(distance_P: Tensor) -> Tensor:
-    """Return max(0, 1 - x) (arXiv 2309.06657, eq. 3)."""
+    """Return max(0, 1 - x) (arXiv 2309.06657)."""
     return torch.relu(1 - distance_P)
 
 
@@ -65,14 +65,14 @@ def smoothed_probability(probability_P: Tensor, flipped: float) -> Tensor:
 
 
 def unbiased_probability(probability_P: Tensor, flipped: float) -> Tensor:
-    """Return the weight that undoes labels flipped with probability `flipped` in expectation (arXiv 2403.00409, eq.
-    13): `smoothed_probability` of it is the probability itself. It may be above 1.
+    """Return the weight that undoes labels flipped with probability `flipped` in expectation (arXiv
+    2403.00409): `smoothed_probability` of it is the probability itself. It may be above 1.
     """
     return (probability_P - flipped) / (1 - 2 * flipped)
 
 
 def log_odds(mean_logprobs_N: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) of p = e^x, the geometric mean of an answer's probabilities (arXiv 2403.07691, eq. 4)."""
+    """Return log(p / (1 - p)) of p = e^x, the geometric mean of an answer's probabilities (arXiv 2403.07691)."""
     bounded_N = mean_logprobs_N.clamp(max=LARGEST_LOGPROB)
     return bounded_N - torch.log(-torch.expm1(bounded_N))
 

@@ -23,6 +23,7 @@ BASES = {
     "pretrain": Path("tiny_moe/pretrain"),
     "sft": Path("tiny_moe/sft"),
     "rm": Path("tiny_moe/rm"),
+    "dpo": Path("tiny_moe/dpo"),
     "rl": Path("tiny_moe/grpo"),
     "study": Path("tiny_moe/replay_study"),
     "pipeline": None,
@@ -60,7 +61,7 @@ def is_number(annotation: object) -> bool:
 @cache
 def numbers(kind: str) -> list[FieldDoc]:
     """Fields of a kind with numbers; of those that all trainings share, pretraining's stand for all."""
-    shared = {doc.key for doc in describe(KINDS["pretrain"])} if kind in ("sft", "rm", "rl") else set()
+    shared = {doc.key for doc in describe(KINDS["pretrain"])} if kind in ("sft", "rm", "dpo", "rl") else set()
     return [doc for doc in describe(KINDS[kind]) if is_number(doc.annotation) and doc.key not in shared]
 
 

@@ -415,7 +415,7 @@ def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(hom
         f'extends = "{RECIPE.with_name("model.toml")}"\ndata.train = ["data/train"]\n'
     )
     assert launch(recipe=home / "any.toml") == 2
-    assert "any.toml could be a config of pretrain, sft or rm" in capsys.readouterr().err
+    assert "any.toml could be a config of pretrain, sft, rm or dpo" in capsys.readouterr().err
     assert launch("--program", "pretrain", "mesh.dp=auto", recipe=home / "any.toml") == 0
     assert launch(recipe=CPU) == 2
     assert "is a config of cluster, which is no job" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""Preference optimisation as a user runs it: killed and resumed, with the reference's logprobs cached or gone."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from unittest import mock
+
+import numpy
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from mcore_rl.config.dpo import DPOConfig, DPOSection
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
+from mcore_rl.run import dpo
+from mcore_rl.train.preferences import PreferenceTrainer
+from tests.emitted import assert_emitted
+from tests.parallel.test_reward_model_runs import MODEL, WORDS, numbers_of, write_language_model
+from tests.ranks import run_ranks
+
+STEPS, KILLED_AT = 8, 6
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of words, questions whose better answer repeats their last word, and a model."""
+    home = tmp_path_factory.mktemp("dpo")
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<end>", *WORDS])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(home / "tokenizer.json"))
+    (home / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    draw = random.Random(0)
+    for name, count in (("train", 60), ("valid", 20)):
+        lines = []
+        for _ in range(count):
+            right, wrong = draw.sample(WORDS[:6], 2)
+            question = " ".join([*draw.choices(WORDS, k=draw.randint(0, 5)), right])
+            lines.append(json.dumps({"prompt": question, "chosen": right, "rejected": wrong}))
+        (home / f"{name}.jsonl").write_text("\n".join(lines))
+    run_ranks(write_language_model, 1, MODEL, home / "base")
+    return home
+
+
+def config_of(home: Path, name: str) -> DPOConfig:
+    return DPOConfig(
+        run_dir=str(home / name),
+        platform=PlatformConfig(deterministic=True),
+        model=MODEL,
+        mesh=MeshConfig(),
+        optim=OptimConfig(lr=3e-3, warmup_steps=2),
+        train=TrainConfig(steps=STEPS, global_batch=16, eval_interval=4),
+        checkpoint=CheckpointConfig(load=str(home / "base"), load_optimizer=False, interval=5),
+        data=PreferenceDataConfig(
+            train=(str(home / "train.jsonl"),),
+            valid=(str(home / "valid.jsonl"),),
+            chat_template="raw",
+            seq_length=16,
+            tokens_per_microbatch=128,
+            tokenizer={"kind": "huggingface", "path": str(home)},  # type: ignore[arg-type]
+        ),
+        dpo=DPOSection(beta=0.5),
+    )
+
+
+def killed_at(step: int, config: DPOConfig) -> None:
+    """On a rank: the run, which is killed when it begins the step after `step`."""
+    whole = PreferenceTrainer._step
+
+    def step_or_end(trainer: PreferenceTrainer) -> None:
+        if trainer.state.progress.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(trainer)
+
+    with mock.patch.object(PreferenceTrainer, "_step", step_or_end):
+        dpo.train(config)
+
+
+def cached(run_dir: Path) -> dict[str, list[float]]:
+    """The reference's logprobs by the name of their file."""
+    files = sorted((run_dir / "reference_logprobs").glob("*.npz"))
+    return {file.name: numpy.load(file)["logprobs"].tolist() for file in files}
+
+
+def test_a_killed_run_without_its_cache_resumes_bit_equal_from_a_fresh_pass_of_the_reference(
+    home: Path,
+) -> None:
+    straight, killed = config_of(home, "straight"), config_of(home, "killed")
+    run_ranks(dpo.train, 1, straight)
+    with pytest.raises(AssertionError, match="died without an answer"):
+        run_ranks(killed_at, 1, KILLED_AT, killed)
+    before = cached(home / "killed")
+    # Pairs of train and valid; other weights are in the modules when the run resumes.
+    assert [len(logprobs) for logprobs in before.values()].count(120) == 1 and len(before) == 2
+    first, second = sorted((home / "killed/reference_logprobs").glob("*.npz"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-40])
+    run_ranks(dpo.train, 1, killed)
+    assert cached(home / "killed") == cached(home / "straight") == before
+    wanted = numbers_of(home / "straight")
+    assert numbers_of(home / "killed") == wanted
+    events = (home / "killed/metrics.jsonl").read_text()
+    assert "is damaged" in events and "logprobs of 40 answers took" in events
+    assert_emitted("dpo", home / "straight")
+
+    assert wanted[1, "pairs/loss"] == pytest.approx(numpy.log(2), rel=1e-12), "the model is its reference"
+    assert wanted[1, "pairs/accuracy"] == 0.5 and wanted[1, "pairs/reward_margin"] == 0
+    assert wanted[STEPS, "pairs/loss"] < 0.6 and wanted[STEPS, "eval/pairs/accuracy"] > 0.6
