@@ -65,7 +65,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "pairs/*longer_fraction",
         "data/pairs",
     ),
-    "dpo": ("pairs/*_nats",),
+    "dpo": ("pairs/*_logprob", "pairs/chosen_loss_nats"),
     "rl with dynamic sampling": ("rollout/refills", "rollout/unused_groups", "rollout/cut_kl_nats"),
 }
 """Test run -> patterns; the run emits every row of METRICS that matches one of them."""

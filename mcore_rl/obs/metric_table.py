@@ -149,10 +149,8 @@ METRICS: dict[str, MetricRow] = {
     "pairs/chosen_reward": MetricRow("1", MEAN, "Reward of the chosen answer."),
     "pairs/rejected_reward": MetricRow("1", MEAN, "Reward of the rejected answer."),
     "pairs/reward_margin": MetricRow("1", MEAN, "Reward of the chosen answer less that of the rejected one."),
-    "pairs/chosen_logprob_nats": MetricRow(
-        "nats", MEAN, "Logprob of the whole chosen answer under the policy."
-    ),
-    "pairs/rejected_logprob_nats": MetricRow(
+    "pairs/chosen_logprob": MetricRow("nats", MEAN, "Logprob of the whole chosen answer under the policy."),
+    "pairs/rejected_logprob": MetricRow(
         "nats", MEAN, "Logprob of the whole rejected answer under the policy."
     ),
     "pairs/chosen_loss_nats": MetricRow("nats/token", MEAN, "Cross entropy of the chosen answer's tokens."),

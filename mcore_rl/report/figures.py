@@ -75,8 +75,8 @@ LEARNING: tuple[Figure | Band, ...] = (
     Figure(
         "Logprobs of answers",
         (
-            Line("pairs/chosen_logprob_nats", "chosen"),
-            Line("pairs/rejected_logprob_nats", "rejected", "dash"),
+            Line("pairs/chosen_logprob", "chosen"),
+            Line("pairs/rejected_logprob", "rejected", "dash"),
         ),
         note="Logprob of a whole answer. With DPO both may fall while their difference grows; dpo.nll_coeff keeps the "
         "chosen one up.",

@@ -190,8 +190,8 @@ class DPOHead:
             Metric("pairs/chosen_reward", sums["chosen_reward"], pairs),
             Metric("pairs/rejected_reward", sums["rejected_reward"], pairs),
             Metric("pairs/reward_margin", sums["chosen_reward"] - sums["rejected_reward"], pairs),
-            Metric("pairs/chosen_logprob_nats", sums["chosen_logprob"], pairs),
-            Metric("pairs/rejected_logprob_nats", sums["rejected_logprob"], pairs),
+            Metric("pairs/chosen_logprob", sums["chosen_logprob"], pairs),
+            Metric("pairs/rejected_logprob", sums["rejected_logprob"], pairs),
             Metric("pairs/chosen_loss_nats", -sums["chosen_logprob"], max(sums["chosen_tokens"], 1.0)),
         ]
         if sums["decided"]:

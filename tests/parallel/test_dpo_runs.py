@@ -20,9 +20,12 @@ from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
 from mcore_rl.run import dpo
 from mcore_rl.train.preferences import PreferenceTrainer
 from tests.emitted import assert_emitted
-from tests.parallel.test_reward_model_runs import MODEL, WORDS, numbers_of, write_language_model
+from tests.parallel.test_reward_model_runs import MODEL as WITH_DROPOUT
+from tests.parallel.test_reward_model_runs import WORDS, numbers_of, write_language_model
 from tests.ranks import run_ranks
 
+# Without dropout a model is its reference exactly, at the start.
+MODEL = WITH_DROPOUT.model_copy(update={"hidden_dropout": 0.0})
 STEPS, KILLED_AT = 8, 6
 
 

@@ -226,7 +226,7 @@ def test_losses_are_those_of_trl(settings, is_mean, one_rank):
     assert metrics["pairs/reward_margin"] == pytest.approx(
         (rewards[chosen] - rewards[rejected]).mean().item(), abs=1e-9
     )
-    assert metrics["pairs/chosen_logprob_nats"] == pytest.approx(logps[chosen].mean().item(), abs=1e-9)
+    assert metrics["pairs/chosen_logprob"] == pytest.approx(logps[chosen].mean().item(), abs=1e-9)
 
 
 def test_a_tie_has_no_right_order_and_pulls_rewards_together(one_rank):
