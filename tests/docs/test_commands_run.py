@@ -34,6 +34,7 @@ SMALLER = {
     "mcore-rl pretrain": SHORT,
     "mcore-rl sft": f"{SHORT} {ALONE}",
     "mcore-rl rm": f"{SHORT} {ALONE} train.global_batch=8 train.eval_batches=1 train.eval_interval=none",
+    "mcore-rl dpo": f"{SHORT} {ALONE} train.global_batch=8 data.train=runs/quickstart/pairs_valid.jsonl",
     "mcore-rl rl": f"{SHORT} {ALONE} {EIGHT} train.global_batch=4 train.eval_interval=none",
     "mcore-rl eval": f"rl.eval.num_prompts=8 {ALONE}",
     "mcore-rl eval tiny_moe/rm": ALONE,

@@ -18,6 +18,7 @@ PROGRAM_OF = {
     "sft": "sft",
     "rl": "rl",
     "rm": "rm",
+    "dpo": "dpo",
     "problems": "rl",
     "reward": "rl",
     "config": None,
@@ -85,7 +86,7 @@ def test_what_this_machine_cannot_run_is_marked(command):
     words = command.words
     of_cluster = [["mcore-rl", name] for name in ("launch", "jobs", "attach")]
     wants_cluster = words[0] in NEEDS_MORE or words[:2] in of_cluster
-    trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rm", "rl", "eval")
+    trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rm", "dpo", "rl", "eval")
     is_large = trains and "tiny_moe" not in words[2]
     assert command.is_marked == (wants_cluster or is_large or "platform.precision=bf16" in words)
 
