@@ -150,7 +150,7 @@ def test_paths_and_fields_and_metrics_on_the_pages_exist():
         ):
             assert f"`{name}`" in fields or f"`{name}_" in fields, f"{page.name}: {name}"
         for name in re.findall(
-            r"`((?:mesh|platform|train|optim|checkpoint|log|replay|rl\.\w+|model\.moe)\.(?!py\b)[a-z_0-9]+)",
+            r"`((?:mesh|platform|train|optim|checkpoint|log|replay|rl\.\w+|model\.moe)\.(?!py\b)[a-z_0-9]+(?:\.[a-z_0-9]+)*)",
             text,
         ):
             assert f"`{name}`" in fields, f"{page.name}: {name}"
