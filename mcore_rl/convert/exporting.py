@@ -28,8 +28,9 @@ from mcore_rl.convert.hf.text_files import (
 from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import DTYPES, OutputDtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
-from mcore_rl.families import hf_config
-from mcore_rl.families.weight_map import DuplicateTensor
+from mcore_rl.families import hf_config, score_config
+from mcore_rl.families.weight_map import AxisRange, DuplicateTensor
+from mcore_rl.model.heads import SCORE_SHIFT
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Names that configs have for the number of MTP layers."""
@@ -83,6 +84,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
             *_padding_notes(dist_model),
+            *_shift_notes(dist_model),
         ],
     )
 
@@ -143,9 +145,28 @@ def _small_files(
         notes.append(f"tokenizer: {options.text.tokenizer.path}{template}")
     elif options.reference is None or not has_tokenizer(options.reference):
         notes.append("there is no tokenizer in the output: transformers makes no text of it")
+    if dist_model.model.head == "score":
+        special, padding_note = score_padding(special)
+        notes += padding_note
     config, config_notes = _config(dist_model, options, targets, special)
     card = model_card(dist_model.model, dist_model.folder.step, options.run, options.reference)
     return files | {"config.json": config, CARD: card}, [*config_notes, *notes]
+
+
+def score_padding(special: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the special tokens for the config.json of a model with scores, and a note.
+
+    Transformers reads a score at the last token that is no padding. Where texts end in the token of padding that would
+    be the one before it; without such a token transformers takes the last one, of one text at a time.
+    """
+    pad = special.get("pad_token_id")
+    if pad is not None and pad != special.get("eos_token_id"):
+        return special, []
+    note = (
+        "config.json has no pad_token_id, as no tokenizer is known with a padding that is not also the end of a text: "
+        "score one text at a time, or name such a tokenizer (--tokenizer)"
+    )
+    return special | {"pad_token_id": None}, [note]
 
 
 def _digest(files: Mapping[str, bytes]) -> str:
@@ -169,6 +190,11 @@ def _config(
         return _json(config), ["config.json is made from the checkpoint's settings"]
     raw, config = (options.reference / "config.json").read_bytes(), read_config(options.reference)
     changed = []
+    if dist_model.model.head == "score":
+        config |= score_config(dist_model.model) | {
+            name: token for name, token in special.items() if name == "pad_token_id"
+        }
+        changed.append("the model is one for sequence classification, with one label")
     if config.pop("quantization_config", None):
         changed.append("quantization_config is left out, as the weights are not quantized any more")
     for name in MTP_COUNTS:
@@ -195,6 +221,8 @@ def _padding_notes(dist_model: DistModel) -> list[str]:
     notes = []
     source = dist_model.source()
     for key, where in dist_model.weights.padding:
+        if key == SCORE_SHIFT:
+            continue
         rows = torch.empty(sizes(where), dtype=dist_model.dtype(key))
         source.fill(rows, key, where)
         if rows.any():
@@ -202,6 +230,19 @@ def _padding_notes(dist_model: DistModel) -> list[str]:
                 f"{key}: the {len(rows)} rows that pad the vocabulary are not zero; they are dropped"
             )
     return notes
+
+
+def _shift_notes(dist_model: DistModel) -> list[str]:
+    """Return a note on the number that is subtracted from scores, which Hugging Face's models do not have."""
+    if dist_model.model.head != "score":
+        return []
+    shift = torch.zeros(1)
+    dist_model.source().fill(shift, SCORE_SHIFT, (AxisRange(0, 1),))
+    if not shift:
+        return []
+    return [
+        f"scores are {float(shift):+.6g} higher than here, as transformers' models subtract nothing (score.shift)"
+    ]
 
 
 def _finish(

@@ -95,8 +95,8 @@ def import_targets(hf_model: HfModel, weights: WeightMap, dtype: OutputDtype) ->
         TargetTensor(
             name=key,
             shape=shape,
-            dtype=_dtype(hf_model, weights, key, copies[key], dtype),
-            copies=tuple(copies[key]),
+            dtype=_dtype(hf_model, weights, key, copies.get(key, ()), dtype),
+            copies=tuple(copies.get(key, ())),
         )
         for key, shape in weights.mcore_shapes.items()
     ]

@@ -41,6 +41,7 @@ from mcore_rl.families import weight_map
 from mcore_rl.families.weight_map import AxisRange
 from mcore_rl.model.build import build_uninitialized, unwrap
 from mcore_rl.model.global_tensors import LocalShard, local_shards
+from mcore_rl.model.heads import SCORE_SHIFT
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 
 NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 32
@@ -144,15 +145,16 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | Non
     config = transformers.AutoConfig.from_pretrained(found.folder.path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    is_scored = found.model.head == "score"
+    kind = transformers.AutoModelForSequenceClassification if is_scored else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
+        model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
     _restore_wavelengths(model, config)
     model.eval()
     load = partial(_load_hf, found, _copies_of_modules(found), found.source(), dtype)
     names = {module: name for name, module in model.named_modules()}
-    units = [model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head]
+    head = model.score if is_scored else model.lm_head
+    units = [model.model.embed_tokens, *model.model.layers, model.model.norm, head]
 
     def enter(module: nn.Module) -> None:
         module.to_empty(device="cpu")
@@ -163,7 +165,9 @@ def _in_transformers(found: HfModel, tokens_BS: Tensor, dtype: torch.dtype | Non
         module.to("meta")
 
     with _outputs_of(units, enter, leave) as outputs:
-        logits: Tensor = model(tokens_BS, use_cache=False).logits
+        # Not only the scores of the last tokens, which is what a model with scores returns.
+        hidden = model.model(tokens_BS, use_cache=False).last_hidden_state
+        logits: Tensor = head(hidden)
     # Without the outputs of the embedding in front, and of the last norm and the head behind.
     return [*outputs[1:-2], logits]
 
@@ -220,7 +224,8 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
         for shard in local_shards([chunk]):
             by_storage.setdefault(_storage_id(shard.data), []).append(shard)
         load = partial(_load_shard, KeyTranslation(found.model, found.layout), found.source())
-        tied = [chunk.embedding] if found.model.tied_embeddings else []
+        has_tied_output = found.model.tied_embeddings and found.model.head == "logits"
+        tied = [chunk.embedding] if has_tied_output else []
         holders: dict[nn.Module, Sequence[nn.Module]] = {chunk.output_layer: [chunk.output_layer, *tied]}
         units = [chunk.embedding, *chunk.decoder.layers, chunk.decoder.final_layernorm, chunk.output_layer]
 
@@ -246,6 +251,9 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
 
 def _load_shard(translation: KeyTranslation, source: DistSource, shard: LocalShard) -> None:
     """Fill a parameter, or a part of one, of Megatron's model from the checkpoint's tensors."""
+    if shard.key == SCORE_SHIFT:
+        shard.data.zero_()  # the other format has none
+        return
     where = tuple(
         AxisRange(at, at + 1) if isinstance(at, int) else AxisRange(*at.indices(size)[:2])
         for at, size in zip(shard.where, shard.global_shape, strict=True)

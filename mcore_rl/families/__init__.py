@@ -1,6 +1,6 @@
 """The families of models, one file each, and the questions that are answered by a model's family."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -45,6 +45,10 @@ FAMILIES: dict[str, Family] = {
 """The families that `model.family` may name, by Hugging Face's `model_type`."""
 
 
+CAUSAL_CLASS, SCORE_CLASS = "ForCausalLM", "ForSequenceClassification"
+"""Endings of the names of transformers' classes with logits, and with a score."""
+
+
 def family_of(model: ModelConfig) -> Family:
     """Return the family that `model.family` names.
 
@@ -72,8 +76,9 @@ def model_from_hf(config: HfConfig, family: str | None = None) -> ModelConfig:
         if model_type not in names:
             raise ConfigError(f"config.json has model_type={model_type!r}. Known are {', '.join(names)}.")
         family = names[model_type]
+    head = _head_of(config)
     try:
-        return ModelConfig(family=family, **_family_named(family).from_hf(config))
+        return ModelConfig(family=family, head=head, **_family_named(family).from_hf(config))
     except ValidationError as error:
         raise ConfigError(
             f"config.json of model_type {model_type!r} has values of the wrong type:\n{error}"
@@ -88,12 +93,50 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
     """
     family = family_of(model)
     names = {"architectures": [family.hf_class], "model_type": family.model_type}
-    return names | common_to_hf(model) | family.to_hf(model)
+    config = names | common_to_hf(model) | family.to_hf(model)
+    return config | score_config(model) if model.head == "score" else config
+
+
+def score_config(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of config.json by which transformers opens a model with a scalar head.
+
+    Raises:
+        ConfigError: transformers has no such class of the family.
+    """
+    family = family_of(model)
+    if not family.has_score_class:
+        raise ConfigError(
+            f'model.family="{model.family}" with model.head="score": transformers has no class of {family.model_type} '
+            "for sequence classification, so that a reward model of it stays in Megatron's format."
+        )
+    name = family.hf_class.replace(CAUSAL_CLASS, SCORE_CLASS)
+    return {"architectures": [name], "num_labels": 1}
 
 
 def weight_map(model: ModelConfig, experts: ExpertLayout = "each") -> WeightMap:
     """Return which part of which Hugging Face tensor is which part of which tensor of a Megatron checkpoint."""
     return build_map(family_of(model).rules(model, experts), duplicates(model))
+
+
+def _head_of(config: HfConfig) -> Literal["logits", "score"]:
+    """Return the head that a config.json names by its architectures; ConfigError for one that Megatron has not."""
+    names = [str(name) for name in config.get("architectures") or []]
+    other = [name for name in names if "For" in name and not name.endswith((CAUSAL_CLASS, SCORE_CLASS))]
+    classes = [name for name in names if name.endswith("Classification")]
+    if not classes:
+        return "logits"
+    if other:
+        raise ConfigError(
+            f"config.json has architectures={names}. Known are language models ({CAUSAL_CLASS}) and models with one "
+            f"score for a sequence ({SCORE_CLASS})."
+        )
+    labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
+    if labels != 1:
+        raise ConfigError(
+            f"config.json has {labels} labels with architectures={names}; a reward model has one (num_labels=1). "
+            "These weights classify."
+        )
+    return "score"
 
 
 def _family_named(name: str) -> Family:

@@ -58,6 +58,8 @@ class Family(ABC):
     """Further values of `model_type` that name the same architecture."""
     hf_class: str
     """Class of transformers that opens an exported checkpoint."""
+    has_score_class: bool = True
+    """Whether transformers has a class of the family for sequence classification, as reward models are."""
     router: Literal["none", "softmax", "sigmoid"] = "none"
     """Scores by which tokens choose experts; a dense family has none."""
     is_latent: bool = False

@@ -20,6 +20,7 @@ class Glm4Moe(Family):
 
     model_type = "glm4_moe"
     hf_class = "Glm4MoeForCausalLM"
+    has_score_class = False
     router = "sigmoid"
     qkv_bias = ("on", "off")
     qk_norm = ("off", "on")

@@ -13,6 +13,7 @@ class Olmoe(Family):
 
     model_type = "olmoe"
     hf_class = "OlmoeForCausalLM"
+    has_score_class = False
     router = "softmax"
     qk_norm = ("on",)
     has_full_qk_norm = True

@@ -29,6 +29,11 @@ def main(args: argparse.Namespace) -> int:
     with rank_guard():
         _check(args)
         trained = read_trained_model(args.run or _run_of(args.checkpoint))
+        if trained.model.head == "score":
+            raise ConfigError(
+                "this is a run of a reward model, which has scores and no logits: there is no text to generate. Name a "
+                "run of a language model."
+            )
         request = request_of(args, trained)
         stream = StreamedText(request) if args.stream else None
         completions = continuations(args, trained, request, stream)

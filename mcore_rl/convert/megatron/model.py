@@ -108,6 +108,9 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
         return own
     own_family = own.family if own is not None and is_extension(own.family) else None
     described = checked_model_from_hf(read_config(reference), own_family)
+    if own is not None and own.head == "score":
+        # The reference of a reward model may be the language model that its training began from.
+        described = described.scored
     if own is None:
         return described.model_copy(update={"vocab_multiple": _vocab_multiple(folder, described, stored)})
     faults = disagreements(described, own)
