@@ -12,6 +12,7 @@ from math import ceil, sqrt
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
@@ -89,8 +90,8 @@ class Workload:
 def workload_of(config: RunConfig, device: Device, world_size: int, seq_length: int) -> Workload:
     """Return the optimizer step of a run on one device.
 
-    Lengths of completions are not known before: in reinforcement learning each is taken as long as it may be, so that
-    the step is the longest that can happen.
+    Lengths of completions and of compared answers are not known before: each is taken as long as it may be, so that the
+    step is the longest that can happen.
 
     Args:
         config: The config, checked for this world.
@@ -109,9 +110,14 @@ def workload_of(config: RunConfig, device: Device, world_size: int, seq_length: 
                 "node.device."
             )
     rows, sample = train.global_batch, seq_length
+    num_samples = train.global_batch
     if isinstance(config, RlRunConfig):
-        dp, sample = world_size // config.mesh.model_parallel, config.longest_sample
-        packed = -(-train.global_batch // max(1, seq_length // sample))
+        sample = config.longest_sample
+    elif isinstance(config, PreferenceRunConfig):
+        sample, num_samples = config.data.seq_length, 2 * train.global_batch
+    if sample != seq_length or num_samples != rows:
+        dp = world_size // config.mesh.model_parallel
+        packed = -(-num_samples // max(1, seq_length // sample))
         rows = -(-packed // dp) * dp
     return Workload(
         model=config.model,
@@ -257,7 +263,7 @@ def layer_times(work: Workload, is_moe: bool) -> LayerTimes:
 def output_times(work: Workload) -> Seconds:
     """Return the seconds of the output layer and its loss for one microbatch."""
     roof = Roofline(work)
-    rows = work.model.padded_vocab_size // work.mesh.tp
+    rows = work.model.padded_vocab_size // work.mesh.tp if work.model.head == "logits" else 1
     forward, backward = roof.linear(roof.tokens, rows, work.model.hidden_size)
     loss = roof.moved(roof.tokens * rows * 4.0 * 4)
     return forward + loss / 2, backward + loss / 2

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from math import isinf
 from typing import Any
 
+from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.estimate import Estimate, StepEstimate, step_name
 from mcore_rl.plan.memory import GIB, Memory, models_on_ranks
@@ -102,6 +103,8 @@ def span_text(plan: Estimate) -> str:
     span, what = timed.span, ""
     if step_name(plan.config) == "update":
         what = ", when every completion is as long as it may be; rollouts and logprobs are not in it, and not planned"
+    elif isinstance(plan.config, PreferenceRunConfig):
+        what = ", when every answer is as long as it may be"
     return (
         f"{_seconds(span.likely)} s ({_seconds(span.low)}-{_seconds(span.high)}): {timed.tokens_per_s:,.0f} "
         f"tokens/s a GPU, {timed.model_tflops:.0f} model TFLOP/s{what}"

@@ -16,19 +16,24 @@ from tests.tiny_models import TINY
 
 CASES = [
     *((family, "bf16", {"tp": 2, "ep": 2, "pp": 4}, 8, 0) for family in ("qwen3_moe", "deepseek_v3", "qwen2_moe")),
-    ("gpt_oss", "fp32", {"pp": 2, "ep": 2, "tp": 2}, 4, 1),
+    ("gpt_oss", "fp32", {"pp": 2, "ep": 2, "tp": 2}, 4, 0),
     ("deepseek_v3", "bf16", {"pp": 2, "vpp": 2, "ep": 4, "etp": 2, "tp": 2}, 16, 0),
     ("deepseek_v3", "bf16", {"pp": 4, "tp": 1}, 4, 1),
     ("qwen3_moe", "bf16", {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3}, 2, 0),
     ("llama", "fp32", {"pp": 4, "tp": 2}, 8, 0),
+    ("qwen3_moe-score", "bf16", {"tp": 2, "pp": 2, "ep": 2}, 4, 0),
+    ("gpt_oss-score", "bf16", {"pp": 2}, 2, 0),
     ("olmoe", "bf16", {"tp": 2, "cp": 2, "ep": 4}, 4, 0),
 ]  # fmt: skip
 
 
 def config_of(family, precision, mesh, mtp_layers):
+    family, _, head = family.partition("-")
     model = TINY[family].model_copy(update={"mtp_layers": mtp_layers} if mtp_layers else {})
     if family == "gpt_oss":
-        model = TINY[family].model_copy(update={"tied_embeddings": True})
+        model = model.model_copy(update={"tied_embeddings": True})
+    if head:
+        model = model.model_copy(update={"head": head})
     config = load_config(PretrainConfig, None, [f"platform.precision={precision}", "mesh.dp=auto"])
     return config.model_copy(
         update={"model": model, "mesh": config.mesh.model_copy(update=mesh)}

@@ -3,11 +3,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench.plan import QWEN30, RUNS, errors
+from bench.plan import QWEN30, RECIPES, RUNS, errors
+from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.plan.device import DEVICES
 from mcore_rl.plan.flops import forward_flops_per_token
-from mcore_rl.plan.parts import Roofline, Workload, layer_times
+from mcore_rl.plan.parts import Roofline, Workload, layer_times, output_times, workload_of
 from mcore_rl.plan.rates import SENSITIVITIES, Rates, span_of_step
 from mcore_rl.plan.step import closed_form, imbalance_costs, model_tflops, sensitivities, step, tokens_per_s
 
@@ -104,6 +106,16 @@ def test_a_faster_device_is_never_slower():
         tokens_per_s(w, step(w).seconds) for w in (work(device=DEVICES[name]) for name in ("A100", "H100", "B200"))
     ]  # fmt: skip
     assert speeds == sorted(speeds)
+
+
+def test_pairs_are_packed_as_long_as_they_may_be():
+    """64 pairs are 128 answers of 4096 tokens, four in each row of 16384: 32 rows over 4 data-parallel ranks."""
+    config = load_config(RewardModelConfig, RECIPES / "qwen3_30b_a3b/rm.toml")
+    assert (config.train.global_batch, config.data.seq_length, config.packed_length) == (64, 4096, 16384)
+    pairs = workload_of(config, DEVICES["H100"], 16, config.packed_length)
+    assert (pairs.global_batch, pairs.num_microbatches, pairs.sample_length) == (32, 8, 4096)
+    # A scalar head is a product with one column.
+    assert sum(output_times(pairs)) < 0.01 * sum(output_times(work(seq_length=16384)))
 
 
 def test_an_unknown_family_or_device_widens_the_range():
