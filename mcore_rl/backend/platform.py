@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-import mcore_rl.backend.patches.table  # noqa: F401  # first: torch and Megatron are patched
 from mcore_rl.backend import flight_recorder
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
-from mcore_rl.backend.patches.versions import has_module, megatron_version
+from mcore_rl.backend.patches.table import FOUND  # first: torch and Megatron are patched
+from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 
@@ -42,9 +42,7 @@ class Platform:
         """One line for the log."""
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
         layers = "TransformerEngine" if self.layers == "te" else "torch"
-        adam = next(
-            (f"{m} Adam" for m in ("transformer_engine", "apex") if has_module(m)), "torch's fused Adam"
-        )
+        adam = f"{adam_package()}'s fused Adam"
         return (
             f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, {layers} layers, "
             f"{adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
@@ -54,13 +52,11 @@ class Platform:
 def start(config: PlatformConfig) -> Platform:
     """Collective over the world: the process group is up and the device chosen; ConfigError before that."""
     device_type = _device_type(config)
-    layers = _layers(config, device_type)
+    layers = _layers(config)
     rank, world_size = rank_of_launcher(), world_size_of_launcher()
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     device = torch.device("cpu")
     if device_type == "cuda":
-        # Megatron counts on communication being queued before the computation that hides it.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         flight_recorder.arm()
@@ -98,8 +94,19 @@ def _device_type(config: PlatformConfig) -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _layers(config: PlatformConfig, device_type: str) -> Literal["torch", "te"]:
-    usable = device_type == "cuda" and has_module("transformer_engine")
+def adam_package() -> str:
+    """Return whose Adam Megatron's optimizer uses here."""
+    return "TransformerEngine" if FOUND.has_te else "apex" if FOUND.has_apex else "torch"
+
+
+def _layers(config: PlatformConfig) -> Literal["torch", "te"]:
+    usable = FOUND.has_te
+    reason = FOUND.unusable.get("transformer_engine")
+    if config.layers != "torch" and FOUND.has_cuda and reason:
+        raise ConfigError(
+            f"TransformerEngine is installed, but cannot be used: {reason}. Install the build for torch "
+            f'{torch.__version__}, or set platform.layers="torch" to train with this package\'s own layers.'
+        )
     if config.layers == "te" and not usable:
         raise ConfigError(
             'platform.layers="te" needs CUDA and the transformer_engine package (pip install "mcore_rl[gpu]"). '

@@ -24,6 +24,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Functions of the activations, which families name because they import no torch."""
 
+ROUTER_KERNELS = ("fused_topk_with_score_function", "fused_moe_aux_loss")
+"""Names in Megatron of the kernels of TransformerEngine that the fused router needs."""
+
 
 def transformer_config(
     model: ModelConfig, mesh: Mesh, platform: Platform, settings: PlatformConfig
@@ -159,11 +162,12 @@ def _dispatch(model: ModelConfig, platform: Platform) -> dict[str, Any]:
         "moe_token_dispatcher_type": "flex" if deepep else model.moe.dispatcher,
         "moe_flex_dispatcher_backend": "deepep",
         # Older versions of TransformerEngine lack these kernels; their names in Megatron are then None.
-        "moe_permute_fusion": te and _has_kernels("fused_permute", "fused_unpermute"),
+        "moe_permute_fusion": te and has_kernels("fused_permute", "fused_unpermute"),
         # The fused router returns before the hook of routing replay; RL therefore builds its policy without it.
-        "moe_router_fusion": te and _has_kernels("fused_topk_with_score_function", "fused_moe_aux_loss"),
+        "moe_router_fusion": te and has_kernels(*ROUTER_KERNELS),
     }
 
 
-def _has_kernels(*names: str) -> bool:
+def has_kernels(*names: str) -> bool:
+    """Return whether Megatron has imported all these kernels of TransformerEngine."""
     return all(getattr(moe_utils, name, None) is not None for name in names)

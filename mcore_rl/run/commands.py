@@ -358,6 +358,13 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     _program(parser)
 
 
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the form of the output."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, with every patch and its reason"
+    )
+
+
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare runs, and the page to write."""
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")
@@ -568,6 +575,13 @@ COMMANDS: dict[str, Command] = {
         example="mcore-rl check runs/quickstart/pretrain",
         add_arguments=check_arguments,
         module="mcore_rl.run.check",
+    ),
+    "doctor": Command(
+        summary="Show what this machine has for training: versions, GPUs, layers, kernels, patches of Megatron; what "
+        "is missing and what that costs. Status 1 when something is broken.",
+        example="mcore-rl doctor --json",
+        add_arguments=doctor_arguments,
+        module="mcore_rl.run.doctor",
     ),
     "launch": Command(
         summary="Check a training, write its Slurm job, and submit it; with --dry-run show it.",

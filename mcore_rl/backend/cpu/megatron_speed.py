@@ -123,7 +123,6 @@ def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 LINEAR = "torch gives fp32 products to MKL, which does not use AVX-512 on AMD"
 ALONE = "gloo copies the parameters and gradients twice although there is no other rank"
 ROTARY = "it writes and reads five tensors of the size of the queries, and four more in the backward pass"
-SCALE = "a gradient is clipped by way of a copy"
 
 REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce": (by_onednn, LINEAR),
@@ -131,6 +130,5 @@ REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "distributed.param_and_grad_buffer:dist_reduce_scatter_func": (unless_alone, ALONE),
     "transformer.moe.router:router_gating_linear": (gated_by_onednn, LINEAR),
     "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd": (rotated_in_halves, ROTARY),
-    "optimizer.clip_grads:multi_tensor_scale_impl": (scaled_in_place, SCALE),
 }
 """Symbol under `megatron.core` -> what makes its replacement, and why."""

@@ -1,7 +1,7 @@
 """Replacements of parts of Megatron: each is a function of the original, named in table.py."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,3 +83,16 @@ def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., 
         return preprocess(self, *args, padding_mask=padding_mask, **kwargs)
 
     return wrapped
+
+
+def norm_of_tensors(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[list[torch.Tensor]], per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """Stand in for `multi_tensor_l2norm`: the norm of all tensors together, float32 `[1]` on their device.
+
+    The arguments are those of the kernel; only the tensors, in one list, are used.
+    """
+    (tensors,) = tensor_lists
+    assert not per_tensor, "Megatron asks for the norm of all"
+    norms = torch.stack(torch._foreach_norm(tensors))
+    return torch.linalg.vector_norm(norms, dtype=torch.float32).view(1), None

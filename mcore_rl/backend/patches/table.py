@@ -6,6 +6,7 @@ the packages that use Megatron import it first in their `__init__`. A version th
 
 import importlib
 import logging
+import os
 import queue
 import warnings
 from collections.abc import Callable
@@ -16,19 +17,20 @@ import torch
 
 from mcore_rl.backend.adam import FusedAdam
 from mcore_rl.backend.cpu import torch_standins as cpu
-from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS
+from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS, scaled_in_place
 from mcore_rl.backend.patches import foreign_files, replacements
+from mcore_rl.backend.patches.found import Found, find_packages
 from mcore_rl.backend.patches.mtp_loss import mtp_losses_as_sums
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
 from mcore_rl.backend.patches.router_losses import losses_as_sums
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
-from mcore_rl.backend.patches.versions import has_module, megatron_version
+from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.errors import ConfigError
 
 SUPPORTED = ("0.16", "0.19")
-Cause = Literal["no CUDA", "no TransformerEngine", "no fused Adam", "version"]
-"""Why a patch is applied here: torch sees no GPU, TransformerEngine is not installed, neither TransformerEngine nor
-apex is, or always, because the installed version of Megatron or torch is the cause.
+Cause = Literal["no CUDA", "no TransformerEngine", "no TransformerEngine or apex", "version"]
+"""Why a patch is applied here: torch sees no GPU, TransformerEngine is not usable (`found.Found`), neither it nor apex
+is, or always, because the installed version of Megatron or torch is the cause.
 """
 STANDS_IN = "Megatron asks torch.cuda whatever the device"
 DEVICE_AGNOSTIC = "Megatron asks its config for the device"
@@ -306,22 +308,36 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
 )
 
 NO_FUSED_ADAM = "Megatron cannot load DistributedOptimizer state into torch's Adam (a step per parameter)"
-PATCHES_WITHOUT_FUSED_ADAM: tuple[Patch, ...] = tuple(
-    Patch(symbol=f"megatron.core.optimizer{name}", replace=replace, cause="no fused Adam", reason=NO_FUSED_ADAM,
-          until="DistributedOptimizer takes a torch Adam without state")
-    for name, replace in (
-        (":Adam", lambda _: FusedAdam),
-        (":USING_PYTORCH_OPTIMIZER", lambda _: False),
-        (".distrib_optimizer:Adam", lambda _: FusedAdam),
-        (".distrib_optimizer:HAVE_APEX_OR_TE", lambda _: True),
-        (".distrib_optimizer:USING_APEX_OPTIMIZER", lambda _: True),
-    )
+PATCHES_WITHOUT_FUSED_OPTIMIZER: tuple[Patch, ...] = (
+    *(Patch(symbol=f"megatron.core.optimizer{name}", replace=replace, cause="no TransformerEngine or apex",
+            reason=NO_FUSED_ADAM, until="DistributedOptimizer takes a torch Adam without state")
+      for name, replace in (
+          (":Adam", lambda _: FusedAdam),
+          (":USING_PYTORCH_OPTIMIZER", lambda _: False),
+          (".distrib_optimizer:Adam", lambda _: FusedAdam),
+          (".distrib_optimizer:HAVE_APEX_OR_TE", lambda _: True),
+          (".distrib_optimizer:USING_APEX_OPTIMIZER", lambda _: True),
+      )),
+    Patch(
+        symbol="megatron.core.optimizer.clip_grads:l2_norm_impl",
+        replace=lambda _: replacements.norm_of_tensors,
+        cause="no TransformerEngine or apex",
+        reason="it reads the norm of each gradient on the host, so that a GPU is drained once a tensor",
+        until="it stacks the norms on the device",
+    ),
+    Patch(
+        symbol="megatron.core.optimizer.clip_grads:multi_tensor_scale_impl",
+        replace=scaled_in_place,
+        cause="no TransformerEngine or apex",
+        reason="a gradient is clipped by way of a copy, tensor by tensor",
+        until="it scales in place",
+    ),
 )  # fmt: skip
 
 PATCHES: tuple[Patch, ...] = (
     *PATCHES_WITHOUT_CUDA,
     *PATCHES_WITHOUT_TRANSFORMER_ENGINE,
-    *PATCHES_WITHOUT_FUSED_ADAM,
+    *PATCHES_WITHOUT_FUSED_OPTIMIZER,
     *ROUTER_LOSS_PATCHES,
     *MODEL_PATCHES,
     *CHECKPOINT_PATCHES,
@@ -334,8 +350,8 @@ def patches_for(version: str, *, has_cuda: bool, has_te: bool, has_apex: bool) -
     Args:
         version: Megatron-Core's "major.minor".
         has_cuda: torch sees a GPU.
-        has_te: TransformerEngine is installed.
-        has_apex: NVIDIA's apex is installed.
+        has_te: TransformerEngine is usable.
+        has_apex: NVIDIA's apex is usable.
 
     Raises:
         ConfigError: Nothing is known of this version.
@@ -348,7 +364,7 @@ def patches_for(version: str, *, has_cuda: bool, has_te: bool, has_apex: bool) -
     causes: dict[Cause, bool] = {
         "no CUDA": not has_cuda,
         "no TransformerEngine": not has_te,
-        "no fused Adam": not (has_te or has_apex),
+        "no TransformerEngine or apex": not (has_te or has_apex),
         "version": True,
     }
     return [patch for patch in PATCHES if causes[patch.cause] and version in patch.versions]
@@ -370,13 +386,14 @@ def _uncompiled(model: Any = None, **_: Any) -> Any:
     return model if model is not None else lambda inner: inner
 
 
-def _install() -> None:
-    has_cuda = torch.cuda.is_available()
+def _install() -> tuple[Found, tuple[Patch, ...]]:
+    if torch.version.cuda:
+        # Megatron counts on communication being queued before the computation that hides it. CUDA reads this when it
+        # starts, which the first package that asks a GPU for something makes it do.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    found = find_packages()
     patches = patches_for(
-        megatron_version(),
-        has_cuda=has_cuda,
-        has_te=has_module("transformer_engine"),
-        has_apex=has_module("apex"),
+        megatron_version(), has_cuda=found.has_cuda, has_te=found.has_te, has_apex=found.has_apex
     )
     # `with torch.device(...)` knows the factories by identity, from the first time it is asked: it must know torch's.
     importlib.import_module("torch.utils._device")._device_constructors()
@@ -386,7 +403,7 @@ def _install() -> None:
     for message in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     compile_ = torch.compile
-    if not has_cuda:
+    if not found.has_cuda:
         # Megatron's jit_fuser is torch.compile as it is during the import; on a CPU compiling costs more than it saves.
         torch.compile = _uncompiled
     importlib.import_module("megatron.core")
@@ -405,6 +422,8 @@ def _install() -> None:
     # 0.19 calls its own way to write, and the common.pt that 0.16 can read too, deprecated at every save and load.
     for name in ("torch", "common"):
         logging.getLogger(f"megatron.core.dist_checkpointing.strategies.{name}").setLevel(logging.ERROR)
+    return found, tuple(patches)
 
 
-_install()
+FOUND, INSTALLED = _install()
+"""What was found when this module was imported, and the patches that are in place for it, in order."""

@@ -1,0 +1,71 @@
+"""The packages for GPUs that are usable here; those that are not are hidden from Megatron.
+
+Megatron takes TransformerEngine and apex wherever they can be imported, also where they cannot compute, and does not
+start where the import of TransformerEngine fails.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "transformer_engine": ("transformer_engine", "transformer_engine_torch"),
+    "apex": ("apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda"),
+}
+"""For each package the modules at its top level."""
+USED = {"transformer_engine": ("transformer_engine.pytorch",), "apex": ("apex.optimizers", "amp_C")}
+"""Modules of a package whose import shows that it is usable."""
+IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
+"""Errors with which a package fails to import that was built for another torch, CUDA or compiler."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What the choice of patches depends on, beside Megatron's version."""
+
+    has_cuda: bool
+    """Torch sees a GPU."""
+    has_te: bool
+    """TransformerEngine is installed, can be imported, and there is a GPU for it."""
+    has_apex: bool
+    """NVIDIA's apex is; not the package of that name on PyPI."""
+    unusable: Mapping[str, str]
+    """For each package that is installed but hidden, the reason."""
+
+
+def find_packages() -> Found:
+    """Look for the packages, before Megatron is imported, and hide those that are installed but not usable."""
+    has_cuda = torch.cuda.is_available()
+    unusable = {}
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            continue
+        reason = _import_error(package) if has_cuda else "it computes on GPUs only, and torch sees none"
+        if reason:
+            unusable[package] = reason
+            _hide(package)
+    usable = {name: importlib.util.find_spec(name) is not None for name in PACKAGES}
+    return Found(
+        has_cuda=has_cuda, has_te=usable["transformer_engine"], has_apex=usable["apex"], unusable=unusable
+    )
+
+
+def _import_error(package: str) -> str:
+    for module in USED[package]:
+        try:
+            importlib.import_module(module)
+        except IMPORT_ERRORS as error:
+            return f"import {module}: {type(error).__name__}: {error}"
+    return ""
+
+
+def _hide(package: str) -> None:
+    """Make every later import of the package fail as if it were not installed."""
+    for root in PACKAGES[package]:
+        for name in [name for name in sys.modules if name.startswith(f"{root}.")]:
+            del sys.modules[name]
+        sys.modules[root] = None  # type: ignore[assignment]

@@ -1,0 +1,341 @@
+"""A GPU whose memory is this machine's: tensors that are "on" it call themselves CUDA's and are computed by the CPU.
+
+Emulated are torch's answers about devices, and its rules: the device of every storage is recorded, an operator whose
+operands are on two devices fails as it does on a GPU, and the calls for which a host must wait for its GPU are
+counted. Real are the numbers, which come from the branches for CUDA of everything above torch's kernels. Not shown
+are CUDA's own kernels, their rounding, streams (all is in order here), compiled functions (they run as they are
+written) and NCCL (gloo takes its place).
+"""
+
+import functools
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from mcore_rl.backend.cpu import torch_standins as cpu
+
+GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
+GIB = 2**30
+PROPERTIES = SimpleNamespace(
+    name="emulated GPU", total_memory=140 * GIB, major=9, minor=0, multi_processor_count=132
+)
+FACTORIES = (
+    "tensor empty zeros ones full arange rand randn randint randperm as_tensor linspace "
+    "empty_like zeros_like ones_like full_like rand_like randn_like empty_strided"
+).split()
+METHOD_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+aten = torch.ops.aten
+READS = {
+    aten._local_scalar_dense.default,  # item(), float(), bool(), and torch.tensor of a list of tensors
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.equal.default,
+}
+"""Operators whose result, or its size, the host must know."""
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+"""Operators that take indices from the host too, and wait for the number of true values of a mask."""
+ANY_DEVICE = {aten.copy_.default, *INDEXING}
+OURS = ("/mcore_rl/", "/megatron/")
+
+
+class EmulatedGpu(TorchDispatchMode):
+    """Keeps the record of devices, and refuses operators that mix them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syncs: Counter[str] = Counter()
+        """Calls for which a host would wait, by "file:function" of the innermost frame of mcore_rl or Megatron."""
+        self.first_call: dict[str, Any] | None = None
+        """The first call with which CUDA would start, and the variable that it would read then."""
+        self.is_asked_for_a_tensor = False
+        """Inside a factory that the program called, with or without a device."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        operands = list(tensors_of((args, named)))
+        known = [tensor for tensor in operands if not hasattr(tensor.untyped_storage(), "anywhere")]
+        places = {is_on_gpu(tensor) for tensor in known if tensor.dim() or len(operands) == 1}
+        if len(places) == 2 and function not in ANY_DEVICE and "c10d" not in str(function):
+            raise RuntimeError(f"{function}: tensors on two devices, {GPU} and {HOST}")
+        # A host's scalar joins any tensor; scalars alone are where the first of them is.
+        on_gpu = any(places) if places else any(map(is_on_gpu, known))
+        if function in (aten.copy_.default, *INDEXING):
+            on_gpu = is_on_gpu(operands[0])
+        if on_gpu and (function in READS or by_mask(function, args) or unsized(function, args, named)):
+            self.wait()
+        result = function(*args, **named)
+        if not known and not self.is_asked_for_a_tensor:
+            # torch itself makes this one, or what it is made of, where it knows all to be: in this machine's memory.
+            for tensor in tensors_of(result):
+                tensor.untyped_storage().anywhere = True  # type: ignore[attr-defined]
+        if on_gpu:
+            before = {tensor.untyped_storage()._cdata for tensor in operands}
+            for tensor in tensors_of(result):
+                if tensor.untyped_storage()._cdata not in before:
+                    put_on_gpu(tensor)
+        return result
+
+    def answer(self, name: str, value: Any, *_: Any, **__: Any) -> Any:
+        """Return a fixed answer of torch.cuda; the first that needs CUDA to have started records the environment."""
+        if self.first_call is None and name not in ("is_available", "device_count"):
+            self.first_call = {"name": name, "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")}
+        return value
+
+    def wait(self) -> None:
+        """Count a wait of the host."""
+        self.syncs[site()] += 1
+
+
+def active() -> EmulatedGpu | None:
+    """Return the GPU that is emulated in this process, if any."""
+    modes = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, EmulatedGpu))
+    return next(modes, None)
+
+
+@contextmanager
+def counted_syncs() -> Iterator[Counter[str]]:
+    """Count the calls inside the context for which the host waits, by the place that `EmulatedGpu.syncs` names.
+
+    Without an emulated GPU nothing is counted.
+    """
+    syncs: Counter[str] = Counter()
+    if gpu := active():
+        gpu.syncs = syncs
+    yield syncs
+
+
+def by_mask(function: Any, args: Sequence[Any]) -> bool:
+    """Whether `function` indexes by a mask, whose true values are counted first."""
+    if function not in INDEXING or not any(i is not None and i.dtype == torch.bool for i in args[1]):
+        return False
+    # torch turns the assignment of one number of the host into a fill, which needs no count.
+    fills = function is not aten.index.Tensor and args[2].numel() == 1 and not is_on_gpu(args[2])
+    return not fills
+
+
+def unsized(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether `function` repeats by a tensor of counts without being given their sum."""
+    return function is aten.repeat_interleave.Tensor and named.get("output_size") is None
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_of(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_of(part)
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether the tensor's memory is recorded as the GPU's."""
+    return hasattr(tensor.untyped_storage(), "on_gpu")
+
+
+def put_on_gpu(tensor: Tensor) -> Tensor:
+    """Record the tensor's memory as the GPU's."""
+    tensor.untyped_storage().on_gpu = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def site() -> str:
+    """Return the innermost frame of this package or Megatron, as "file:function"."""
+    for frame in reversed(traceback.extract_stack()):
+        if any(part in frame.filename for part in OURS) and "/tests/" not in frame.filename:
+            return f"{frame.filename.rpartition('/')[2]}:{frame.name}"
+    return "elsewhere"
+
+
+def names_gpu(device: Any) -> bool:
+    """Whether a `device` argument is CUDA's; whole numbers are indices of GPUs."""
+    return isinstance(device, int) or (device is not None and torch.device(device).type == "cuda")
+
+
+def install() -> EmulatedGpu:
+    """Emulate a GPU for the rest of this process, before mcore_rl and Megatron are imported."""
+    gpu = EmulatedGpu()
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "empty_cache": None,
+        "get_device_name": PROPERTIES.name,
+        "get_device_capability": (9, 0),
+        "get_device_properties": PROPERTIES,
+        "mem_get_info": (139 * GIB, 140 * GIB),
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "reset_peak_memory_stats": None,
+        "is_current_stream_capturing": False,
+    }
+    cuda: Any = torch.cuda
+    for name, answer in answers.items():
+        setattr(cuda, name, functools.partial(gpu.answer, name, answer))
+    version: Any = torch.version
+    version.cuda = "13.0"
+    cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        module.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.default_generators = (torch.default_generator,)
+    cuda._lazy_call = lambda function, **_: function()
+    cuda._lazy_init = _answer
+    stream = _stream_class(gpu)
+    cuda.synchronize = stream().synchronize
+    cuda.Stream = cuda.Event = stream
+    cuda.stream = lambda _: stream()
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: stream()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = functools.partial(_answer, None)
+    _install_tensors(gpu)
+    distributed: Any = dist
+    distributed.is_nccl_available = functools.partial(_answer, True)
+    cuda.nccl.version = functools.partial(_answer, (2, 28, 9))
+    distributed.init_process_group = _gloo_for_nccl(dist.init_process_group)
+    distributed.barrier = cpu.plain_barrier(dist.barrier)
+    # Compiled functions run as they are written: Megatron's jit_fuser asks for them at its import.
+    anything: Any = torch
+    anything.compile = lambda model=None, **_: model if model is not None else (lambda inner: inner)
+    gpu.__enter__()
+    return gpu
+
+
+def _stream_class(gpu: EmulatedGpu) -> type[cpu.Stream]:
+    class Stream(cpu.Stream):
+        def synchronize(self, *_: Any) -> None:
+            gpu.wait()
+
+        def record_event(self, _: Any = None) -> cpu.Stream:
+            return Stream()
+
+    return Stream
+
+
+def _install_tensors(gpu: EmulatedGpu) -> None:
+    for name in FACTORIES:
+        setattr(torch, name, _placed(getattr(torch, name), gpu))
+    tensor: Any = Tensor
+    for name in METHOD_FACTORIES:
+        setattr(tensor, name, _placed(getattr(tensor, name), gpu))
+    move, type_of = tensor.to, cpu.cuda_type_names(tensor.type)
+    tensor.to = _moved(move, gpu)
+    tensor.cuda = lambda self, *_, **__: self.to(GPU)
+    tensor.cpu = lambda self, *_, **__: self.to(HOST)
+    plain_type = tensor.type
+    tensor.type = lambda self, *args, **kwargs: (type_of if is_on_gpu(self) else plain_type)(
+        self, *args, **kwargs
+    )
+    tensor.record_stream = functools.partial(_answer, None)
+    tensor.pin_memory = lambda self, *_, **__: self
+    tensor.is_cuda = property(is_on_gpu)
+    tensor.device = property(lambda self: GPU if is_on_gpu(self) else HOST)
+    module: Any = torch.nn.Module
+    module.cuda = lambda self, *_, **__: self._apply(lambda held: held.to(GPU))
+    to_list = tensor.tolist
+
+    def listed(self: Tensor) -> Any:
+        if is_on_gpu(self):
+            gpu.wait()
+        return to_list(self)
+
+    tensor.tolist = listed
+
+
+def _answer(value: Any = None, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def _placed(factory: Callable[..., Any], gpu: EmulatedGpu) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.pop("device", None)
+        kwargs.pop("pin_memory", None)
+        if args and isinstance(args[0], (list, tuple)):
+            # A tensor made of a list reads each tensor in it.
+            for part in tensors_of(args[0]):
+                if is_on_gpu(part):
+                    gpu.wait()
+        outer, gpu.is_asked_for_a_tensor = gpu.is_asked_for_a_tensor, True
+        try:
+            made = factory(*args, **kwargs)
+        finally:
+            gpu.is_asked_for_a_tensor = outer
+        if device is None or str(device) == "meta":
+            return made if device is None else made.to(device)
+        if names_gpu(device):
+            return put_on_gpu(made)
+        # `empty_like` and its kind follow their argument unless they are given a device.
+        return made.to(HOST) if is_on_gpu(made) else made
+
+    return build
+
+
+def _moved(move: Callable[..., Any], gpu: EmulatedGpu) -> Callable[..., Any]:
+    @functools.wraps(move)
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.pop("device", None)
+        if args and isinstance(args[0], Tensor):
+            device, args = args[0].device, (args[0].dtype, *args[1:])
+        elif args and isinstance(args[0], (str, int, torch.device)):
+            device, args = args[0], args[1:]
+        if device is None or str(device) == "meta":
+            return move(self, *args, **kwargs) if device is None else move(self, device, *args, **kwargs)
+        target, waits = names_gpu(device), not (kwargs.get("non_blocking") or True in args)
+        if args and args[0] is None:
+            args = args[1:]
+        converted = move(self, *args, **kwargs)
+        if target == is_on_gpu(self):
+            return converted
+        if not target and waits:
+            gpu.wait()
+        return _Moved.apply(converted, target)  # type: ignore[no-untyped-call]
+
+    return to
+
+
+class _Moved(torch.autograd.Function):
+    """A copy on the other device, whose gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, to_gpu: bool) -> Tensor:
+        ctx.to_gpu = to_gpu
+        return _copied(tensor, to_gpu)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _copied(gradient, not ctx.to_gpu), None
+
+
+def _copied(tensor: Tensor, to_gpu: bool) -> Tensor:
+    copy = torch.empty_like(tensor)
+    storage = copy.untyped_storage()
+    if to_gpu:
+        put_on_gpu(copy)
+    elif hasattr(storage, "on_gpu"):
+        del storage.on_gpu
+    copy.copy_(tensor)
+    return copy
+
+
+def _gloo_for_nccl(init: Callable[..., Any]) -> Callable[..., Any]:
+    def join(backend: str, **options: Any) -> Any:
+        return init("gloo", **{name: value for name, value in options.items() if name != "device_id"})
+
+    return join

@@ -1,0 +1,51 @@
+"""What is run on emulated machines (tests/emulated_machine.py); each function returns what JSON can hold."""
+
+from typing import Any
+
+from mcore_rl.backend import platform
+from mcore_rl.backend.patches.table import FOUND, INSTALLED
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.run import doctor
+from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.setup import set_up
+from mcore_rl.train.step import train_step
+from tests.emulated_gpu import active, counted_syncs
+from tests.parallel import parity
+from tests.tiny_models import TINY
+
+FAMILY, STEPS = "deepseek_v3", 3
+
+
+def config(layers: str = "auto") -> PretrainConfig:
+    """Latent attention, a router in fp32 and recomputation: most of what the patches are for."""
+    recomputed = ("layernorm", "moe_act", "mla_up_proj")
+    settings = PlatformConfig.model_validate(
+        {"layers": layers, "recompute": "selective", "recompute_modules": recomputed}
+    )
+    return parity.config_of(TINY[FAMILY], MeshConfig(), settings)
+
+
+def train(layers: str = "auto") -> dict[str, Any]:
+    """The patches in place, the losses and gradient norms of a few Adam steps, and where the last one waited."""
+    run = config(layers)
+    started = platform.start(run.platform)
+    state = set_up(run, started)
+    reports = []
+    for step in range(STEPS):
+        batch = parity.batch(state, step)
+        with counted_syncs() as syncs:
+            reports.append(train_step(state, batch, NextTokenHead()))
+    platform.stop()
+    return {
+        "patches": [patch.symbol for patch in INSTALLED],
+        "unusable": dict(FOUND.unusable),
+        "platform": started.describe(),
+        "losses": [report.loss for report in reports],
+        "grad_norms": [report.grad_norm for report in reports],
+        "syncs": dict(syncs),
+        "microbatches": len(batch),
+        "moe_layers": TINY[FAMILY].num_layers - TINY[FAMILY].moe.first_dense_layers,
+        "first_call": gpu.first_call if (gpu := active()) else None,
+        "doctor": doctor.examine(),
+    }

@@ -1,0 +1,120 @@
+"""Every combination of CUDA, TransformerEngine and apex gets its patches, and trains to the numbers of a plain CPU.
+
+The machines are emulated (tests/emulated_machine.py says how far), each in a process of its own. TransformerEngine's
+layers cannot compute there: machines with CUDA and TransformerEngine train with this package's layers.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.backend.patches.versions import megatron_version
+from mcore_rl.parallel.mesh import destroy_mesh
+from tests import emulated_runs
+
+LENGTHS_OF_EXPERTS = {"token_dispatcher.py:_maybe_dtoh_and_synchronize": 1.0}
+"""Without TransformerEngine's permutation the dispatcher reads on the host how many tokens each expert gets."""
+WAITS_OF_A_LAYER = {
+    # Rows of experts are selected by a mask, whose true values are counted on the host; 0.19 sorts instead.
+    "0.16": LENGTHS_OF_EXPERTS | {"moe_utils.py:permute": 2.0},
+    "0.19": LENGTHS_OF_EXPERTS,
+}
+REPOSITORY = Path(__file__).parents[4]
+CUDA, TE, APEX = "cuda", "te", "apex"
+MACHINES = [
+    "+".join(name for name, is_there in zip((CUDA, TE, APEX), bits, strict=True) if is_there) or "none"
+    for bits in [(c, t, a) for c in (0, 1) for t in (0, 1) for a in (0, 1)]
+]
+OF_THE_STEP = {
+    "_unscale_main_grads_and_check_for_nan",
+    "get_grad_norm_fp32",
+    "world_sums",
+    "finalize_model_grads",
+}
+"""Functions that wait for the device once a step or optimizer, when its work is done: they return what is logged."""
+
+
+def emulated(machine: str, function: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a function of tests/emulated_runs.py on a machine that has only what the name lists."""
+    options = [f"--{part}" for part in machine.split("+") if part != "none"]
+    command = [sys.executable, "-m", "tests.emulated_machine", *options, f"tests.emulated_runs:{function}"]
+    return subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def on_this_cpu() -> Any:
+    trained = emulated_runs.train()
+    destroy_mesh()
+    return trained
+
+
+@pytest.mark.matrix("cuda", "te+apex")
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_machine_gets_the_patches_of_what_it_lacks(machine: str, on_this_cpu: dict[str, Any]) -> None:
+    has = set(machine.split("+"))
+    layers = "torch" if {CUDA, TE} <= has else "auto"
+    done = emulated(machine, "train", layers)
+    assert done.returncode == 0, done.stderr[-3000:]
+    trained = json.loads(done.stdout.splitlines()[-1])
+    patched = set(trained["patches"])
+    usable = has & {TE, APEX} if CUDA in has else set()
+    assert ("torch.cuda:current_device" in patched) == (CUDA not in has)
+    assert ("megatron.core.transformer.moe.moe_utils:te_general_gemm" in patched) == (TE not in usable)
+    for symbol in ("megatron.core.optimizer:Adam", "megatron.core.optimizer.clip_grads:l2_norm_impl"):
+        assert (symbol in patched) == (not usable)
+    assert len(trained["unusable"]) == len(has & {TE, APEX} - usable)
+    # Other kernels: grouped_mm, torch's attention and norm where CUDA is. Differences are rounding.
+    assert trained["losses"] == pytest.approx(on_this_cpu["losses"], rel=1e-6)
+    assert trained["grad_norms"] == pytest.approx(on_this_cpu["grad_norms"], rel=1e-5)
+    if CUDA not in has:
+        assert trained["losses"] == on_this_cpu["losses"]
+        assert trained["syncs"] == {}
+        return
+    assert trained["first_call"]["connections"] == "1"
+    assert trained["doctor"]["devices"] == [
+        {"name": "emulated GPU", "capability": "9.0", "memory_gib": 140.0, "free_gib": 139.0}
+    ]
+    assert trained["doctor"]["faults"] == []
+    lacks = [entry["what"].partition(" ")[0] for entry in trained["doctor"]["missing"]]
+    assert ("TransformerEngine" in lacks) == (TE not in usable)
+    assert "deep_ep" in lacks
+    if not usable:
+        assert "a" in lacks  # fused Adam
+        assert waits_of_a_layer(trained) == WAITS_OF_A_LAYER[megatron_version()]
+
+
+def waits_of_a_layer(trained: dict[str, Any]) -> dict[str, float]:
+    """How often a layer of experts waits for the device in a microbatch; nothing else may, but once a step."""
+    times = trained["microbatches"] * trained["moe_layers"]
+    places = {
+        place: count
+        for place, count in trained["syncs"].items()
+        if place.partition(":")[2] not in OF_THE_STEP
+    }
+    assert sum(trained["syncs"].values()) - sum(places.values()) <= 6
+    return {place: count / times for place, count in places.items()}
+
+
+@pytest.mark.matrix("cuda+broken-te")
+@pytest.mark.parametrize("machine", ["cuda+broken-te"])
+def test_a_transformer_engine_that_cannot_be_imported_is_refused_by_its_error(machine: str) -> None:
+    done = emulated(machine, "train")
+    assert done.returncode != 0
+    assert "import transformer_engine.pytorch: ImportError" in done.stderr
+    assert 'or set platform.layers="torch" to train with this package' in done.stderr
+
+
+@pytest.mark.matrix()
+@pytest.mark.parametrize("machine", ["broken-te", "other-apex", "cuda+other-apex"])
+def test_packages_that_cannot_be_used_are_as_good_as_absent(
+    machine: str, on_this_cpu: dict[str, Any]
+) -> None:
+    done = emulated(machine, "train")
+    assert done.returncode == 0, done.stderr[-3000:]
+    trained = json.loads(done.stdout.splitlines()[-1])
+    assert "megatron.core.optimizer:Adam" in trained["patches"]
+    assert trained["losses"] == pytest.approx(on_this_cpu["losses"], rel=1e-6)
