@@ -99,6 +99,12 @@ def adam_package() -> str:
     return "TransformerEngine" if FOUND.has_te else "apex" if FOUND.has_apex else "torch"
 
 
+def variables_of_device() -> dict[str, str]:
+    """Return the environment variables that are set among those that decide on threads, queues and allocators."""
+    names = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def _layers(config: PlatformConfig) -> Literal["torch", "te"]:
     usable = FOUND.has_te
     reason = FOUND.unusable.get("transformer_engine")

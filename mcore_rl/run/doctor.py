@@ -19,7 +19,7 @@ from mcore_rl import __version__
 from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
 from mcore_rl.backend.patches.versions import has_module, megatron_version
-from mcore_rl.backend.platform import adam_package
+from mcore_rl.backend.platform import adam_package, variables_of_device
 from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
 from mcore_rl.model.transformer_config import ROUTER_KERNELS, has_kernels
 from mcore_rl.run.node_check import shared_memory_faults
@@ -133,7 +133,7 @@ def limits() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
         "open_files": soft_files,
-        "variables": {name: os.environ[name] for name in names if name in os.environ},
+        "variables": variables_of_device(),
     }
 
 

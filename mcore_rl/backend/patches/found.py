@@ -25,7 +25,7 @@ IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What the choice of patches depends on, beside Megatron's version."""
+    """The hardware and packages that the choice of patches depends on, beside Megatron's version."""
 
     has_cuda: bool
     """Torch sees a GPU."""
