@@ -101,7 +101,12 @@ def adam_package() -> str:
 
 def variables_of_device() -> dict[str, str]:
     """Return the environment variables that are set among those that decide on threads, queues and allocators."""
-    names = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    names = (
+        "OMP_NUM_THREADS",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+    )
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

@@ -123,12 +123,6 @@ def communication() -> dict[str, Any]:
 def limits() -> dict[str, Any]:
     """Return the machine's cores and memory, the process's limits, and the variables that allocators read."""
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    names = (
-        "OMP_NUM_THREADS",
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "PYTORCH_ALLOC_CONF",
-    )
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),

@@ -426,4 +426,4 @@ def _install() -> tuple[Found, tuple[Patch, ...]]:
 
 
 FOUND, INSTALLED = _install()
-"""What was found when this module was imported, and the patches that are in place for it, in order."""
+"""The packages found when this module was imported, and the patches that are in place for them, in order."""
