@@ -26,6 +26,17 @@ def config(layers: str = "auto") -> PretrainConfig:
     return parity.config_of(TINY[FAMILY], MeshConfig(), settings)
 
 
+def examine() -> dict[str, Any]:
+    """The patches in place, the packages that are hidden, and the findings of `mcore-rl doctor`."""
+    findings = doctor.examine()
+    return {
+        "patches": [patch.symbol for patch in INSTALLED],
+        "unusable": dict(FOUND.unusable),
+        "first_call": gpu.first_call if (gpu := active()) else None,
+        "doctor": findings,
+    }
+
+
 def train(layers: str = "auto") -> dict[str, Any]:
     """The patches in place, the losses and gradient norms of a few Adam steps, and where the last one waited."""
     run = config(layers)
@@ -38,14 +49,11 @@ def train(layers: str = "auto") -> dict[str, Any]:
             reports.append(train_step(state, batch, NextTokenHead()))
     platform.stop()
     return {
-        "patches": [patch.symbol for patch in INSTALLED],
-        "unusable": dict(FOUND.unusable),
+        **examine(),
         "platform": started.describe(),
         "losses": [report.loss for report in reports],
         "grad_norms": [report.grad_norm for report in reports],
         "syncs": dict(syncs),
         "microbatches": len(batch),
         "moe_layers": TINY[FAMILY].num_layers - TINY[FAMILY].moe.first_dense_layers,
-        "first_call": gpu.first_call if (gpu := active()) else None,
-        "doctor": doctor.examine(),
     }

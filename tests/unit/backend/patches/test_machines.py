@@ -1,7 +1,7 @@
 """Every combination of CUDA, TransformerEngine and apex gets its patches, and trains to the numbers of a plain CPU.
 
 The machines are emulated (tests/emulated_machine.py says how far), each in a process of its own. TransformerEngine's
-layers cannot compute there: machines with CUDA and TransformerEngine train with this package's layers.
+layers cannot compute there: machines with CUDA and TransformerEngine are only looked at, and train nothing.
 """
 
 import json
@@ -56,8 +56,8 @@ def on_this_cpu() -> Any:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_machine_gets_the_patches_of_what_it_lacks(machine: str, on_this_cpu: dict[str, Any]) -> None:
     has = set(machine.split("+"))
-    layers = "torch" if {CUDA, TE} <= has else "auto"
-    done = emulated(machine, "train", layers)
+    trains = not {CUDA, TE} <= has
+    done = emulated(machine, "train" if trains else "examine")
     assert done.returncode == 0, done.stderr[-3000:]
     trained = json.loads(done.stdout.splitlines()[-1])
     patched = set(trained["patches"])
@@ -67,23 +67,24 @@ def test_a_machine_gets_the_patches_of_what_it_lacks(machine: str, on_this_cpu: 
     for symbol in ("megatron.core.optimizer:Adam", "megatron.core.optimizer.clip_grads:l2_norm_impl"):
         assert (symbol in patched) == (not usable)
     assert len(trained["unusable"]) == len(has & {TE, APEX} - usable)
+    if CUDA in has:
+        assert trained["first_call"]["connections"] == "1"
+        assert trained["doctor"]["devices"] == [
+            {"name": "emulated GPU", "capability": "9.0", "memory_gib": 140.0, "free_gib": 139.0}
+        ]
+        assert trained["doctor"]["faults"] == []
+        lacks = [entry["what"].partition(" ")[0] for entry in trained["doctor"]["missing"]]
+        assert ("TransformerEngine" in lacks) == (TE not in usable)
+        assert "deep_ep" in lacks
+    if not trains:
+        return
     # Other kernels: grouped_mm, torch's attention and norm where CUDA is. Differences are rounding.
     assert trained["losses"] == pytest.approx(on_this_cpu["losses"], rel=1e-6)
     assert trained["grad_norms"] == pytest.approx(on_this_cpu["grad_norms"], rel=1e-5)
     if CUDA not in has:
         assert trained["losses"] == on_this_cpu["losses"]
         assert trained["syncs"] == {}
-        return
-    assert trained["first_call"]["connections"] == "1"
-    assert trained["doctor"]["devices"] == [
-        {"name": "emulated GPU", "capability": "9.0", "memory_gib": 140.0, "free_gib": 139.0}
-    ]
-    assert trained["doctor"]["faults"] == []
-    lacks = [entry["what"].partition(" ")[0] for entry in trained["doctor"]["missing"]]
-    assert ("TransformerEngine" in lacks) == (TE not in usable)
-    assert "deep_ep" in lacks
-    if not usable:
-        assert "a" in lacks  # fused Adam
+    elif not usable:
         assert waits_of_a_layer(trained) == WAITS_OF_A_LAYER[megatron_version()]
 
 
