@@ -47,13 +47,14 @@ def train(layers: str = "auto") -> dict[str, Any]:
         batch = parity.batch(state, step)
         with counted_syncs() as syncs:
             reports.append(train_step(state, batch, NextTokenHead()))
+    waits = dict(syncs)
     platform.stop()
     return {
         **examine(),
         "platform": started.describe(),
         "losses": [report.loss for report in reports],
         "grad_norms": [report.grad_norm for report in reports],
-        "syncs": dict(syncs),
+        "syncs": waits,
         "microbatches": len(batch),
         "moe_layers": TINY[FAMILY].num_layers - TINY[FAMILY].moe.first_dense_layers,
     }
