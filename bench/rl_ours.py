@@ -14,16 +14,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on 
 
 import psutil
 import torch
-from torch import Tensor
 
 from bench.turns import Turns
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.rl.learner import Learner, Minibatch
+from mcore_rl.rl.batch import Minibatch
+from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
+from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rollout import Rollout
+from mcore_rl.rl.token_advantages import Advantages
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.run.open_run import open_run
 from mcore_rl.run.rl import load_reference
@@ -60,7 +62,7 @@ class InTurns(RlTrainer):
         self.turns.add("solved", int((rollout.rewards_PG >= 1).sum()))
         return self._minibatches(rollout)
 
-    def _scored(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> dict[int, Tensor]:
+    def _scored(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
         """Return the advantages, which are the last thing before the updates."""
         advantages = self._advantages(rollout, minibatches)
         self.turns.add("rollout_and_scoring_s", cpu_s() - self._start_s)
@@ -77,7 +79,14 @@ def main() -> None:
     platform = platforms.start(config.platform.model_copy(update={"layers": "torch"}))
     with (
         open_run(config, platform) as run,
-        open_rollouts(config, prompts, run.state.chunks, run.state.mesh) as rollouts,
+        open_rollouts(
+            config,
+            prompts,
+            run.state.chunks,
+            run.state.mesh,
+            platform,
+            FailureReport(run.log.message, run.folder.path),
+        ) as rollouts,
         closing(PolicyRoutes(run.state, config, run.folder.path / "routes")) as routes,
     ):
         rollouts.engine.update_weights(0)

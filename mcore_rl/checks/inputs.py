@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.dpo import DPOConfig
+from mcore_rl.config.extension import MODEL_PART
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
@@ -45,6 +46,15 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
         if not file.startswith("hub:"):
             yield f"data.{split}", Path(file), "the file"
     yield from _prompt_files(config)
+    yield from _scoring_models(config)
+
+
+def _scoring_models(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+    if isinstance(config, RlRunConfig):
+        for part in config.rl.reward.model_parts:
+            yield "rl.reward.parts", Path(part.removeprefix(MODEL_PART)), "the reward model"
+        if config.has_critic and config.rl.critic.load and not _has_checkpoints(Path(config.run_dir)):
+            yield "rl.critic.load", Path(config.rl.critic.load), "the checkpoint"
 
 
 def _has_checkpoints(run_dir: Path) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mcore_rl.checks.run import weight_violations
 from mcore_rl.config.critic import CriticConfig
-from mcore_rl.config.extension import is_extension
+from mcore_rl.config.extension import MODEL_PART, is_extension
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl import (
     AdvantageConfig,
@@ -275,10 +275,12 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
     if len(set(reward.parts)) < len(reward.parts):
         yield f"rl.reward.parts={list(reward.parts)} names a part twice. Take one out and change its weight."
     for part in reward.parts:
-        if part not in NAMED_PARTS and not is_extension(part):
+        if part == MODEL_PART:
+            yield f'rl.reward.parts names "{part}" without a path. Name a checkpoint or run of a reward model.'
+        elif part not in NAMED_PARTS and part not in reward.model_parts and not is_extension(part):
             yield (
-                f'rl.reward.parts names "{part}". Name one of {", ".join(NAMED_PARTS)}, or a function of yours '
-                "as `package.module:function`."
+                f'rl.reward.parts names "{part}". Name one of {", ".join(NAMED_PARTS)}, a reward model as '
+                "`model:PATH`, or a function of yours as `package.module:function`."
             )
     if reward.weights and len(reward.weights) != len(reward.parts):
         yield (
@@ -289,6 +291,12 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
 
 def _part_options(reward: RewardConfig) -> Iterator[str]:
     parts = reward.parts
+    if not reward.model_parts and (reward.normalize_models or reward.model_store != "host"):
+        yield (
+            f"rl.reward.normalize_models={toml_value(reward.normalize_models)} and "
+            f'model_store="{reward.model_store}" are of reward models, and rl.reward.parts={list(parts)} has none. '
+            'Leave them at false and "host".'
+        )
     for part, pattern in (("format", reward.format_pattern), ("regex", reward.regex_pattern)):
         if part in parts and not pattern:
             yield f'rl.reward.parts names "{part}", but rl.reward.{part}_pattern is not set. Set it.'

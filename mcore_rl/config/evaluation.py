@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_rl.config.extension import MODEL_PART
+
 
 def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions of the evaluations of an RL config, given as the mapping of its sections.
@@ -19,11 +21,12 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         sizes = f"{prompts.get('smallest')} to {prompts.get('largest')}"
         source = f"{task} {sizes}, seed {config.get('train', {}).get('seed')}"
+    parts = rl.get("reward", {}).get("parts", ())
     return {
         "prompts": source,
         "first": evaluation.get("num_prompts"),
         "samples": evaluation.get("samples"),
         "temperature": evaluation.get("temperature"),
         "max_new_tokens": rl.get("rollout", {}).get("max_new_tokens"),
-        "correct_by": next(iter(rl.get("reward", {}).get("parts", ())), None),
+        "correct_by": next((part for part in parts if not part.startswith(MODEL_PART)), None),
     }

@@ -15,6 +15,9 @@ from mcore_rl.config.section import Section
 from mcore_rl.errors import ConfigError
 
 Choice = TypeVar("Choice")
+MODEL_PART = "model:"
+"""Beginning of a part of `rl.reward.parts` that is a reward model, followed by its path; no module of this name is
+looked for there."""
 
 
 def is_extension(name: str) -> bool:
@@ -81,7 +84,11 @@ def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _named(value, f"{prefix}{field}.")
         elif _accepts_extensions(info.annotation):
             names = (value,) if isinstance(value, str) else value
-            yield from ((prefix + field, name) for name in names if is_extension(name))
+            yield from (
+                (prefix + field, name)
+                for name in names
+                if is_extension(name) and not (field == "parts" and name.startswith(MODEL_PART))
+            )
 
 
 def _accepts_extensions(annotation: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.critic import CriticConfig
-from mcore_rl.config.extension import Extension
+from mcore_rl.config.extension import MODEL_PART, Extension
 from mcore_rl.config.section import Probability, Seconds, Section, Text
 
 LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "kimi_k2", "cispo"]
@@ -86,8 +86,10 @@ class RewardConfig(Section):
     """Reward of a completion: a weighted sum of named parts, each between its own bounds."""
 
     parts: tuple[str | Extension, ...] = ("exact",)
-    """Parts of the reward: `exact`, `positions`, `numeric`, `math`, `countdown`, `format`, `regex`, `length`, or your
-    own function as `module:function`. A completion is correct when the first part gives 1 or more."""
+    """Parts of the reward: `exact`, `positions`, `numeric`, `math`, `countdown`, `format`, `regex`, `length`, your own
+    function as `module:function`, or a reward model as `model:PATH`, a checkpoint or run of `mcore-rl rm` with the
+    policy's tokenizer, which scores prompt and completion at the last token. A completion is correct when the first
+    part that is no model gives 1 or more."""
     weights: tuple[float, ...] = ()
     """Weight of each part; an empty list: 1 each."""
     answer_pattern: Text | None = None
@@ -119,6 +121,36 @@ class RewardConfig(Section):
     begins with (RLIMIT_AS); a function that needs more gets a MemoryError; `none`: no limit."""
     workers: PositiveInt = 1
     """Processes of each replica that compute rewards."""
+    model_store: Literal["device", "host"] = "host"
+    """Memory in which the weights of reward models wait for their passes: beside the policy, or main memory."""
+    normalize_models: bool = False
+    """Subtract from the scores of reward models the mean of all their scores so far in the run, and divide by their
+    standard deviation; both are saved with each checkpoint."""
+
+    @property
+    def model_parts(self) -> tuple[str, ...]:
+        """Parts that are reward models."""
+        return tuple(part for part in self.parts if part.startswith(MODEL_PART))
+
+    @property
+    def correct_part(self) -> str | None:
+        """Part that decides which completions are correct; None: all parts are reward models."""
+        return next((part for part in self.parts if not part.startswith(MODEL_PART)), None)
+
+    @property
+    def without_models(self) -> "RewardConfig | None":
+        """The parts that are functions, with their weights; None: there are none."""
+        weights = self.weights or (1.0,) * len(self.parts)
+        rest = [
+            (part, weight)
+            for part, weight in zip(self.parts, weights, strict=True)
+            if part not in self.model_parts
+        ]
+        if not rest:
+            return None
+        return self.model_copy(
+            update={"parts": tuple(part for part, _ in rest), "weights": tuple(weight for _, weight in rest)}
+        )
 
 
 class AdvantageConfig(Section):

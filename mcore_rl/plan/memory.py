@@ -100,6 +100,13 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
         models.append(ModelOnRanks(name="reference", model=config.model, trains=False, on_host=True))
     if isinstance(config, RlRunConfig) and config.has_critic:
         models.append(ModelOnRanks(name="critic", model=config.model.scored))
+    if isinstance(config, RlRunConfig):
+        waits = config.rl.reward.model_store == "host"
+        # Taken to be of the policy's size: their own is known when their checkpoints are read.
+        models += [
+            ModelOnRanks(name=part, model=config.model.scored, trains=False, on_host=waits)
+            for part in config.rl.reward.model_parts
+        ]
     return models
 
 

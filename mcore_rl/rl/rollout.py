@@ -26,6 +26,7 @@ from mcore_rl.rl.rewards.failures import (
     first_of_each_kind,
     refuse_failing_parts,
 )
+from mcore_rl.rl.rewards.from_model import RewardModels
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.sampling import Cut
@@ -86,7 +87,7 @@ class GroupSummary:
     rewards_G: list[float]
     """Rewards; NaN where a score failed."""
     correct_G: list[bool | None]
-    """Whether the first part of the reward is 1 or more; None where its score failed."""
+    """Whether the part that decides it is 1 or more; None where its score failed, or no part decides."""
     steps_GI: Sequence[Sequence[StepReward]] = ()
     """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
 
@@ -117,6 +118,8 @@ class Rollouts:
     sampling: Sampling
     mesh: Mesh
     config: RlRunConfig
+    models: RewardModels | None = None
+    """Reward models among the parts of the reward; None: there are none."""
     special_ids: frozenset[int] = frozenset()
     """Special tokens of the tokenizer."""
 
@@ -137,7 +140,9 @@ class Rollouts:
                 for index in indices
             ]
             prompts = self.prompts.take(cursor + first, num_groups)
-            generated, scored, measured = self.generate_and_score(prompts, self.sampling, seeds_PG, first)
+            generated, scored, measured = self.generate_and_score(
+                prompts, self.sampling, seeds_PG, first, is_training=True
+            )
             groups |= generated
             summaries += scored
             metrics += measured
@@ -189,12 +194,19 @@ class Rollouts:
         return truncation_reason(groups.values(), self.sampling, self.special_ids, self.engine.decode)
 
     def generate_and_score(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]], first: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seeds_PG: Sequence[Sequence[int]],
+        first: int = 0,
+        *,
+        is_training: bool = False,
     ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
         """Generate a completion for each seed of each prompt, and score them.
 
         Args:
             first: index of the first prompt.
+            is_training: whether the scores of reward models count in what normalises them.
 
         Returns:
             This replica's groups by index; summaries of all groups, in order; metrics of all replicas.
@@ -206,7 +218,8 @@ class Rollouts:
         groups = self.engine.generate([prompts[p] for p in own], sampling, [seeds_PG[p] for p in own])
         generated_s = time.perf_counter()
         # An error in the scoring of one replica is raised on all ranks, which would otherwise wait for it.
-        scores = on_every_rank(lambda: self.reward(groups) if self.reward and groups else None)
+        of_models = {} if self.models is None else self.models.scores(groups, are_counted=is_training)
+        scores = on_every_rank(lambda: self.reward(groups, of_models) if self.reward and groups else None)
         scored_s = time.perf_counter()
         by_index = {first + p: group for p, group in zip(own, groups, strict=True)}
         local = _ReplicaScores()
@@ -251,9 +264,12 @@ class Rollouts:
         refuse_failing_parts(num_failed, num_completions, failures, self.config.rl.reward.max_failed_fraction)
 
     def _summaries(self, groups: dict[int, Group], scores: Scores) -> list[GroupSummary]:
+        correctness_PG = scores.correct_PG
+        if correctness_PG is None:
+            correctness_PG = torch.full_like(scores.rewards_PG, torch.nan)
         correct_PG = [
-            [None if math.isnan(value) else value >= 1 for value in row_G]
-            for row_G in next(iter(scores.parts.values())).tolist()
+            [None if math.isnan(value) else value == 1 for value in row_G]
+            for row_G in correctness_PG.tolist()
         ]
         rewards_PG = scores.rewards_PG.tolist()
         has_steps = self.config.rl.advantage.uses_steps

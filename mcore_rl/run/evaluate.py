@@ -54,7 +54,7 @@ def evaluate(config: RlRunConfig) -> None:
     chunks = build_model(config.model, mesh, platform, settings)
     stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
     failures = FailureReport(_complain, folder=None)
-    with open_rollouts(config, prompts, chunks, mesh, failures) as rollouts:
+    with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
         groups, statistics = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
         warning = rollouts.truncation_warning(groups, statistics)
     if platform.rank == 0:

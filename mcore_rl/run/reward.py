@@ -8,6 +8,7 @@ from rich.console import Console
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import ConfigError
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.rewards.trial import ANSWER, refuse_failing_trial, trial_groups
@@ -32,7 +33,15 @@ def main(args: argparse.Namespace) -> int:
     groups = trial_groups(
         prompts.train.take(0, args.sample), prompts.tokenizer.encode, args.completion or ANSWER
     )
-    with Reward(config.rl.reward, max_new_tokens=config.rl.rollout.max_new_tokens) as reward:
+    functions = config.rl.reward.without_models
+    if functions is None:
+        raise ConfigError(
+            f"rl.reward.parts={list(config.rl.reward.parts)} are models alone, which score only in a run. Name a "
+            "function beside them, or start the run."
+        )
+    if models := config.rl.reward.model_parts:
+        console.print(f"without {', '.join(models)}: reward models score only in a run")
+    with Reward(functions, max_new_tokens=config.rl.rollout.max_new_tokens) as reward:
         scores = reward(groups)
     for p, group in enumerate(groups):
         problem = group.prompt.problem
@@ -42,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
             whose = "with its reference" if g == 0 else "with another's"
             console.print(f"  {whose}: {_short(completion.text)}")
             console.print(f"    {_scored(scores, p, g)}")
-    refuse_failing_trial(scores, config.rl.reward)
+    refuse_failing_trial(scores, functions)
     FailureReport(console.print, folder=None).add(scores.failures)
     return FAILED_STATUS if scores.failures else 0
 

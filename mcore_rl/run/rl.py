@@ -47,8 +47,11 @@ def train(config: RlRunConfig) -> None:
             failures = FailureReport(run.log.message, run.folder.path)
             failures.add(failed_at_start)
             rollouts = stack.enter_context(
-                open_rollouts(config, prompts, run.state.chunks, run.state.mesh, failures)
+                open_rollouts(config, prompts, run.state.chunks, run.state.mesh, platform, failures)
             )
+            if rollouts.models is not None:
+                # One dict, which the models change and each checkpoint saves.
+                rollouts.models.moments = run.state.progress.reward_moments
             for line in [*prompts.describe(), *warnings_of(config)]:
                 run.log.message(line)
             run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])

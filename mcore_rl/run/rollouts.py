@@ -1,25 +1,36 @@
 """Prompts and rollouts as an RL config asks for them: shared by training and evaluation."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
+from mcore_rl.backend.platform import Platform
+from mcore_rl.checkpoint.folder import check
+from mcore_rl.checkpoint.read import find_checkpoint
+from mcore_rl.checks.mesh import mesh_violations
+from mcore_rl.checks.run import refuse
+from mcore_rl.config.extension import MODEL_PART
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.end_tokens import describe_ends, end_tokens
 from mcore_rl.data.tokenizer import Tokenizer
-from mcore_rl.errors import DataError
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import sampling_of
 from mcore_rl.rl.engines.make import make_engine
 from mcore_rl.rl.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
 from mcore_rl.rl.rewards.failures import FailureReport
+from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, RewardModelSource
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, Reward
 from mcore_rl.rl.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
-from mcore_rl.run.trained_model import load_matching_tokenizer
+from mcore_rl.run.trained_model import load_matching_tokenizer, refuse_other_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +76,61 @@ def load_prompts(config: RlRunConfig) -> Prompts:
     )
 
 
+def load_reward_models(
+    config: RlRunConfig, tokenizer: Tokenizer, mesh: Mesh, platform: Platform
+) -> RewardModels | None:
+    """Collective over the world: build the reward models among rl.reward.parts; None where there are none.
+
+    Raises:
+        ConfigError: where a checkpoint is of no reward model, or its model cannot be cut over the mesh.
+        DataError: where it was trained with another tokenizer.
+    """
+    reward = config.rl.reward
+    if not reward.model_parts:
+        return None
+    sources = on_rank_zero(
+        lambda: [reward_model_source(part, config, tokenizer) for part in reward.model_parts]
+    )
+    models = [RewardModel(source, config, mesh, platform) for source in sources]
+    return RewardModels(models, mesh, normalize=reward.normalize_models)
+
+
+def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) -> RewardModelSource:
+    """Return the model that a part `model:PATH` names, after all checks that need no weights."""
+    path = find_checkpoint(Path(part.removeprefix(MODEL_PART)))
+    field = f'rl.reward.parts="{part}"'
+    refuse_other_tokenizer(tokenizer, str(path), "rl.reward.parts")
+    model = ModelConfig.model_validate_json(json.dumps(check(path).model))
+    if model.head != "score":
+        raise ConfigError(
+            f"{field}: {path} is of a language model, which gives no score. Name a checkpoint of a reward model, as "
+            "`mcore-rl rm` trains."
+        )
+    if model.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"{field} has {model.vocab_size} tokens, the policy {config.model.vocab_size}: it would read other tokens "
+            "than the policy writes. Name a reward model with the policy's tokenizer."
+        )
+    refuse(
+        [
+            f"{field}: {violation}"
+            for violation in mesh_violations(model, config.mesh, config.packed_length, "the policy's")
+        ]
+    )
+    return RewardModelSource(part=part, path=path, model=model)
+
+
 @contextmanager
 def open_rollouts(
     config: RlRunConfig,
     prompts: Prompts,
     chunks: Sequence[nn.Module],
     mesh: Mesh,
+    platform: Platform,
     failures: FailureReport,
 ) -> Iterator[Rollouts]:
-    """Collective over the world: make the engine on `chunks` and the reward workers, which end on leaving. Scores that
-    fail are added to `failures` on rank 0.
+    """Collective over the world: make the engine on `chunks`, the reward models and the reward workers, which end on
+    leaving. Scores that fail are added to `failures` on rank 0.
     """
     rl, tokenizer = config.rl, prompts.tokenizer
     with ExitStack() as stack:
@@ -94,5 +150,6 @@ def open_rollouts(
             ),
             mesh=mesh,
             config=config,
+            models=load_reward_models(config, tokenizer, mesh, platform),
             special_ids=tokenizer.special_ids,
         )

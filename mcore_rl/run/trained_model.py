@@ -69,8 +69,11 @@ def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpo
     return tokenizer
 
 
-def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str | None) -> None:
-    """Raise a DataError when the run that wrote `checkpoint` used another tokenizer, whose ids mean other text.
+def refuse_other_tokenizer(
+    tokenizer: Tokenizer, checkpoint: str | None, field: str = "checkpoint.load"
+) -> None:
+    """Raise a DataError when the run that wrote `checkpoint`, which `field` names, used another tokenizer, whose ids
+    mean other text.
 
     Nothing is known, and nothing refused, without a checkpoint, or when it was converted or its tokenizer is gone.
     """
@@ -82,7 +85,7 @@ def refuse_other_tokenizer(tokenizer: Tokenizer, checkpoint: str | None) -> None
         return
     if load_tokenizer(trained_with).digest != tokenizer.digest:
         raise DataError(
-            f"checkpoint.load={checkpoint} is of a run with the tokenizer {trained_with.path}, data.tokenizer.path "
+            f"{field}={checkpoint} is of a run with the tokenizer {trained_with.path}, data.tokenizer.path "
             "names another: the model would read other tokens than it has learned. Name that one, or another "
             "checkpoint."
         )

@@ -1,6 +1,6 @@
 """State of a training run between steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -28,6 +28,8 @@ class Progress:
     """Steps skipped because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
     """Skipped steps since the last one that was taken."""
+    reward_moments: dict[str, list[float]] = field(default_factory=dict)
+    """Count, mean and sum of squared differences of the scores that each reward model has given."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mcore_rl.backend.platform import start
+from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.global_tensors import copy_in
@@ -16,8 +17,10 @@ from mcore_rl.rl.critic import Critic
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
+from mcore_rl.rl.rewards.from_model import RewardModel, RewardModelSource
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.train.setup import set_up
+from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.rl_steps import replaced, rollout_of
@@ -75,7 +78,19 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         "critic": [numbers(report) for report in critic_reports],
         "policy": [numbers(report) for report in reports if report is not None],
         "weights": {"policy": owned(state), "critic": owned(trained)},
+        "scores": scores_of(rollout, trained, config, folder),
     }
+
+
+def scores_of(
+    rollout: Rollout, critic: TrainState, config: RlRunConfig, folder: Path
+) -> dict[int, list[float]]:
+    """On a rank: the scores of this replica's groups, by index, by a reward model with the critic's weights."""
+    path = save_weights(critic.chunks, critic.mesh, critic.config.model, folder / "scores")
+    source = RewardModelSource(part="model:rm", path=path, model=critic.config.model)
+    model = RewardModel(source, config, critic.mesh, critic.platform)
+    scores_PG = model.scores(list(rollout.groups.values()))
+    return dict(zip(rollout.groups, scores_PG.tolist(), strict=True))
 
 
 def numbers(report: StepReport) -> dict[str, float]:
@@ -91,6 +106,6 @@ def on_meshes(
     for index, mesh in enumerate(meshes):
         on_mesh = config.model_copy(update={"mesh": mesh})
         outcome = ppo_updates(on_mesh, weights, folder / str(index))
-        outcomes.append({name: outcome[name] for name in ("values", "critic", "policy")})
+        outcomes.append({name: outcome[name] for name in ("values", "critic", "policy", "scores")})
         destroy_mesh()
     return outcomes

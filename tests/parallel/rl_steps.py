@@ -177,7 +177,7 @@ def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, 
     told = []
     for minibatch in minibatches:
         for one in minibatch.microbatches:
-            weighted = one.with_advantages(advantages, minibatch.loss_weights_N)
+            weighted = one.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
             for t in one.mask_T.nonzero().flatten().tolist():
                 sample = one.samples[int(one.sequence_T[t])]
                 told.append((sample, int(one.inputs.position_ids_Bs[0, t]), float(weighted.advantages_T[t])))

@@ -1,6 +1,7 @@
 """PPO's updates of policy and critic: those of transformers and autograd in float64, and the same on every mesh."""
 
 import copy
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.hf_models import Oracle, oracle
 from tests.hf_weights import to_global
 from tests.parallel.parity import Tensors, assembled
 from tests.parallel.ppo_steps import TRUNCATED, initial_weights, on_meshes, ppo_updates, truncated_rollout
-from tests.parallel.rl_steps import GROUPS, SIZE
+from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, token_advantages
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -217,9 +218,33 @@ def test_ppo_does_not_depend_on_the_mesh(replay: ReplayKind, weights: list[Tenso
     config = config_of(TINY["qwen3_moe"], replay, optim)
     (reference,) = run_ranks(ppo_updates, 1, config, weights, tmp_path / "one")
     ranks = run_ranks(on_meshes, 2, config, list(MESHES.values()), weights, tmp_path)
+    for index in range(len(MESHES)):
+        assert set().union(*(rank[index]["scores"] for rank in ranks)) == set(range(GROUPS))
     for rank in ranks:
         for mesh, outcome in zip(MESHES, rank, strict=True):
+            for index, scores in outcome["scores"].items():
+                assert scores == pytest.approx(reference["scores"][index], rel=1e-5, abs=1e-5), mesh
             assert outcome["values"] == pytest.approx(reference["values"], rel=1e-6, abs=1e-6), mesh
             for name in ("critic", "policy"):
                 for step, (one, other) in enumerate(zip(outcome[name], reference[name], strict=True)):
                     assert one == pytest.approx(other, rel=1e-6, abs=1e-6), (mesh, name, step)
+
+
+@pytest.mark.parametrize("mesh", ["alone", "dp2"])
+def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(mesh: str, tmp_path: Path) -> None:
+    config = config_of(TINY["qwen3_moe"])
+    advantage = AdvantageConfig(kind="reinforce_plus_plus", gamma=GAMMA, eps=EPS)
+    loss = config.rl.loss.model_copy(update={"kl_coeff": 0.0})
+    rl = config.rl.model_copy(update={"advantage": advantage, "loss": loss, "critic": CriticConfig()})
+    config = config.model_copy(update={"rl": rl, "mesh": MESHES.get(mesh, MeshConfig())})
+    rollout = rollout_of(config, 0, 1)
+    later = {
+        (index, shape.num_prompt_tokens - 1 + t): rollout.rewards_PG.flatten()[index].item()
+        * GAMMA ** (shape.num_trained - 1 - t)
+        for index, shape in rollout.shapes.items()
+        for t in range(shape.num_trained)
+    }
+    mean, deviation = statistics.mean(later.values()), statistics.stdev(later.values()) + EPS
+    ranks = run_ranks(token_advantages, config.mesh.smallest_world, config, tmp_path)
+    got = {(sample, t): advantage for rank in ranks for sample, t, advantage in rank}
+    assert got == pytest.approx({key: (x - mean) / deviation for key, x in later.items()}, abs=1e-6)

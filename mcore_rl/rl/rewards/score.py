@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -17,7 +17,7 @@ from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.failures import FailedPart
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
-from mcore_rl.rl.rewards.worker import FailedScore, Job, RewardWorkers, Score
+from mcore_rl.rl.rewards.worker import FailedScore, Job, Outcome, RewardWorkers, Score
 from mcore_rl.rl.types import Completion, Group, Problem
 
 ANSWER_PARTS = ("exact", "positions", "numeric", "math")
@@ -41,15 +41,24 @@ class Scores:
     """Remarks of the parts on each completion, by part."""
     failures: tuple[FailedPart, ...]
     """Parts that gave no number, in the order of the completions."""
+    correct_part: str | None
+    """Part that decides which completions are correct; None: all parts are reward models."""
+
+    @property
+    def correct_PG(self) -> Tensor | None:
+        """1 for a correct completion, 0 for another, NaN where the deciding part failed; None: no part decides."""
+        if self.correct_part is None:
+            return None
+        values_PG = self.parts[self.correct_part]
+        return (values_PG >= 1).double().masked_fill(values_PG.isnan(), torch.nan)
 
     def metrics(self) -> Iterator[Metric]:
         """Yield this rank's metrics of rewards, parts, accuracy and errors; means are over what has a value."""
         yield from _mean("reward/mean", self.rewards_PG)
         for name, values_PG in self.parts.items():
             yield from _mean(f"reward/part/{name}", values_PG)
-        correctness_PG = next(iter(self.parts.values()))
-        correct_PG = (correctness_PG >= 1).double().masked_fill(correctness_PG.isnan(), torch.nan)
-        yield from _mean("reward/accuracy", correct_PG)
+        if self.correct_PG is not None:
+            yield from _mean("reward/accuracy", self.correct_PG)
         for kind, count_of_kind in Counter(failed.failure.kind for failed in self.failures).items():
             yield Metric(f"reward/errors_{kind}", count_of_kind)
         yield Metric("reward/errors", len(self.failures))
@@ -69,8 +78,9 @@ class Reward:
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._weights = config.weights or (1.0,) * len(config.parts)
+        self._functions = [name for name in config.parts if name not in config.model_parts]
         # Modules are imported before the processes are forked, so that an error is raised here.
-        functions = [part_function(name, config) for name in config.parts]
+        functions = [part_function(name, config) for name in self._functions]
         self._workers = RewardWorkers(
             functions,
             workers=config.workers,
@@ -88,16 +98,28 @@ class Reward:
         """End the worker processes."""
         self._workers.close()
 
-    def __call__(self, groups: Sequence[Group]) -> Scores:
-        """Return the rewards of all completions; the groups are of one size."""
+    def __call__(self, groups: Sequence[Group], of_models: Mapping[str, Tensor] | None = None) -> Scores:
+        """Return the rewards of all completions; the groups are of one size.
+
+        Args:
+            groups: the completions.
+            of_models: scores `[P, G]` of each part that is a reward model.
+        """
         names = self._config.parts
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
         inputs = [_reward_input(problem, completion) for problem, completion in pairs]
-        jobs = [Job(function, one) for one in inputs for function in range(len(names))]
+        jobs = [Job(function, one) for one in inputs for function in range(len(self._functions))]
+        of_functions = iter(self._workers.run(jobs))
+        scored_N = {name: scores_PG.flatten().tolist() for name, scores_PG in (of_models or {}).items()}
+        outcomes: list[Outcome] = [
+            next(of_functions) if name in self._functions else _model_outcome(scored_N[name][index])
+            for index in range(len(inputs))
+            for name in names
+        ]
         scores: list[Score] = []
         failures: list[FailedPart] = []
         value = torch.nan if self._config.error_value is None else self._config.error_value
-        for index, outcome in enumerate(self._workers.run(jobs)):
+        for index, outcome in enumerate(outcomes):
             if isinstance(outcome, FailedScore):
                 problem = pairs[index // len(names)][0]
                 part = names[index % len(names)]
@@ -120,6 +142,7 @@ class Reward:
             steps_PG=self._steps(groups, scores, parts.get("overlong")),
             reasons_PG=_reasons(groups, names, scores),
             failures=tuple(failures),
+            correct_part=self._config.correct_part,
         )
 
     def _steps(
@@ -150,6 +173,12 @@ class Reward:
             buffer_tokens=self._config.overlong_buffer_tokens or 0,
             penalty=self._config.overlong_penalty,
         )
+
+
+def _model_outcome(score: float) -> Outcome:
+    return (
+        Score(score) if math.isfinite(score) else FailedScore("not_finite", f"the reward model gave {score}")
+    )
 
 
 def part_function(name: str, config: RewardConfig) -> RewardFunction:

@@ -33,7 +33,8 @@ def trial_groups(
 def try_reward(
     config: RewardConfig, max_new_tokens: int, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]
 ) -> tuple[FailedPart, ...]:
-    """Score reference answers of `prompts`, so that a function which always fails ends a start and not a run.
+    """Score reference answers of `prompts`, so that a function which always fails ends a start and not a run; reward
+    models are left out.
 
     Returns:
         The scores that failed, where some did not.
@@ -41,9 +42,12 @@ def try_reward(
     Raises:
         TrainingError: when every score of a part failed, unless rl.reward.max_failed_fraction=1.
     """
-    with Reward(config, max_new_tokens=max_new_tokens) as reward:
+    functions = config.without_models
+    if functions is None:
+        return ()
+    with Reward(functions, max_new_tokens=max_new_tokens) as reward:
         scores = reward(trial_groups(prompts, encode))
-    refuse_failing_trial(scores, config)
+    refuse_failing_trial(scores, functions)
     return scores.failures
 
 
