@@ -33,6 +33,7 @@ REPLAY = {
     "bits": ReplayConfig(kind="r2", store="file", encoding="bits"),
     "sets": ReplayConfig(kind="r2", encoding="sets"),
 }
+FAULTS_AT_ONCE = 24
 TOLERANCE = 1e-6
 """Relative change of a loss or of the norm of a gradient's difference that is rounding."""
 
@@ -127,26 +128,34 @@ class Row:
 
 
 def table(mutants: Sequence[Mutant], work: Work) -> list[Row]:
-    """Run faults and their unmutated scenarios, all of one world size in one set of ranks."""
+    """Run faults and their unmutated scenarios, many in one set of ranks."""
     rows = []
     for world in (1, 2):
         meshes = [name for name, mesh in MESHES.items() if mesh.smallest_world == world]
-        faults = [(mesh, m.scenario, m) for mesh in meshes for m in mutants if mesh in m.meshes]
-        plain = sorted({(mesh, scenario) for mesh, scenario, _ in faults})
-        jobs: list[tuple[str, str, Mutant | None]] = [*((*key, None) for key in plain), *faults]
-        if not jobs:
-            continue
-        ranks = run_ranks(trained, world, jobs, work)
-        by_job = list(zip(*ranks, strict=True))
-        for key, outcome in zip(plain, by_job, strict=False):
-            assert {one["error"] for one in outcome} == {""}, (key, outcome[0]["error"])
-        references = dict(zip(plain, by_job, strict=False))
-        for (mesh, scenario, mutant), outcome in zip(faults, by_job[len(plain) :], strict=True):
-            errors = {one["error"] for one in outcome}
-            is_raw = any(one["is_raw"] for one in outcome)
-            assert is_raw or len(errors) == 1, f"{mutant.name}: ranks disagree: {errors}"
-            effect = effect_of(outcome, references[mesh, scenario])
-            rows.append(Row(mutant, mesh, max(errors), is_raw, effect))
+        faults = [(mesh, m) for mesh in meshes for m in mutants if mesh in m.meshes]
+        # Those of one scenario together: each set of ranks runs the scenarios of its faults without any.
+        faults.sort(key=lambda fault: (meshes.index(fault[0]), fault[1].scenario))
+        for begin in range(0, len(faults), FAULTS_AT_ONCE):
+            rows += part_of_table(world, faults[begin : begin + FAULTS_AT_ONCE], work)
+    return rows
+
+
+def part_of_table(world: int, faults: Sequence[tuple[str, Mutant]], work: Work) -> list[Row]:
+    """Run some faults in one set of ranks."""
+    plain = list(dict.fromkeys((mesh, mutant.scenario) for mesh, mutant in faults))
+    jobs: list[tuple[str, str, Mutant | None]] = [(*key, None) for key in plain]
+    jobs += [(mesh, mutant.scenario, mutant) for mesh, mutant in faults]
+    by_job = list(zip(*run_ranks(trained, world, jobs, work), strict=True))
+    references = dict(zip(plain, by_job, strict=False))
+    for key, outcome in references.items():
+        assert {one["error"] for one in outcome} == {""}, (key, outcome[0]["error"])
+    rows = []
+    for (mesh, mutant), outcome in zip(faults, by_job[len(plain) :], strict=True):
+        errors = {one["error"] for one in outcome}
+        is_raw = any(one["is_raw"] for one in outcome)
+        assert is_raw or len(errors) == 1, f"{mutant.name}: ranks disagree: {errors}"
+        effect = effect_of(outcome, references[mesh, mutant.scenario])
+        rows.append(Row(mutant, mesh, max(errors), is_raw, effect))
     return rows
 
 
