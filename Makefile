@@ -8,13 +8,15 @@
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
+# make gpu         checks and measures one GPU in ten minutes at most (docs/gpu.md); make gpu DEVICE=cpu rehearses it
 # make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
 VENV := .venv$(patsubst python%,-%,$(filter python3.%,$(notdir $(PYTHON))))
 PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
 MATRIX := all
+DEVICE := cuda
 
-.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-report lint bench venv
+.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-report lint gpu bench venv
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -52,6 +54,9 @@ lint: $(READY)
 	$(PYTHON_IN_VENV) -m mypy
 	$(VENV)/bin/hadolint Dockerfile
 	$(PYTHON_IN_VENV) -m pytest tests/style
+
+gpu: $(READY)
+	$(PYTHON_IN_VENV) -m bench.gpu --device $(DEVICE)
 
 bench: $(READY)
 	$(PYTHON_IN_VENV) -m bench.pretrain

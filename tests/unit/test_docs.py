@@ -82,13 +82,14 @@ def test_a_command_is_one_and_its_config_can_run(command):
 
 @pytest.mark.parametrize("command", ALL)
 def test_what_this_machine_cannot_run_is_marked(command):
-    """Under a launcher, submitted, or a model whose weights no laptop holds; the others are run by tests/docs."""
+    """On a GPU, under a launcher, submitted, or with a model that no laptop holds; the others are run by tests/docs."""
     words = command.words
     of_cluster = [["mcore-rl", name] for name in ("launch", "jobs", "attach")]
     wants_cluster = words[0] in NEEDS_MORE or words[:2] in of_cluster
     trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rm", "dpo", "rl", "eval")
     is_large = trains and "tiny_moe" not in words[2]
-    assert command.is_marked == (wants_cluster or is_large or "platform.precision=bf16" in words)
+    wants_gpu = "platform.precision=bf16" in words or words == ["make", "gpu"]
+    assert command.is_marked == (wants_cluster or is_large or wants_gpu)
 
 
 def templates():

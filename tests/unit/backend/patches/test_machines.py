@@ -39,9 +39,11 @@ OF_THE_STEP = {
 
 
 def emulated(machine: str, function: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run a function of tests/emulated_runs.py on a machine that has only what the name lists."""
+    """Run a function, of tests/emulated_runs.py unless it names another, on a machine that has what its name lists."""
+    target = function if ":" in function else f"tests.emulated_runs:{function}"
     options = [f"--{part}" for part in machine.split("+") if part != "none"]
-    command = [sys.executable, "-m", "tests.emulated_machine", *options, f"tests.emulated_runs:{function}"]
+    command = [sys.executable, "-m", "tests.emulated_machine", *options, target]
+
     return subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
 
 
@@ -98,6 +100,16 @@ def waits_of_a_layer(trained: dict[str, Any]) -> dict[str, float]:
     }
     assert sum(trained["syncs"].values()) - sum(places.values()) <= 6
     return {place: count / times for place, count in places.items()}
+
+
+@pytest.mark.matrix()
+@pytest.mark.parametrize("machine", [CUDA])
+def test_every_familys_logits_on_cuda_are_those_of_transformers(machine: str) -> None:
+    done = emulated(machine, "tests.emulated_families:families")
+    assert done.returncode == 0, done.stderr[-3000:]
+    differences = json.loads(done.stdout.splitlines()[-1])
+    assert len(differences) == 10
+    assert max(differences.values()) <= 2e-5
 
 
 @pytest.mark.matrix("cuda+broken-te")

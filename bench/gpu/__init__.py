@@ -1,0 +1,1 @@
+"""The checks and measurements of one machine with a GPU; `python -m bench.gpu` runs them all."""

@@ -1,0 +1,99 @@
+"""Check and measure this package on one GPU, in at most ten minutes, in order of worth.
+
+    python -m bench.gpu                        all steps on the GPU; results in bench/results/gpu/<time>.json
+    python -m bench.gpu --device cpu           the same code with small shapes: a rehearsal, no measurement
+    python -m bench.gpu --steps training kernels
+
+Each step is a process of its own with a share of the time: the next one runs when it fails or takes too long. Status 1
+when a step failed. Nothing is downloaded.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results" / "gpu"
+STEPS = {
+    "machine": 40,
+    "training": 90,
+    "families": 90,
+    "kernels": 60,
+    "memory": 90,
+    "slice": 150,
+    "rl": 90,
+    "conversion": 30,
+    "extras": 30,
+    "ranks": 60,
+}
+"""Steps in order of worth, with the most seconds that each may take."""
+BUDGET_S = 600.0
+RESULT = "RESULT "
+"""Beginning of the line in which a step's process prints its result."""
+
+
+def main() -> int:
+    """Run the steps and write the results; return 0, or 1 when a step failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
+    parser.add_argument("--output", type=Path, help="file to write (default: bench/results/gpu/<time>.json)")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all steps (default 600)")
+    args = parser.parse_args()
+    begin, now = time.monotonic(), datetime.datetime.now(datetime.UTC)
+    document: dict[str, Any] = {
+        "date": now.isoformat(timespec="seconds"),
+        "device": args.device,
+        "is_rehearsal": args.device == "cpu",
+        "versions": {},
+        "steps": {},
+    }
+    output = args.output or RESULTS / f"{now:%Y-%m-%dT%H%M%S}-{args.device}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for name in args.steps:
+        left = args.budget - (time.monotonic() - begin)
+        document["steps"][name] = run_step(name, args.device, min(STEPS[name], left))
+        document["versions"] |= document["steps"][name].pop("versions", {})
+        # After every step: what is known is kept when the machine is taken away.
+        output.write_text(json.dumps(document, indent=1) + "\n")
+        outcome = document["steps"][name]
+        print(
+            f"{name:<11}{outcome['status']:<8}{outcome['seconds']:6.1f} s  {outcome['summary']}", flush=True
+        )
+    failed = [name for name, outcome in document["steps"].items() if outcome["status"] == "failed"]
+    print(f"written to {output}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+def run_step(name: str, device: str, seconds: float) -> dict[str, Any]:
+    """Return status (ok, failed), seconds, summary and figures of a step, run in a process of its own."""
+    if seconds < 1.0:
+        return {"status": "failed", "seconds": 0.0, "summary": "no time was left", "figures": {}}
+    # On a machine with a GPU the CPU's half of a comparison must not see it: Megatron is patched by what torch sees.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    command = [sys.executable, "-m", "bench.gpu.steps", name, "--device", device]
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=os.environ | hidden, capture_output=True, text=True, timeout=seconds, check=False
+        )
+        output, error, status = done.stdout, done.stderr, done.returncode
+    except subprocess.TimeoutExpired:
+        output, error, status = "", f"it did not end within {seconds:.0f} s", -1
+    took = round(time.monotonic() - begin, 1)
+    lines = [line for line in output.splitlines() if line.startswith(RESULT)]
+    if status == 0 and lines:
+        return {"status": "ok", "seconds": took, **json.loads(lines[-1].removeprefix(RESULT))}
+    last = next((line for line in reversed(error.splitlines()) if line.strip()), f"status {status}")
+    return {"status": "failed", "seconds": took, "summary": last, "figures": {}, "error": error[-4000:]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,615 @@
+"""The steps of `python -m bench.gpu`; each returns a line and figures, and raises where something is wrong.
+
+python -m bench.gpu.steps training --device cpu     one of them, in this process
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RANK", "0")  # one rank, unless a launcher says otherwise
+os.environ.setdefault("WORLD_SIZE", "1")
+
+import torch
+from torch import Tensor
+
+from bench.gpu.__main__ import RESULT, run_step
+from mcore_rl.backend import platform
+from mcore_rl.backend.patches.versions import has_module
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
+from mcore_rl.data.batch import Microbatch, PackedSpans
+from mcore_rl.model.build import build_model
+from mcore_rl.model.global_tensors import copy_in, local_shards
+from mcore_rl.model.inputs import LocalMicrobatch, localize
+from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
+from mcore_rl.obs.peak import peak_flops
+from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.plan.flops import train_flops_per_token
+from mcore_rl.plan.memory import memory_of_fullest_rank
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.native.engine import MegatronEngine
+from mcore_rl.run import doctor
+from mcore_rl.train import setup
+from mcore_rl.train.objectives import NextTokenHead
+from mcore_rl.train.state import TrainState
+from mcore_rl.train.step import train_step
+from tests.hf_models import CASES, VOCAB, oracle, random_tokens
+from tests.hf_weights import to_global
+from tests.parallel import parity
+from tests.tiny_models import TINY
+
+GIB = 2**30
+STEPS = 5
+LOSS_TOLERANCE = 1e-5
+"""Relative difference of losses in fp32 between a GPU and a CPU: other orders of summation, no TF32."""
+LOGIT_TOLERANCE = 1e-4
+"""Largest difference of a logit in fp32 from transformers on the CPU, where logits are of the size of 1."""
+BF16_TOLERANCE = 2e-2
+"""Relative difference of losses between bf16 and fp32 over five steps."""
+FAMILY_CASES = [case for case in CASES if "-" not in case]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A line for people and figures for JSON."""
+
+    summary: str
+    figures: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The device, and the sizes that suit it."""
+
+    is_gpu: bool
+    mesh: Mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return torch.device("cuda", 0) if self.is_gpu else torch.device("cpu")
+
+    def seconds(self, work: Callable[[], Any], repeats: int) -> float:
+        """Return the mean wall seconds of `work`, after one call that warms up."""
+        work()
+        self.wait()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        self.wait()
+        return (time.perf_counter() - begin) / repeats
+
+    def wait(self) -> None:
+        """Wait until the device has done all that it was asked for."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+
+def machine(on: Machine) -> Outcome:
+    """Everything that `mcore-rl doctor` finds, and the device's product ceiling."""
+    found = doctor.examine()
+    peak = peak_flops("auto", on.device, "bf16") if on.is_gpu else None
+    name = found["devices"][0]["name"] if found["devices"] else "CPU"
+    return Outcome(summary=name, figures=found | {"peak_bf16_flops": peak})
+
+
+def training(on: Machine) -> Outcome:
+    """Five Adam steps on this device and on the CPU: fp32 equal, bf16 near."""
+    figures = {name: five_steps(on, name) for name in ("fp32", "bf16")}
+    reference = figures["fp32"]
+    if on.is_gpu:
+        reference = run_step("reference", "cpu", 80.0)["figures"]["fp32"]
+        figures["cpu"] = reference
+    exact = max(relative(figures["fp32"]["losses"], reference["losses"]))
+    rounded = max(relative(figures["bf16"]["losses"], reference["losses"]))
+    norms = max(relative(figures["fp32"]["grad_norms"], reference["grad_norms"]))
+    expect("fp32 losses beside the CPU's", exact, LOSS_TOLERANCE)
+    expect("fp32 gradient norms beside the CPU's", norms, 10 * LOSS_TOLERANCE)
+    expect("bf16 losses beside fp32", rounded, BF16_TOLERANCE)
+    return Outcome(summary=f"fp32 differs by {exact:.1e}, bf16 by {rounded:.1e}", figures=figures)
+
+
+def reference(on: Machine) -> Outcome:
+    """The CPU's half of `training`."""
+    return Outcome(summary="", figures={"fp32": five_steps(on, "fp32")})
+
+
+def five_steps(on: Machine, precision: str) -> dict[str, Any]:
+    """Return losses and gradient norms of five Adam steps from the weights that transformers' model has."""
+    theirs = oracle("qwen3_moe")
+    settings = PlatformConfig.model_validate({"precision": precision, "layers": "torch"})
+    state = set_up_again(parity.config_of(theirs.ours, MeshConfig(), settings), platform.start(settings))
+    copy_in(state.chunks, to_global(theirs.tensors, theirs.ours))
+    state.optimizer.reload_model_params()
+    reports = [train_step(state, parity.batch(state, step), NextTokenHead()) for step in range(STEPS)]
+    return {"losses": [r.loss for r in reports], "grad_norms": [r.grad_norm for r in reports]}
+
+
+def families(on: Machine) -> Outcome:
+    """Every family's logits beside transformers'."""
+    differences, failures = {}, {}
+    for case in FAMILY_CASES:
+        try:
+            differences[case] = logit_difference(on, case)
+        except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError) as error:
+            failures[case] = f"{type(error).__name__}: {error}"
+    wrong = {case: value for case, value in differences.items() if not value <= LOGIT_TOLERANCE}
+    if wrong or failures:
+        raise AssertionError(f"logits differ: {wrong}; failed: {failures}")
+    worst = max(differences, key=differences.__getitem__)
+    return Outcome(
+        summary=f"{len(differences)} families, {worst} differs most: {differences[worst]:.1e}",
+        figures=differences,
+    )
+
+
+def logit_difference(on: Machine, case: str) -> float:
+    """Return the largest difference between our logits on the device and those of transformers on the CPU."""
+    theirs, tokens_BS = oracle(case), random_tokens()
+    ours = logits(on, theirs.ours, to_global(theirs.tensors, theirs.ours), tokens_BS)
+    return float((ours.cpu() - theirs.logits(tokens_BS)).abs().max())
+
+
+def logits(on: Machine, model: ModelConfig, weights: dict[str, Tensor], tokens_BS: Tensor) -> Tensor:
+    """Return our logits `[B, S, V]`."""
+    settings = PlatformConfig(layers="torch")
+    chunk = build_model(model, on.mesh, platform.start(settings), settings)[0].eval()
+    copy_in([chunk], weights)
+    positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS).to(on.device)
+    with torch.no_grad():
+        logits_BSV: Tensor = chunk(
+            input_ids=tokens_BS.to(on.device), position_ids=positions_BS, attention_mask=None
+        )
+    return logits_BSV[..., :VOCAB]
+
+
+def kernels(on: Machine) -> Outcome:
+    """Which attention kernel torch takes for each kind of layer, and grouped products at awkward sizes."""
+    chosen = {name: attention_kernels(on, call) for name, call in attention_calls(on).items()}
+    for sizes in ([0, 0, 5, 3], [16, 1, 0, 7], [8, 8, 8, 8]):
+        expect(f"grouped products of {sizes} rows", grouped_difference(on, sizes), 1e-2)
+    slow = [name for name, kinds in chosen.items() if any("math" in kind for kind in kinds)]
+    if slow and on.is_gpu:
+        raise AssertionError(f"attention falls back to separate products for {slow}: {chosen}")
+    kinds = sorted({kind for kinds in chosen.values() for kind in kinds})
+    return Outcome(summary=f"attention by {', '.join(kinds)}", figures={"attention": chosen})
+
+
+def attention_calls(on: Machine) -> dict[str, Callable[[], Any]]:
+    """Return a forward and backward pass of the attention of each kind, in bf16."""
+    length = 1024 if on.is_gpu else 64
+    kinds = {
+        "grouped queries": ("qwen3_moe", False),
+        "grouped queries, packed": ("qwen3_moe", True),
+        "latent": ("deepseek_v3", False),
+        "latent, packed": ("deepseek_v3", True),
+        "sinks and windows": ("gpt_oss", False),
+    }
+    return {
+        name: lambda family=family, packed=packed: one_backward(on, family, packed, length)  # type: ignore[misc]
+        for name, (family, packed) in kinds.items()
+    }
+
+
+def one_backward(on: Machine, family: str, packed: bool, length: int) -> None:
+    """Train one step of a tiny model in bf16, on rows of `length` or on packed sequences."""
+    settings = PlatformConfig(precision="bf16", layers="torch")
+    model = TINY[family].model_copy(update={"max_position": 2 * length})
+    state = set_up_again(PretrainConfig(model=model, platform=settings), platform.start(settings))
+    tokens = torch.randint(0, model.vocab_size, (1, length + 1))
+    bounds = torch.tensor([0, length // 4, length // 2 + 8, length], dtype=torch.int32)
+    spans = bounds.diff().tolist()
+    positions = torch.cat([torch.arange(span) for span in spans]) if packed else torch.arange(length)
+    batch = Microbatch(
+        tokens_BS=tokens[:, :-1],
+        labels_BS=tokens[:, 1:],
+        loss_mask_BS=torch.ones(1, length),
+        position_ids_BS=positions[None],
+        packed=PackedSpans(cu_seqlens=bounds, max_length=max(spans)) if packed else None,
+    )
+    report = train_step(state, [localize(batch, state.mesh.cp, on.device)], NextTokenHead())
+    assert not report.skipped and report.loss == report.loss
+
+
+def attention_kernels(on: Machine, call: Callable[[], Any]) -> list[str]:
+    """Return the names of torch's attention operators in `call`."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        on.wait()
+    names = {event.key for event in profile.key_averages()}
+    found = {
+        name.removeprefix("aten::_scaled_dot_product_") for name in names if "_scaled_dot_product_" in name
+    }
+    return sorted(name for name in found if not name.endswith("backward"))
+
+
+def grouped_difference(on: Machine, sizes: list[int]) -> float:
+    """Return how far the grouped products in bf16, and their gradients, are from one product for each expert."""
+    if not HAS_GROUPED_MM:
+        return 0.0
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(sizes), 32, generator=generator).to(on.device, torch.bfloat16).requires_grad_()
+    weights = torch.randn(len(sizes), 48, 32, generator=generator).to(on.device, torch.bfloat16)
+    weights.requires_grad_()
+    ends = torch.tensor(sizes).cumsum(0).to(on.device, torch.int32)
+    product = torch.nn.functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    parts = zip(rows.split(sizes), weights.unbind(0), strict=True)
+    wanted = torch.cat([part @ weight.t() for part, weight in parts])
+    ones = torch.ones_like(product)
+    found = torch.autograd.grad(product, (rows, weights), ones)
+    exact = torch.autograd.grad(wanted, (rows, weights), ones)
+    pairs = [(product, wanted), *zip(found, exact, strict=True)]
+    return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+
+
+def memory(on: Machine) -> Outcome:
+    """The estimate of memory beside the peak of two steps, for five configs."""
+    base = slice_model(on, layers=2)
+    dense = base.model_copy(update={"family": "qwen3", "moe": MoEConfig()})
+    cases = {
+        "experts, fp32": (base, {"precision": "fp32"}),
+        "experts, bf16": (base, {"precision": "bf16"}),
+        "experts, bf16, selective": (base, {"precision": "bf16", "recompute": "selective"}),
+        "experts, bf16, full": (base, {"precision": "bf16", "recompute": "full"}),
+        "dense, bf16": (dense, {"precision": "bf16"}),
+    }
+    length, rows = (2048, 2) if on.is_gpu else (64, 2)
+    figures = {}
+    for name, (model, settings) in cases.items():
+        config = slice_config(model, rows, PlatformConfig.model_validate(settings | {"layers": "torch"}))
+        estimate = memory_of_fullest_rank(config, 1, length).total
+        peak = None
+        if on.is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        state = set_up_again(config, platform.start(config.platform))
+        for _ in range(2):
+            train_step(state, slice_batch(state, rows, length), NextTokenHead())
+        if on.is_gpu:
+            peak = torch.cuda.max_memory_allocated()
+        figures[name] = {"estimate_bytes": estimate, "peak_bytes": peak}
+        del state
+    ratios = [f["estimate_bytes"] / f["peak_bytes"] for f in figures.values() if f["peak_bytes"]]
+    text = f"estimate / peak {min(ratios):.2f} to {max(ratios):.2f}" if ratios else "no peaks without a GPU"
+    return Outcome(summary=text, figures=figures)
+
+
+def slice_model(on: Machine, layers: int = 4) -> ModelConfig:
+    """Return layers of Qwen3-30B-A3B's shape; small ones without a GPU."""
+    if on.is_gpu:
+        moe = MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=768, aux_loss_coeff=1e-3)
+        return ModelConfig(
+            family="qwen3_moe",
+            num_layers=layers,
+            hidden_size=2048,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            vocab_size=32768,
+            max_position=8192,
+            moe=moe,
+        )
+    moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32, aux_loss_coeff=1e-3)
+    return TINY["qwen3_moe"].model_copy(update={"num_layers": layers, "moe": moe})
+
+
+def slice_config(model: ModelConfig, rows: int, settings: PlatformConfig) -> PretrainConfig:
+    """Return the config of a run on rows of one micro-batch."""
+    return PretrainConfig(
+        model=model,
+        platform=settings,
+        optim=OptimConfig(lr=1e-4, schedule="constant"),
+        train=TrainConfig(global_batch=rows, micro_batch=rows),
+    )
+
+
+def slice_batch(state: TrainState, rows: int, length: int) -> list[LocalMicrobatch]:
+    """Return a micro-batch of random tokens, on the device."""
+    tokens = torch.randint(0, state.config.model.vocab_size, (rows, length + 1))
+    batch = Microbatch(
+        tokens_BS=tokens[:, :-1],
+        labels_BS=tokens[:, 1:],
+        loss_mask_BS=torch.ones(rows, length),
+        position_ids_BS=torch.arange(length).expand(rows, -1),
+    )
+    return [localize(batch, state.mesh.cp, state.platform.device)]
+
+
+def slice(on: Machine) -> Outcome:  # the step's name
+    """Training speed of four layers of Qwen3-30B-A3B in bf16: ours, transformers, Megatron's local layers."""
+    model = slice_model(on)
+    rows, length, repeats = (8, 4096, 3) if on.is_gpu else (1, 64, 1)
+    figures: dict[str, Any] = {"rows": rows, "length": length}
+    ways: dict[str, Callable[[], Callable[[], Any]]] = {
+        "ours": lambda: our_step(on, model, rows, length),
+        "transformers": lambda: transformers_step(on, model, rows, length, compiled=False),
+    }
+    if on.is_gpu:
+        ways["transformers, compiled"] = lambda: transformers_step(on, model, rows, length, compiled=True)
+    # Its attention stores all scores: one row at a time.
+    ways["Megatron local"] = lambda: our_step(on, model, 1, length, local=True)
+    if has_module("transformer_engine") and on.is_gpu:
+        ways["ours, TransformerEngine"] = lambda: our_step(on, model, rows, length, layers="te")
+    for name, make in ways.items():
+        used = 1 if name == "Megatron local" else rows
+        try:
+            seconds = on.seconds(make(), repeats)
+        except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError) as error:
+            if name == "ours":
+                raise
+            figures[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+            continue
+        tflops = used * length * train_flops_per_token(model, length) / seconds / 1e12
+        figures[name] = {
+            "step_s": round(seconds, 4),
+            "tflops": round(tflops, 2),
+            "tokens_per_s": used * length / seconds,
+        }
+        if on.is_gpu:
+            torch.cuda.empty_cache()
+    speeds = {
+        name: found["tflops"]
+        for name, found in figures.items()
+        if isinstance(found, dict) and "tflops" in found
+    }
+    unit = "TFLOP/s" if on.is_gpu else "TFLOP/s (a rehearsal: no measurement)"
+    return Outcome(
+        summary=", ".join(f"{name} {tflops}" for name, tflops in speeds.items()) + f" {unit}", figures=figures
+    )
+
+
+def our_step(
+    on: Machine, model: ModelConfig, rows: int, length: int, *, local: bool = False, layers: str = "torch"
+) -> Callable[[], Any]:
+    """Return a training step of ours; with `local` of a model with Megatron's own layers without TransformerEngine."""
+    settings = PlatformConfig.model_validate({"precision": "bf16", "layers": layers})
+    with megatron_layers() if local else as_they_are():
+        state = set_up_again(slice_config(model, rows, settings), platform.start(settings))
+    batch = slice_batch(state, rows, length)
+    return lambda: train_step(state, batch, NextTokenHead())
+
+
+@contextmanager
+def as_they_are() -> Iterator[None]:
+    """Change nothing."""
+    yield
+
+
+@contextmanager
+def megatron_layers() -> Iterator[None]:
+    """Build models with Megatron's local spec inside the context."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from mcore_rl.model import build
+
+    def local_spec(config: Any, *, te: bool, vp_stage: int | None) -> Any:
+        config.normalization, config.moe_grouped_gemm = "RMSNorm", False
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+
+    original = build.block_spec
+    build.block_spec = local_spec
+    try:
+        yield
+    finally:
+        build.block_spec = original
+
+
+def transformers_step(
+    on: Machine, model: ModelConfig, rows: int, length: int, *, compiled: bool
+) -> Callable[[], Any]:
+    """Return a training step of transformers' Qwen3-MoE of the same sizes, with grouped products and fused AdamW."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        num_experts=model.moe.num_experts,
+        num_experts_per_tok=model.moe.top_k,
+        moe_intermediate_size=model.moe.ffn_hidden_size,
+        norm_topk_prob=True,
+        max_position_embeddings=model.max_position,
+        output_router_logits=False,
+        use_cache=False,
+    )
+    theirs = Qwen3MoeForCausalLM(config).to(on.device, torch.bfloat16)
+    theirs.set_experts_implementation("grouped_mm")
+    forward: Any = torch.compile(theirs) if compiled else theirs
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(0, model.vocab_size, (rows, length), device=on.device)
+
+    def step() -> None:
+        forward(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def rl(on: Machine) -> Outcome:
+    """The rollout engine's tokens/s, and a policy's passes with and without routing replay (R2)."""
+    from bench.replay import Bench
+    from tests.generating import prompt_of, spelled
+
+    model = slice_model(on)
+    settings = PlatformConfig(precision="bf16" if on.is_gpu else "fp32", layers="torch")
+    chunks = build_model(model, on.mesh, platform.start(settings), settings)
+    count, prompt, answer = (64, 256, 128) if on.is_gpu else (4, 8, 4)
+    engine = MegatronEngine(chunks, on.mesh, model, spelled, EngineConfig(slots=count), gathers_routes=True)
+    prompts = [
+        prompt_of(torch.randint(0, model.vocab_size, (prompt,)).tolist(), str(index))
+        for index in range(count)
+    ]
+    sampling = Sampling(max_new_tokens=answer)
+    begin = time.perf_counter()
+    groups = list(engine.generate(prompts, sampling, [[index] for index in range(count)]))
+    on.wait()
+    seconds = time.perf_counter() - begin
+    tokens = sum(len(completion.tokens_T) for group in groups for completion in group.completions)
+    del engine, chunks
+    destroy_mesh()
+    bench = Bench(slice_model(on, layers=2).model_copy(update={"moe": replayable(model.moe)}))
+    without, replayed = on.seconds(bench.without, 2), on.seconds(bench.ours, 2)
+    figures = {
+        "rollout_tokens_per_s": tokens / seconds,
+        "rollout_tokens": tokens,
+        "prompt_tokens": count * prompt,
+        "without_replay_s": without,
+        "replay_r2_s": replayed,
+        "cuda_graphs": "not implemented: the engine decodes eagerly",
+    }
+    return Outcome(
+        summary=f"rollout {tokens / seconds:.0f} tokens/s, replay {replayed / without - 1:+.1%} of the passes",
+        figures=figures,
+    )
+
+
+def replayable(moe: MoEConfig) -> MoEConfig:
+    """Return the experts without the loss of balance, which replay refuses."""
+    return moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0})
+
+
+def conversion(on: Machine) -> Outcome:
+    """Weights of transformers on to the device and back, bit for bit, for every family."""
+    for case in FAMILY_CASES:
+        theirs = oracle(case)
+        weights = to_global(theirs.tensors, theirs.ours)
+        settings = PlatformConfig(layers="torch")
+        chunks = build_model(theirs.ours, on.mesh, platform.start(settings), settings)
+        copy_in(chunks, weights)
+        for shard in local_shards(chunks):
+            if not torch.equal(shard.data.cpu(), weights[shard.key][shard.where]):
+                raise AssertionError(f"{case}: {shard.key} came back with other bits")
+    return Outcome(summary=f"{len(FAMILY_CASES)} families bit for bit", figures={"families": FAMILY_CASES})
+
+
+def extras(on: Machine) -> Outcome:
+    """Training in fp8 and DeepEP's dispatcher, where they can be imported."""
+    figures: dict[str, Any] = {}
+    if on.is_gpu and has_module("transformer_engine"):
+        settings = PlatformConfig(precision="bf16", layers="te", fp8="hybrid")
+        state = set_up_again(slice_config(slice_model(on), 2, settings), platform.start(settings))
+        batch = slice_batch(state, 2, 2048)
+        figures["fp8"] = {"step_s": on.seconds(lambda: train_step(state, batch, NextTokenHead()), 2)}
+    else:
+        figures["fp8"] = "TransformerEngine cannot be imported, or there is no GPU"
+    figures["deepep"] = (
+        "importable; it needs ranks: run with 2 to 8 GPUs"
+        if has_module("deep_ep")
+        else "deep_ep cannot be imported"
+    )
+    return Outcome(summary=str(figures), figures=figures)
+
+
+def ranks(on: Machine) -> Outcome:
+    """The five steps on two ranks as TP2, EP2 and PP2, equal to those of one; with a GPU it needs two."""
+    if on.is_gpu and torch.cuda.device_count() < 2:
+        return Outcome(summary="one GPU: nothing to compare", figures={})
+    alone = five_steps(on, "fp32")
+    platform.stop()
+    figures: dict[str, Any] = {"1": alone}
+    for mesh in ("tp", "ep", "pp") if on.is_gpu else ("ep",):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        with tempfile.TemporaryDirectory() as folder:
+            answer = Path(folder, "losses.json")
+            command += ["-m", "bench.gpu.steps", "rank", "--mesh", mesh, "--answer", str(answer)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise AssertionError(f"{mesh}2 failed: {done.stderr[-2000:]}")
+            figures[f"{mesh}2"] = json.loads(answer.read_text())
+        worst = max(relative(figures[f"{mesh}2"]["losses"], alone["losses"]))
+        expect(f"losses on {mesh}2 beside one rank's", worst, LOSS_TOLERANCE)
+    return Outcome(
+        summary=f"{', '.join(name for name in figures if name != '1')} equal one rank", figures=figures
+    )
+
+
+def rank(mesh: str, answer: Path) -> None:
+    """Be one of two ranks of `ranks`."""
+    theirs, settings = oracle("qwen3_moe"), PlatformConfig(layers="torch")
+    config = parity.config_of(theirs.ours, MeshConfig.model_validate({mesh: 2}), settings)
+    state = set_up_again(config, platform.start(settings))
+    copy_in(state.chunks, to_global(theirs.tensors, theirs.ours))
+    state.optimizer.reload_model_params()
+    reports = [train_step(state, parity.batch(state, step), NextTokenHead()) for step in range(STEPS)]
+    if state.platform.rank == 0:
+        answer.write_text(json.dumps({"losses": [report.loss for report in reports]}))
+    platform.stop()
+
+
+def set_up_again(config: PretrainConfig, started: platform.Platform) -> TrainState:
+    """Return a new training on this rank, in place of the one before."""
+    destroy_mesh()
+    return setup.set_up(config, started)
+
+
+def relative(found: list[float], wanted: list[float]) -> list[float]:
+    """Return the relative differences."""
+    return [abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)]
+
+
+def expect(what: str, difference: float, tolerance: float) -> None:
+    """AssertionError unless the difference is within the tolerance."""
+    if not difference <= tolerance:
+        raise AssertionError(f"{what}: differ by {difference:.2e}, at most {tolerance:.0e} is allowed")
+
+
+ALL: dict[str, Callable[[Machine], Outcome]] = {
+    function.__name__: function
+    for function in (
+        machine, training, reference, families, kernels, memory, slice, rl, conversion, extras, ranks,
+    )
+}  # fmt: skip
+NEEDS_MESH = {"families", "rl", "conversion"}
+
+
+def main() -> None:
+    """Run one step and print its result in a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("step", choices=[*ALL, "rank"])
+    parser.add_argument("--device", choices=("cuda", "cpu"))
+    parser.add_argument("--mesh", default="tp")
+    parser.add_argument("--answer", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.step == "rank":
+        rank(args.mesh, args.answer)
+        return
+    is_gpu = args.device == "cuda"
+    if is_gpu != torch.cuda.is_available():
+        raise SystemExit(f"--device {args.device}, but torch sees {'no' if is_gpu else 'a'} GPU")
+    mesh: Any = None
+    if args.step in NEEDS_MESH:
+        platform.start(PlatformConfig(layers="torch"))
+        mesh = build_mesh(MeshConfig())
+        seed_ranks(1)
+    outcome = ALL[args.step](Machine(is_gpu=is_gpu, mesh=mesh))
+    platform.stop()
+    result = {
+        "summary": outcome.summary,
+        "figures": outcome.figures,
+        "versions": dict(doctor.versions()),
+    }
+    sys.stdout.write(f"{RESULT}{json.dumps(result)}\n")
+
+
+if __name__ == "__main__":
+    main()

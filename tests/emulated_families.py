@@ -1,0 +1,21 @@
+"""The logits of every family on an emulated GPU; apart from emulated_runs.py, which needs no transformers."""
+
+from bench.gpu import steps
+from mcore_rl.backend import platform
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+
+
+def families() -> dict[str, float]:
+    """How far every family's logits on the emulated GPU are from those of transformers on the host.
+
+    Left out is gpt_oss: Megatron makes the tables of its YaRN under `with torch.device(...)`, which is not emulated.
+    """
+    platform.start(PlatformConfig())
+    machine = steps.Machine(is_gpu=True, mesh=build_mesh(MeshConfig()))
+    seed_ranks(1)
+    cases = [case for case in steps.FAMILY_CASES if case != "gpt_oss"]
+    differences = {case: steps.logit_difference(machine, case) for case in cases}
+    platform.stop()
+    return differences
