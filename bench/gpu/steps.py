@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RANK", "0")  # one rank, unless a launcher says otherwise
-os.environ.setdefault("WORLD_SIZE", "1")
-
 import torch
 from torch import Tensor
 
@@ -590,6 +587,8 @@ def main() -> None:
     parser.add_argument("--answer", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
+    os.environ.setdefault("RANK", "0")  # one rank, unless a launcher says otherwise
+    os.environ.setdefault("WORLD_SIZE", "1")
     if args.step == "rank":
         rank(args.mesh, args.answer)
         return
