@@ -116,4 +116,4 @@ def test_sequences_of_pretraining_are_shown_as_text_or_as_ids(tokenizer, tmp_pat
 
 def test_a_config_without_training_examples_is_refused(capsys):
     assert main(["data", "show", "tiny_moe/replay_study"]) == 2
-    assert "it has no training examples. Name one of pretrain, sft, rl" in capsys.readouterr().err
+    assert "it has no training examples. Name one of pretrain, sft, rm, dpo, rl" in capsys.readouterr().err
