@@ -90,17 +90,22 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[Pat
         )
     plan_file = work / "plan.json"
     known = json.loads(plan_file.read_text(encoding="utf-8")).get("plan") if plan_file.exists() else None
-    if known is not None and known != attempt:
-        if not settings.overwrite:
-            raise CheckpointError(
-                f"{work} is an unfinished conversion of something else, or with other options. Give its command again "
-                "to resume it, or add --overwrite to drop it."
-            )
-        shutil.rmtree(work)
+    is_another = known is not None and known != attempt
+    if is_another and not settings.overwrite:
+        raise CheckpointError(
+            f"{work} is an unfinished conversion of something else, or with other options. Give its command again "
+            "to resume it, or add --overwrite to drop it."
+        )
     _check_room(work, conversion)
     with checkpoint_errors_explained(work, "making"):
         (work / "out").mkdir(parents=True, exist_ok=True)
     with sole_writer(work / "lock", wait_s=ORPHANS_S, remedy="Wait for it, or end it."):
+        if is_another:
+            # Under the lock, which workers of a killed run keep to their end: they would write into what is deleted.
+            for folder in (work / "out", work / "done"):
+                if folder.exists():
+                    shutil.rmtree(folder)
+            (work / "out").mkdir()
         write_atomically(plan_file, json.dumps({"plan": attempt}) + "\n")
         yield work
 
