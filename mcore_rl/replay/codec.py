@@ -190,6 +190,8 @@ def _nearby_codes(num_codes: int, size: int, device: torch.device) -> tuple[Tens
     offset = (1023 << (52 - shift)) - 1
     bucket_b = torch.arange(offset, (1023 + WORD_BITS + 1) << (52 - shift), device=device)
     lowest_b = (bucket_b << shift).view(torch.float64).long()
+    # A value above 2^53 may have been rounded up into its bucket: the table begins that much below.
+    lowest_b -= lowest_b >> 52
     return torch.searchsorted(_binomials(num_codes, size, device), lowest_b, right=True) - 1, shift, offset
 
 
@@ -197,12 +199,11 @@ def _last_code(value_n: Tensor, num_codes: int, size: int) -> tuple[Tensor, Tens
     """Return for each value the last code whose binomial(code, size) is not above it, and that binomial.
 
     A binary search is slow on a CPU: its branches cannot be foreseen. A table by the exponent and the first bits of the
-    value as a float gives the code or its neighbour.
+    value as a float gives the code or the one before it.
     """
     sums_c = _binomials(num_codes, size, value_n.device)
     nearby_b, shift, offset = _nearby_codes(num_codes, size, value_n.device)
     code_n = nearby_b[((value_n.double().view(torch.int64) >> shift) - offset).clamp_min_(0)]
     code_n += sums_c[(code_n + 1).clamp_max_(num_codes - 1)] <= value_n
     code_n.clamp_max_(num_codes - 1)
-    code_n -= (sums_c[code_n] > value_n).long()
     return code_n, sums_c[code_n]

@@ -1,5 +1,6 @@
 """Routes are encoded in few bytes and decoded exactly."""
 
+from bisect import bisect_right
 from itertools import combinations
 from math import comb, log2
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.config.replay import RouteEncoding
-from mcore_rl.replay.codec import TOKENS_AT_ONCE, RouteCodec
+from mcore_rl.replay.codec import TOKENS_AT_ONCE, WORD_BITS, RouteCodec, _last_code
 
 SHAPES = [
     (2, 1),
@@ -56,6 +57,16 @@ def test_the_code_of_a_set_is_its_rank_among_all_sets(num_codes: int, top_k: int
     numbers = sum(rows[:, byte].long() << (8 * byte) for byte in range(codec.bytes_per_token))
     assert torch.equal(torch.as_tensor(numbers), torch.arange(comb(num_codes, top_k)))
     assert codec.decode(rows)[:, 0].tolist() == [list(one) for one in sets]
+
+
+@pytest.mark.parametrize(("num_codes", "size"), [(384, 8), (512, 6), (2048, 5), (64, 1), (300, 2)])
+def test_a_rank_is_read_exactly_at_every_border(num_codes: int, size: int) -> None:
+    """The largest ranks have 54 to 56 bits, more than the float that begins the search."""
+    borders = [comb(code, size) for code in range(num_codes)]
+    values = sorted({n + step for n in borders for step in range(-9, 10) if 0 <= n + step < 2**WORD_BITS})
+    codes, sums = _last_code(torch.tensor(values), num_codes, size)
+    expected = [bisect_right(borders, value) - 1 for value in values]
+    assert codes.tolist() == expected and sums.tolist() == [borders[code] for code in expected]
 
 
 def test_many_tokens_are_encoded_as_few_are() -> None:
