@@ -33,6 +33,7 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
                 "tokens": len(completion.tokens_T),
                 "finish": completion.finish,
                 "policy_version": completion.policy_version,
+                "versions": [[one.version, one.start, one.end] for one in completion.versions],
             }
             for completion, reward, reasons in zip(
                 group.completions,

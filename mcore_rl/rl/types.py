@@ -33,6 +33,23 @@ class Prompt:
     tokens_T: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens of a completion that the weights of one version sampled."""
+
+    version: int
+    """Version (optimizer step) of the weights."""
+    start: int
+    """Index in the completion of the first of these tokens."""
+    end: int
+    """Index after the last of these tokens."""
+
+
+def single_version(version: int, num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the spans of a completion of `num_tokens` tokens that one version of the weights sampled."""
+    return (VersionSpan(version, 0, num_tokens),)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """Answer of an engine to one prompt. `logprobs_T[t]` belongs to `tokens_T[t]`."""
@@ -42,8 +59,9 @@ class Completion:
     """Sampled tokens, with the one that ended the completion, if one did."""
     logprobs_T: tuple[float, ...]
     """Logprobs at the sampling temperature, before top-k, top-p and min-p cut the distribution, in nats."""
-    policy_version: int
-    """Version (optimizer step) of the weights that sampled the first token."""
+    versions: tuple[VersionSpan, ...]
+    """Versions of the weights that sampled the tokens: consecutive spans of rising versions, together all tokens. More
+    than one: the weights were updated while the completion was in progress."""
     finish: FinishReason
     """`stop`: a stop token or string ended it; `length`: it reached the largest number of new tokens."""
     untempered_logprobs_T: tuple[float, ...] | None = None
@@ -57,6 +75,16 @@ class Completion:
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.logprobs_T), (len(self.tokens_T), len(self.logprobs_T))
+        ends = [span.end for span in self.versions]
+        starts = [span.start for span in self.versions]
+        assert ends and starts == [0, *ends[:-1]] and ends[-1] == len(self.tokens_T), self.versions
+        versions = [span.version for span in self.versions]
+        assert versions == sorted(versions), self.versions
+
+    @property
+    def policy_version(self) -> int:
+        """Version (optimizer step) of the weights that sampled the first token: the oldest one."""
+        return self.versions[0].version
 
     @property
     def is_truncated(self) -> bool:

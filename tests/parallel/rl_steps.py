@@ -19,7 +19,7 @@ from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.routing_split import policy_split, rollout_split
-from mcore_rl.rl.types import Completion, Group
+from mcore_rl.rl.types import Completion, Group, single_version
 from mcore_rl.train.setup import set_up
 from tests.generating import prompt_of
 from tests.parallel.parity import Tensors
@@ -48,7 +48,7 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
                     text="",
                     tokens_T=tuple(said),
                     logprobs_T=tuple(logprobs),
-                    policy_version=0,
+                    versions=single_version(0, len(said)),
                     finish="stop",
                     experts_TLK=random_routes(config, len(prompt.tokens_T) + len(said) - 1, generator),
                 )

@@ -15,7 +15,7 @@ from mcore_rl.rl.prompts import TaskProblems, TaskPrompts
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rollout import Rollouts, runs_rewards
-from mcore_rl.rl.types import Completion, Group, Problem, Prompt
+from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 
 PROMPTS, SIZE = 4, 4
 
@@ -47,7 +47,7 @@ class ScriptedEngine:
             text="x" * length,
             tokens_T=tuple(range(length)),
             logprobs_T=(-1.0,) * length,
-            policy_version=self.policy_version,
+            versions=single_version(self.policy_version, length),
             finish="length" if length == 7 else "stop",
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from mcore_rl.config.rl import RewardConfig
 from mcore_rl.rl.rewards.failures import FailedPart, failing_part
 from mcore_rl.rl.rewards.score import Reward, Scores
-from mcore_rl.rl.types import Completion, Group, Prompt
+from mcore_rl.rl.types import Completion, Group, Prompt, single_version
 
 ANSWER = "{answer}"
 """Text that stands for the reference answer in a completion to try."""
@@ -63,5 +63,9 @@ def refuse_failing_trial(scores: Scores, config: RewardConfig) -> None:
 
 def _completion(text: str, tokens_T: tuple[int, ...]) -> Completion:
     return Completion(
-        text=text, tokens_T=tokens_T, logprobs_T=(0.0,) * len(tokens_T), policy_version=0, finish="stop"
+        text=text,
+        tokens_T=tokens_T,
+        logprobs_T=(0.0,) * len(tokens_T),
+        versions=single_version(0, len(tokens_T)),
+        finish="stop",
     )

@@ -23,7 +23,7 @@ from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.trial import try_reward
 from mcore_rl.rl.rewards.worker import MAX_TEXT, MAX_TRACEBACK, FailedScore, Job, RewardWorkers
 from mcore_rl.rl.rollout import token_step
-from mcore_rl.rl.types import Completion, Group, Problem, Prompt
+from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 
 OWN = """
 import time
@@ -61,7 +61,7 @@ def group(answer, *texts, **fields):
             text=text,
             tokens_T=(1,) * len(text),
             logprobs_T=(0.0,) * len(text),
-            policy_version=0,
+            versions=single_version(0, len(text)),
             finish="stop",
         )
         for text in texts
@@ -230,7 +230,11 @@ def test_bad_steps_are_counted_by_their_kind(own_module):
 def test_a_step_ends_at_the_first_token_with_which_the_text_is_as_long():
     pieces = ["ab", "c", "", "def", "g", "<end>"]
     completion = Completion(
-        text="abcdefg", tokens_T=tuple(range(6)), logprobs_T=(0.0,) * 6, policy_version=0, finish="stop"
+        text="abcdefg",
+        tokens_T=tuple(range(6)),
+        logprobs_T=(0.0,) * 6,
+        versions=single_version(0, 6),
+        finish="stop",
     )
     ends = [
         token_step(completion, TextStep(end, 0.5), lambda tokens: "".join(pieces[t] for t in tokens))

@@ -20,7 +20,7 @@ from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.types import Completion, Group
+from mcore_rl.rl.types import Completion, Group, single_version
 from mcore_rl.run.rollouts import load_reward_models, reward_model_source
 from tests.generating import prompt_of
 from tests.tiny_models import TINY
@@ -38,7 +38,7 @@ def groups() -> list[Group]:
                     text="x",
                     tokens_T=tuple(said),
                     logprobs_T=(0.0,) * len(said),
-                    policy_version=0,
+                    versions=single_version(0, len(said)),
                     finish="stop",
                 )
                 for said in of_prompt

@@ -2,7 +2,7 @@
 
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.truncation import truncation_reason
-from mcore_rl.rl.types import Completion, Group
+from mcore_rl.rl.types import Completion, Group, single_version
 from tests.generating import prompt_of, spelled
 
 SAMPLING = Sampling(max_new_tokens=4, stop_tokens=frozenset([0, 9]))
@@ -10,7 +10,9 @@ SAMPLING = Sampling(max_new_tokens=4, stop_tokens=frozenset([0, 9]))
 
 def group(*completions: tuple[int, ...]) -> Group:
     made = [
-        Completion(text="", tokens_T=tokens, logprobs_T=(0.0,) * 4, policy_version=0, finish="length")
+        Completion(
+            text="", tokens_T=tokens, logprobs_T=(0.0,) * 4, versions=single_version(0, 4), finish="length"
+        )
         for tokens in completions
     ]
     return Group(prompt=prompt_of([1]), completions=tuple(made))

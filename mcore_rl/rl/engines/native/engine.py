@@ -21,7 +21,7 @@ from mcore_rl.rl.engines.native.routes import gather_layers
 from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
 from mcore_rl.rl.engines.native.stops import Stops
 from mcore_rl.rl.sampling import draw, uniforms
-from mcore_rl.rl.types import Completion, Group, Prompt
+from mcore_rl.rl.types import Completion, Group, Prompt, single_version
 
 Listener = Callable[[int, int, Sequence[int]], None]
 """Called for every drawn token with the index of its prompt, its index in the group, and the completion so far."""
@@ -134,7 +134,7 @@ class _Run:
             logprobs_T=tuple(draft.logprobs_T),
             untempered_logprobs_T=tuple(draft.untempered_logprobs_T),
             kept_logprobs_T=tuple(draft.kept_logprobs_T),
-            policy_version=self._engine.policy_version,
+            versions=single_version(self._engine.policy_version, len(draft.tokens_T)),
             finish="stop" if self._stops.ends(draft.tokens_T) else "length",
             experts_TLK=self.routes.get(draft),
         )
