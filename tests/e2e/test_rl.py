@@ -106,7 +106,9 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     assert wanted[2]["policy/kl_reference_nats"] > 0.0
     samples = (tmp_path / "rl/samples/step_0000010.jsonl").read_text().splitlines()
     assert len(samples) == 32
-    assert {"prompt", "completion", "answer", "reward", "policy_version", "versions"} <= json.loads(samples[0]).keys()
+    assert {"prompt", "completion", "answer", "reward", "policy_version", "versions"} <= json.loads(
+        samples[0]
+    ).keys()
 
     run_dir = tmp_path / "broken"
     words = command("rl", rl_file, f"run_dir={run_dir}")
