@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-report | lint | bench | venv
+# make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-sandbox | test-report | lint | bench
 # Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
 # it comes megatron-core 0.19 instead of 0.16.
 # test       every promise, on representative meshes
@@ -7,6 +7,7 @@
 # test-wheel  the built wheel, in an environment without the repository
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
+# test-sandbox runs programs in bubblewrap, Debian's, which it installs: as root.
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
 # make gpu         checks and measures one GPU in ten minutes at most (docs/gpu.md); make gpu DEVICE=cpu rehearses it
 # make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
@@ -16,7 +17,7 @@ READY := $(VENV)/.installed
 MATRIX := all
 DEVICE := cuda
 
-.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-report lint gpu bench venv
+.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-report lint gpu bench venv
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -43,6 +44,10 @@ test-slurm: $(READY)
 
 test-wheel: $(READY)
 	$(PYTHON_IN_VENV) -m pytest tests/wheel
+
+test-sandbox: $(READY)
+	tests/sandbox/install.sh
+	$(PYTHON_IN_VENV) -m pytest tests/sandbox
 
 test-report: $(READY)
 	tests/report/install.sh $(PYTHON_IN_VENV)

@@ -1,0 +1,293 @@
+"""Python programs that nobody has read, run in bubblewrap or nsjail: without a network, with limits on resources."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Literal, NamedTuple
+
+from mcore_rl.errors import ConfigError
+
+SandboxKind = Literal["auto", "bubblewrap", "nsjail"]
+EXECUTABLES: dict[str, str] = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
+"""Executable of each sandbox, in the order in which "auto" looks for them."""
+NOBODY = 65534
+"""User and group inside."""
+HOME = "/tmp"
+"""Folder in which a program starts: empty, in memory, and gone when the program ends."""
+SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr")
+"""Folders with the system's libraries, which a program may read."""
+MIB = 2**20
+TRIAL_S = 30.0
+"""Seconds for the trial of a sandbox, whose first start reads the interpreter from the disk."""
+DENIED_CALLS: dict[str, dict[str, int]] = {
+    "x86_64": {
+        "fork": 57,
+        "vfork": 58,
+        "ptrace": 101,
+        "keyctl": 250,
+        "unshare": 272,
+        "setns": 308,
+        "bpf": 321,
+    },
+    "aarch64": {"ptrace": 117, "keyctl": 219, "unshare": 97, "setns": 268, "bpf": 280},
+}
+"""System calls by machine that a program does not get (EPERM): those that make processes and namespaces, or reach into
+other processes and the kernel. So are io_uring, which would pass by such a filter, and clone for anything but a
+thread."""
+CLONE_CALL = {"x86_64": 56, "aarch64": 220}
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Identification of the machine in a filter of system calls (linux/audit.h)."""
+BOOTSTRAP = """
+import ctypes, os, resource, struct, sys
+def take(size):
+    parts = []
+    while size:
+        part = os.read(0, size)
+        if not part:
+            break
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+numbers = list(map(int, take(256).split()))
+size, memory, cpu, written, arch, clone, *denied = numbers
+for name, limit in (("AS", memory), ("CPU", cpu), ("FSIZE", written), ("CORE", 0), ("NOFILE", 256)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+filter = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+for kind, call, answer in [
+    (ABOVE, 0x40000000, EPERM), (EQUAL, 435, ENOSYS), (EQUAL, 425, EPERM), *((EQUAL, call, EPERM) for call in denied)
+]:
+    filter += [(kind, 0, 1, call), (RETURN, 0, 0, answer)]
+filter += [(EQUAL, 0, 3, clone), (LOAD, 0, 0, 16), (ANY_BIT, 1, 0, 0x10000), (RETURN, 0, 0, EPERM)]
+filter += [(RETURN, 0, 0, ALLOW)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in filter))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(filter), ctypes.addressof(code)))
+libc = ctypes.CDLL(None)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+    sys.exit("the filter of system calls cannot be set")
+source = take(size).decode()
+sys.argv = ["program.py"]
+def show(kind, error, trace):
+    import traceback
+    traceback.print_exception(kind, error, trace.tb_next)
+sys.excepthook = show
+exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+"""
+"""First lines that the interpreter runs: standard input has limits and program before the program's own input. Hard
+limits that were lowered, and a filter of system calls (clone3 is refused with ENOSYS, so that the C library takes
+clone, whose flags a filter can read), stay as they are whatever runs next."""
+HEADER_BYTES = 256
+
+
+class SandboxLimits(NamedTuple):
+    """Resources of one program, which is one process: it may start threads."""
+
+    time_s: float = 10.0
+    """Seconds until everything that the program started is killed."""
+    memory_mib: int = 512
+    """MiB of address space, and of the files that the program may write."""
+    output_kib: int = 1024
+    """KiB of standard output, of errors, and of one file; a program that writes more gets an OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """End of a program that ran in a sandbox."""
+
+    status: int | None
+    """Exit status; 128 + n where signal n ended it; None: it was killed because its time was over."""
+    output: str
+    """Standard output."""
+    errors: str
+    """Standard error output, with the traceback of an exception."""
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether the program was killed because its time was over."""
+        return self.status is None
+
+
+class Sandbox:
+    """Runs programs one at a time, each in namespaces of its own: no network, no files but the system's and the
+    interpreter's, which are read-only, and an empty folder in memory. It may be used by several threads.
+    """
+
+    def __init__(
+        self, kind: SandboxKind, *, field: str, limits: SandboxLimits, python: str | None = None
+    ) -> None:
+        """Find the sandbox and try it.
+
+        Args:
+            kind: the sandbox; "auto" is the first one of EXECUTABLES that is installed.
+            field: name of the config's field, for errors.
+            limits: resources of each program.
+            python: interpreter of the programs, with its packages; None: the one that runs here, without packages.
+
+        Raises:
+            ConfigError: where the sandbox or the interpreter is missing, or does not work on this machine.
+        """
+        if (machine := os.uname().machine) not in AUDIT_ARCH:
+            raise ConfigError(
+                f'{field}="{kind}": programs run in a sandbox on {" and ".join(AUDIT_ARCH)}, not on {machine}.'
+            )
+        self.limits = limits
+        self.kind, executable = find_sandbox(kind, field)
+        interpreter, prefixes = _interpreter(python, field)
+        command = _bubblewrap if self.kind == "bubblewrap" else _nsjail
+        self._command = [
+            *command(executable, prefixes, limits),
+            interpreter,
+            "-I",
+            "-X",
+            "utf8",
+            "-c",
+            BOOTSTRAP,
+        ]
+        trial = self._run("print(6 * 7)", "", limits._replace(time_s=TRIAL_S))
+        if trial.status != 0 or trial.output != "42\n":
+            how = f"status {trial.status}" if trial.status is not None else f"no answer within {TRIAL_S:g} s"
+            raise ConfigError(
+                f'{field}="{kind}": {executable} is installed, and runs no program on this machine ({how}): '
+                f"{trial.errors.strip()[-500:] or 'it says nothing'}. Unprivileged user namespaces must be allowed "
+                "(sysctl kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; a container "
+                f"needs --security-opt seccomp=unconfined); bubblewrap must be 0.7 or newer."
+            )
+
+    def run(self, program: str, stdin: str = "") -> ProgramResult:
+        """Run the Python source `program` with `stdin` as its standard input, and return how it ended."""
+        return self._run(program, stdin, self.limits)
+
+    def _run(self, program: str, stdin: str, limits: SandboxLimits) -> ProgramResult:
+        source = program.encode("utf-8", "replace")
+        machine = os.uname().machine
+        numbers = (
+            len(source),
+            limits.memory_mib * MIB,
+            int(limits.time_s) + 1,  # of the CPU, on all its threads together
+            limits.output_kib * 1024,
+            AUDIT_ARCH[machine],
+            CLONE_CALL[machine],
+            *DENIED_CALLS[machine].values(),
+        )
+        header = " ".join(map(str, numbers)).ljust(HEADER_BYTES).encode()
+        # Files and not pipes: nothing waits for a reader, and the limit on a file's size is that of the output.
+        with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:
+            given.write(header + source + stdin.encode("utf-8", "replace"))
+            given.seek(0)
+            process = subprocess.Popen(
+                self._command,
+                stdin=given,
+                stdout=output,
+                stderr=errors,
+                cwd="/",
+                env={"PATH": "/usr/bin:/bin"},
+            )
+            try:
+                status: int | None = process.wait(limits.time_s)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                # With it ends the first process inside, and with that everything in its namespace.
+                process.kill()
+                process.wait()
+            most = limits.output_kib * 1024
+            if status is not None and status < 0:
+                status = 128 - status
+            return ProgramResult(status, _text(output, most), _text(errors, most))
+
+
+def find_sandbox(kind: SandboxKind, field: str) -> tuple[str, str]:
+    """Return the name and the executable of the sandbox that `kind` stands for.
+
+    Raises:
+        ConfigError: naming `field`, where it is not installed.
+    """
+    for name in EXECUTABLES if kind == "auto" else (kind,):
+        if executable := shutil.which(EXECUTABLES[name]):
+            return name, executable
+    missing = (
+        "neither bubblewrap (bwrap) nor nsjail is"
+        if kind == "auto"
+        else f"{kind} ({EXECUTABLES[kind]}) is not"
+    )
+    raise ConfigError(
+        f'{field}="{kind}": {missing} installed on this machine, and programs of a model are not run without a '
+        "sandbox. Install the package bubblewrap."
+    )
+
+
+def _interpreter(python: str | None, field: str) -> tuple[str, tuple[str, ...]]:
+    """Return the interpreter and the folders that it needs."""
+    if python is None:
+        return sys._base_executable, (sys.base_prefix,)  # type: ignore[attr-defined]
+    ask = "import sys; print(sys.executable, sys.prefix, sys.base_prefix, sep='\\n')"
+    try:
+        found = subprocess.run(
+            [python, "-I", "-c", ask], capture_output=True, text=True, check=True, timeout=TRIAL_S
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        section = field.rpartition(".")[0]
+        raise ConfigError(
+            f'{section}.python="{python}" is no Python interpreter: {error}. Correct its path.'
+        ) from error
+    executable, *prefixes = found.stdout.splitlines()
+    return executable, tuple(dict.fromkeys(prefixes))
+
+
+def _folders(prefixes: Sequence[str]) -> Iterator[tuple[Path, Path | None]]:
+    """Yield the folders that a program may read, each with what it points to where it is a link."""
+    for folder in map(Path, SYSTEM_FOLDERS):
+        if folder.is_symlink():
+            yield folder, folder.readlink()
+        elif folder.is_dir():
+            yield folder, None
+    for prefix in map(Path, prefixes):
+        if not prefix.is_relative_to("/usr"):
+            yield prefix, None
+
+
+def _bubblewrap(executable: str, prefixes: Sequence[str], limits: SandboxLimits) -> list[str]:
+    """Return the command of bubblewrap up to the program's."""
+    binds: list[str] = []
+    for folder, target in _folders(prefixes):
+        binds += (
+            ["--ro-bind", str(folder), str(folder)]
+            if target is None
+            else ["--symlink", str(target), str(folder)]
+        )
+    return [
+        executable,
+        *("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
+        *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"),
+        *binds,
+        *("--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(limits.memory_mib * MIB), "--tmpfs", HOME, "--chdir", HOME),
+        *("--setenv", "HOME", HOME, "--setenv", "PATH", "/usr/bin:/bin", "--"),
+    ]
+
+
+def _nsjail(executable: str, prefixes: Sequence[str], limits: SandboxLimits) -> list[str]:
+    """Return the command of nsjail up to the program's. Its own limits are switched off: BOOTSTRAP sets ours."""
+    binds: list[str] = []
+    for folder, target in _folders(prefixes):
+        binds += ["--bindmount_ro", str(folder)] if target is None else ["--symlink", f"{target}:{folder}"]
+    return [
+        executable,
+        *("--mode", "o", "--really_quiet", "--disable_rlimits", "--time_limit", "0"),
+        *("--user", str(NOBODY), "--group", str(NOBODY), "--hostname", "sandbox"),
+        *binds,
+        *("--bindmount", "/dev/null", "--bindmount_ro", "/dev/urandom"),
+        *("--mount", f"none:{HOME}:tmpfs:size={limits.memory_mib * MIB}", "--cwd", HOME),
+        *("--env", f"HOME={HOME}", "--env", "PATH=/usr/bin:/bin", "--"),
+    ]
+
+
+def _text(file: IO[bytes], most: int) -> str:
+    file.seek(0)
+    return file.read(most).decode("utf-8", "replace")
