@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_rl.errors import TrainingError
 from mcore_rl.rl.rewards.interface import RewardInput
-from mcore_rl.rl.rewards.worker import FailedScore, cut
+from mcore_rl.rl.workers.failure import FailedScore, cut
 
 FILE_NAME = "reward_failures.jsonl"
 """File in the run folder with the first failure of each kind."""

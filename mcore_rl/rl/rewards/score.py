@@ -17,8 +17,9 @@ from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.failures import FailedPart
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
-from mcore_rl.rl.rewards.worker import FailedScore, Job, Outcome, RewardWorkers, Score
+from mcore_rl.rl.rewards.worker import Job, Outcome, RewardWorkers, Score
 from mcore_rl.rl.types import Completion, Group, Problem
+from mcore_rl.rl.workers.failure import FailedScore
 
 ANSWER_PARTS = ("exact", "positions", "numeric", "math")
 """Parts that compare with the reference answer of a prompt."""

@@ -21,9 +21,10 @@ from mcore_rl.rl.rewards.failures import FailureReport, refuse_failing_parts
 from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.trial import try_reward
-from mcore_rl.rl.rewards.worker import MAX_TEXT, MAX_TRACEBACK, FailedScore, Job, RewardWorkers
+from mcore_rl.rl.rewards.worker import Job, RewardWorkers
 from mcore_rl.rl.rollout import token_step
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+from mcore_rl.rl.workers.failure import MAX_TEXT, MAX_TRACEBACK, FailedScore
 
 OWN = """
 import time

@@ -1,0 +1,1 @@
+"""Processes that run functions of the user's own: rewards, environments, tools."""

@@ -1,0 +1,202 @@
+"""A pool of processes for functions of the user's own: one that hangs, crashes or raises costs one job, not the run."""
+
+import gc
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, Self
+
+import psutil
+import torch
+
+from mcore_rl.rl.workers.failure import FailedScore
+from mcore_rl.rl.workers.process_tree import END_TREE, REQUESTS, supervise
+
+GRACE_S = 1.0
+"""Seconds after its time-out at which a worker that has not ended itself is killed."""
+PATIENCE_S = 5.0
+"""Seconds that a dying process is given to end, so that its exit status is known."""
+ENDING_S = 10.0
+"""Seconds that a process is given to end its descendants and itself; then it is killed."""
+Work = Callable[[Any], Any]
+"""Function from a job to its outcome, both of which can be pickled."""
+
+
+class WorkerPool:
+    """Forked processes that share jobs; a process whose job takes longer than `timeout_s` is replaced.
+
+    With a process ends everything that it has started: see `process_tree.supervise`.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        workers: int,
+        timeout_s: float,
+        max_memory_gib: float | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        """Start the processes.
+
+        Args:
+            work: what a process does with a job; an exception in it ends the process.
+            workers: number of processes.
+            timeout_s: seconds for one job.
+            max_memory_gib: GiB of address space that a process may take beyond what it inherits; None: no limit.
+            grace_s: seconds after `timeout_s` until a process that has not ended itself is killed.
+        """
+        self._work = work
+        self._grace_s = grace_s
+        self._max_memory_gib = max_memory_gib
+        self._timeout_s = timeout_s
+        self._idle = [self._start() for _ in range(workers)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        while self._idle:
+            self._idle.pop().stop(PATIENCE_S)
+
+    def run(self, jobs: Sequence[Any]) -> list[Any]:
+        """Return what `work` returned for each job, in order; a FailedScore for one that took too long or whose process
+        died.
+        """
+        outcomes: list[Any] = [FailedScore("died", "not done")] * len(jobs)
+        waiting = list(reversed(range(len(jobs))))
+        busy: dict[Connection, _Busy] = {}
+        while waiting or busy:
+            while waiting and self._idle:
+                index = waiting.pop()
+                worker = self._hand(jobs[index])
+                busy[worker.pipe] = _Busy(worker, index, time.monotonic() + self._timeout_s + self._grace_s)
+            patience = max(0.0, min(one.deadline for one in busy.values()) - time.monotonic())
+            ready = set(wait(list(busy), timeout=patience))
+            for pipe, one in list(busy.items()):
+                is_late = time.monotonic() >= one.deadline
+                if pipe in ready or is_late:
+                    del busy[pipe]
+                    outcomes[one.job_index] = self._collect(one.worker, is_late)
+        return outcomes
+
+    def _hand(self, job: Any) -> "_Worker":
+        """Give the job to an idle worker and return the worker; one that died since its last job is replaced."""
+        worker = self._idle.pop()
+        try:
+            worker.pipe.send(job)
+        except OSError:
+            worker.stop(PATIENCE_S)
+            worker = self._start()
+            worker.pipe.send(job)
+        return worker
+
+    def _collect(self, worker: "_Worker", is_late: bool) -> Any:
+        """Return the worker's outcome; a worker without one is replaced."""
+        try:
+            if worker.pipe.poll():
+                outcome = worker.pipe.recv()
+                self._idle.append(worker)
+                return outcome
+        except (EOFError, OSError):
+            is_late = False
+        status = worker.stop(0.0 if is_late else PATIENCE_S)
+        self._idle.append(self._start())
+        if is_late or status == -signal.SIGALRM:
+            return FailedScore("timeout", f"no answer within {self._timeout_s} s")
+        return FailedScore("died", f"the process ended with status {status}")
+
+    def _start(self) -> "_Worker":
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        serve = partial(_serve, theirs, self._work, self._timeout_s, self._max_memory_gib)
+        process = context.Process(target=_start_serving, args=(serve, theirs, ours, os.getpid()), daemon=True)
+        collects = gc.isenabled()
+        gc.disable()  # until the child has set aside what it inherits, perhaps tensors on a GPU
+        with warnings.catch_warnings():
+            # Python 3.12 warns of locks that other threads may hold; a worker takes none of theirs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        if collects:
+            gc.enable()
+        theirs.close()
+        return _Worker(process, ours)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: "multiprocessing.context.ForkProcess"
+    pipe: Connection
+
+    def stop(self, patience_s: float) -> int | None:
+        """Close the pipe, end the process and its descendants if it has not ended after `patience_s`, and return its
+        exit status.
+        """
+        self.pipe.close()
+        self.process.join(timeout=patience_s)
+        if self.process.exitcode is None and self.process.pid is not None:
+            os.kill(self.process.pid, END_TREE)
+            self.process.join(timeout=ENDING_S)
+        self.process.kill()
+        self.process.join()
+        return self.process.exitcode
+
+
+class _Busy(NamedTuple):
+    worker: _Worker
+    job_index: int
+    deadline: float
+
+
+def _start_serving(serve: "partial[None]", theirs: Connection, ours: Connection, parent: int) -> None:
+    """Work in a process of its own, under this one; only the worker itself has its end of the pipe then."""
+    ours.close()
+    gc.freeze()
+    supervise(serve, parent, after_start=theirs.close)
+
+
+def _serve(
+    pipe: Connection,
+    work: Work,
+    timeout_s: float,
+    max_memory_gib: float | None,
+) -> None:
+    """Work until the other end is closed, by the parent or by its death."""
+    gc.enable()
+    torch.set_num_threads(1)  # OpenMP's threads were not copied: a function of the user's may compute
+    for number in REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, even inside C code
+    # It warns that its time-outs are off: ours is on.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    if max_memory_gib is not None:
+        _limit_memory(max_memory_gib)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        outcome = work(job)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        pipe.send(outcome)
+
+
+def _limit_memory(max_memory_gib: float) -> None:
+    """Limit the address space of this process, and of each that it starts, to what it has now and so much more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + int(max_memory_gib * 2**30)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
