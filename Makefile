@@ -1,6 +1,7 @@
 # make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-sandbox | test-report | lint | bench
 # Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
 # it comes megatron-core 0.19 instead of 0.16.
+# quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
 # test       every promise, on representative meshes
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
 # test-core  what depends on the version of Megatron (tests/core.txt)
@@ -21,7 +22,7 @@ DEVICE := cuda
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
-	$(PYTHON_IN_VENV) tools/quickstart.py
+	$(PYTHON_IN_VENV) tools/quickstart.py $(addprefix --arm ,$(ARM))
 
 test: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n 2

@@ -55,7 +55,8 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/reference_s",
         "time/eval_s",
     ),
-    "rl with a critic": ("critic/*", "values/*", "time/values_s", "time/critic_s"),
+    "rl with a critic": ("critic/*", "values/*", "kl/*", "time/values_s", "time/critic_s"),
+    "rl with remax": ("rollout/greedy_reward",),
     "rm": (
         "pairs/loss",
         "pairs/accuracy",

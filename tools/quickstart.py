@@ -67,13 +67,25 @@ class Stage:
         self.result.write_text(output.strip().splitlines()[-1] + "\n", encoding="utf-8")
 
 
-def stages(folder: Path, steps: int) -> list[Stage]:
-    """Return the stages in order; all numbers of steps grow with those of pretraining."""
+ARMS = ("grpo_r2", "gspo")
+MORE_ARMS = ("ppo",)
+"""Arms of reinforcement learning that are run, and those that `--arm` adds."""
+
+
+def stages(folder: Path, steps: int, more_arms: Sequence[str] = ()) -> list[Stage]:
+    """Return the stages in order; all numbers of steps grow with those of pretraining.
+
+    Args:
+        folder: folder of all results.
+        steps: steps of pretraining.
+        more_arms: arms of reinforcement learning, of MORE_ARMS, beside ARMS.
+    """
+    arms = (*ARMS, *more_arms)
     return [
         *_pretraining(folder, steps),
         *_conversion(folder),
-        *_learning(folder, steps),
-        *_reporting(folder),
+        *_learning(folder, steps, arms),
+        *_reporting(folder, arms),
     ]
 
 
@@ -163,7 +175,7 @@ def _conversion(folder: Path) -> list[Stage]:
     ]
 
 
-def _learning(folder: Path, steps: int) -> list[Stage]:
+def _learning(folder: Path, steps: int, names: Sequence[str]) -> list[Stage]:
     problems, sft = folder / "chat.jsonl", folder / "sft"
     tokenizer = f"data.tokenizer.path={folder / 'tokenizer.model'}"
     made = [
@@ -196,11 +208,15 @@ def _learning(folder: Path, steps: int) -> list[Stage]:
             seconds=120,
         ),
     ]
+    # The recipe's three rollout batches in which the critic alone learns, or fewer of a very short run.
+    warmup = f"rl.critic.warmup_rollouts={min(3, _even(0.8 * steps) // 8)}"
     arms = {
         "grpo_r2": ("GRPO with routing replay (TP2 x EP2)", "grpo.toml", ("replay.kind=r2",)),
         "gspo": ("GSPO without, from the same start", "gspo.toml", ()),
+        "ppo": ("PPO with a critic and routing replay, from the same start", "ppo.toml", (warmup,)),
     }
-    for name, (title, recipe, own) in arms.items():
+    for name in names:
+        title, recipe, own = arms[name]
         settings = (f"run_dir={folder / name}", f"checkpoint.load={sft}", tokenizer, *own)
         arguments = (*CLI, "rl", f"{RECIPES}/{recipe}", *settings, *_lasting(_even(0.8 * steps), warmup=4))
         made.append(
@@ -209,9 +225,10 @@ def _learning(folder: Path, steps: int) -> list[Stage]:
     return made
 
 
-def _reporting(folder: Path) -> list[Stage]:
+def _reporting(folder: Path, arms: Sequence[str]) -> list[Stage]:
+    names = ("pretrain", "sft", *arms)
     made = []
-    for name in ("pretrain", "sft", "grpo_r2", "gspo"):
+    for name in names:
         arguments = (
             *(*CLI, "eval", f"{RECIPES}/grpo.toml", f"run_dir={folder / 'no_run'}", "mesh.tp=1", "mesh.ep=1"),
             f"data.tokenizer.path={folder / 'tokenizer.model'}",
@@ -229,7 +246,7 @@ def _reporting(folder: Path) -> list[Stage]:
                 keep_output=True,
             )
         )
-    runs = [folder / name for name in ("pretrain", "sft", "grpo_r2", "gspo")]
+    runs = [folder / name for name in names]
     page = folder / "report.html"
     arguments = (*CLI, "report", *runs, "--output", page)
     evaluated = tuple(stage.result for stage in made)
@@ -304,15 +321,27 @@ def main() -> int:
         help="of pretraining; others grow with it",
     )
     command.add_argument("--fresh", action="store_true", help="delete earlier results first")
-    names = list(dict.fromkeys(stage.name for stage in stages(Path(), STEPS)))
+    names = list(dict.fromkeys(stage.name for stage in stages(Path(), STEPS, MORE_ARMS)))
     command.add_argument("--only", choices=names, help="this part alone, on what the others have left")
+    command.add_argument(
+        "--arm",
+        action="append",
+        choices=MORE_ARMS,
+        default=[],
+        help="adds an arm of reinforcement learning; make quickstart ARM=ppo",
+    )
     args = command.parse_args()
     console = Console()
     folder = ROOT / args.folder
     if args.fresh:
         shutil.rmtree(folder, ignore_errors=True)
     started_s = time.monotonic()
-    chosen = [stage for stage in stages(folder, args.steps) if args.only in (None, stage.name)]
+    more = (*args.arm, *([args.only] if args.only in MORE_ARMS else []))
+    chosen = [
+        stage
+        for stage in stages(folder, args.steps, tuple(dict.fromkeys(more)))
+        if args.only in (None, stage.name)
+    ]
     try:
         run_all(chosen, console, max(0.3, args.steps / STEPS))
     except subprocess.CalledProcessError as error:

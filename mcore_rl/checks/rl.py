@@ -84,8 +84,13 @@ def _sampling(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _group(rollout: RolloutConfig, advantage: AdvantageConfig) -> Iterator[str]:
-    if advantage.is_of_tokens:
-        if rollout.dynamic_sampling and rollout.group_size < 2:
+    if advantage.kind == "remax" and rollout.dynamic_sampling:
+        yield (
+            'rl.rollout.dynamic_sampling=true with rl.advantage.kind="remax": a group of equal rewards has a signal '
+            "there, by its distance from the greedy completion's. Set it to false."
+        )
+    if not advantage.compares_group:
+        if rollout.dynamic_sampling and rollout.group_size < 2 and advantage.is_of_tokens:
             yield (
                 f"rl.rollout.dynamic_sampling=true with rl.rollout.group_size={rollout.group_size}: in a group of one "
                 "all rewards are the same, and every group would be replaced. Set group_size to at least 2, or "
@@ -230,7 +235,17 @@ def _critic(rl: RlConfig) -> Iterator[str]:
 
 
 def _kl(loss: LossConfig) -> Iterator[str]:
+    if loss.kl_target is None and loss.kl_horizon != LossConfig().kl_horizon:
+        yield (
+            f'rl.loss.kl_horizon={loss.kl_horizon} is not used with rl.loss.kl_target="none". Set kl_target, or leave '
+            f"it at {LossConfig().kl_horizon}."
+        )
     if not loss.kl_coeff:
+        if loss.kl_target is not None:
+            yield (
+                f"rl.loss.kl_target={loss.kl_target} with rl.loss.kl_coeff=0, which no factor changes. Set kl_coeff to "
+                'where the controller is to begin (0.2 in 1909.08593), or kl_target to "none".'
+            )
         if loss.reference_refresh_rollouts:
             yield (
                 f"rl.loss.reference_refresh_rollouts={loss.reference_refresh_rollouts}, but rl.loss.kl_coeff=0: "

@@ -158,17 +158,26 @@ class AdvantageConfig(Section):
 
     kind: (
         Literal[
-            "zscore", "mean", "leave_one_out", "leave_one_out_zscore", "steps", "gae", "reinforce_plus_plus"
+            "zscore",
+            "mean",
+            "leave_one_out",
+            "leave_one_out_zscore",
+            "remax",
+            "steps",
+            "gae",
+            "reinforce_plus_plus",
         ]
         | Extension
     ) = "zscore"
     """Advantage; `zscore`: (r - mean) / (std + eps); `mean`: r - mean; `leave_one_out`: r - mean of the others (RLOO);
-    `leave_one_out_zscore`: that, over the others' std where it is not 0; `steps`: a token gets the sum of the z-scores,
+    `leave_one_out_zscore`: that, over the others' std where it is not 0; `remax`: r - reward of the prompt's greedy
+    completion, which is generated beside the group (2310.10505); `steps`: a token gets the sum of the z-scores,
     among all steps of its prompt's completions, of the steps that end there or later (2402.03300, process supervision);
     a reward that is a plain number is one step at the end; `gae`: of each token, by the values of a critic (PPO,
     1506.02438); `reinforce_plus_plus`: the discounted sum of a token's and later rewards, normalised over the world
     (2501.03262); `module:name`: a function of your own (rewards `[prompts, group]`, this section -> advantages of the
-    same shape). `gae` and `reinforce_plus_plus` compare nothing within a group: rl.rollout.group_size may be 1."""
+    same shape). `gae`, `reinforce_plus_plus` and `remax` compare nothing within a group: rl.rollout.group_size may be
+    1."""
     ddof: Literal[0, 1] = 1
     """Degrees of freedom of the standard deviation: 1 divides by group_size - 1 (by tokens - 1 where tokens are
     normalised), 0 by group_size."""
@@ -193,6 +202,11 @@ class AdvantageConfig(Section):
     def is_of_tokens(self) -> bool:
         """Whether each token has its own reward and advantage, and groups compare nothing."""
         return self.kind in ("gae", "reinforce_plus_plus")
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether a completion's advantage depends on the others of its prompt."""
+        return not self.is_of_tokens and self.kind != "remax"
 
     @property
     def uses_steps(self) -> bool:
@@ -243,6 +257,12 @@ class LossConfig(Section):
     """Do not train on truncated completions; their rewards still count in their group."""
     kl_coeff: NonNegativeFloat = 0.0
     """Coefficient of the KL divergence to the reference policy (2402.03300: 0.04); at 0 there is no reference."""
+    kl_target: PositiveFloat | None = None
+    """KL of a completion to the reference, in nats summed over its tokens, towards which `kl_coeff` is changed after
+    each rollout batch: times 1 + clip(KL / kl_target - 1, -0.2, 0.2) x completions / kl_horizon (1909.08593, which has
+    6); `none`: it stays as it is."""
+    kl_horizon: PositiveInt = 10000
+    """Completions over which a KL that is 20 % or more off `kl_target` changes `kl_coeff` by a fifth."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL: with d = log(reference / policy) of a sampled token, -d, d^2 / 2, or e^d - d - 1."""
     kl_gradient: Literal["estimator", "k2"] = "estimator"

@@ -114,6 +114,10 @@ METRICS: dict[str, MetricRow] = {
         "1", MEAN, "The same with the old policy's routes imposed."
     ),
     "policy/kl_reference_nats": MetricRow("nats/token", MEAN, "KL(policy || reference), estimator k3."),
+    "kl/coeff": MetricRow("1", LAST, "Coefficient of the KL to the reference, with rl.loss.kl_target."),
+    "kl/completion": MetricRow(
+        "nats", LAST, "KL to the reference summed over a completion, mean over a rollout batch."
+    ),
     "policy/clip_ratio_low": MetricRow(
         "fraction", MEAN, "Tokens whose probability ratio was clipped from below."
     ),
@@ -318,6 +322,9 @@ METRICS: dict[str, MetricRow] = {
     ),
     "rollout/tokens_per_s_per_replica": MetricRow(
         "tokens/s", MEAN, "Completion tokens / (seconds * replicas)."
+    ),
+    "rollout/greedy_reward": MetricRow(
+        "1", MEAN, 'Reward of the greedy completions, the baseline of rl.advantage.kind="remax".'
     ),
     "rollout/refills": MetricRow(
         "rollouts", MEAN, "Further rollouts of dynamic sampling, per rollout batch."

@@ -11,15 +11,22 @@ from torch import Tensor
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
+from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Routing, run_pass
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch, exchange_samples, make_microbatch
 from mcore_rl.rl.critic import Critic
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.objectives.advantages import group_advantages, kl_penalised_advantages, step_advantages
+from mcore_rl.rl.objectives.advantages import (
+    above_greedy,
+    group_advantages,
+    kl_penalised_advantages,
+    step_advantages,
+)
 from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.heads import LogprobHead, PolicyHead
+from mcore_rl.rl.objectives.kl_control import next_kl_coeff
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
@@ -70,7 +77,6 @@ class Learner:
             temperature=config.rl.rollout.temperature,
             chunk_tokens=loss.logprob_chunk_tokens,
         )
-        self._policy_head = PolicyHead(self._logprob_head, mesh, loss)
         self._limits = PackingLimits(
             max_tokens=config.packed_length,
             multiple=lcm(config.packed_multiple, LENGTH_MULTIPLE),
@@ -179,7 +185,12 @@ class Learner:
         loss, advantage = self.config.rl.loss, self.config.rl.advantage
         if advantage.is_of_tokens:
             return token_advantages(
-                self.config, rollout, minibatches, self.state.mesh, self.state.platform.device
+                self.config,
+                rollout,
+                minibatches,
+                self.state.mesh,
+                self.state.platform.device,
+                kl_coeff=self.kl_coeff,
             )
         group_size = rollout.rewards_PG.shape[1]
         samples = samples_of(minibatches)
@@ -195,9 +206,14 @@ class Learner:
                     by_sample[p * group_size + g] = at_positions(tokens_C, shape)
             return Advantages(of_samples=by_sample)
         rewards_PG = rollout.rewards_PG
+        kl_PG = None
         if loss.kl_coeff and loss.kl_in == "reward":
             kl_PG = self._kl_sums(rewards_PG.numel(), minibatches).view_as(rewards_PG)
-            advantages_PG = kl_penalised_advantages(rewards_PG, kl_PG, advantage, coeff=loss.kl_coeff)
+        if rollout.greedy_rewards_P is not None:
+            penalised_PG = rewards_PG if kl_PG is None else rewards_PG - self.kl_coeff * kl_PG
+            advantages_PG = above_greedy(penalised_PG, rollout.greedy_rewards_P)
+        elif kl_PG is not None:
+            advantages_PG = kl_penalised_advantages(rewards_PG, kl_PG, advantage, coeff=self.kl_coeff)
         else:
             advantages_PG = group_advantages(rewards_PG, advantage)
         advantages_N = advantages_PG.flatten()
@@ -245,7 +261,9 @@ class Learner:
             self.routes.update(microbatches, is_old_policy=minibatch.is_on_policy) as routing,
             self._proving(is_imposed=is_imposed),
         ):
-            report = train_step(self.state, microbatches, self._policy_head, routing=routing)
+            loss = self.config.rl.loss.model_copy(update={"kl_coeff": self.kl_coeff})
+            head = PolicyHead(self._logprob_head, self.state.mesh, loss)
+            report = train_step(self.state, microbatches, head, routing=routing)
         progress.consumed_samples += minibatch.num_samples
         progress.consumed_tokens += report.count
         return report
@@ -259,10 +277,46 @@ class Learner:
             self.reference.set(step)
 
     @property
+    def kl_coeff(self) -> float:
+        """Coefficient of the KL to the reference in this rollout batch."""
+        controlled = self.state.progress.kl_coeff
+        return self.config.rl.loss.kl_coeff if controlled is None else controlled
+
+    def control_kl(self, minibatches: Sequence[Minibatch], *, policy_has_learned: bool) -> list[Metric]:
+        """Collective over the world: change the KL coefficient by the KL of the rollout batch, with rl.loss.kl_target.
+
+        Args:
+            minibatches: the rollout batch, on the last stage with old and reference logprobs.
+            policy_has_learned: whether the policy was trained on it. While a critic warms up it was not, and its
+                distance from the reference says nothing yet.
+
+        Returns:
+            The coefficient that was in use, and the KL.
+        """
+        loss = self.config.rl.loss
+        if loss.kl_target is None:
+            return []
+        num_completions = sum(one.num_samples for one in minibatches)
+        kl_nats = self._kl_sums(num_completions, minibatches).sum().item() / max(num_completions, 1)
+        metrics = [
+            Metric("kl/coeff", self.kl_coeff),
+            Metric("kl/completion", kl_nats),
+        ]
+        if num_completions and policy_has_learned:
+            self.state.progress.kl_coeff = next_kl_coeff(
+                self.kl_coeff,
+                kl_nats,
+                target=loss.kl_target,
+                horizon=loss.kl_horizon,
+                num_completions=num_completions,
+            )
+        return metrics
+
+    @property
     def _first_is_on_policy(self) -> bool:
         """Whether nothing needs the first minibatch's old logprobs (or routes) before or after its only update."""
         loss, replay = self.config.rl.loss, self.config.replay
-        kl_needs_them = bool(loss.kl_coeff) and loss.kl_in == "reward"
+        kl_needs_them = bool(loss.kl_coeff) and (loss.kl_in == "reward" or loss.kl_target is not None)
         reference_replays = self.reference is not None and replay.reference == "replay"
         return (
             self.config.rl.update.epochs == 1

@@ -56,6 +56,8 @@ class Rollout:
     """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
     truncation_warning: str | None = None
     """Likely reason why all completions are truncated; None: some are not."""
+    greedy_rewards_P: Tensor | None = None
+    """float64: reward of the greedy completion of each prompt, with rl.advantage.kind="remax"; NaN: it has none."""
 
     def samples(self) -> dict[int, TrainedSample]:
         """Return the samples that this replica generated, by index."""
@@ -159,6 +161,13 @@ class Rollouts:
         rewards_PG = _rewards_PG(chosen).view(len(chosen), rollout.group_size)
         if rollout.group_size > 1:
             metrics += _group_metrics(rewards_PG)
+        greedy_rewards_P = None
+        if self.config.rl.advantage.kind == "remax":
+            greedy_rewards_P = self._greedy_rewards(prompts)
+            scored_P = greedy_rewards_P[~greedy_rewards_P.isnan()]
+            metrics.append(Metric("rollout/greedy_reward", scored_P.sum().item(), len(scored_P)))
+            # A prompt without a baseline has no advantage: its completions are as if their own scores had failed.
+            rewards_PG = rewards_PG.masked_fill(greedy_rewards_P.isnan()[:, None], torch.nan)
         return Rollout(
             groups={p: groups[one.index] for p, one in enumerate(chosen) if one.index in groups},
             rewards_PG=rewards_PG,
@@ -167,7 +176,7 @@ class Rollouts:
                     replica_rank=one.replica_rank,
                     num_prompt_tokens=one.num_prompt_tokens,
                     num_completion_tokens=one.lengths_G[g],
-                    is_trained=not math.isnan(one.rewards_G[g])
+                    is_trained=not bool(rewards_PG[p, g].isnan())
                     and not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
                     is_truncated=one.truncated_G[g],
                 )
@@ -178,7 +187,15 @@ class Rollouts:
             metrics=metrics,
             steps_PGI=[one.steps_GI for one in chosen if one.steps_GI],
             truncation_warning=self.truncation_warning(groups, summaries),
+            greedy_rewards_P=greedy_rewards_P,
         )
+
+    def _greedy_rewards(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Return the reward of the greedy completion of each prompt, float64 `[P]`; NaN where its score failed."""
+        greedy = replace(self.sampling, cut=Cut(temperature=0.0), with_routes=False)
+        # Nothing is drawn, so that any seed gives the same completion.
+        _, summaries, _ = self.generate_and_score(prompts, greedy, [[0] for _ in prompts])
+        return _rewards_PG(summaries)[:, 0]
 
     def truncation_warning(
         self, groups: Mapping[int, Group], summaries: Sequence[GroupSummary]

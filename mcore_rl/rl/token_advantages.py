@@ -50,7 +50,13 @@ def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
 
 
 def token_advantages(
-    config: RlRunConfig, rollout: Rollout, minibatches: Sequence[Minibatch], mesh: Mesh, device: torch.device
+    config: RlRunConfig,
+    rollout: Rollout,
+    minibatches: Sequence[Minibatch],
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    kl_coeff: float,
 ) -> Advantages:
     """Collective over the world: return the advantages of rl.advantage.kind "gae" or "reinforce_plus_plus".
 
@@ -61,6 +67,7 @@ def token_advantages(
             reward, and with values where there is a critic.
         mesh: the mesh.
         device: device for the reductions.
+        kl_coeff: weight of the KL to the reference in the reward.
     """
     advantage, loss, has_critic = config.rl.advantage, config.rl.loss, config.has_critic
     has_kl = bool(loss.kl_coeff) and loss.kl_in == "reward"
@@ -89,7 +96,7 @@ def token_advantages(
         rollout.rewards_PG.flatten()[samples],
         kl_NC,
         lengths_N,
-        kl_coeff=loss.kl_coeff if has_kl else 0.0,
+        kl_coeff=kl_coeff if has_kl else 0.0,
         steps_NI=[rollout.steps_PGI[index // group_size][index % group_size] for index in samples]
         if uses_steps
         else (),

@@ -111,6 +111,7 @@ class RlTrainer(Trainer):
                         metrics += policy_split(learner, minibatches[-1])
                 # The next rollout is sampled by the policy as it is now.
                 self.rollouts.engine.update_weights(progress.step)
+                metrics += learner.control_kl(minibatches, policy_has_learned=not warms_up)
                 learner.refresh_reference()
                 metrics += rollout.metrics
                 metrics += self._rollout_metrics(time.perf_counter() - start_s)

@@ -28,6 +28,8 @@ class Progress:
     """Steps skipped because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
     """Skipped steps since the last one that was taken."""
+    kl_coeff: float | None = None
+    """Coefficient of the KL to the reference that rl.loss.kl_target has led to; None: it is the config's."""
     reward_moments: dict[str, list[float]] = field(default_factory=dict)
     """Count, mean and sum of squared differences of the scores that each reward model has given."""
 

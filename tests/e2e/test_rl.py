@@ -137,9 +137,16 @@ PPO = (
     *("mesh.tp=1", "mesh.ep=1", "train.steps=8", "train.global_batch=8", "train.eval_interval=none"),
     *("checkpoint.interval=2", "rl.rollout.prompts_per_step=16", "rl.rollout.group_size=1", "replay.kind=r2"),
     *("rl.advantage.kind=gae", "rl.loss.kind=ppo", "rl.loss.kl_in=reward", "rl.critic.warmup_rollouts=1"),
-    *("rl.critic.epochs=2", "rl.critic.optim.lr=3e-3"),
+    *("rl.critic.epochs=2", "rl.critic.optim.lr=3e-3", "rl.loss.kl_target=2.0", "rl.loss.kl_horizon=160"),
 )
-OF_PPO = (*COMPUTED, "critic/loss", "critic/grad_norm", "values/mean", "values/explained_variance")
+OF_PPO = (
+    *COMPUTED,
+    "critic/loss",
+    "critic/grad_norm",
+    "values/mean",
+    "values/explained_variance",
+    "kl/coeff",
+)
 
 
 def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_path: Path) -> None:
@@ -153,6 +160,9 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     # The policy is as it was in the first rollout and the critic is not: its second values are no zeros.
     assert "policy/loss" not in wanted[2] and "policy/loss" in wanted[3]
     assert wanted[1]["values/mean"] == 0.0 != wanted[3]["values/mean"]
+    # A KL below its target by more than a fifth lowers the coefficient, 16 completions of 160 at a time.
+    coeffs = [numbers["kl/coeff"] for _, numbers in sorted(wanted.items()) if "kl/coeff" in numbers]
+    assert coeffs == pytest.approx([1e-3, 1e-3, 1e-3 * 0.98, 1e-3 * 0.98**2], rel=1e-12)
     run_dir = tmp_path / "broken"
     words = [rl_file, *PPO, f"run_dir={run_dir}"]
     kill_main("mcore_rl.run.rl", words, lambda: (run_dir / "checkpoints/iter_0000004").exists())
@@ -352,9 +362,11 @@ def test_r2_with_a_capacity_warns_and_logs_the_tokens_that_updates_drop(
 ) -> None:
     alone = ["mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.eval_interval=2", "checkpoint.interval=2"]
     finished = run_main(
-        "mcore_rl.run.rl", [rl_file, *alone, "replay.kind=r2", "model.moe.capacity_factor=1.0"]
+        "mcore_rl.run.rl",
+        [rl_file, *alone, "replay.kind=r2", "model.moe.capacity_factor=1.0", "rl.advantage.kind=remax"],
     )
     assert finished.returncode == 0, finished.stderr
+    assert_emitted("rl with remax", tmp_path / "rl")
     assert "warning: model.moe.capacity_factor=1.0" in finished.stdout
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     (last,) = [record for record in records if "moe/dropped_tokens" in record]

@@ -154,3 +154,10 @@ def kl_penalised_advantages(
     """
     advantages_PG = group_advantages(rewards_PG - coeff * kl_sums_PG, config)
     return advantages_PG.masked_fill(constant_groups(rewards_PG)[:, None], 0.0)
+
+
+def above_greedy(rewards_PG: Tensor, greedy_P: Tensor) -> Tensor:
+    """Subtract the reward of each prompt's greedy completion (ReMax, arXiv 2310.10505, algorithm 2); zeros where a
+    reward is NaN, because there is none.
+    """
+    return (rewards_PG - greedy_P[:, None]).nan_to_num(nan=0.0)

@@ -42,6 +42,7 @@ def violations(words):
         "advantage.kind=gae advantage.rewards_at=steps loss.kind=gspo_token advantage.whiten=false",
         "advantage.kind=reinforce_plus_plus rollout.group_size=1 advantage.gamma=0.99",
         "advantage.kind=gae rollout.dynamic_sampling=true",
+        "advantage.kind=remax rollout.group_size=1 loss.kl_coeff=0.2 loss.kl_target=6",
         "prompts.task=countdown prompts.smallest=3 prompts.largest=4",
     ],
 )
@@ -95,6 +96,9 @@ def test_these_settings_are_fine(words):
         ("advantage.kind=gae advantage.bootstrap_truncated=true loss.mask_truncated=true", "no truncated"),
         ("advantage.kind=gae advantage.rewards_at=steps rollout.dynamic_sampling=true", "whole rewards"),
         ("advantage.kind=gae rollout.group_size=1 rollout.dynamic_sampling=true", "group of one"),
+        ("advantage.kind=remax rollout.dynamic_sampling=true", "by its distance from the greedy"),
+        ("loss.kl_target=6", "which no factor changes"),
+        ("loss.kl_coeff=0.2 loss.kl_horizon=6", "not used"),
         ("reward.parts=[model:]", "without a path"),
         ("reward.normalize_models=true", "has none"),
         ("critic.load=runs/rm", "rl.critic.load: rl.advantage.kind"),

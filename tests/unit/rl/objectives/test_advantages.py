@@ -11,6 +11,7 @@ from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.objectives.advantages import (
     StepReward,
+    above_greedy,
     constant_groups,
     group_advantages,
     group_centered,
@@ -159,3 +160,11 @@ def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind: str) -> 
     assert advantages[0, 1] == 0 and not advantages[2:].any()
     assert constant_groups(rewards).tolist() == [False, False, True, True]
     assert constant_groups(tensor([[0.5, none, 0.5], [0.5, none, 0.25]])).tolist() == [True, False]
+
+
+def test_remax_subtracts_the_greedy_reward_and_leaves_what_has_no_reward_out() -> None:
+    rewards_PG = torch.tensor([[1.0, 0.5], [0.25, torch.nan], [1.0, 2.0]], dtype=torch.float64)
+    greedy_P = torch.tensor([0.75, 0.0, torch.nan], dtype=torch.float64)
+    assert above_greedy(rewards_PG, greedy_P).tolist() == [[0.25, -0.25], [0.25, 0.0], [0.0, 0.0]]
+    # Equal rewards have a signal too: both are better than what the policy would say itself.
+    assert above_greedy(torch.ones(1, 2), torch.zeros(1)).tolist() == [[1.0, 1.0]]
