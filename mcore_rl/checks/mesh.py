@@ -95,6 +95,9 @@ def _heads(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     """Apply Megatron's rule: first and last stage as given, the others alike, each cut into vpp equal chunks."""
+    if mesh.pp_layout is not None:
+        yield from _layout(model, mesh)
+        return
     # A stage without layers of its own counts among the others, so that 0 is right below.
     first, last, stages = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0, mesh.pp
     if mesh.pp == 1 and (first or last):
@@ -130,6 +133,36 @@ def _layers(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             f"(mesh.pp={mesh.pp}) x mesh.vpp={mesh.vpp} equal chunks: {middle} is no positive multiple of "
             f"{unit}. Change mesh.pp or mesh.vpp, or give the first and last stage their own "
             "mesh.first_stage_layers, mesh.last_stage_layers."
+        )
+
+
+def _layout(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    """Check the number of layers of each chunk."""
+    layout = f"mesh.pp_layout={toml_value(mesh.pp_layout)}"
+    if mesh.pp == 1:
+        yield f'{layout} with mesh.pp=1: there is one stage. Set it to "none".'
+        return
+    for name, layers in (("first", mesh.first_stage_layers), ("last", mesh.last_stage_layers)):
+        if layers is not None:
+            yield (
+                f"{layout} and mesh.{name}_stage_layers={layers}: both say how many layers a stage has. Set "
+                f'mesh.{name}_stage_layers="none".'
+            )
+    num_chunks, chunks = mesh.pp * mesh.vpp, mesh.chunk_layers(model.num_layers, model.mtp_layers)
+    if len(chunks) != num_chunks:
+        yield (
+            f"{layout} has {len(chunks)} numbers, and mesh.pp={mesh.pp} x mesh.vpp={mesh.vpp} are {num_chunks} chunks. "
+            "Give one number for each, in the order of the model."
+        )
+    elif sum(chunks) != model.num_layers:
+        yield (
+            f"{layout} has {sum(chunks)} layers in all, and model.num_layers={model.num_layers}. Change one of "
+            "them."
+        )
+    elif min(chunks[:-1]) < 1 or chunks[-1] < 0:
+        yield (
+            f"{layout} gives {model.num_layers} layers to {num_chunks} chunks as {chunks}: each but the last needs one "
+            "or more. Use fewer mesh.pp or mesh.vpp."
         )
 
 

@@ -261,10 +261,7 @@ def _recomputed_groups(platform: PlatformConfig, model: ModelConfig, mesh: MeshC
     """Check that full recomputation cuts each stage's chunks into whole groups; Megatron 0.16 reads past their end."""
     if platform.recompute != "full":
         return
-    first, last = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0
-    stages = mesh.pp - bool(first) - bool(last)
-    middle = (model.num_layers - first - last) // stages if stages > 0 else 0
-    shortest = gcd(*(layers // mesh.vpp for layers in (first, last, middle)))
+    shortest = gcd(*mesh.chunk_layers(model.num_layers, model.mtp_layers))
     if shortest and shortest % platform.recompute_layers:
         yield (
             f"platform.recompute_layers={platform.recompute_layers} does not divide the layers of each stage's chunks. "

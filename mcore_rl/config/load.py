@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -195,7 +195,11 @@ def _meant(annotation: Any, text: str, value: Any) -> Any:
     """Return what `text` on the command line, TOML's `value`, means for a field of this annotation."""
     if _is_text(annotation) and not isinstance(value, str):
         return text  # run_dir=2024 means the folder of that name
-    items = next((get_args(member) for member in alternatives(annotation) if get_origin(member) is tuple), ())
+    members = alternatives(annotation)
+    words = {word for member in members if get_origin(member) is Literal for word in get_args(member)}
+    if isinstance(value, str) and value in words | ({"none"} if NoneType in members else set()):
+        return value
+    items = next((get_args(member) for member in members if get_origin(member) is tuple), ())
     if len(items) == 2 and items[1] is Ellipsis and text and not isinstance(value, list):
         return [_meant(items[0], text, value)]  # data.train=foo is a list of one
     return value

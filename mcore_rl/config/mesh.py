@@ -3,7 +3,7 @@
 from math import lcm
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from mcore_rl.config.section import Section
 
@@ -31,6 +31,11 @@ class MeshConfig(Section):
     """Layers of the first pipeline stage; `none`: as many as each of the others."""
     last_stage_layers: PositiveInt | None = None
     """Layers of the last pipeline stage; `none`: as many as each of the others."""
+    pp_layout: tuple[NonNegativeInt, ...] | Literal["balanced"] | None = None
+    """Layers of each of the pp * vpp model chunks in the model's order, which is round by round: chunk c of stage s is
+    entry c * pp + s, and the last chunk, which has the output and the layers of multi-token prediction, may have none;
+    `balanced`: embedding, output and each layer of multi-token prediction count as a layer, and chunks are as alike as
+    can be; `none`: stages of equal chunks, with first_stage_layers and last_stage_layers."""
     overlap_p2p: bool = True
     """With vpp > 1, pipeline messages travel beside the computation; vpp > 1 with pp = 2 needs it."""
     overlap_grad_reduce: bool = False
@@ -54,3 +59,36 @@ class MeshConfig(Section):
         if self.dp != "auto":
             return self.model_parallel * self.dp
         return lcm(self.model_parallel, self.etp * self.ep * self.pp)
+
+    def chunk_layers(self, num_layers: int, mtp_layers: int = 0) -> list[int]:
+        """Return the number of layers of each model chunk in the model's order: chunk c of stage s is at c * pp + s.
+
+        Args:
+            num_layers: layers of the model, without those of multi-token prediction.
+            mtp_layers: layers of multi-token prediction, which are always in the last chunk and not counted here.
+        """
+        if self.pp_layout == "balanced":
+            return self._balanced(num_layers, mtp_layers)
+        if self.pp_layout is not None:
+            return list(self.pp_layout)
+        first, last = self.first_stage_layers or 0, self.last_stage_layers or 0
+        inner = self.pp - bool(first) - bool(last)
+        each = (num_layers - first - last) // inner if inner else 0
+        stages = [each] * self.pp
+        stages[0] = first or stages[0]
+        stages[-1] = last or stages[-1]
+        return [layers // self.vpp for layers in stages] * self.vpp
+
+    def _balanced(self, num_layers: int, mtp_layers: int) -> list[int]:
+        parts = num_layers + 2 + mtp_layers
+        each, rest = divmod(parts, self.pp * self.vpp)
+        # One more goes to whole rounds first, then to the last stages of a round, which keep the fewest microbatches.
+        rounds, stages = divmod(rest, self.pp)
+        chunks = [
+            each + (chunk < rounds or (chunk == rounds and stage >= self.pp - stages))
+            for chunk in range(self.vpp)
+            for stage in range(self.pp)
+        ]
+        chunks[0] -= 1
+        chunks[-1] -= 1 + mtp_layers
+        return chunks

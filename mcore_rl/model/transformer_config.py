@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.platform import Platform
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
@@ -42,7 +43,7 @@ def transformer_config(
     arguments = (
         _common(model)
         | family.architecture(model)
-        | _parallel(mesh)
+        | _parallel(model, mesh)
         | _numeric(platform, settings)
         | _recompute(settings)
     )
@@ -97,7 +98,7 @@ def _common(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _parallel(mesh: Mesh) -> dict[str, Any]:
+def _parallel(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     config = mesh.config
     overlap = config.vpp > 1 and config.overlap_p2p
     return {
@@ -110,10 +111,21 @@ def _parallel(mesh: Mesh) -> dict[str, Any]:
         "sequence_parallel": mesh.sequence_parallel,
         "num_layers_in_first_pipeline_stage": config.first_stage_layers,
         "num_layers_in_last_pipeline_stage": config.last_stage_layers,
+        "pipeline_model_parallel_layout": _pipeline_layout(model, config),
         "overlap_p2p_comm": overlap,
         # Two batched messages between the same two ranks (pp = 2, interleaved) would be confused with each other.
         "batch_p2p_comm": not overlap,
     }
+
+
+def _pipeline_layout(model: ModelConfig, mesh: MeshConfig) -> list[list[str]] | None:
+    """Return the contents of each chunk in the model's order, by Megatron's names; None: stages of equal chunks."""
+    if mesh.pp_layout is None:
+        return None
+    chunks = [["decoder"] * count for count in mesh.chunk_layers(model.num_layers, model.mtp_layers)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1] += ["mtp"] * model.mtp_layers + ["loss"]
+    return chunks
 
 
 def _numeric(platform: Platform, settings: PlatformConfig) -> dict[str, Any]:

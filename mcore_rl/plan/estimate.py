@@ -10,9 +10,10 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.activations import layers_of
 from mcore_rl.plan.device import device_of
-from mcore_rl.plan.memory import GIB, Memory, chunks_in_flight, memory_by_stage
+from mcore_rl.plan.memory import GIB, Memory, memory_by_stage
 from mcore_rl.plan.parts import Workload, workload_of
 from mcore_rl.plan.rates import Span, span_of_step
+from mcore_rl.plan.schedule import chunks_in_flight
 from mcore_rl.plan.search import Place
 from mcore_rl.plan.simulate import MAX_PASSES, Simulation, simulate_step, simulate_units
 from mcore_rl.plan.step import (

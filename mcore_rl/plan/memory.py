@@ -6,16 +6,23 @@ and the logits; for RL also the keys and values of rollouts, during which no act
 evenly loaded. CUDA's context, NCCL's buffers and fragmentation are not in it: a cluster reserves room for them.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.activations import LayerActivations, layers_of
-from mcore_rl.plan.weights import Weights, layer_kinds_by_stage, layers_by_stage, weights_by_stage
+from mcore_rl.plan.schedule import chunks_in_flight, most_kept
+from mcore_rl.plan.weights import (
+    Weights,
+    layer_kinds_by_stage,
+    layers_by_chunk,
+    layers_by_stage,
+    weights_by_stage,
+)
 
 GIB = 2**30
 GRADIENT_BYTES = 4
@@ -216,25 +223,24 @@ def _activations(
     num_microbatches = (
         config.train.global_batch * mesh.model_parallel // (config.train.micro_batch * world_size)
     )
-    kinds = dict(kinds)
-    if stage == mesh.pp - 1 and model.mtp_layers:
-        last = model.moe_layers[-1]
-        kinds[last] = kinds.get(last, 0) + model.mtp_layers
-    chunks = chunks_in_flight(mesh, stage, num_microbatches)
-    if config.platform.recompute == "full":
-        group = config.platform.recompute_layers
-        kept = -(-sum(kinds.values()) // group) * layer.residual
-        recomputed = group * max(sizes[is_moe].whole for is_moe in kinds)
+    is_moe = model.moe_layers
+    kinds, has_mtp = dict(kinds), stage == mesh.pp - 1 and model.mtp_layers > 0
+    if has_mtp:
+        kinds[is_moe[-1]] = kinds.get(is_moe[-1], 0) + model.mtp_layers
+    group = config.platform.recompute_layers if config.platform.recompute == "full" else 0
+
+    def kept(kinds: Mapping[bool, int]) -> int:
+        if group:
+            return -(-sum(kinds.values()) // group) * layer.residual
+        return sum(sizes[kind].kept * count for kind, count in kinds.items())
+
+    if group:
+        recomputed = group * max((sizes[kind].whole for kind in kinds), default=0)
     else:
-        kept = sum(sizes[is_moe].kept * count for is_moe, count in kinds.items())
-        recomputed = max(sizes[is_moe].whole - sizes[is_moe].kept for is_moe in kinds)
-    return kept * chunks // mesh.vpp, recomputed
-
-
-def chunks_in_flight(mesh: MeshConfig, stage: int, num_microbatches: int) -> int:
-    """Return the largest number of a stage's model chunks whose forward pass waits for its backward pass (1F1B)."""
-    if mesh.vpp == 1:
-        return min(mesh.pp - stage, num_microbatches)
-    # Megatron's warm-up of the interleaved schedule (arXiv 2104.04473), and the microbatch in its forward pass.
-    warmup = 2 * (mesh.pp - stage - 1) + (mesh.vpp - 1) * mesh.pp
-    return min(warmup + 1, num_microbatches * mesh.vpp)
+        recomputed = max((sizes[kind].whole - sizes[kind].kept for kind in kinds), default=0)
+    if mesh.pp_layout is None:
+        return kept(kinds) * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp, recomputed
+    chunks = [Counter(is_moe[layer] for layer in layers) for layers in layers_by_chunk(model, mesh)[stage]]
+    if has_mtp:
+        chunks[-1][is_moe[-1]] += model.mtp_layers
+    return most_kept(mesh, stage, num_microbatches, [kept(chunk) for chunk in chunks]), recomputed

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -15,7 +15,7 @@ MAX_STAGES, MAX_CHUNKS, MAX_CP = 64, 12, 16
 MICRO_BATCHES = (1, 2, 4)
 LONG_SEQUENCE = 8192
 """Tokens of a sequence from which context parallelism is tried."""
-MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers")
+MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers", "pp_layout")
 PLATFORM_FIELDS = ("recompute", "recompute_modules")
 
 
@@ -42,7 +42,7 @@ def meshes(config: RunConfig, world_size: int, ranks_per_node: int, seq_length: 
             for cp in _context_parallel(world_size // (pp * tp), tp, seq_length, base.cp):
                 for ep in _expert_parallel(model, world_size // pp, base.etp):
                     for vpp in range(1, MAX_CHUNKS + 1) if pp > 1 else (1,):
-                        for first, last in _ends(model.num_layers, pp, vpp):
+                        for first, last, layout in _stages(model, pp, vpp):
                             yield base.model_copy(
                                 update={
                                     "tp": tp,
@@ -53,6 +53,7 @@ def meshes(config: RunConfig, world_size: int, ranks_per_node: int, seq_length: 
                                     "dp": "auto",
                                     "first_stage_layers": first,
                                     "last_stage_layers": last,
+                                    "pp_layout": layout,
                                 }
                             )
 
@@ -127,12 +128,24 @@ def _expert_parallel(model: ModelConfig, ranks: int, etp: int) -> Iterator[int]:
             yield ep
 
 
-def _ends(layers: int, pp: int, vpp: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yield layers of first and last stage: none where all stages are alike, else the two that lack some."""
+def _stages(
+    model: ModelConfig, pp: int, vpp: int
+) -> Iterator[tuple[int | None, int | None, Literal["balanced"] | None]]:
+    """Yield layers of first and last stage, and a layout of the chunks.
+
+    All stages are alike where layers divide; else the two lack some. Chunks are balanced where layers divide together
+    with embedding, output and the layers of multi-token prediction.
+    """
+    layers = model.num_layers
     if layers % (pp * vpp) == 0:
-        yield None, None
-        return
+        yield None, None, None
     if pp == 1:
+        return
+    if (layers + 2 + model.mtp_layers) % (pp * vpp) == 0:
+        chunks = MeshConfig(pp=pp, vpp=vpp, pp_layout="balanced").chunk_layers(layers, model.mtp_layers)
+        if min(chunks[:-1]) > 0 and chunks[-1] >= 0:
+            yield None, None, "balanced"
+    if layers % (pp * vpp) == 0:
         return
     each = -(-layers // pp)
     each += -each % vpp
@@ -141,7 +154,7 @@ def _ends(layers: int, pp: int, vpp: int) -> Iterator[tuple[int | None, int | No
     for less in sorted({lacking // 2, 0}):
         first, last = each - less, each - (lacking - less)
         if first > 0 and last > 0 and first % vpp == 0 and last % vpp == 0 and pp > 2:
-            yield (None if first == each else first), last
+            yield (None if first == each else first), last, None
 
 
 def _divisors(number: int) -> list[int]:

@@ -157,10 +157,12 @@ def _layers(work: Workload, known: dict[tuple[Any, ...], dict[bool, LayerTimes]]
 
 
 def _distance(old: RunConfig, new: RunConfig) -> float:
-    """Return how far two choices are from each other, in doublings and steps of recomputation."""
+    """Return how far two choices are from each other, in doublings, steps of recomputation, and layouts."""
     sizes = [(getattr(old.mesh, axis), getattr(new.mesh, axis)) for axis in ("tp", "pp", "vpp", "ep", "cp")]
     sizes.append((old.train.micro_batch, new.train.micro_batch))
     kinds = [RECOMPUTE.index(config.platform.recompute) for config in (old, new)]
     same = old.platform.recompute_modules == new.platform.recompute_modules
     modules = 0.5 if kinds[0] == kinds[1] == 1 and not same else 0.0
-    return sum(abs(log2(after / before)) for before, after in sizes) + abs(kinds[1] - kinds[0]) / 2 + modules
+    layout = 0.5 if old.mesh.pp_layout != new.mesh.pp_layout else 0.0
+    doublings = sum(abs(log2(after / before)) for before, after in sizes)
+    return doublings + abs(kinds[1] - kinds[0]) / 2 + modules + layout

@@ -1,24 +1,19 @@
 """When every forward and backward pass of a step happens: Megatron's pipeline schedules, played through in seconds.
 
-The order of passes on each stage is that of Megatron's schedules (1F1B, and interleaved, arXiv 2104.04473);
-tests/unit/plan/test_simulate.py compares it with what Megatron itself does, pass by pass.
+The order of passes on each stage is that of plan/schedule.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.parts import Workload, layer_times, output_times
+from mcore_rl.plan.schedule import Kind, Pass, schedule
 from mcore_rl.plan.step import message_seconds
-from mcore_rl.plan.weights import layers_by_stage
+from mcore_rl.plan.weights import layers_by_chunk
 
-Kind = Literal["F", "B"]
-"""A forward or a backward pass."""
-Pass = tuple[Kind, int, int]
-"""Kind, model chunk on its stage, and microbatch."""
 MAX_PASSES = 300_000
 """Passes of a schedule that is simulated at once; one of more takes seconds."""
 
@@ -54,28 +49,6 @@ class Simulation:
     def bubble(self) -> float:
         """Fraction of the time in which the busiest stage computes nothing."""
         return 1 - max(self.busy_s) / self.seconds
-
-
-def schedule(pp: int, vpp: int, num_microbatches: int, stage: int) -> list[Pass]:
-    """Return the passes of a stage in Megatron's order.
-
-    With more than one chunk on a stage, microbatches go round in groups of `pp`: all of a group through the first
-    chunk, then through the next.
-    """
-    total = num_microbatches * vpp
-    if vpp == 1:
-        warmup = pp - stage - 1
-    else:
-        warmup = 2 * (pp - stage - 1) + (vpp - 1) * pp
-    warmup = min(warmup, total)
-    groups = [range(first, min(first + pp, num_microbatches)) for first in range(0, num_microbatches, pp)]
-    forward = [(chunk, microbatch) for group in groups for chunk in range(vpp) for microbatch in group]
-    # Backward passes go through the chunks the other way.
-    backward = [(vpp - 1 - chunk, microbatch) for chunk, microbatch in forward]
-    passes: list[Pass] = [("F", *forward[index]) for index in range(warmup)]
-    for index in range(total - warmup):
-        passes += [("F", *forward[warmup + index]), ("B", *backward[index])]
-    return passes + [("B", *backward[index]) for index in range(total - warmup, total)]
 
 
 def simulate(
@@ -166,10 +139,9 @@ def _simulated(
     """Simulate a mesh whose layers take `layers[is_moe]` seconds forwards and backwards."""
     is_moe, last = model.moe_layers, (mesh.pp - 1, mesh.vpp - 1)
     seconds: dict[tuple[int, int], tuple[float, float]] = {}
-    for stage, indices in enumerate(layers_by_stage(model, mesh)):
-        length = len(indices) // mesh.vpp
-        for chunk in range(mesh.vpp):
-            times = [layers[is_moe[index]] for index in indices[chunk * length : (chunk + 1) * length]]
+    for stage, chunks in enumerate(layers_by_chunk(model, mesh)):
+        for chunk, indices in enumerate(chunks):
+            times = [layers[is_moe[index]] for index in indices]
             if (stage, chunk) == last:
                 times += [output] * (1 + model.mtp_layers) + [layers[is_moe[-1]]] * model.mtp_layers
             seconds[stage, chunk] = (sum(time[0] for time in times), sum(time[1] for time in times))

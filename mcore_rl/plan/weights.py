@@ -58,7 +58,9 @@ def weights_by_stage(
         stages[-1] += embedding
     if not model.tied_embeddings:
         stages[-1] += embedding
-    stages[-1] += Weights(dense=hidden)  # the last norm
+    # The last norm is beside the last layer where layers of multi-token prediction come after it.
+    beside = max(range(mesh.pp), key=lambda stage: max(layers_by_stage(model, mesh)[stage], default=-1))
+    stages[beside if model.mtp_layers else -1] += Weights(dense=hidden)
     for _ in range(model.mtp_layers):
         projection = 2 * hidden * hidden // mesh.tp
         stages[-1] += Weights(dense=projection + 3 * hidden)  # norms of embedding, hidden state and output
@@ -66,25 +68,22 @@ def weights_by_stage(
     return stages
 
 
-def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
-    """Return the indices of each pipeline stage's layers.
+def layers_by_chunk(model: ModelConfig, mesh: MeshConfig) -> list[list[range]]:
+    """Return the indices of the layers of each pipeline stage's chunks: `[stage][chunk]`.
 
-    Layers are dealt out in rounds, one chunk of each stage at a time; first and last stage may have their own number.
+    Layers are dealt out in rounds, one chunk of each stage at a time.
     """
-    first, last = mesh.first_stage_layers or 0, mesh.last_stage_layers or 0
-    inner = mesh.pp - bool(first) - bool(last)
-    each = (model.num_layers - first - last) // inner if inner else 0
-    counts = [each] * mesh.pp
-    counts[0] = first or counts[0]
-    counts[-1] = last or counts[-1]
-    stages: list[list[int]] = [[] for _ in counts]
+    stages: list[list[range]] = [[] for _ in range(mesh.pp)]
     layer = 0
-    for _ in range(mesh.vpp):
-        for stage, count in zip(stages, counts, strict=True):
-            chunk = count // mesh.vpp
-            stage += range(layer, layer + chunk)
-            layer += chunk
+    for index, count in enumerate(mesh.chunk_layers(model.num_layers, model.mtp_layers)):
+        stages[index % mesh.pp].append(range(layer, layer + count))
+        layer += count
     return stages
+
+
+def layers_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[list[int]]:
+    """Return the indices of each pipeline stage's layers."""
+    return [[layer for chunk in stage for layer in chunk] for stage in layers_by_chunk(model, mesh)]
 
 
 def layer_kinds_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[dict[bool, int]]:

@@ -26,6 +26,8 @@ MESHES = {
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
     "pp2-ep2": MeshConfig(pp=2, ep=2, dp=2),
     "pp2-uneven": MeshConfig(pp=2, first_stage_layers=1, last_stage_layers=3),
+    "pp2-layout": MeshConfig(pp=2, pp_layout=(4, 0)),
+    "pp2-vpp2-balanced": MeshConfig(pp=2, vpp=2, pp_layout="balanced"),  # 1, 2, 1 and no layer
     "ep2-overlapped": MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
 }
 MODELS = dict(TINY)
@@ -40,7 +42,7 @@ CASES += [
     for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")
 ]
 CASES += [("qwen2", "tp2"), ("glm4_moe", "tp2-etp2"), ("deepseek_v2", "tp2-ep2")]
-CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "cp2")]
+CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "pp2-vpp2-balanced", "cp2")]
 
 
 @functools.cache
@@ -54,12 +56,20 @@ def single_rank(model: str) -> tuple[Tensors, Outcome]:
 @pytest.mark.matrix(
     *(
         f"qwen3_moe-{mesh}"
-        for mesh in ("tp2-ep2", "pp2-vpp2", "cp2-ep2", "dp2-overlapped", "tp2-etp2-ep2", "pp2-uneven")
+        for mesh in (
+            "tp2-ep2",
+            "pp2-vpp2",
+            "cp2-ep2",
+            "dp2-overlapped",
+            "tp2-etp2-ep2",
+            "pp2-uneven",
+            "pp2-layout",
+        )
     ),
     "deepseek_v3-tp2-pp2-vpp2",
     "deepseek_v3-cp2",
     "deepseek_v3-mtp-cp2",
-    "deepseek_v3-mtp-pp2-vpp2",
+    "deepseek_v3-mtp-pp2-vpp2-balanced",
     "mixtral-tp2-ep2",
     "gpt_oss-pp2-vpp2",
     "glm4_moe-tp2-etp2",

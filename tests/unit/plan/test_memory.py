@@ -10,10 +10,10 @@ from mcore_rl.families import FAMILIES, weight_map
 from mcore_rl.plan.activations import LayerActivations
 from mcore_rl.plan.memory import (
     GIB,
-    chunks_in_flight,
     memory_by_stage,
     memory_of_fullest_rank,
 )
+from mcore_rl.plan.schedule import chunks_in_flight
 from mcore_rl.plan.weights import layer_weights, layers_by_stage, weights_by_stage
 from tests.tiny_models import TINY
 
@@ -74,6 +74,17 @@ def test_layers_are_dealt_out_in_rounds_of_chunks():
     model = config().model.model_copy(update={"num_layers": 10})
     mesh = MeshConfig(pp=3, vpp=2, first_stage_layers=2, last_stage_layers=4)
     assert layers_by_stage(model, mesh) == [[0, 5], [1, 2, 6, 7], [3, 4, 8, 9]]
+
+
+def test_balanced_chunks_count_embedding_output_and_multi_token_prediction_as_layers():
+    # As published: DeepSeek-V3's 61 layers and one of multi-token prediction on pp 16 x vpp 2, Qwen3-235B's 94 on
+    # pp 8 x vpp 4. Without such a layout neither can be interleaved.
+    deepseek = MeshConfig(pp=16, vpp=2, pp_layout="balanced").chunk_layers(61, 1)
+    assert deepseek == [1, *[2] * 30, 0]
+    assert MeshConfig(pp=8, vpp=4, pp_layout="balanced").chunk_layers(94) == [2, *[3] * 30, 2]
+    # What is left over goes to whole rounds, then to the last stages.
+    assert MeshConfig(pp=3, vpp=2, pp_layout="balanced").chunk_layers(14) == [2, 3, 3, 2, 2, 2]
+    assert MeshConfig(pp=4, pp_layout="balanced").chunk_layers(12) == [2, 3, 4, 3]
 
 
 def test_weights_gradients_and_optimizer_of_qwen3_30b_on_16_ranks_are_those_computed_by_hand():

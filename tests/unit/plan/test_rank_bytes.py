@@ -20,6 +20,8 @@ CASES = [
     ("deepseek_v3", "bf16", {"pp": 2, "vpp": 2, "ep": 4, "etp": 2, "tp": 2}, 16, 0),
     ("deepseek_v3", "bf16", {"pp": 4, "tp": 1}, 4, 1),
     ("qwen3_moe", "bf16", {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3}, 2, 0),
+    ("deepseek_v3", "bf16", {"pp": 2, "vpp": 2, "pp_layout": "balanced"}, 2, 1),
+    ("qwen3_moe", "bf16", {"pp": 2, "vpp": 2, "pp_layout": (2, 1, 1, 0)}, 2, 0),
     ("llama", "fp32", {"pp": 4, "tp": 2}, 8, 0),
     ("qwen3_moe-score", "bf16", {"tp": 2, "pp": 2, "ep": 2}, 4, 0),
     ("gpt_oss-score", "bf16", {"pp": 2}, 2, 0),

@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.plan.memory import chunks_in_flight
-from mcore_rl.plan.simulate import DeadlockError, schedule, simulate, simulate_units, timeline_svg
+from mcore_rl.plan.schedule import chunks_in_flight, most_kept, schedule
+from mcore_rl.plan.simulate import DeadlockError, simulate, simulate_units, timeline_svg
 from tests.fake_worlds import fake_rank
 from tests.ranks import run_ranks
 
@@ -108,6 +108,21 @@ def test_equal_chunks_and_free_messages_give_the_bubble_and_the_chunks_of_the_cl
     assert result.bubble == pytest.approx((pp - 1) / (num_microbatches * vpp + pp - 1))
     mesh = MeshConfig(pp=pp, vpp=vpp)
     assert result.alive == [chunks_in_flight(mesh, stage, num_microbatches) for stage in range(pp)]
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 8), (4, 2, 64), (2, 3, 30), (8, 4, 128)], ids=str)
+def test_the_most_that_unequal_chunks_keep_is_that_of_the_whole_schedule(shape):
+    pp, vpp, num_microbatches = shape
+    kept = [3, 1, 4, 1][:vpp]
+    events = of_mesh(*shape).events
+    for stage in range(pp):
+        now, all_of_them = 0, []
+        for event in events:
+            if event.stage == stage:
+                now += kept[event.chunk] if event.kind == "F" else -kept[event.chunk]
+                all_of_them.append(now)
+        assert now == 0
+        assert most_kept(MeshConfig(pp=pp, vpp=vpp), stage, num_microbatches, kept) == max(all_of_them)
 
 
 def test_messages_are_not_free_and_more_of_them_is_never_faster():
