@@ -19,7 +19,6 @@ from mcore_rl.plan.device import DEVICES
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.parts import Workload
 from mcore_rl.plan.step import step, tokens_per_s
-from mcore_rl.plan.weights import layer_kinds_by_stage
 
 RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
 LENGTH = 4096
@@ -75,26 +74,14 @@ class Published:
         assert self.tflops is not None
         return self.tflops * 1e12 / train_flops_per_token(self.model, self.length)
 
-    @property
-    def kinds(self) -> list[dict[bool, int]]:
-        """Layers by stage; models whose layers no mesh cuts evenly count embedding and loss as layers, as published."""
-        slots = {94: (96, 1, 1), 61: (64, 1, 2)}.get(self.model.num_layers)
-        if slots is None:
-            return layer_kinds_by_stage(self.model, MeshConfig(**self.mesh))
-        total, first, last = slots
-        counts = [total // self.mesh["pp"]] * self.mesh["pp"]
-        counts[0], counts[-1] = counts[0] - first, counts[-1] - last
-        flags, kinds = list(self.model.moe_layers), []
-        for count in counts:
-            mine, flags = flags[:count], flags[count:]
-            kinds.append({kind: mine.count(kind) for kind in set(mine)})
-        return kinds
-
     def workload(self) -> Workload:
-        """Return the run as a workload."""
+        """Return the run as a workload; where chunks cannot be alike, embedding and loss count as layers."""
+        mesh = MeshConfig(**self.mesh)
+        if self.model.num_layers % (mesh.pp * mesh.vpp):
+            mesh = mesh.model_copy(update={"pp_layout": "balanced"})
         return Workload(
             model=self.model,
-            mesh=MeshConfig(**self.mesh),
+            mesh=mesh,
             device=DEVICES[self.device],
             world_size=self.world,
             seq_length=self.length,
@@ -107,7 +94,7 @@ class Published:
     def ratio(self) -> float:
         """Predicted / published tokens per second."""
         work = self.workload()
-        return tokens_per_s(work, step(work, self.kinds).seconds) / self.published
+        return tokens_per_s(work, step(work).seconds) / self.published
 
 
 def _q235(name: str, source: str, mesh: dict[str, int], step_s: float, **options: Any) -> Published:

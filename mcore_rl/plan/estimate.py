@@ -144,13 +144,13 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
         del parts["pipeline messages"]
     seconds = sum(parts.values())
     shares = {name: part / seconds for name, part in parts.items()}
-    costs = imbalance_costs(work, closed_form(), LOADS) if work.model.is_moe else []
+    costs = imbalance_costs(work, closed_form, LOADS) if work.model.is_moe else []
     return StepEstimate(
         span=span_of_step(seconds, str(work.model.family), work.device.name),
         tokens_per_s=tokens_per_s(work, seconds),
         model_tflops=model_tflops(work, seconds),
         shares=dict(sorted(shares.items(), key=lambda share: -share[1])),
-        limits=sensitivities(work, closed_form()),
+        limits=sensitivities(work, closed_form),
         imbalance=dict(zip(LOADS, costs, strict=False)),
     )
 

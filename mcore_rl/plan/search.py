@@ -85,7 +85,7 @@ def search(config: RunConfig, program: Program, place: Place) -> Search:
             seconds = None
             if place.device is not None and place.device.links is not None:
                 work = workload_of(chosen, place.device, place.world_size, seq_length)
-                seconds = step(work, None, _layers(work, layers)).seconds
+                seconds = step(work, _layers(work, layers)).seconds
             result.choices.append(Choice(config=chosen, memory=memory, seconds=seconds))
     result.choices.sort(key=_order)
     return result

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.parts import LayerTimes, Roofline, Workload, layer_times, output_times
@@ -13,9 +12,6 @@ LEAST_EXPOSED = 0.1
 """Smallest part of the exchange of gradients that does not hide behind computation."""
 STATE_MOVED_BYTES = 4 + 3 * 8 + 2
 """Bytes that Adam moves for a weight of its share: gradient, three fp32 numbers read and written, the new weight."""
-
-Kinds = Sequence[dict[bool, int]]
-"""Number of layers with and without experts, by pipeline stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +35,10 @@ class Step:
         return sum(self.parts.values())
 
 
-def stage_times(work: Workload, kinds: Kinds, layers: dict[bool, LayerTimes]) -> list[StageTimes]:
+def stage_times(work: Workload, layers: dict[bool, LayerTimes]) -> list[StageTimes]:
     """Return the seconds of each stage for one microbatch; the last one has the output and the MTP layers."""
     stages = []
-    for stage, kind in enumerate(kinds):
+    for stage, kind in enumerate(layer_kinds_by_stage(work.model, work.mesh)):
         counts = dict(kind)
         is_last = stage == work.mesh.pp - 1
         if is_last and work.model.mtp_layers:
@@ -71,18 +67,16 @@ def message_seconds(work: Workload) -> float:
     return roof.slice * work.model.hidden_size * roof.element / speed + latency
 
 
-def step(work: Workload, kinds: Kinds | None = None, layers: dict[bool, LayerTimes] | None = None) -> Step:
+def step(work: Workload, layers: dict[bool, LayerTimes] | None = None) -> Step:
     """Return the seconds of a step, with the bubble of the schedule in closed form (arXiv 2104.04473).
 
     Args:
         work: The step.
-        kinds: Layers by stage, where they are not those of `work.mesh`.
         layers: Seconds of the layers, where they are known already: a search has many steps of the same layers.
     """
-    kinds = layer_kinds_by_stage(work.model, work.mesh) if kinds is None else kinds
     if layers is None:
         layers = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
-    stages = stage_times(work, kinds, layers)
+    stages = stage_times(work, layers)
     totals = [stage.forward + stage.backward for stage in stages]
     slowest, count, vpp, pp = max(totals), work.num_microbatches, work.mesh.vpp, work.mesh.pp
     message = message_seconds(work) if pp > 1 else 0.0
@@ -90,13 +84,13 @@ def step(work: Workload, kinds: Kinds | None = None, layers: dict[bool, LayerTim
     parts = {name: count * seconds for name, seconds in stages[totals.index(slowest)].parts.items()}
     parts["bubble"] = (sum(totals) - slowest) / vpp + 2 * message * (pp - 1)
     parts["pipeline messages"] = count * message if vpp == 1 else 0.0
-    return Step(parts=parts | _finish(work, kinds, slowest))
+    return Step(parts=parts | _finish(work, slowest))
 
 
-def _finish(work: Workload, kinds: Kinds, slowest: float) -> dict[str, float]:
+def _finish(work: Workload, slowest: float) -> dict[str, float]:
     """Return the seconds of gradients, parameters and optimizer, without what hides behind computation."""
     roof, mesh = Roofline(work), work.mesh
-    weights = max(weights_by_stage(work.model, mesh, kinds), key=_total)
+    weights = max(weights_by_stage(work.model, mesh), key=_total)
     expert_dp = max(1, work.world_size // (mesh.etp * mesh.ep * mesh.pp))
     dense_dp = work.dp * mesh.cp
 
@@ -155,13 +149,9 @@ def imbalance_costs(
     return [1 - seconds / seconds_of(replace(work, imbalance=load)) for load in loads]
 
 
-def closed_form(kinds: Kinds | None = None) -> Callable[[Workload], float]:
-    """Return the function from a workload to its seconds in closed form."""
-    return partial(_closed_seconds, kinds)
-
-
-def _closed_seconds(kinds: Kinds | None, work: Workload) -> float:
-    return step(work, kinds).seconds
+def closed_form(work: Workload) -> float:
+    """Return the seconds of a step in closed form."""
+    return step(work).seconds
 
 
 def _total(weights: Weights) -> int:

@@ -1,6 +1,5 @@
 """The number of weights on each rank, in closed form from the shape of the model and the mesh."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.mesh import MeshConfig
@@ -32,17 +31,9 @@ class Weights:
         return self.dense + self.expert
 
 
-def weights_by_stage(
-    model: ModelConfig, mesh: MeshConfig, kinds: Sequence[dict[bool, int]] | None = None
-) -> list[Weights]:
-    """Return the weights of one rank of each pipeline stage; the mesh must have passed the checks.
-
-    Args:
-        model: The model.
-        mesh: The mesh.
-        kinds: Layers with and without experts by stage, where they are not those of `mesh`.
-    """
-    kinds = layer_kinds_by_stage(model, mesh) if kinds is None else kinds
+def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
+    """Return the weights of one rank of each pipeline stage; the mesh must have passed the checks."""
+    kinds = layer_kinds_by_stage(model, mesh)
     each = {is_moe: layer_weights(model, mesh, is_moe=is_moe) for is_moe in set().union(*kinds)}
     stages = [
         sum((each[is_moe] * count for is_moe, count in kind.items()), start=Weights()) for kind in kinds

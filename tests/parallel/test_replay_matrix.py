@@ -37,6 +37,7 @@ MESHES = {
     "cp2-pp2": MeshConfig(cp=2, pp=2),
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
     "pp4-vpp2": MeshConfig(pp=4, vpp=2),
+    "pp2-vpp2-balanced": MeshConfig(pp=2, vpp=2, pp_layout="balanced"),
 }
 CAPACITY = "qwen3_moe-full"
 """A model whose experts have a capacity factor of 1."""

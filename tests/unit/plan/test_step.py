@@ -79,8 +79,7 @@ def test_the_bubble_is_that_of_the_schedule():
     """Equal stages: (pp - 1) / vpp stages of idle time (arXiv 2104.04473), when messages take no time."""
     rates = replace(FREE_HOST, nic=1e9, link=1e9, nic_latency_s=0.0)
     mesh = MeshConfig(pp=4, vpp=3)
-    kinds = [{True: 12}] * 4
-    parts = step(work(mesh=mesh, rates=rates), kinds).parts
+    parts = step(work(mesh=mesh, rates=rates)).parts
     layer = layer_times(work(mesh=mesh, rates=rates), is_moe=True)
     # The last stage is longer by the output, so that the other three wait for it as well.
     assert parts["bubble"] == pytest.approx(3 * 12 * (layer.forward + layer.backward) / 3, rel=1e-6)
@@ -94,10 +93,10 @@ def test_perfect_rates_reach_no_more_than_the_peak():
 
 
 def test_nothing_that_is_given_for_free_makes_a_step_slower_and_imbalance_always_does():
-    gains = sensitivities(work(), closed_form())
+    gains = sensitivities(work(), closed_form)
     assert {one.term for one in gains} == set(SENSITIVITIES)
     assert all(one.gain > -1e-9 for one in gains) and gains == sorted(gains, key=lambda one: -one.gain)
-    costs = imbalance_costs(work(), closed_form(), (1.0, 1.3, 2.0))
+    costs = imbalance_costs(work(), closed_form, (1.0, 1.3, 2.0))
     assert costs[0] == 0 and 0 <= costs[1] <= costs[2] < 1
 
 
