@@ -36,6 +36,8 @@ ARMS = {
     "gspo-token": ["rl.loss.kind=gspo_token"],
     # Its paper claims that the likelihoods of the rollout engine suffice (arXiv 2507.18071).
     "gspo-rollout-logprobs": ["rl.loss.kind=gspo", "rl.update.old_logprobs=rollout"],
+    "rspo": ["rl.loss.kind=rspo"],
+    "grpo-router-shift": ["rl.loss.kind=grpo", "rl.loss.router_shift=true"],
     "kimi-k2": ["rl.loss.kind=kimi_k2", "rl.advantage.kind=mean"],
     "cispo": ["rl.loss.kind=cispo"],
 }

@@ -21,7 +21,10 @@ TOKEN_FIELDS = ("gamma", "rewards_at")
 """Fields of `rl.advantage` that only kinds with an advantage for each token read."""
 GAE_FIELDS = ("gae_lambda", "length_alpha", "bootstrap_truncated", "whiten")
 """Fields of `rl.advantage` that only `gae` reads."""
-RATIO_OF_SEQUENCE = ("gspo", "gspo_token", "kimi_k2")
+RATIO_OF_SEQUENCE = ("gspo", "gspo_token", "rspo", "kimi_k2")
+ADVANTAGE_OF_SEQUENCE = ("gspo", "rspo")
+SHIFTED = ("grpo", "ppo", "gspo", "gspo_token", "rspo")
+"""Losses whose ratio the router-shift ratio may multiply, and every one of the user's own."""
 NAMED_PARTS = ("exact", "positions", "numeric", "math", "countdown", "format", "regex", "length")
 NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown")
 
@@ -33,6 +36,7 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _group(rl.rollout, rl.advantage)
     yield from _objective(rl.loss)
     yield from _aggregation(rl.loss)
+    yield from _router_shift(rl)
     yield from _kimi(rl.loss, rl.advantage)
     yield from _steps(rl)
     yield from _token_advantages(rl)
@@ -112,7 +116,7 @@ def _objective(loss: LossConfig) -> Iterator[str]:
             f"rl.loss.clip_low={loss.clip_low}: no ratio is below 1 - {loss.clip_low}, so nothing is clipped. "
             "Set it below 1."
         )
-    if loss.dual_clip and loss.kind in ("cispo", "kimi_k2"):
+    if loss.dual_clip and loss.kind in ("cispo", "kimi_k2", "rspo"):
         yield (
             f'rl.loss.dual_clip={loss.dual_clip} with rl.loss.kind="{loss.kind}", which has no min of two '
             'terms to bound. Leave it at "none".'
@@ -140,6 +144,27 @@ def _aggregation(loss: LossConfig) -> Iterator[str]:
         )
 
 
+def _router_shift(rl: RlConfig) -> Iterator[str]:
+    loss = rl.loss
+    if not loss.uses_router_shift:
+        if loss.router_shift_floor != LossConfig().router_shift_floor:
+            yield (
+                f"rl.loss.router_shift_floor={loss.router_shift_floor} is not used without rl.loss.router_shift. Leave "
+                f"it at {LossConfig().router_shift_floor}, or set router_shift=true."
+            )
+        return
+    if loss.kind not in SHIFTED and not is_extension(loss.kind):
+        yield (
+            f'rl.loss.router_shift=true with rl.loss.kind="{loss.kind}", whose ratio it would not multiply in the '
+            f'paper\'s sense. Set router_shift="auto", or kind to one of {", ".join(SHIFTED)}.'
+        )
+    if rl.update.old_logprobs == "rollout":
+        yield (
+            'rl.loss.router_shift with rl.update.old_logprobs="rollout": the old routers\' scores are recorded in the '
+            'trainer\'s pass for old logprobs, which this omits. Set old_logprobs="trainer".'
+        )
+
+
 def _kimi(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
     if loss.kind != "kimi_k2":
         return
@@ -163,9 +188,9 @@ def _kimi(loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
 def _steps(rl: RlConfig) -> Iterator[str]:
     if rl.advantage.kind != "steps":
         return
-    if rl.loss.kind == "gspo":
+    if rl.loss.kind in ADVANTAGE_OF_SEQUENCE:
         yield (
-            'rl.advantage.kind="steps" with rl.loss.kind="gspo", which has one advantage a sequence. Set '
+            f'rl.advantage.kind="steps" with rl.loss.kind="{rl.loss.kind}", which has one advantage a sequence. Set '
             'rl.loss.kind="gspo_token", "grpo" or "cispo".'
         )
     if rl.loss.kl_coeff and rl.loss.kl_in == "reward":
@@ -196,10 +221,10 @@ def _token_advantages(rl: RlConfig) -> Iterator[str]:
             )
     if not advantage.is_of_tokens:
         return
-    if rl.loss.kind == "gspo":
+    if rl.loss.kind in ADVANTAGE_OF_SEQUENCE:
         yield (
-            f'rl.advantage.kind="{advantage.kind}" with rl.loss.kind="gspo", which has one advantage a sequence. Set '
-            'rl.loss.kind="ppo", "grpo", "cispo" or "gspo_token".'
+            f'rl.advantage.kind="{advantage.kind}" with rl.loss.kind="{rl.loss.kind}", which has one advantage a '
+            'sequence. Set rl.loss.kind="ppo", "grpo", "cispo" or "gspo_token".'
         )
     if advantage.bootstrap_truncated and rl.loss.mask_truncated:
         yield (
@@ -267,9 +292,9 @@ def _kl(loss: LossConfig) -> Iterator[str]:
 def _importance_sampling(loss: LossConfig) -> Iterator[str]:
     """Check the correction for rollouts whose logprobs are not the trainer's."""
     kind, low, high = loss.importance_sampling, loss.importance_sampling_low, loss.importance_sampling_high
-    if loss.kind == "gspo" and kind in ("truncate", "mask"):
+    if loss.kind in ADVANTAGE_OF_SEQUENCE and kind in ("truncate", "mask"):
         yield (
-            f'rl.loss.importance_sampling="{kind}" weighs tokens, but rl.loss.kind="gspo" has one ratio and one '
+            f'rl.loss.importance_sampling="{kind}" weighs tokens, but rl.loss.kind="{loss.kind}" has one ratio and one '
             f'term a sequence. Set importance_sampling="sequence_{kind}", or kind="gspo_token".'
         )
     if kind.endswith("mask") and not low < 1 < high:

@@ -149,6 +149,11 @@ def _model(config: RlRunConfig) -> Iterator[str]:
             'replay.kind="r2" with rl.update.old_logprobs="rollout": the routes to replay are recorded in the '
             'trainer\'s pass for old logprobs, which this omits. Set old_logprobs="trainer", or replay.kind="r3".'
         )
+    if config.rl.loss.uses_router_shift and not config.model.is_moe:
+        yield (
+            f'rl.loss.kind="{config.rl.loss.kind}" with the router-shift ratio, but the model has no experts, and no '
+            'router whose scores could move. Set rl.loss.kind="grpo" and router_shift="auto".'
+        )
     if config.replay.observe_rollout and not config.model.is_moe:
         yield "replay.observe_rollout=true, but the model has no experts. Set it to false."
     eval_files, task = config.rl.eval.files, config.rl.prompts.task

@@ -1,5 +1,6 @@
 """The section `rl`: how completions are sampled, scored, compared, and learned from."""
 
+from math import exp
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -8,7 +9,7 @@ from mcore_rl.config.critic import CriticConfig
 from mcore_rl.config.extension import MODEL_PART, Extension
 from mcore_rl.config.section import Probability, Seconds, Section, Text
 
-LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "kimi_k2", "cispo"]
+LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo"]
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
 
 
@@ -226,6 +227,7 @@ PAPER_CLIPS: dict[str, Clip] = {
     "ppo": Clip(0.2, 0.2),
     "gspo": Clip(3e-4, 4e-4),
     "gspo_token": Clip(3e-4, 4e-4),
+    "rspo": Clip(1 - exp(-0.4), exp(0.4) - 1),  # of GMPO (2507.20673), which it rescales
     "kimi_k2": Clip(0.0, 0.0),  # clips nothing
     "cispo": Clip(1.0, 0.28),  # no lower bound, as in the paper; for the upper it gives no number
 }
@@ -238,14 +240,21 @@ class LossConfig(Section):
 
     kind: LossKind | Extension = "grpo"
     """Loss; grpo (arXiv 2402.03300), ppo (1707.06347: the same for a token, and a mean over all tokens), gspo and
-    gspo_token (2507.18071), kimi_k2 (2501.12599, 2507.20534), cispo (2506.13585); `module:name`: a function of your own
-    (rl.objectives.policy_tokens.PolicyTokens, this section, context-parallel axis -> TokenLoss)."""
+    gspo_token (2507.18071), rspo (2510.23027), kimi_k2 (2501.12599, 2507.20534), cispo (2506.13585); `module:name`: a
+    function of yours (rl.objectives.policy_tokens.PolicyTokens, this section, context-parallel axis -> TokenLoss)."""
     clip_low: PositiveFloat | Literal["auto"] = "auto"
-    """Ratios are clipped from below at 1 - clip_low; `auto`: the paper's (grpo and ppo 0.2, gspo 3e-4, cispo 1)."""
+    """Ratios are clipped from below at 1 - clip_low; `auto`: the paper's (grpo and ppo 0.2, gspo 3e-4, rspo
+    1 - e^-0.4, cispo 1)."""
     clip_high: PositiveFloat | Literal["auto"] = "auto"
-    """Ratios are clipped from above at 1 + clip_high; `auto`: the paper's (grpo and ppo 0.2, gspo 4e-4, cispo 0.28)."""
+    """Ratios are clipped from above at 1 + clip_high; `auto`: the paper's (grpo and ppo 0.2, gspo 4e-4, rspo
+    e^0.4 - 1, cispo 0.28)."""
     dual_clip: PositiveFloat | None = None
     """Largest ratio of completions with a negative advantage (1912.09729: 3); `none`: no limit."""
+    router_shift: bool | Literal["auto"] = "auto"
+    """Multiply the ratio of each token, before any clip or mean, by how little the routers' scores of the old policy's
+    experts have changed since its pass for old logprobs (RSPO); `auto`: with kind="rspo" alone."""
+    router_shift_floor: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Least factor of `router_shift`."""
     tau: PositiveFloat | Literal["auto"] = "auto"
     """Weight with which kimi_k2 regularises the policy towards the old one; `auto`: 0.01."""
     aggregation: Literal["auto", "seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = "auto"
@@ -294,6 +303,11 @@ class LossConfig(Section):
             paper.low if self.clip_low == "auto" else self.clip_low,
             paper.high if self.clip_high == "auto" else self.clip_high,
         )
+
+    @property
+    def uses_router_shift(self) -> bool:
+        """Whether ratios are multiplied by the router-shift ratio."""
+        return self.kind == "rspo" if self.router_shift == "auto" else self.router_shift
 
     @property
     def tau_in_use(self) -> float:

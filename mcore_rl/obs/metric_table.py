@@ -132,6 +132,14 @@ METRICS: dict[str, MetricRow] = {
     ),
     "policy/ratio_mean": MetricRow("1", MEAN, "Probability ratio policy / old policy, mean over tokens."),
     "policy/ratio_variance": MetricRow("1", MEAN, "Variance of the probability ratio over tokens."),
+    "policy/router_shift_ratio": MetricRow(
+        "1",
+        MEAN,
+        "Router-shift ratio (RSPO): 1 where the scores of the old policy's experts are what they were.",
+    ),
+    "policy/router_shift_floored_fraction": MetricRow(
+        "1", MEAN, "Trained tokens whose router-shift ratio is below rl.loss.router_shift_floor."
+    ),
     "policy/log_ratio_max": MetricRow("nats", MAX, "Log of the largest probability ratio."),
     "policy/log_ratio_min": MetricRow("nats", MIN, "Log of the smallest probability ratio."),
     "policy/clamped_fraction": MetricRow(

@@ -257,12 +257,13 @@ class Learner:
         ]
         kind = self.config.replay.kind
         is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
+        router_shift = None if minibatch.is_on_policy else self.routes.next_router_shift
         with (
             self.routes.update(microbatches, is_old_policy=minibatch.is_on_policy) as routing,
             self._proving(is_imposed=is_imposed),
         ):
             loss = self.config.rl.loss.model_copy(update={"kl_coeff": self.kl_coeff})
-            head = PolicyHead(self._logprob_head, self.state.mesh, loss)
+            head = PolicyHead(self._logprob_head, self.state.mesh, loss, router_shift)
             report = train_step(self.state, microbatches, head, routing=routing)
         progress.consumed_samples += minibatch.num_samples
         progress.consumed_tokens += report.count

@@ -1,10 +1,11 @@
 """Routing of every pass over a rollout batch: which passes record, impose or observe routes, and from which cache."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import RoutingError
@@ -15,6 +16,7 @@ from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.disagreement import DisagreementLimit
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
+from mcore_rl.replay.router_shift import RouterShift
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.batch import PolicyMicrobatch
 from mcore_rl.rl.rollout import Rollout
@@ -34,6 +36,9 @@ class PolicyRoutes:
     The first update of a rollout may have no pass for old logprobs before it (`is_old_policy`): its weights are those
     of the old policy, so that its free routes are the old policy's by definition. With R3 it too is imposed.
 
+    Where ratios are multiplied by the router-shift ratio (`rl.loss.router_shift`), passes for old logprobs record the
+    routers' scores too, and updates compare theirs.
+
     A recording pass is compared with the rollout engine's routes where the engine returns them
     (`replay.observe_rollout`).
 
@@ -51,12 +56,17 @@ class PolicyRoutes:
         self._version = 0
         self._recorded: RoutingCache | None = None
         self._from_rollout: RoutingCache | None = None
+        self._shift: RouterShift | None = None
         if config.model.is_moe:
             unfuse_routers(state.chunks)
             self._recorded = RoutingCache(state.chunks, config.model, config.replay, folder / "recorded")
             if config.wants_engine_routes:
                 self._from_rollout = RoutingCache(
                     state.chunks, config.model, config.replay, folder / "rollout"
+                )
+            if config.rl.loss.uses_router_shift:
+                self._shift = RouterShift(
+                    state.chunks, state.mesh, config.model, config.replay, folder / "scores"
                 )
 
     def begin(self, rollout: Rollout, microbatches: Sequence[PolicyMicrobatch]) -> None:
@@ -69,6 +79,8 @@ class PolicyRoutes:
         for cache in (self._recorded, self._from_rollout):
             if cache is not None:
                 cache.drop(self._version)
+        if self._shift is not None:
+            self._shift.forget()
         self._version = self._state.progress.step
         if self._from_rollout is None:
             return
@@ -85,22 +97,47 @@ class PolicyRoutes:
                 self._from_rollout, self._version, generated, layouts, self._state.mesh
             )
 
-    def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+    @contextmanager
+    def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> Iterator[Routing]:
         """Return the routing of a pass for old logprobs."""
+        with ExitStack() as stack:
+            routing = stack.enter_context(self._old_policy(microbatches))
+            if self._shift is not None:
+                layouts = [layout_of(microbatch) for microbatch in microbatches]
+                routing = stack.enter_context(self._shift.recording(layouts, routing))
+            yield routing
+
+    def _old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
         if self._replay.kind == "r3":
             return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "rollout_routes")
         name = None if self._from_rollout is None else "rollout_routes"
         return self._taped(microbatches, RoutingTape.record, self._recorded, name, against=self._from_rollout)
 
-    def update(
-        self, microbatches: Sequence[PolicyMicrobatch], *, is_old_policy: bool
-    ) -> AbstractContextManager[Routing]:
+    @contextmanager
+    def update(self, microbatches: Sequence[PolicyMicrobatch], *, is_old_policy: bool) -> Iterator[Routing]:
         """Return the routing of an optimizer step.
 
         Args:
             microbatches: this rank's microbatches of the step.
             is_old_policy: the weights are the old policy's, and no pass for old logprobs was made.
         """
+        with ExitStack() as stack:
+            routing = stack.enter_context(self._update(microbatches, is_old_policy=is_old_policy))
+            if self._shift is not None and not is_old_policy:
+                layouts = [layout_of(microbatch) for microbatch in microbatches]
+                routing = stack.enter_context(self._shift.comparing(layouts, routing))
+            yield routing
+
+    @property
+    def next_router_shift(self) -> Callable[[], Tensor] | None:
+        """Function that returns the router-shift ratio `[T]` of one microbatch of an update after the other, on the
+        last stage; None: it is not used.
+        """
+        return None if self._shift is None else self._shift.take
+
+    def _update(
+        self, microbatches: Sequence[PolicyMicrobatch], *, is_old_policy: bool
+    ) -> AbstractContextManager[Routing]:
         if self._replay.kind == "r3":
             name = "rollout_routes" if is_old_policy else "routes"
             return self._taped(microbatches, RoutingTape.impose, self._from_rollout, name)
@@ -153,6 +190,8 @@ class PolicyRoutes:
         for cache in (self._recorded, self._from_rollout):
             if cache is not None:
                 cache.close()
+        if self._shift is not None:
+            self._shift.forget()
 
     @contextmanager
     def _taped(

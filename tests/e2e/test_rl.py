@@ -259,6 +259,7 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
         "replay.observe_rollout=true",
         "replay.split_interval=1",
         "rl.loss.importance_sampling=mask",
+        "rl.loss.router_shift=true",
         "rl.eval.samples=2",
     ]
     words += ["rl.eval.temperature=1.0"]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from mcore_rl.backend.platform import start
@@ -164,6 +165,62 @@ def routing_splits(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[
         "update/kl_old": after["kl_old"],
         "update/ratio_variance": after["ratio_minus_1_squared"] - after["ratio_minus_1"] ** 2,
     }
+
+
+def router_shifts(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, float]:
+    """On a single rank: the mean router-shift ratio that the two updates of a rollout report, and that of the second
+    from the logits and choices of the routers, observed in its pass for old logprobs and in its forward.
+    """
+    state = set_up(config, start(config.platform))
+    (chunk,) = state.chunks
+    copy_in(state.chunks, initial)
+    state.optimizer.reload_model_params()
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def observed(router: TopKRouter) -> None:
+        gating, logits = router.gating, []
+
+        def keep(*args: Any) -> Tensor:
+            logits.append(gating(*args))
+            return logits[-1]
+
+        router.gating = keep
+        router.register_forward_hook(
+            lambda _, inputs, output: calls.append((logits[-1].detach(), output[1].detach()))
+        )
+
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter) and module.layer_number <= config.model.num_layers:
+            observed(module)
+    routes = PolicyRoutes(state, config, folder)
+    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    rollout = rollout_of(config, 0, 1)
+    minibatches = learner.minibatches(rollout)
+    routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+    first, second = learner.with_old_logprobs(minibatches)
+    old_calls = calls.copy()
+    advantages = learner.advantages(rollout, minibatches)
+    reports = [learner.update(first, advantages)]
+    calls.clear()
+    reports.append(learner.update(second, advantages))
+    num_layers = sum(config.model.moe_layers)
+    assert len(old_calls) == len(calls) == num_layers * len(second.microbatches)
+    log = log_sigmoid if config.model.family == "deepseek_v3" else torch.log_softmax
+    shifts = []
+    for index, microbatch in enumerate(second.microbatches):
+        here = slice(index * num_layers, (index + 1) * num_layers)
+        moved = [
+            (log(old.double(), -1) - log(new.double(), -1)).view(used.shape).abs()[used].view(len(used), -1)
+            for (old, used), (new, _) in zip(old_calls[here], calls[here], strict=True)
+        ]
+        shift_T = torch.stack(moved).mean((0, 2)).neg().exp()
+        shifts.append(shift_T[microbatch.mask_T])
+    told = [replaced(report.sums)["router_shift"] for report in reports]
+    return {"on-policy": told[0], "reported": told[1], "by hand": float(torch.cat(shifts).mean())}
+
+
+def log_sigmoid(logits: Tensor, _: int) -> Tensor:
+    return logits.sigmoid().log()
 
 
 def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, float]]:

@@ -23,6 +23,7 @@ CONFIGS = [
         ("grpo", "mask"),
         ("gspo", "sequence_mask"),
         ("gspo_token", "truncate"),
+        ("rspo", "sequence_truncate"),
         ("kimi_k2", "none"),
         ("cispo", "sequence_truncate"),
     ]

@@ -26,6 +26,7 @@ from tests.parallel.rl_steps import (
     SIZE,
     moved_parameters,
     rollout_of,
+    router_shifts,
     routing_splits,
     token_advantages,
     updates,
@@ -50,6 +51,7 @@ CHANGES: list[dict[str, Any]] = [
     {"kind": "cispo", "importance_sampling": "truncate"},
     {"kind": "grpo", "aggregation": "token_mean"},
     {"kind": "gspo_token", "advantage": "steps"},
+    {"kind": "rspo", "router_shift_floor": 0.01},
 ]
 ROWS = {"short": 24, "long": 96}
 REPRESENTATIVE = [("deepseek_v3", "tp2"), ("deepseek_v3", "pp2-vpp2")]
@@ -208,6 +210,19 @@ def test_the_first_update_has_ratios_of_one_and_later_ones_have_not(folder: Path
         assert first["ratio_minus_1"] == first["ratio_minus_1_squared"] == first["kl_old"] == 0.0, change
         assert first["max/log_ratio"] == first["max/minus_log_ratio"] == 0.0
         assert second["kl_old"] > 1e-9, change
+
+
+@pytest.mark.parametrize(("model", "replay"), [("qwen3_moe", "none"), ("deepseek_v3", "r2")])
+def test_the_router_shift_is_that_of_the_routers_scores_of_the_old_experts(
+    model: str, replay: ReplayKind, tmp_path: Path
+) -> None:
+    """By hand from what the routers' gates compute; the deepseek_v3 has sigmoids, a bias, groups, a dense layer."""
+    config = config_of(model, MeshConfig(), replay=replay)
+    loss = LossConfig(kind="grpo", router_shift=True, router_shift_floor=0.01)
+    config = config.model_copy(update={"rl": config.rl.model_copy(update={"loss": loss})})
+    (found,) = run_ranks(router_shifts, 1, config, weights(model, 1), tmp_path)
+    assert found["on-policy"] == 1.0
+    assert found["reported"] == pytest.approx(found["by hand"], rel=1e-6) and found["by hand"] < 0.999
 
 
 def test_old_logprobs_of_a_pass_before_are_those_of_the_update_itself(folder: Path, tmp_path: Path) -> None:

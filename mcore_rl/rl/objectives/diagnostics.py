@@ -83,6 +83,18 @@ def update_statistics(
     return sums, maxima
 
 
+@torch.no_grad()
+def router_shift_statistics(tokens: PolicyTokens, floor: float) -> dict[str, Tensor]:
+    """Return the sums over trained tokens of the router-shift ratio, and of those below `floor`."""
+    shift_T = tokens.router_shift_T
+    if shift_T is None:  # the policy is the old one
+        shift_T = torch.ones_like(tokens.logprobs_T)
+    return {
+        "router_shift": tokens.total(shift_T.double()),
+        "router_shift_floored": tokens.total((shift_T < floor).double()),
+    }
+
+
 TOKEN_MEANS = {
     "loss": "policy/loss",
     "objective": "policy/objective",
@@ -92,6 +104,8 @@ TOKEN_MEANS = {
     "clipped_low": "policy/clip_ratio_low",
     "clipped_high": "policy/clip_ratio_high",
     "clamped": "policy/clamped_fraction",
+    "router_shift": "policy/router_shift_ratio",
+    "router_shift_floored": "policy/router_shift_floored_fraction",
     "mismatch_kl": "rollout/mismatch_kl_nats",
     "correction_masked": "rollout/importance_sampling_masked_fraction",
 }

@@ -1,5 +1,7 @@
 """Heads of a pass over the policy or the critic: logprobs or values of the completions' tokens, or an update's loss."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -64,10 +66,18 @@ class PolicyHead:
 
     wants_losses = False
 
-    def __init__(self, logprobs: LogprobHead, mesh: Mesh, config: LossConfig) -> None:
+    def __init__(
+        self,
+        logprobs: LogprobHead,
+        mesh: Mesh,
+        config: LossConfig,
+        router_shift: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """`router_shift` returns the router-shift ratio `[T]` of one microbatch after the other; None: it is 1."""
         self._logprobs = logprobs
         self._mesh = mesh
         self._config = config
+        self._router_shift = router_shift
 
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:
         """Return the number of trained tokens."""
@@ -90,6 +100,7 @@ class PolicyHead:
             loss_weights_T=microbatch.loss_weights_T,
             sequence_T=microbatch.sequence_T,
             lengths_N=microbatch.lengths_N,
+            router_shift_T=None if self._router_shift is None else self._router_shift(),
         )
         loss = policy_loss(tokens, self._config, self._mesh.cp)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}

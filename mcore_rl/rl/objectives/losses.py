@@ -4,6 +4,7 @@ Each is the closed form of the paper that config/rl.py names. The ratio r of a t
 over that under the old policy, which the completions come from; A is its advantage, sg stops the gradient.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from mcore_rl.config.extension import choose
 from mcore_rl.config.rl import Clip, LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import anchored_means
-from mcore_rl.rl.objectives.diagnostics import kl_estimate, update_statistics
+from mcore_rl.rl.objectives.diagnostics import kl_estimate, router_shift_statistics, update_statistics
 from mcore_rl.rl.objectives.policy_tokens import (
     PolicyTokens,
     TokenLoss,
@@ -56,6 +57,8 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> PolicyLos
     loss = tokens.total(loss_T * tokens.loss_weights_T)
     sums, maxima = update_statistics(tokens, token_loss, correction_T, cp)
     sums |= {"loss": loss.detach(), "objective": objective.detach()}
+    if config.uses_router_shift:
+        sums |= router_shift_statistics(tokens, config.router_shift_floor)
     return PolicyLoss(loss=loss, count=sums["count"].to(torch.int), sums=sums, maxima=maxima)
 
 
@@ -95,8 +98,31 @@ def squared_error(log_ratio_of_sequence_T: Tensor, advantages_T: Tensor, *, tau:
     return TokenLoss((advantages_T - tau * log_ratio_of_sequence_T).square(), never_T, never_T)
 
 
+def clipped_geometric_mean(
+    log_ratio_T: Tensor, sequence_T: Tensor, lengths_N: Tensor, advantages_T: Tensor, clip: Clip, cp: Axis
+) -> TokenLoss:
+    """Collective over `cp`: -A times the geometric mean over a sequence of its ratios, each of them clipped on the side
+    to which the advantage pushes it (GMPO, arXiv 2507.20673).
+    """
+    log_low, log_high = math.log1p(-clip.low), math.log1p(clip.high)
+    low_T = (log_ratio_T < log_low) & (advantages_T < 0)
+    high_T = (log_ratio_T > log_high) & (advantages_T > 0)
+    clipped_T = log_ratio_T.masked_fill(low_T, log_low).masked_fill(high_T, log_high)
+    mean_T = bounded_exp(anchored_means(clipped_T, sequence_T, lengths_N, cp))
+    return TokenLoss(-mean_T * advantages_T, low_T, high_T)
+
+
+def log_ratio_in_use(tokens: PolicyTokens, config: LossConfig) -> Tensor:
+    """Return log r, or log(r sg[max(gamma, floor)]) with `router_shift`; 0 where nothing is trained."""
+    if not config.uses_router_shift or tokens.router_shift_T is None:
+        return tokens.log_ratio_T
+    factor_T = tokens.router_shift_T.detach().clamp(min=config.router_shift_floor)
+    return tokens.log_ratio_T + factor_T.log().where(tokens.mask_T, 0.0)
+
+
 def _clipped_tokens(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
-    return clipped(tokens.log_ratio_T, tokens.advantages_T, config.clip, dual_clip=config.dual_clip)
+    log_ratio_T = log_ratio_in_use(tokens, config)
+    return clipped(log_ratio_T, tokens.advantages_T, config.clip, dual_clip=config.dual_clip)
 
 
 def _gspo_token(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
@@ -104,8 +130,20 @@ def _gspo_token(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss
 
     With one advantage for each sequence, this is GSPO in value and gradient.
     """
-    log_ratio_T = anchored_means(tokens.log_ratio_T, tokens.sequence_T, tokens.lengths_N, cp)
+    log_ratio_T = anchored_means(log_ratio_in_use(tokens, config), tokens.sequence_T, tokens.lengths_N, cp)
     return clipped(log_ratio_T, tokens.advantages_T, config.clip, dual_clip=config.dual_clip)
+
+
+def _rspo(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
+    """GMPO with ratios that are multiplied by the router-shift ratio before the clip."""
+    return clipped_geometric_mean(
+        log_ratio_in_use(tokens, config),
+        tokens.sequence_T,
+        tokens.lengths_N,
+        tokens.advantages_T,
+        config.clip,
+        cp,
+    )
 
 
 def _kimi_k2(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> TokenLoss:
@@ -128,6 +166,7 @@ LOSSES: dict[str, Loss] = {
     "ppo": _clipped_tokens,  # of GRPO's tokens it differs in the aggregation alone
     "gspo": _gspo_token,
     "gspo_token": _gspo_token,
+    "rspo": _rspo,
     "kimi_k2": _kimi_k2,
     "cispo": _cispo,
 }

@@ -59,6 +59,8 @@ class PolicyTokens:
     """int64: sequence (0 ... N - 1) of each position; any where the mask is false."""
     lengths_N: Tensor
     """int64: trained tokens of each whole sequence."""
+    router_shift_T: Tensor | None = None
+    """Router-shift ratio of each token, in 0 ... 1, without gradient (replay/router_shift.py); None: it is 1."""
 
     @property
     def log_ratio_T(self) -> Tensor:

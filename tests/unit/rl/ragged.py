@@ -31,6 +31,7 @@ def batch(spread=0.3, seed=0):
         "entropy": normal(1.0).abs(),
         "advantages": normal(1.0)[:, :1].expand(-1, PADDED),
         "token_advantages": normal(1.0),
+        "router_shift": torch.exp(-normal(0.3).abs()),
     }
     return {name: values.where(mask, 0.5) for name, values in rows.items()} | {"mask": mask}
 
@@ -60,6 +61,7 @@ def tokens_of(
         loss_weights_T=weights[picked][sequence],
         sequence_T=sequence,
         lengths_N=lengths[picked],
+        router_shift_T=flat["router_shift"],
     )
 
 

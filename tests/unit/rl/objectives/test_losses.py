@@ -1,5 +1,7 @@
 """Objectives against the papers' formulas in float64: values and gradients."""
 
+import math
+
 import pytest
 import torch
 from torch import tensor
@@ -10,7 +12,7 @@ from mcore_rl.rl.objectives.diagnostics import update_metrics
 from mcore_rl.rl.objectives.losses import policy_loss
 from tests.unit.rl.ragged import ALONE, CUT, batch, over_sequences, responses, tokens_of, with_gradient
 
-KINDS = ("grpo", "gspo", "gspo_token", "kimi_k2", "cispo")
+KINDS = ("grpo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo")
 
 
 def loss_of(rows, config, **options):
@@ -118,6 +120,66 @@ def test_gspo_token_has_the_ratio_of_the_sequence_and_the_advantage_of_the_token
         lambda rows: loss_of(rows, config, advantages="token_advantages"),
         lambda rows: over_sequences(rows, closed_form),
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("spread", "floor"), [(0.3, 0.8), (0.3, 0.05), (0.05, 1.0)])
+def test_rspo_clips_the_ratios_of_tokens_times_the_router_shift_and_takes_their_geometric_mean(
+    spread, floor, seed
+):
+    """The paper's formula with bounds e^-0.1 and e^0.1; at a floor of 1 it is GMPO."""
+
+    def closed_form(response):
+        advantage = response["advantages"][0]
+        sign = advantage.sign()
+        ratio = torch.exp(response["logprobs"] - response["old_logprobs"])
+        ratio = (ratio * response["router_shift"].clamp(min=floor).detach()) ** sign
+        bounded = torch.minimum(ratio, ratio.clamp(math.exp(-0.1), math.exp(0.1)))
+        return -advantage * bounded.log().mean().mul(sign).exp()
+
+    rows = batch(spread, seed)
+    config = LossConfig(
+        kind="rspo",
+        clip_low=1 - math.exp(-0.1),
+        clip_high=math.exp(0.1) - 1,
+        router_shift_floor=floor,
+    )
+    ours = same(rows, lambda rows: loss_of(rows, config), lambda rows: over_sequences(rows, closed_form))
+    rows["router_shift"] = torch.ones_like(rows["router_shift"])
+    gmpo = loss_of(rows, config)
+    assert (abs(float(ours - gmpo)) < 1e-12) == (floor == 1.0)
+
+
+def test_the_router_shift_multiplies_the_ratio_of_other_objectives_before_their_clip():
+    def shifted(response, floor):
+        shift = response["router_shift"].clamp(min=floor)
+        return response | {"old_logprobs": response["old_logprobs"] - shift.log()}
+
+    rows, options = batch(), {"router_shift": True, "router_shift_floor": 0.7}
+    for config, token in (
+        (LossConfig(**options), lambda response: grpo_token(response).mean()),
+        (
+            LossConfig(kind="ppo", aggregation="seq_mean_token_mean", **options),
+            lambda r: grpo_token(r).mean(),
+        ),
+        (
+            LossConfig(kind="gspo", clip_low=0.2, clip_high=0.3, **options),
+            lambda response: gspo_sequence(response, 0.2, 0.3),
+        ),
+    ):
+        same(
+            rows,
+            lambda rows, config=config: loss_of(rows, config),
+            lambda rows, token=token: over_sequences(rows, lambda response: token(shifted(response, 0.7))),
+        )
+        metrics = metrics_of(policy_loss(tokens_of(rows), config, ALONE))
+        shift = rows["router_shift"][rows["mask"]]
+        assert metrics["policy/router_shift_ratio"] == pytest.approx(shift.mean().item(), abs=1e-12)
+        floored = (shift < 0.7).double().mean().item()
+        assert metrics["policy/router_shift_floored_fraction"] == pytest.approx(floored) and 0 < floored < 1
+        # What is reported of the ratio itself is the policy's.
+        plain = metrics_of(policy_loss(tokens_of(rows), LossConfig(), ALONE))
+        assert metrics["policy/ratio_mean"] == plain["policy/ratio_mean"]
 
 
 @pytest.mark.parametrize("tau", [0.01, 0.5])
@@ -273,6 +335,10 @@ def test_on_fresh_completions_ratios_are_one_and_the_kl_to_an_equal_reference_ze
 
 def numbers(tensors):
     return {name: float(value) for name, value in tensors.items()}
+
+
+def metrics_of(result):
+    return reduced(update_metrics(numbers(result.sums), numbers(result.maxima)))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo"])
