@@ -97,3 +97,74 @@ class ServerApi(Protocol):
 
     def version(self) -> str:
         """Return the version of the server's software, such as "0.32.0"."""
+
+
+def completion_of(
+    url: str,
+    prompt_T: Sequence[int],
+    sampling: Sampling,
+    *,
+    tokens_T: tuple[int, ...],
+    logprobs_T: tuple[float, ...],
+    finish: str,
+    versions: tuple[VersionSpan, ...],
+    experts_TLK: NDArray[np.int32] | None,
+) -> ServedCompletion:
+    """Return an answer of the server `url` as a record; ServerError where it cannot be right."""
+    if finish not in ("stop", "length"):
+        raise ServerError(f"{url}: a completion ended by {finish!r}, not by a stop token or its length")
+    if not tokens_T or len(logprobs_T) != len(tokens_T):
+        raise ServerError(f"{url}: {len(tokens_T)} tokens with {len(logprobs_T)} logprobs")
+    if (finish == "stop") != (tokens_T[-1] in sampling.stop_tokens):
+        raise ServerError(
+            f"{url}: finish_reason={finish!r} with the last token {tokens_T[-1]}; the stop tokens are "
+            f"{sorted(sampling.stop_tokens)}"
+        )
+    if finish == "length" and len(tokens_T) != sampling.max_new_tokens:
+        raise ServerError(
+            f"{url}: the completion of a prompt of {len(prompt_T)} tokens was cut at {len(tokens_T)} tokens, and "
+            f"{sampling.max_new_tokens} were asked for: the server holds fewer than both together. Start it with a "
+            "larger --max-model-len"
+        )
+    limit = sampling.vocab_size
+    if any(token < 0 or (limit is not None and token >= limit) for token in tokens_T):
+        raise ServerError(f"{url}: a sampled id is outside of the vocabulary of {limit} ids")
+    ends = [span.end for span in versions]
+    if (
+        not versions
+        or [span.start for span in versions] != [0, *ends[:-1]]
+        or ends[-1] != len(tokens_T)
+        or any(span.start >= span.end for span in versions)
+        or [span.version for span in versions] != sorted({span.version for span in versions})
+    ):
+        raise ServerError(f"{url}: the spans of versions {versions} are not those of {len(tokens_T)} tokens")
+    return ServedCompletion(
+        tokens_T=tokens_T,
+        logprobs_T=tuple(finite_logprobs(url, logprobs_T)),
+        finish="stop" if finish == "stop" else "length",
+        versions=versions,
+        experts_TLK=experts_TLK,
+    )
+
+
+def finite_logprobs(url: str, logprobs: Sequence[float]) -> list[float]:
+    """Return the logprobs; ServerError where one is no logprob, such as null (NaN as JSON) or a positive number."""
+    wrong = [value for value in logprobs if not isinstance(value, float | int) or not -1e30 < value < 1e-5]
+    if wrong:
+        raise ServerError(f"{url}: {wrong[0]} is no logprob: the weights of the server may be broken")
+    return [min(float(value), 0.0) for value in logprobs]
+
+
+def version_spans(spans: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
+    """Return the spans that a server reports; versions are "v12", or another text before the first update, which is
+    version 0. Spans of equal versions that follow each other are one.
+    """
+    found: list[VersionSpan] = []
+    for span in spans:
+        name = str(span["version"])
+        version = int(name[1:]) if name[:1] == "v" and name[1:].isdecimal() else 0
+        start, end = int(span["start"]), int(span["end"])
+        if found and found[-1].version == version and found[-1].end == start:
+            start = found.pop().start
+        found.append(VersionSpan(version, start, end))
+    return tuple(found)

@@ -1,0 +1,91 @@
+"""JSON over HTTP with a time limit on the whole of each call."""
+
+import http.client
+import json
+import ssl
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from mcore_rl.rl.engines.server_api import ServerError
+
+READ_BYTES = 1 << 16
+SHOWN_BYTES = 300
+"""Bytes of a refusal that an error shows."""
+
+
+class HttpClient:
+    """Calls of one server; each opens a connection of its own, so that any number of threads may call."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, ca_file: str | None = None) -> None:
+        """Prepare calls of `url`.
+
+        Args:
+            url: Scheme, host and port, such as https://node7:8000, and the beginning of all paths, if there is one.
+            api_key: Key that is sent as a bearer token; None: none is sent.
+            ca_file: File of certificates that an https server's is signed by; None: those of the system.
+        """
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path
+        self._context = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, is_json: bool = True
+    ) -> Any:
+        """Return the JSON that the server answers, or its text; None for an empty answer.
+
+        Raises:
+            ServerError: there was no whole answer in time, its status is not 200, or it is no JSON.
+        """
+        text = self._call("POST", path, body or {}, timeout_s)
+        return self._json(path, text) if is_json else text.decode(errors="replace")
+
+    def get(self, path: str, *, timeout_s: float) -> Any:
+        """Return the JSON that the server answers, None for an empty answer; ServerError as `post` does."""
+        return self._json(path, self._call("GET", path, None, timeout_s))
+
+    def _json(self, path: str, text: bytes) -> Any:
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError:
+            shown = text[:SHOWN_BYTES].decode(errors="replace")
+            raise ServerError(f"{self.url}{path}: the answer is no JSON: {shown}") from None
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
+        where, deadline = f"{self.url}{path}", time.monotonic() + timeout_s
+        data = None if body is None else json.dumps(body).encode()
+        connection = self._connection(timeout_s)
+        try:
+            connection.request(method, self._prefix + path, data, self._headers)
+            # The answer may keep its socket after the connection has let go of it.
+            socket = connection.sock
+            response = connection.getresponse()
+            text = b""
+            while part := response.read1(READ_BYTES):
+                text += part
+                # A socket's own limit is of silence: a server that sends a byte a minute would never reach it.
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                socket.settimeout(left_s)
+            if response.length:
+                raise ServerError(f"{where}: the answer ended {response.length} bytes too early")
+        except TimeoutError:
+            raise ServerError(f"{where}: no whole answer within {timeout_s:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{where}: {type(error).__name__}: {error}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            shown = text[:SHOWN_BYTES].decode(errors="replace")
+            raise ServerError(f"{where}: status {response.status}: {shown}", status=response.status)
+        return text
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._context is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)

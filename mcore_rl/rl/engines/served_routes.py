@@ -1,0 +1,60 @@
+"""The experts that a server recorded, checked and cut to the layers that route (R3)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.rl.engines.server_api import ServerError
+
+FLAG = "--enable-return-routed-experts"
+"""Argument of vLLM and SGLang with which they record routes."""
+FEW_TOKENS = 8
+"""Tokens that may all have the same expert of a layer with one expert a token."""
+
+
+def pick_layers(
+    url: str, experts_TLK: NDArray[np.int32] | None, model: ModelConfig, *, num_tokens: int
+) -> NDArray[np.int32]:
+    """Return the experts `[num_tokens, MoE layers, K]` of a completion.
+
+    Args:
+        url: The server, for messages.
+        experts_TLK: Its answer: all hidden layers (dense ones are zeros), or the MoE layers alone; None: there is none.
+        model: The model.
+        num_tokens: Tokens of prompt and completion but the last, which enters no layer.
+
+    Raises:
+        ServerError: routes are missing, or cannot be those of the completion. A capture that did not run looks like
+            zeros, one that was cut short like missing rows; such a completion has to be generated again.
+    """
+    if experts_TLK is None:
+        raise ServerError(f"{url}: the completion came without routes. Start the server with {FLAG}")
+    moe_layers = [layer for layer, has_router in enumerate(model.moe_layers) if has_router]
+    num_rows, num_layers, top_k = experts_TLK.shape
+    if num_rows != num_tokens:
+        raise ServerError(f"{url}: routes of {num_rows} tokens, and {num_tokens} entered the model")
+    if top_k != model.moe.top_k or num_layers not in (model.num_layers, len(moe_layers)):
+        raise ServerError(
+            f"{url}: routes of {num_layers} layers with {top_k} experts a token; the model has {model.num_layers} "
+            f"layers, {len(moe_layers)} of them with routers, and {model.moe.top_k} experts a token"
+        )
+    picked_TLK = experts_TLK if num_layers == len(moe_layers) else experts_TLK[:, moe_layers]
+    if picked_TLK.size and (picked_TLK.min() < 0 or picked_TLK.max() >= model.moe.num_experts):
+        raise ServerError(
+            f"{url}: routes name experts {picked_TLK.min()} to {picked_TLK.max()}, and a layer has "
+            f"{model.moe.num_experts}"
+        )
+    if zero := _zero_layers(picked_TLK, moe_layers):
+        raise ServerError(f"{url}: the routes of layers {zero} are all zero: they were not recorded")
+    if top_k > 1 and (np.diff(np.sort(picked_TLK, axis=2), axis=2) == 0).any():
+        raise ServerError(f"{url}: the routes name an expert of a token twice")
+    return picked_TLK
+
+
+def _zero_layers(experts_TLK: NDArray[np.int32], layers: Sequence[int]) -> list[int]:
+    """Return the layers without any expert but 0. With one expert a token, one token may well go to expert 0."""
+    few = experts_TLK.shape[2] == 1 and experts_TLK.shape[0] < FEW_TOKENS
+    is_zero_L = (experts_TLK == 0).all(axis=(0, 2))
+    return [] if few else [layer for layer, is_zero in zip(layers, is_zero_L, strict=True) if is_zero]

@@ -1,0 +1,203 @@
+"""SGLang's HTTP API: bodies and answers (read in sglang 0.5.23, tested with a fake server alone; the one file that
+speaks to SGLang).
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.server_api import (
+    ServedCompletion,
+    ServerError,
+    completion_of,
+    finite_logprobs,
+    version_spans,
+)
+from mcore_rl.rl.engines.vllm_api import NEVER, padding_ids
+
+PROBE_TIMEOUT_S = 30.0
+
+
+class SglangApi:
+    """One SGLang server."""
+
+    def __init__(
+        self,
+        http: HttpClient,
+        *,
+        vocab_size: int,
+        experts_per_token: int,
+        request_timeout_s: float,
+        update_timeout_s: float,
+    ) -> None:
+        """Prepare calls.
+
+        Args:
+            http: Connection to the server.
+            vocab_size: Number of ids of the model, with those that pad its vocabulary.
+            experts_per_token: Number of experts of a token: the server sends routes without their shape.
+            request_timeout_s: Time limit of a completion.
+            update_timeout_s: Time limit of each call of an update of weights.
+        """
+        self._http, self._vocab_size, self._top_k = http, vocab_size, experts_per_token
+        self._request_s, self._update_s = request_timeout_s, update_timeout_s
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._http.url
+
+    def generate(
+        self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str
+    ) -> ServedCompletion:
+        """Return the completion of a prompt, as `ServerApi.generate` does."""
+        cut = sampling.cut
+        parameters: dict[str, Any] = {
+            "sampling_seed": seed,
+            "temperature": cut.temperature,
+            "top_p": cut.top_p,
+            "top_k": cut.top_k or -1,
+            "min_p": cut.min_p,
+            "max_new_tokens": sampling.max_new_tokens,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(sampling.stop_tokens),
+            "no_stop_trim": True,
+        }
+        if padding := padding_ids(sampling, self._vocab_size):
+            parameters["logit_bias"] = {str(token): NEVER for token in padding}
+        body = {
+            "rid": request_id,
+            "input_ids": list(prompt_T),
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "extra_key": salt,
+            "return_routed_experts": sampling.with_routes,
+        }
+        answer = self._http.post("/generate", body, timeout_s=self._request_s)
+        try:
+            meta = answer["meta_info"]
+            entries = meta["output_token_logprobs"]
+            tokens_T = tuple(answer["output_ids"])
+            if [entry[1] for entry in entries] != list(tokens_T):
+                raise ServerError(f"{self.url}: the logprobs are not of the tokens that were returned")
+            experts = meta.get("routed_experts")
+            return completion_of(
+                self.url,
+                prompt_T,
+                sampling,
+                tokens_T=tokens_T,
+                logprobs_T=tuple(entry[0] for entry in entries),
+                finish=meta["finish_reason"]["type"],
+                versions=version_spans(meta["weight_versions"]),
+                experts_TLK=None
+                if experts is None or not sampling.with_routes
+                else read_flat(experts, len(prompt_T) + len(tokens_T) - 1, self._top_k),
+            )
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.url}: an answer of another form: {error!r}") from None
+
+    def abort(self, request_id: str) -> None:
+        """End a running request."""
+        self._http.post("/abort_request", {"rid": request_id}, timeout_s=PROBE_TIMEOUT_S)
+
+    def pause(self) -> None:
+        """Stop computing. Running requests wait with their tokens; their keys and values are computed again later."""
+        self._http.post("/pause_generation", {"mode": "retract"}, timeout_s=self._update_s)
+
+    def start_update(self) -> None:
+        """Begin an update of weights."""
+        self._succeeds("/begin_weight_update", {})
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        """Load one bucket: a file of tensors `path`, alone in its folder, or the names of a broadcast."""
+        body = dict(update)
+        if (path := body.pop("path", None)) is not None:
+            folder = {"model_path": str(Path(path).parent), "flush_cache": False}
+            self._succeeds("/update_weights_from_disk", folder)
+        else:
+            self._succeeds("/update_weights_from_distributed", body | {"flush_cache": False})
+
+    def finish_update(self, version: int) -> None:
+        """End an update of weights, which are those of `version` from here on."""
+        self._succeeds("/end_weight_update", {})
+        self._succeeds("/update_weight_version", {"new_version": f"v{version}", "abort_all_requests": False})
+
+    def reset_caches(self) -> None:
+        """Forget keys and values of prompts; those of running requests are gone since `pause`."""
+        # The answer is a sentence, and status 400 where requests still run.
+        self._http.post("/flush_cache", timeout_s=self._update_s, is_json=False)
+
+    def resume(self) -> None:
+        """Compute again."""
+        self._http.post("/continue_generation", timeout_s=self._update_s)
+
+    def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
+        """Return the logprobs of tokens 1, 2, ... at temperature 1."""
+        body = {
+            "input_ids": list(tokens_T),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = self._http.post("/generate", body, timeout_s=self._update_s)
+        try:
+            entries = answer["meta_info"]["input_token_logprobs"][1:]
+            if [entry[1] for entry in entries] != list(tokens_T[1:]):
+                raise ServerError(f"{self.url}: prompt logprobs of other tokens than were sent")
+            logprobs = [entry[0] for entry in entries]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ServerError(f"{self.url}: prompt logprobs of another form: {error!r}") from None
+        return finite_logprobs(self.url, logprobs)
+
+    def is_healthy(self) -> bool:
+        """Whether the server says that it can work."""
+        try:
+            self._http.get("/health", timeout_s=PROBE_TIMEOUT_S)
+        except ServerError:
+            return False
+        return True
+
+    def version(self) -> str:
+        """Return the version of SGLang."""
+        return str(self._info("version"))
+
+    def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Let the server's workers join the group that `info` describes."""
+        self._succeeds("/init_weights_update_group", info)
+
+    def world_size(self) -> int:
+        """Return the number of the server's workers."""
+        return int(self._info("tp_size")) * int(self._info("pp_size"))
+
+    def _info(self, name: str) -> Any:
+        answer = self._http.get("/server_info", timeout_s=PROBE_TIMEOUT_S)
+        try:
+            return answer[name]
+        except (KeyError, TypeError):
+            raise ServerError(f"{self.url}/server_info: no {name}") from None
+
+    def _succeeds(self, path: str, body: Mapping[str, Any]) -> None:
+        answer = self._http.post(path, body, timeout_s=self._update_s)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise ServerError(f"{self.url}{path}: no success: {answer}")
+
+
+def read_flat(text: str, num_tokens: int, top_k: int) -> NDArray[np.int32]:
+    """Return the experts `[num_tokens, layers, top_k]` that the server sends as base64 of int32 without a shape."""
+    try:
+        numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    except (ValueError, binascii.Error) as error:
+        raise ServerError(f"routed_experts is no base64 of int32: {error}") from None
+    if not numbers.size or numbers.size % (num_tokens * top_k):
+        raise ServerError(
+            f"routed_experts has {numbers.size} numbers, which are not {top_k} experts of {num_tokens} tokens in some "
+            "layers: routes of tokens are missing"
+        )
+    return numbers.reshape(num_tokens, -1, top_k).astype(np.int32)

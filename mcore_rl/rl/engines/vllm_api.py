@@ -1,0 +1,216 @@
+"""vLLM's HTTP API: bodies and answers of a server that was started with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out
+(read in vllm 0.32 and 0.33; the one file that speaks to vLLM).
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.server_api import (
+    ServedCompletion,
+    ServerError,
+    completion_of,
+    finite_logprobs,
+    version_spans,
+)
+
+MODEL = "policy"
+"""Name under which the server serves the model (--served-model-name)."""
+ABORT_PREFIX = "generate-tokens-"
+"""Beginning that the server gives to the name of a request; an abort without it answers 200 and does nothing."""
+NEVER = -100.0
+"""Least logit bias that the server takes: a token with it has a probability of e^-100."""
+PROBE_TIMEOUT_S = 30.0
+
+
+class VllmApi:
+    """One vLLM server."""
+
+    def __init__(
+        self,
+        http: HttpClient,
+        *,
+        vocab_size: int,
+        request_timeout_s: float,
+        update_timeout_s: float,
+    ) -> None:
+        """Prepare calls.
+
+        Args:
+            http: Connection to the server.
+            vocab_size: Number of ids of the model, with those that pad its vocabulary.
+            request_timeout_s: Time limit of a completion.
+            update_timeout_s: Time limit of each call of an update of weights.
+        """
+        self._http, self._vocab_size = http, vocab_size
+        self._request_s, self._update_s = request_timeout_s, update_timeout_s
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return self._http.url
+
+    def generate(
+        self, prompt_T: Sequence[int], sampling: Sampling, seed: int, *, salt: str, request_id: str
+    ) -> ServedCompletion:
+        """Return the completion of a prompt, as `ServerApi.generate` does."""
+        cut = sampling.cut
+        # Each one is sent: a field that is left out has a default of the server's or of the model's.
+        parameters: dict[str, Any] = {
+            "seed": seed,
+            "temperature": cut.temperature,
+            "top_p": cut.top_p,
+            "top_k": cut.top_k,
+            "min_p": cut.min_p,
+            "max_tokens": sampling.max_new_tokens,
+            "logprobs": 0,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(sampling.stop_tokens),
+        }
+        if padding := padding_ids(sampling, self._vocab_size):
+            parameters["logit_bias"] = {str(token): NEVER for token in padding}
+        body = {
+            "request_id": request_id,
+            "model": MODEL,
+            "token_ids": list(prompt_T),
+            "cache_salt": salt,
+            "sampling_params": parameters,
+        }
+        answer = self._http.post("/inference/v1/generate", body, timeout_s=self._request_s)
+        try:
+            choice = answer["choices"][0]
+            content = choice["logprobs"]["content"]
+            tokens_T = tuple(choice["token_ids"])
+            logprobs_T = tuple(entry["logprob"] for entry in content)
+            if [entry["token_id"] for entry in content] != list(tokens_T):
+                raise ServerError(f"{self.url}: the logprobs are not of the tokens that were returned")
+            experts = choice.get("routed_experts")
+            return completion_of(
+                self.url,
+                prompt_T,
+                sampling,
+                tokens_T=tokens_T,
+                logprobs_T=logprobs_T,
+                finish=choice["finish_reason"],
+                versions=version_spans(choice["weight_versions"]),
+                experts_TLK=None if experts is None or not sampling.with_routes else read_npy(experts),
+            )
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.url}: an answer of another form: {error!r}") from None
+
+    def abort(self, request_id: str) -> None:
+        """End a running request."""
+        body = {"request_ids": [ABORT_PREFIX + request_id]}
+        self._http.post("/inference/v1/abort_requests", body, timeout_s=PROBE_TIMEOUT_S)
+
+    def pause(self) -> None:
+        """Stop computing. Without it an update ends a server that is decoding."""
+        self._http.post("/pause?mode=keep&clear_cache=false", timeout_s=self._update_s)
+
+    def start_update(self) -> None:
+        """Begin an update of weights."""
+        self._http.post("/start_weight_update", timeout_s=self._update_s)
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        """Load one bucket; `update` is the `update_info` of the transfer backend that the server was started with."""
+        self._http.post("/update_weights", {"update_info": dict(update)}, timeout_s=self._update_s)
+
+    def finish_update(self, version: int) -> None:
+        """End an update of weights, which are those of `version` from here on."""
+        self._http.post("/finish_weight_update", {"weight_version": f"v{version}"}, timeout_s=self._update_s)
+
+    def reset_caches(self) -> None:
+        """Forget keys and values of prompts and of running requests."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        answer = self._http.post(path, timeout_s=self._update_s)
+        # A reset that did nothing has status 200 too.
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise ServerError(f"{self.url}{path}: the caches were not reset: {answer}")
+
+    def resume(self) -> None:
+        """Compute again."""
+        self._http.post("/resume", timeout_s=self._update_s)
+
+    def prompt_logprobs(self, tokens_T: Sequence[int]) -> list[float]:
+        """Return the logprobs of tokens 1, 2, ... at temperature 1; such a request reads no prefix cache."""
+        body = {
+            "model": MODEL,
+            "token_ids": list(tokens_T),
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
+        }
+        answer = self._http.post("/inference/v1/generate", body, timeout_s=self._update_s)
+        try:
+            entries = answer["prompt_logprobs"][1:]
+            logprobs = [
+                entry[str(token)]["logprob"] for token, entry in zip(tokens_T[1:], entries, strict=True)
+            ]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.url}: prompt logprobs of another form: {error!r}") from None
+        return finite_logprobs(self.url, logprobs)
+
+    def is_healthy(self) -> bool:
+        """Whether the server says that it can work."""
+        try:
+            self._http.get("/health", timeout_s=PROBE_TIMEOUT_S)
+        except ServerError:
+            return False
+        return True
+
+    def version(self) -> str:
+        """Return the version of vLLM."""
+        answer = self._http.get("/version", timeout_s=PROBE_TIMEOUT_S)
+        try:
+            return str(answer["version"])
+        except (KeyError, TypeError):
+            raise ServerError(f"{self.url}/version: no version in {answer}") from None
+
+    def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Let the server's workers join the transport that `info` describes, such as a group of NCCL."""
+        body = {"init_info": dict(info)}
+        self._http.post("/init_weight_transfer_engine", body, timeout_s=self._update_s)
+
+    def world_size(self) -> int:
+        """Return the number of the server's workers."""
+        answer = self._http.get("/get_world_size", timeout_s=self._update_s)
+        try:
+            return int(answer["world_size"])
+        except (KeyError, TypeError, ValueError):
+            raise ServerError(f"{self.url}/get_world_size: no number in {answer}") from None
+
+
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+
+
+def logprobs_mode(sampling: Sampling) -> LogprobsMode | None:
+    """Return the --logprobs-mode in which logprobs are at the sampling temperature and before the cut; None: there is
+    none. `processed` are at the temperature, and after the cut; `raw` are at temperature 1, and before it.
+    """
+    cut = sampling.cut
+    if cut.is_open:
+        return "processed_logprobs"
+    return "raw_logprobs" if cut.temperature == 1.0 else None
+
+
+def padding_ids(sampling: Sampling, vocab_size: int) -> range:
+    """Return the ids of the model that no tokenizer has: they may not be drawn."""
+    return range(sampling.vocab_size or vocab_size, vocab_size)
+
+
+def read_npy(text: str) -> NDArray[np.int32]:
+    """Return the experts that the server sends as base64 of a .npy file of uint8, uint16 or int32."""
+    try:
+        array: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError, binascii.Error) as error:
+        raise ServerError(f"routed_experts is no .npy file: {error}") from None
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise ServerError(
+            f"routed_experts has shape {array.shape} and dtype {array.dtype}; wanted integers [tokens, layers, experts]"
+        )
+    return array.astype(np.int32)

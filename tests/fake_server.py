@@ -1,0 +1,396 @@
+"""An inference server that speaks vLLM's and SGLang's protocols, and fails as real ones do when it is told to.
+
+Its answers come from an `Answers`: `TableAnswers` needs no model, `ModelAnswers` is the native engine on weights of its
+own, which updates replace. As a program (`python tests/fake_server.py --port 8000 ...`) it answers from a table.
+"""
+
+import argparse
+import base64
+import io
+import json
+import math
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A completion that is asked for, in whichever protocol."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_k: int
+    stops: frozenset[int]
+    never: frozenset[int]
+    """Ids with a logit bias that forbids them."""
+    salt: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    experts: NDArray[np.int64] | None = None
+    """`[prompt + tokens - 1, MoE layers, K]`; None: the model has none."""
+
+
+class Answers(Protocol):
+    def complete(self, asked: Asked) -> Answer: ...
+
+    def score(self, tokens: Sequence[int]) -> list[float]: ...
+
+    def load(self, update: Mapping[str, Any]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class TableAnswers:
+    """Token t of a completion is a number that its seed and t decide; all ids are alike likely."""
+
+    def __init__(self, vocab: int = 64, layers: int = 2, experts: int = 8, top_k: int = 2) -> None:
+        self.vocab, self.shape = vocab, (layers, experts, top_k)
+        self.loads: list[Mapping[str, Any]] = []
+
+    def complete(self, asked: Asked) -> Answer:
+        tokens: list[int] = []
+        while len(tokens) < asked.max_tokens:
+            token = (asked.seed * 7919 + len(tokens) * 104729 + asked.prompt[0]) % self.vocab
+            if token in asked.never:
+                token = 0
+            tokens.append(token)
+            if token in asked.stops:
+                break
+        return Answer(
+            tokens=tuple(tokens),
+            logprobs=(-math.log(self.vocab),) * len(tokens),
+            experts=self.experts_of((*asked.prompt, *tokens)[:-1]),
+        )
+
+    def experts_of(self, tokens: Sequence[int]) -> NDArray[np.int64]:
+        layers, experts, top_k = self.shape
+        rows = [
+            [[(token + layer + 3 * k + 1) % experts for k in range(top_k)] for layer in range(layers)]
+            for token in tokens
+        ]
+        return np.array(rows)
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        return [-math.log(self.vocab)] * (len(tokens) - 1)
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        self.loads.append(update)
+
+    def finish(self) -> None: ...
+
+
+FAULTS = (
+    *(
+        "status_500",
+        "refused",
+        "hang",
+        "trickle",
+        "close",
+        "close_at_once",
+        "not_json",
+        "no_success",
+        "aborted",
+    ),
+    *("wrong_spans", "other_tokens", "null_logprob", "cut_short", "no_routes", "missing_row", "zero_layer"),
+    *("expert_twice", "no_such_expert"),
+)
+HANG_S = 30.0
+
+
+@dataclass
+class FakeServer:
+    """A server in threads of this process, between `__enter__` and `__exit__`."""
+
+    answers: Answers = field(default_factory=TableAnswers)
+    kind: str = "vllm"
+    port: int = 0
+    software: str = "0.32.0"
+    routes_dtype: str = "uint8"
+    dense_layers: int | None = None
+    """First layers without experts, which routes have as zeros; None: routes have the layers with experts alone."""
+    api_key: str | None = None
+    max_len: int = 1 << 20
+    delay_s: float = 0.0
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    """(path, fault): the next call of the path has the fault. "always" before the name: every call."""
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    version: str = "default"
+    before_answer: Callable[[Asked], None] = lambda asked: None
+
+    def __enter__(self) -> "FakeServer":
+        self.computes = threading.Event()
+        self.computes.set()
+        self.ended = threading.Event()
+        self.lock = threading.Lock()
+        self.running: Counter[str] = Counter()
+        self.aborted: set[str] = set()
+        handler = type("Handler", (_Handler,), {"fake": self})
+        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self.http.daemon_threads = True
+        self.port = self.http.server_port
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.computes.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [body for called, body in self.calls if called == path]
+
+    def fault_of(self, path: str) -> str | None:
+        with self.lock:
+            for index, (at, fault) in enumerate(self.faults):
+                if at == path:
+                    if fault.startswith("always "):
+                        return fault.removeprefix("always ")
+                    del self.faults[index]
+                    return fault
+        return None
+
+    def answer(self, path: str, query: str, body: dict[str, Any], fault: str | None) -> Any:
+        """The JSON of an answer, or a Refusal."""
+        self.calls.append((path, body))
+        if path == "/health":
+            return None
+        if path in ("/version", "/server_info"):
+            return {"version": self.software, "tp_size": 1, "pp_size": 1}
+        if path in ("/inference/v1/generate", "/generate"):
+            return self._generated(body, fault)
+        if path in ("/inference/v1/abort_requests", "/abort_request"):
+            names = body.get("request_ids") or [body["rid"]]
+            self.aborted |= {name.removeprefix("generate-tokens-") for name in names}
+            return {}
+        if path in ("/pause", "/pause_generation"):
+            self.computes.clear()
+        elif path in ("/resume", "/continue_generation"):
+            self.computes.set()
+        elif path == "/update_weights":
+            self.answers.load(body["update_info"])
+        elif path == "/update_weights_from_disk":
+            self.answers.load({"path": f"{body['model_path']}/model.safetensors"})
+        elif path in ("/finish_weight_update", "/update_weight_version"):
+            self.answers.finish()
+            self.version = body.get("weight_version") or body["new_version"]
+        elif path == "/reset_prefix_cache":
+            return {"success": fault != "no_success" and "reset_running_requests=true" in query}
+        elif path == "/flush_cache":
+            return "Cache flushed."
+        return {"success": fault != "no_success"}
+
+    def _generated(self, body: dict[str, Any], fault: str | None) -> Any:
+        asked, wants_prompt = self._asked(body)
+        if any(token < 0 for token in asked.prompt) or not asked.prompt:
+            return Refusal(400, "token ids are not right")
+        if wants_prompt:
+            return self._scored(asked.prompt)
+        name = body.get("request_id") or body.get("rid") or ""
+        with self.lock:
+            self.running[name] += 1
+        self.before_answer(asked)
+        end_s = time.monotonic() + self.delay_s
+        while time.monotonic() < end_s and name not in self.aborted:
+            time.sleep(0.005)
+        self.computes.wait()
+        answer = self.answers.complete(asked)
+        room = self.max_len - len(asked.prompt)
+        tokens, logprobs = answer.tokens[:room], answer.logprobs[:room]
+        finish = "stop" if tokens[-1] in asked.stops else "length"
+        if name in self.aborted or fault == "aborted":
+            finish = "abort"
+        if fault == "cut_short":
+            tokens, logprobs, finish = tokens[:-1], logprobs[:-1], "length"
+        spans = [{"version": self.version, "start": 0, "end": len(tokens)}]
+        if fault == "wrong_spans":
+            spans[0]["end"] = len(tokens) - 1
+        listed: list[float | None] = list(logprobs)
+        if fault == "null_logprob":
+            listed[0] = None
+        named = [token + 1 if fault == "other_tokens" else token for token in tokens]
+        routes = None if answer.experts is None else self._routes(answer.experts, len(tokens), asked, fault)
+        if self.kind == "vllm":
+            choice = {
+                "index": 0,
+                "finish_reason": finish,
+                "token_ids": list(tokens),
+                "logprobs": {
+                    "content": [
+                        {"token_id": token, "logprob": value, "top_logprobs": []}
+                        for token, value in zip(named, listed, strict=True)
+                    ]
+                },
+                "weight_versions": spans,
+                "routed_experts": routes,
+            }
+            return {"request_id": name, "choices": [choice], "prompt_logprobs": None}
+        meta = {
+            "id": name,
+            "finish_reason": {"type": finish},
+            "output_token_logprobs": [
+                [value, token, None] for value, token in zip(listed, named, strict=True)
+            ],
+            "weight_versions": spans,
+        }
+        if body.get("return_routed_experts"):
+            meta["routed_experts"] = routes
+        return {"output_ids": list(tokens), "meta_info": meta}
+
+    def _asked(self, body: dict[str, Any]) -> tuple[Asked, bool]:
+        parameters = body["sampling_params"]
+        names = {
+            "vllm": ("token_ids", "seed", "max_tokens"),
+            "sglang": ("input_ids", "sampling_seed", "max_new_tokens"),
+        }
+        ids, seed, max_tokens = names[self.kind]
+        wants_prompt = "prompt_logprobs" in parameters or body.get("logprob_start_len") == 0
+        asked = Asked(
+            prompt=tuple(body[ids]),
+            seed=parameters.get(seed, 0),
+            max_tokens=parameters[max_tokens],
+            temperature=parameters.get("temperature", 1.0),
+            top_k=max(parameters.get("top_k", 0), 0),
+            stops=frozenset(parameters.get("stop_token_ids", ())),
+            never=frozenset(int(token) for token in parameters.get("logit_bias", {})),
+            salt=body.get("cache_salt") or body.get("extra_key") or "",
+        )
+        return asked, wants_prompt
+
+    def _scored(self, tokens: Sequence[int]) -> Any:
+        logprobs = self.answers.score(tokens)
+        if self.kind == "vllm":
+            entries = [
+                {str(token): {"logprob": value}} for token, value in zip(tokens[1:], logprobs, strict=True)
+            ]
+            return {"choices": [], "prompt_logprobs": [None, *entries]}
+        pairs = [[value, token, None] for token, value in zip(tokens[1:], logprobs, strict=True)]
+        return {"output_ids": [0], "meta_info": {"input_token_logprobs": [[None, tokens[0], None], *pairs]}}
+
+    def _routes(self, experts: NDArray[np.int64], length: int, asked: Asked, fault: str | None) -> str | None:
+        rows = experts[: len(asked.prompt) + length - 1].copy()
+        if fault == "no_routes":
+            return None
+        if fault == "missing_row":
+            rows = rows[:-1]
+        elif fault == "zero_layer":
+            rows[:, 1] = 0
+        elif fault == "expert_twice":
+            rows[0, 0] = rows[0, 0, 0]
+        elif fault == "no_such_expert":
+            rows[0, 0, 0] = 200
+        if self.dense_layers:
+            dense = np.zeros((len(rows), self.dense_layers, rows.shape[2]), rows.dtype)
+            rows = np.concatenate([dense, rows], 1)
+        if self.kind == "sglang":
+            return base64.b64encode(rows.astype(np.int32).tobytes()).decode()
+        file = io.BytesIO()
+        np.save(file, rows.astype(self.routes_dtype))
+        return base64.b64encode(file.getvalue()).decode()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    status: int
+    text: str
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeServer
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_GET(self) -> None:
+        self._do({})
+
+    def do_POST(self) -> None:
+        self._do(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
+
+    def _do(self, body: dict[str, Any]) -> None:
+        parts, fake = urlsplit(self.path), self.fake
+        if fake.api_key is not None and self.headers["Authorization"] != f"Bearer {fake.api_key}":
+            self._send(401, b'{"error": "Unauthorized"}')
+            return
+        fault = fake.fault_of(parts.path)
+        if fault == "close_at_once":
+            fake.calls.append((parts.path, body))
+            self.close_connection = True
+            return
+        if fault == "hang":
+            fake.calls.append((parts.path, body))
+            fake.ended.wait(HANG_S)
+            return
+        if fault in ("status_500", "refused"):
+            fake.calls.append((parts.path, body))
+            self._send(500 if fault == "status_500" else 400, b'{"error": {"message": "told to"}}')
+            return
+        found = fake.answer(parts.path, parts.query, body, fault)
+        if isinstance(found, Refusal):
+            self._send(found.status, found.text.encode())
+            return
+        content = (
+            b"" if found is None else found.encode() if isinstance(found, str) else json.dumps(found).encode()
+        )
+        self._send(200, b"<html>" if fault == "not_json" else content, fault)
+
+    def _send(self, status: int, content: bytes, fault: str | None = None) -> None:
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if fault == "close":
+                content = content[: len(content) // 2]
+            if fault != "trickle":
+                self.wfile.write(content)
+                return
+            for place in range(len(content)):
+                self.wfile.write(content[place : place + 1])
+                if self.fake.ended.wait(0.1):
+                    return
+        except OSError:
+            pass  # the client has given up
+
+
+def main() -> None:
+    """Serve as a vLLM or SGLang server would that is started with the same arguments."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", "--model-path", required=True)
+    parser.add_argument("--die", action="store_true")
+    arguments, others = parser.parse_known_args()
+    with open(f"{arguments.model}/config.json") as file:
+        vocab = json.load(file)["vocab_size"]
+    sys.stdout.write(f"started with {' '.join(others)}\n")
+    sys.stdout.flush()
+    if arguments.die:
+        raise SystemExit("no memory left for the model")
+    with FakeServer(TableAnswers(vocab), port=arguments.port) as server:
+        server.ended.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""vLLM's and SGLang's protocols against a server that speaks them, with the faults of real ones."""
+
+import math
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.served_routes import pick_layers
+from mcore_rl.rl.engines.server_api import ServerApi, ServerError
+from mcore_rl.rl.engines.sglang_api import SglangApi
+from mcore_rl.rl.engines.vllm_api import VllmApi, logprobs_mode
+from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.types import VersionSpan
+from tests.fake_server import FakeServer
+
+VOCAB = 64
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
+SAMPLING = Sampling(max_new_tokens=5, cut=Cut(temperature=0.7), stop_tokens=frozenset({70}))
+KINDS = ["vllm", "sglang"]
+
+
+def api_of(
+    server: FakeServer, *, request_timeout_s: float = 5.0, vocab: int = VOCAB, **http: str
+) -> ServerApi:
+    client = HttpClient(server.url, **http)
+    if server.kind == "vllm":
+        return VllmApi(client, vocab_size=vocab, request_timeout_s=request_timeout_s, update_timeout_s=5.0)
+    return SglangApi(
+        client,
+        vocab_size=vocab,
+        experts_per_token=2,
+        request_timeout_s=request_timeout_s,
+        update_timeout_s=5.0,
+    )
+
+
+@pytest.fixture(params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    with FakeServer(kind=request.param) as found:
+        yield found
+
+
+def test_all_rules_of_sampling_are_sent_and_the_answer_is_read(server: FakeServer) -> None:
+    """Each field is sent, since a server has defaults of its own; ids beyond the tokenizer's are forbidden."""
+    sampling = Sampling(
+        max_new_tokens=5, cut=Cut(temperature=0.7), stop_tokens=frozenset({9, 3}), vocab_size=VOCAB - 2
+    )
+    made = api_of(server).generate((5, 6), sampling, 11, salt="v3", request_id="a1")
+    tokens = [(11 * 7919 + t * 104729 + 5) % VOCAB for t in range(5)]
+    tokens = [0 if token >= VOCAB - 2 else token for token in tokens]
+    assert made.tokens_T == tuple(tokens) and made.finish == "length"
+    assert made.logprobs_T == pytest.approx([-math.log(VOCAB)] * 5)
+    assert made.versions == (VersionSpan(0, 0, 5),) and made.experts_TLK is None
+    (body,) = server.bodies(GENERATE[server.kind])
+    common = {"temperature": 0.7, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True, "stop_token_ids": [3, 9]}
+    common["logit_bias"] = {"62": -100.0, "63": -100.0}
+    if server.kind == "vllm":
+        assert body == {
+            "request_id": "a1",
+            "model": "policy",
+            "token_ids": [5, 6],
+            "cache_salt": "v3",
+            "sampling_params": common | {"seed": 11, "top_k": 0, "max_tokens": 5, "logprobs": 0},
+        }
+    else:
+        sent = common | {"sampling_seed": 11, "top_k": -1, "max_new_tokens": 5, "no_stop_trim": True}
+        assert body == {
+            "rid": "a1",
+            "input_ids": [5, 6],
+            "extra_key": "v3",
+            "sampling_params": sent,
+            "return_logprob": True,
+            "return_routed_experts": False,
+        }
+
+
+def test_a_stop_token_ends_with_stop_also_at_the_last_place(server: FakeServer) -> None:
+    free = api_of(server).generate((5,), SAMPLING, 1, salt="v0", request_id="a")
+    for place in (2, 4):
+        stops = Sampling(max_new_tokens=5, stop_tokens=frozenset({free.tokens_T[place]}))
+        made = api_of(server).generate((5,), stops, 1, salt="v0", request_id="b")
+        assert made.finish == "stop" and made.tokens_T == free.tokens_T[: place + 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("status_500", "status 500"),
+        ("refused", "status 400: .*told to"),
+        ("close_at_once", "RemoteDisconnected"),
+        ("close", "bytes too early"),
+        ("not_json", "no JSON: <html>"),
+        ("aborted", "ended by 'abort'"),
+        ("wrong_spans", "spans of versions"),
+        ("other_tokens", "not of the tokens"),
+        ("null_logprob", "None is no logprob"),
+        ("cut_short", "cut at 4 tokens, and 5 were asked for.*--max-model-len"),
+    ],
+)
+def test_an_answer_that_cannot_be_right_is_an_error(server: FakeServer, fault: str, message: str) -> None:
+    server.faults.append((GENERATE[server.kind], fault))
+    api = api_of(server)
+    with pytest.raises(ServerError, match=message) as caught:
+        api.generate((5,), SAMPLING, 1, salt="v0", request_id="a")
+    assert caught.value.is_refusal == (fault == "refused")
+    assert api.generate((5,), SAMPLING, 1, salt="v0", request_id="b").finish == "length"
+
+
+@pytest.mark.parametrize("fault", ["hang", "trickle"])
+def test_silence_and_an_answer_by_the_byte_end_at_the_time_limit(fault: str) -> None:
+    with FakeServer(faults=[(GENERATE["vllm"], fault)]) as server:
+        start_s = time.monotonic()
+        with pytest.raises(ServerError, match=r"no whole answer within 0\.3 s"):
+            api_of(server, request_timeout_s=0.3).generate((5,), SAMPLING, 1, salt="v0", request_id="a")
+        assert time.monotonic() - start_s < 5.0
+
+
+def test_a_server_that_is_not_there_is_an_error_and_not_healthy() -> None:
+    with FakeServer() as server:
+        api = api_of(server)
+        assert api.is_healthy()
+    assert not api.is_healthy()
+    with pytest.raises(ServerError, match="ConnectionRefusedError"):
+        api.generate((5,), SAMPLING, 1, salt="v0", request_id="a")
+
+
+def test_an_update_calls_each_step_and_counts_no_status_as_success(server: FakeServer) -> None:
+    api = api_of(server)
+    api.pause()
+    api.start_update()
+    api.load({"path": "/weights/layer_0/model.safetensors", "crc32": "01234567"})
+    api.finish_update(7)
+    api.reset_caches()
+    api.resume()
+    wanted = {
+        "vllm": (
+            *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+            *("/reset_prefix_cache", "/resume"),
+        ),
+        "sglang": (
+            *("/pause_generation", "/begin_weight_update", "/update_weights_from_disk", "/end_weight_update"),
+            *("/update_weight_version", "/flush_cache", "/continue_generation"),
+        ),
+    }
+    assert tuple(server.paths()) == wanted[server.kind]
+    if server.kind == "vllm":
+        assert server.calls[2][1] == {
+            "update_info": {"path": "/weights/layer_0/model.safetensors", "crc32": "01234567"}
+        }
+    else:
+        assert server.calls[2][1] == {"model_path": "/weights/layer_0", "flush_cache": False}
+        assert server.calls[4][1] == {"new_version": "v7", "abort_all_requests": False}
+    assert api.generate((5,), SAMPLING, 1, salt="v7", request_id="a").versions == (VersionSpan(7, 0, 5),)
+    path = {"vllm": "/reset_prefix_cache", "sglang": "/update_weights_from_disk"}[server.kind]
+    server.faults.append((path, "no_success"))
+    with pytest.raises(ServerError, match=r"not reset|no success"):
+        api.reset_caches() if server.kind == "vllm" else api.load({"path": "/w/a"})
+
+
+def test_prompt_logprobs_are_of_the_tokens_that_were_sent(server: FakeServer) -> None:
+    assert api_of(server).prompt_logprobs((4, 5, 6)) == pytest.approx([-math.log(VOCAB)] * 2)
+
+
+def test_an_abort_names_the_request_as_the_server_does(server: FakeServer) -> None:
+    """vLLM answers 200 to an abort of a name without its beginning, and does nothing."""
+    server.delay_s = 20.0
+    api, errors = api_of(server), list[ServerError]()
+
+    def ask() -> None:
+        try:
+            api.generate((5,), SAMPLING, 1, salt="v0", request_id="a1")
+        except ServerError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not server.running["a1"]:
+        time.sleep(0.01)
+    api.abort("a1")
+    thread.join(5)
+    assert "ended by 'abort'" in str(errors[0])
+    if server.kind == "vllm":
+        assert server.bodies("/inference/v1/abort_requests") == [{"request_ids": ["generate-tokens-a1"]}]
+
+
+def test_versions_of_software_and_keys(server: FakeServer) -> None:
+    server.api_key = "secret"
+    with pytest.raises(ServerError, match="status 401"):
+        api_of(server).version()
+    assert api_of(server, api_key="secret").version() == "0.32.0"
+
+
+def test_a_server_with_a_certificate_of_ones_own_is_known_by_its_file(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "ca.pem"
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*words.split(), *names], check=True, capture_output=True)
+    with FakeServer() as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
+        url = server.url.replace("http:", "https:")
+        assert HttpClient(url, ca_file=str(certificate)).get("/version", timeout_s=5) == {
+            "version": "0.32.0",
+            "tp_size": 1,
+            "pp_size": 1,
+        }
+        with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED"):
+            HttpClient(url).get("/version", timeout_s=5)
+
+
+MODEL = ModelConfig(
+    num_layers=3, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=8, first_dense_layers=1)
+)
+ROUTED = Sampling(max_new_tokens=5, stop_tokens=frozenset({70}), with_routes=True)
+
+
+@pytest.mark.parametrize("dense_layers", [None, 1], ids=["MoE layers", "all layers"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("vllm", "uint8"), ("vllm", "uint16"), ("vllm", "int32"), ("sglang", "int32")]
+)
+def test_routes_of_both_formats_are_those_of_the_layers_that_route(
+    kind: str, dtype: str, dense_layers: int | None
+) -> None:
+    with FakeServer(kind=kind, routes_dtype=dtype, dense_layers=dense_layers) as server:
+        made = api_of(server).generate((5, 6), ROUTED, 3, salt="v0", request_id="a")
+        picked = pick_layers(server.url, made.experts_TLK, MODEL, num_tokens=6)
+        tokens = (5, 6, *made.tokens_T[:-1])
+        wanted = [[[(t + layer + 3 * k + 1) % 8 for k in (0, 1)] for layer in (0, 1)] for t in tokens]
+        assert picked.dtype == np.int32 and picked.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no_routes", "came without routes.*--enable-return-routed-experts"),
+        ("missing_row", "routes of 5 tokens, and 6 entered|routes of tokens are missing"),
+        ("zero_layer", r"the routes of layers \[2\] are all zero"),
+        ("expert_twice", "an expert of a token twice"),
+        ("no_such_expert", "experts 0 to 200, and a layer has 8"),
+    ],
+)
+def test_routes_that_cannot_be_right_are_an_error(server: FakeServer, fault: str, message: str) -> None:
+    server.faults.append((GENERATE[server.kind], fault))
+    with pytest.raises(ServerError, match=message):
+        made = api_of(server).generate((5, 6), ROUTED, 3, salt="v0", request_id="a")
+        pick_layers(server.url, made.experts_TLK, MODEL, num_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("cut", "mode"),
+    [
+        (Cut(), "processed_logprobs"),
+        (Cut(temperature=0.7), "processed_logprobs"),
+        (Cut(top_p=0.9), "raw_logprobs"),
+        (Cut(top_k=5, temperature=0.7), None),
+    ],
+)
+def test_the_mode_of_logprobs_is_the_one_before_the_cut_at_the_temperature(
+    cut: Cut, mode: str | None
+) -> None:
+    assert logprobs_mode(Sampling(max_new_tokens=1, cut=cut)) == mode
