@@ -9,12 +9,14 @@ from mcore_rl.config.extension import MODEL_PART, is_extension
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl import (
     AdvantageConfig,
+    CodeConfig,
     LossConfig,
     PromptConfig,
     RewardConfig,
     RlConfig,
     RolloutConfig,
 )
+from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 
 TOKEN_FIELDS = ("gamma", "rewards_at")
@@ -25,8 +27,9 @@ RATIO_OF_SEQUENCE = ("gspo", "gspo_token", "rspo", "kimi_k2")
 ADVANTAGE_OF_SEQUENCE = ("gspo", "rspo")
 SHIFTED = ("grpo", "ppo", "gspo", "gspo_token", "rspo")
 """Losses whose ratio the router-shift ratio may multiply, and every one of the user's own."""
-NAMED_PARTS = ("exact", "positions", "numeric", "math", "countdown", "format", "regex", "length")
-NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown")
+NAMED_PARTS = ("exact", "positions", "numeric", "math", "countdown", "code", "format", "regex", "length")
+NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown", "code")
+"""Parts that look for an answer in a completion, with rl.reward.answer_pattern."""
 
 
 def rl_violations(rl: RlConfig) -> Iterator[str]:
@@ -45,6 +48,7 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _importance_sampling(rl.loss)
     yield from _parts(rl.reward)
     yield from _part_options(rl.reward)
+    yield from _code(rl.reward)
     yield from _overlong(rl.reward, rl.rollout, rl.loss)
 
 
@@ -322,6 +326,11 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
                 f'rl.reward.parts names "{part}". Name one of {", ".join(NAMED_PARTS)}, a reward model as '
                 "`model:PATH`, or a function of yours as `package.module:function`."
             )
+    if reward.correct not in (None, "auto", *reward.parts):
+        yield (
+            f'rl.reward.correct="{reward.correct}" is not among rl.reward.parts={list(reward.parts)}. Name it there '
+            "too, with the weight 0 if it is not to be part of the reward."
+        )
     if reward.weights and len(reward.weights) != len(reward.parts):
         yield (
             f"rl.reward.weights has {len(reward.weights)} numbers for {len(reward.parts)} parts. Give one each, "
@@ -357,6 +366,26 @@ def _part_options(reward: RewardConfig) -> Iterator[str]:
         )
     elif high and low > high:
         yield f"rl.reward.length_min_tokens={low} is above length_max_tokens={high}. Lower it."
+
+
+def _code(reward: RewardConfig) -> Iterator[str]:
+    if "code" not in reward.parts:
+        yield from _unused(reward.code, CodeConfig(), "rl.reward.code", 'rl.reward.parts lacks "code"')
+    elif reward.code.timeout_s >= reward.timeout_s:
+        yield (
+            f"rl.reward.code.timeout_s={reward.code.timeout_s:g} is not below rl.reward.timeout_s="
+            f"{reward.timeout_s:g}, at which a score has failed instead of being 0. Lower it, or raise that."
+        )
+
+
+def _unused(section: Section, default: Section, name: str, reason: str) -> Iterator[str]:
+    """Yield a sentence where fields of `section` are set that nothing reads."""
+    changed = [
+        field for field in type(section).model_fields if getattr(section, field) != getattr(default, field)
+    ]
+    if changed:
+        fields = ", ".join(f"{name}.{field}" for field in changed)
+        yield f"{fields}: not used, because {reason}. Clear the section {name}, or name the part."
 
 
 def _pattern(name: str, pattern: str | None, *, groups: int) -> Iterator[str]:

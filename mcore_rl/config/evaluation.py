@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.config.extension import MODEL_PART
+from mcore_rl.config.extension import correct_part
 
 
 def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,12 +21,13 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         sizes = f"{prompts.get('smallest')} to {prompts.get('largest')}"
         source = f"{task} {sizes}, seed {config.get('train', {}).get('seed')}"
-    parts = rl.get("reward", {}).get("parts", ())
+    reward = rl.get("reward", {})
+    correct = reward.get("correct", "auto")
     return {
         "prompts": source,
         "first": evaluation.get("num_prompts"),
         "samples": evaluation.get("samples"),
         "temperature": evaluation.get("temperature"),
         "max_new_tokens": rl.get("rollout", {}).get("max_new_tokens"),
-        "correct_by": next((part for part in parts if not part.startswith(MODEL_PART)), None),
+        "correct_by": correct_part(None if correct == "none" else correct, reward.get("parts", ())),
     }

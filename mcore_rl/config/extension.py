@@ -5,7 +5,7 @@ import importlib
 import inspect
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +18,15 @@ Choice = TypeVar("Choice")
 MODEL_PART = "model:"
 """Beginning of a part of `rl.reward.parts` that is a reward model, followed by its path; no module of this name is
 looked for there."""
+
+
+def correct_part(correct: str | None, parts: Sequence[str]) -> str | None:
+    """Return the part that decides which completions are correct, from `rl.reward.correct` and `rl.reward.parts`; None:
+    none does.
+    """
+    if correct != "auto":
+        return correct
+    return next((part for part in parts if not part.startswith(MODEL_PART)), None)
 
 
 def is_extension(name: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.critic import CriticConfig
-from mcore_rl.config.extension import MODEL_PART, Extension
+from mcore_rl.config.extension import MODEL_PART, Extension, correct_part
 from mcore_rl.config.section import Probability, Seconds, Section, Text
 
 LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo"]
@@ -135,16 +135,40 @@ class EngineConfig(Section):
         return self.kind in ("vllm", "sglang")
 
 
+class CodeConfig(Section):
+    """The part `code`: the program in a completion is run against the tests of its prompt, in a sandbox."""
+
+    sandbox: Literal["auto", "bubblewrap", "nsjail"] = "auto"
+    """Program that keeps the completion's from files, network and other processes; `auto`: the first one that is
+    installed. Without one the run is refused."""
+    python: Text | None = None
+    """Interpreter of the programs, with its packages, such as the one of a virtual environment; `none`: the one that
+    runs here, without packages."""
+    tests_field: Text = "tests"
+    """Field of a prompt with its tests; a list of {"input", "output"}: the program reads the one and must write the
+    other; {"inputs": [...], "outputs": [...]}: the same in two lists; a text or a list of texts: Python, such as
+    asserts, that runs after the program. A text may also be the JSON of these."""
+    timeout_s: Seconds = 8.0
+    """Seconds that all tests of a completion may take together; those that have not passed by then have failed."""
+    memory_mib: PositiveInt = 512
+    """MiB of address space of the program, and of the files that it may write."""
+    partial: bool = False
+    """Give the fraction of the tests that pass; otherwise 1 where all do, else 0."""
+
+
 class RewardConfig(Section):
     """Reward of a completion: a weighted sum of named parts, each between its own bounds."""
 
     parts: tuple[str | Extension, ...] = ("exact",)
-    """Parts of the reward: `exact`, `positions`, `numeric`, `math`, `countdown`, `format`, `regex`, `length`, your own
-    function as `module:function`, or a reward model as `model:PATH`, a checkpoint or run of `mcore-rl rm` with the
-    policy's tokenizer, which scores prompt and completion at the last token. A completion is correct when the first
-    part that is no model gives 1 or more."""
+    """Parts of the reward: `exact`, `positions`, `numeric`, `math`, `countdown`, `code`, `format`, `regex`, `length`,
+    your own function as `module:function`, or a reward model as `model:PATH`, a checkpoint or run of `mcore-rl rm` with
+    the policy's tokenizer, which scores prompt and completion at the last token."""
     weights: tuple[float, ...] = ()
     """Weight of each part; an empty list: 1 each."""
+    correct: Text | None = "auto"
+    """Part that decides which completions are correct: those to which it gives 1 or more. Its weight may be 0; `auto`:
+    the first part that is a rule or a function; `none`: no part decides, and no accuracy is reported."""
+    code: CodeConfig = CodeConfig()
     answer_pattern: Text | None = None
     """Regular expression whose last match's first group is the answer of a completion; `none`: all of its text."""
     format_pattern: Text | None = None
@@ -187,8 +211,8 @@ class RewardConfig(Section):
 
     @property
     def correct_part(self) -> str | None:
-        """Part that decides which completions are correct; None: all parts are reward models."""
-        return next((part for part in self.parts if not part.startswith(MODEL_PART)), None)
+        """Part that decides which completions are correct; None: none does."""
+        return correct_part(self.correct, self.parts)
 
     @property
     def without_models(self) -> "RewardConfig | None":
@@ -201,9 +225,9 @@ class RewardConfig(Section):
         ]
         if not rest:
             return None
-        return self.model_copy(
-            update={"parts": tuple(part for part, _ in rest), "weights": tuple(weight for _, weight in rest)}
-        )
+        parts, weights = zip(*rest, strict=True)
+        correct = self.correct_part if self.correct_part in parts else None
+        return self.model_copy(update={"parts": parts, "weights": weights, "correct": correct})
 
 
 class AdvantageConfig(Section):

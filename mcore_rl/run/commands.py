@@ -87,6 +87,14 @@ def problems_arguments(parser: argparse.ArgumentParser) -> None:
         help="write pairs for a reward model: the right answer, and one with a changed character",
     )
     parser.add_argument("--output", type=Path, required=True, help="the file to write, JSON lines")
+    parser.add_argument(
+        "--valid",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="also write so many problems that are not in OUTPUT to the file beside it (pairs_valid.jsonl for "
+        "pairs.jsonl), to validate on (default 0)",
+    )
 
 
 def reward_arguments(parser: argparse.ArgumentParser) -> None:

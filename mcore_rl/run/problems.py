@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 import string
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -13,13 +14,16 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.files import written_atomically
 from mcore_rl.rl.prompts import TaskProblems, held_out_problems
+from mcore_rl.rl.types import Problem
 
 FIRST_INDEX = 2**32
 """Index of the first problem; reinforcement learning counts its problems from 0, so that these are others."""
+FIRST_VALID_INDEX = 2**33
+"""Index of the first problem to validate on."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write `args.count` problems to `args.output`."""
+    """Write `args.count` problems to `args.output`, and `args.valid` others to the file beside it."""
     config = load_config(RlRunConfig, Path(args.config), args.overrides)
     prompts, seed = config.rl.prompts, config.train.seed
     if prompts.task == "file":
@@ -27,29 +31,49 @@ def main(args: argparse.Namespace) -> int:
             'rl.prompts.task="file": its problems are in rl.prompts.files already. Name a built-in task.'
         )
     held_out = frozenset(problem.prompt for problem in held_out_problems(config.rl.eval, prompts, seed))
-    problems = TaskProblems(config=prompts, seed=seed, held_out=held_out)
+    kind = "pairs of answers to problems" if args.preferences else "problems"
+    # The problems to validate on are chosen first, and none of the others has their text.
+    valid = TaskProblems(config=prompts, seed=seed, held_out=held_out)
+    to_validate = [valid[index] for index in range(FIRST_VALID_INDEX, FIRST_VALID_INDEX + args.valid)]
+    problems = TaskProblems(
+        config=prompts, seed=seed, held_out=held_out | {problem.prompt for problem in to_validate}
+    )
+    to_learn = (problems[index] for index in range(FIRST_INDEX, FIRST_INDEX + args.count))
+    line = line_of_pair if args.preferences else line_of_problem
+    _write(args.output, (line(problem, seed) for problem in to_learn))
+    text = f"{args.output}: {args.count} {kind} of {prompts.task}, none of the {len(held_out)} held out for evaluation"
+    if args.valid:
+        path = valid_path(args.output)
+        _write(path, (line(problem, seed) for problem in to_validate))
+        text += f"\n{path}: {args.valid} others to validate on"
+    Console().print(text, soft_wrap=True)
+    return 0
+
+
+def valid_path(output: Path) -> Path:
+    """Return the file beside `output` with the problems to validate on: pairs_valid.jsonl beside pairs.jsonl."""
+    return output.with_stem(f"{output.stem}_valid")
+
+
+def line_of_problem(problem: Problem, seed: int) -> dict[str, str]:
+    """Return a problem as a line to fine-tune on; nothing of it depends on `seed`."""
+    return {"prompt": problem.prompt, "answer": problem.answer, "response": problem.answer}
+
+
+def line_of_pair(problem: Problem, seed: int) -> dict[str, str]:
+    """Return a problem as a line with its answer and a wrong one, which depends on `seed`."""
+    wrong = wrong_answer(problem.answer, random.Random(f"{seed}/{problem.problem_id}"))
+    return {"prompt": problem.prompt, "answer": problem.answer, "chosen": problem.answer, "rejected": wrong}
+
+
+def _write(path: Path, lines: Iterable[dict[str, str]]) -> None:
     try:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with written_atomically(args.output) as unfinished, unfinished.open("w", encoding="utf-8") as file:
-            for index in range(FIRST_INDEX, FIRST_INDEX + args.count):
-                problem = problems[index]
-                line = {"prompt": problem.prompt, "answer": problem.answer}
-                if args.preferences:
-                    wrong = wrong_answer(problem.answer, random.Random(f"{seed}/{index}"))
-                    line |= {"chosen": problem.answer, "rejected": wrong}
-                else:
-                    line["response"] = problem.answer
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_atomically(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+            for line in lines:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise DataError(
-            f"{args.output} cannot be written: {error.strerror}. Choose another --output."
-        ) from error
-    kind = "pairs of answers to problems" if args.preferences else "problems"
-    Console().print(
-        f"{args.output}: {args.count} {kind} of {prompts.task}, none of the {len(held_out)} held out for evaluation",
-        soft_wrap=True,
-    )
-    return 0
+        raise DataError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error
 
 
 def wrong_answer(answer: str, generator: random.Random) -> str:

@@ -159,9 +159,14 @@ class Sandbox:
                 f"needs --security-opt seccomp=unconfined); bubblewrap must be 0.7 or newer."
             )
 
-    def run(self, program: str, stdin: str = "") -> ProgramResult:
-        """Run the Python source `program` with `stdin` as its standard input, and return how it ended."""
-        return self._run(program, stdin, self.limits)
+    def run(self, program: str, stdin: str = "", *, time_s: float | None = None) -> ProgramResult:
+        """Run the Python source `program` with `stdin` as its standard input, and return how it ended.
+
+        Args:
+            time_s: seconds that it may take; None: those of the limits.
+        """
+        limits = self.limits if time_s is None else self.limits._replace(time_s=time_s)
+        return self._run(program, stdin, limits)
 
     def _run(self, program: str, stdin: str, limits: SandboxLimits) -> ProgramResult:
         source = program.encode("utf-8", "replace")

@@ -15,6 +15,7 @@ from mcore_rl.config.rl import RewardConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
+from mcore_rl.rl.rewards.code import code_function
 from mcore_rl.rl.rewards.failures import FailedPart
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
 from mcore_rl.rl.rewards.worker import Job, Outcome, RewardWorkers, Score
@@ -43,7 +44,7 @@ class Scores:
     failures: tuple[FailedPart, ...]
     """Parts that gave no number, in the order of the completions."""
     correct_part: str | None
-    """Part that decides which completions are correct; None: all parts are reward models."""
+    """Part that decides which completions are correct; None: none does."""
 
     @property
     def correct_PG(self) -> Tensor | None:
@@ -189,6 +190,8 @@ def part_function(name: str, config: RewardConfig) -> RewardFunction:
         from mcore_rl.rl.rewards.mathematics import math_equal  # its parser takes half a second
 
         return partial(math_equal, answer_pattern=pattern)
+    if name == "code":
+        return code_function(config.code, pattern)
     functions: dict[str, RewardFunction] = {
         "exact": partial(rules.exact, answer_pattern=pattern),
         "positions": partial(rules.positions, answer_pattern=pattern),

@@ -152,5 +152,12 @@ def test_a_language_model_and_another_vocabulary_are_refused(one_rank: Mesh, tmp
 
 
 def test_the_conditions_of_an_accuracy_name_the_part_that_decides_it() -> None:
-    for parts, decides in ((["model:a", "exact"], "exact"), (["model:a"], None), (["numeric"], "numeric")):
-        assert evaluation_conditions({"rl": {"reward": {"parts": parts}}})["correct_by"] == decides
+    for reward, decides in (
+        ({"parts": ["model:a", "exact"]}, "exact"),
+        ({"parts": ["model:a"]}, None),
+        ({"parts": ["numeric"], "correct": "auto"}, "numeric"),
+        ({"parts": ["length", "numeric"], "correct": "numeric"}, "numeric"),
+        ({"parts": ["length"], "correct": "none"}, None),
+        ({"parts": ["length"], "correct": None}, None),
+    ):
+        assert evaluation_conditions({"rl": {"reward": reward}})["correct_by"] == decides

@@ -27,6 +27,24 @@ def test_it_writes_problems_with_answers_none_of_them_held_out(tmp_path: Path) -
     assert list(output.parent.iterdir()) == [output]
 
 
+def test_problems_to_validate_on_are_in_no_line_to_learn_from(tmp_path: Path) -> None:
+    """Of the 1,100 numbers of two and three digits, 64 are held out and 300 draws to validate on."""
+    small = ["rl.prompts.smallest=2", "rl.prompts.largest=3", "--preferences"]
+    words = ["--count", "3000", "--valid", "300", "--output", str(tmp_path / "pairs.jsonl")]
+    assert main(["problems", str(RECIPE), *small, *words]) == 0
+    learned, validated = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("pairs.jsonl", "pairs_valid.jsonl")
+    )
+    assert (len(learned), len(validated)) == (3000, 300)
+    prompts = {line["prompt"] for line in learned}
+    assert len(prompts) > 600
+    assert not prompts & {line["prompt"] for line in validated}
+    for line in validated:
+        assert line["chosen"] == line["prompt"][:-1][::-1]
+        assert sum(a != b for a, b in zip(line["chosen"], line["rejected"], strict=True)) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -1,0 +1,75 @@
+"""The part `code` of a reward, in bubblewrap."""
+
+import json
+
+import pytest
+
+from mcore_rl.config.rl import CodeConfig, RewardConfig
+from mcore_rl.rl.rewards.code import code_function
+from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.rewards.score import Reward
+from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+
+SQUARE = "Here it is:\n```python\ndef square(x):\n    return x * x\n```\nDone."
+ASSERTS = ["assert square(3) == 9", "assert square(-2) == 4"]
+PAIRS = [{"input": "3\n", "output": "9"}, {"input": "-2\n", "output": "4\n"}]
+READS = "x = int(input())\nprint(x * abs(x), ' ')"
+
+
+def given(completion, tests, **fields):
+    return RewardInput(
+        prompt="?",
+        completion=completion,
+        answer="",
+        num_tokens=1,
+        is_truncated=False,
+        fields={"tests": tests, **fields},
+    )
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "share", "reason"),
+    [
+        (SQUARE, ASSERTS, 1.0, ""),
+        (SQUARE, json.dumps(ASSERTS), 1.0, ""),
+        (SQUARE, "\n".join(ASSERTS), 1.0, ""),
+        ("def square(x):\n    return 3 * x", ASSERTS, 0.5, "test 2: AssertionError"),
+        # Programs that try to pass without passing.
+        ("import os; os._exit(0)", ASSERTS, 0.0, "test 1: not reached"),
+        ("import sys; sys.exit(0)", ASSERTS, 0.0, "test 1: not reached"),
+        ("print('0'); print('1')\ndef square(x): raise SystemExit", ASSERTS, 0.0, "test 1: SystemExit"),
+        ("def square(x)", ASSERTS, 0.0, "test 1: SyntaxError: expected ':'"),
+        (READS, PAIRS, 0.5, "for '-2' the output is '-4', wanted '4'"),
+        (READS, {"inputs": ["3", ["2", "5"]], "outputs": ["9", "4"]}, 1.0, ""),
+        ("print(9)\nraise SystemExit(1)", PAIRS, 0.0, "for '3': status 1"),
+    ],
+)
+def test_the_program_of_a_completion_is_scored_by_the_tests_of_its_prompt(completion, tests, share, reason):
+    for partial, wanted in ((True, share), (False, float(share == 1))):
+        function = code_function(CodeConfig(sandbox="bubblewrap", partial=partial), "")
+        assert function(given(completion, tests)) == (wanted, reason)
+
+
+def test_a_program_that_does_not_end_is_wrong_and_one_without_tests_fails():
+    config = CodeConfig(timeout_s=1.5, tests_field="checks")
+    function = code_function(config, "")
+    assert function(given("while True: pass", None, checks=ASSERTS)) == (0.0, "test 1: the time was over")
+    with pytest.raises(ValueError, match='field "checks" is 3; wanted tests'):
+        function(given(SQUARE, ASSERTS, checks=3))
+
+
+def test_a_reward_has_code_as_a_part_that_decides_what_is_correct():
+    problem = Problem(problem_id="p", prompt="?", answer="", fields={"tests": ASSERTS})
+    completions = tuple(
+        Completion(text=text, tokens_T=(1,), logprobs_T=(0.0,), versions=single_version(0, 1), finish="stop")
+        for text in (SQUARE, "def square(x): return 9")
+    )
+    group = Group(prompt=Prompt(problem=problem, tokens_T=(1,)), completions=completions)
+    with Reward(
+        RewardConfig(parts=("length", "code"), correct="code", length_max_tokens=4), max_new_tokens=8
+    ) as reward:
+        scores = reward([group])
+    assert scores.parts["code"].tolist() == [[1.0, 0.0]]
+    assert scores.correct_PG is not None
+    assert scores.correct_PG.tolist() == [[1.0, 0.0]]
+    assert scores.reasons_PG[0][1] == {"code": "test 2: AssertionError"}
