@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.recipes import cluster_file
 
 PIPELINE = "pipeline"
 
@@ -19,10 +20,10 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
     parser.add_argument(
         "--cluster",
-        type=Path,
+        type=cluster_file,
         required=True,
-        metavar="CLUSTER.toml",
-        help="where it runs: launch/clusters has examples, docs/slurm.md explains every field",
+        metavar="CLUSTER",
+        help="where it runs: a .toml file, or an example of launch/clusters by its name; docs/slurm.md explains it",
     )
     parser.add_argument(
         "--nodes", type=positive, metavar="N", help="nodes (a pipeline's stages have their own)"

@@ -1,5 +1,8 @@
-"""The recipes of launch/recipes, found by name: `tiny_moe/grpo` is launch/recipes/tiny_moe/grpo.toml."""
+"""Recipes and clusters, found by name: `tiny_moe/grpo` is launch/recipes/tiny_moe/grpo.toml, and `example_h100`
+launch/clusters/example_h100.toml.
+"""
 
+import argparse
 import difflib
 import os
 import tomllib
@@ -11,6 +14,7 @@ from mcore_rl.errors import ConfigError
 
 # The package `launch` lies beside `mcore_rl`: in the repository, in a job's copy of the code, and when installed.
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
+CLUSTERS = RECIPES.parent / "clusters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,24 @@ def config_file(path: Path, folder: Path = RECIPES) -> Path:
     raise ConfigError(
         f"There is no file {path}, and no recipe of that name. {remedy}`mcore-rl recipes` lists them."
     )
+
+
+def cluster_file(text: str) -> Path:
+    """Return the file that --cluster on the command line means: a file, or the example of that name.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no such file and no such example; the message names all of them.
+    """
+    path = Path(text)
+    if path.suffix == ".toml" or os.path.exists(path):
+        return path
+    files = recipe_files(CLUSTERS)
+    if text not in files:
+        raise argparse.ArgumentTypeError(
+            f"there is no file {text}, and no example of that name: {', '.join(files)}. Copy one of {CLUSTERS} into a "
+            "file of your own, and name that"
+        )
+    return files[text]
 
 
 def recipe_files(folder: Path = RECIPES) -> dict[str, Path]:

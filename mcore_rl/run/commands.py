@@ -10,6 +10,7 @@ from launch.arguments import attach_arguments, jobs_arguments, launch_arguments
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.migrate import BACKUP
+from mcore_rl.config.recipes import cluster_file
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig
@@ -336,10 +337,10 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     _overrides(parser)
     parser.add_argument(
         "--cluster",
-        type=Path,
+        type=cluster_file,
         required=True,
-        metavar="CLUSTER.toml",
-        help="where it would run: launch/clusters has examples; node.device names the GPU",
+        metavar="CLUSTER",
+        help="where it would run: a .toml file, or an example of launch/clusters by its name (example_h100)",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")
@@ -555,7 +556,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "plan": Command(
         summary="Plan a training on a cluster without a GPU: memory of every rank, seconds of a step, meshes that fit.",
-        example="mcore-rl plan qwen3_30b_a3b/pretrain --cluster launch/clusters/example_h100.toml --nodes 2 --search",
+        example="mcore-rl plan qwen3_30b_a3b/pretrain --cluster example_h100 --nodes 2 --search",
         add_arguments=plan_arguments,
         module="mcore_rl.run.plan",
     ),
@@ -593,7 +594,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "launch": Command(
         summary="Check a training, write its Slurm job, and submit it; with --dry-run show it.",
-        example="mcore-rl launch tiny_moe/pretrain --cluster launch/clusters/example_cpu.toml --nodes 4",
+        example="mcore-rl launch tiny_moe/pretrain --cluster example_cpu --nodes 4",
         add_arguments=launch_arguments,
         module="launch.submit",
     ),

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.load import load_config
-from mcore_rl.config.recipes import RECIPES, config_file, recipe_files, recipes
+from mcore_rl.config.recipes import CLUSTERS, RECIPES, cluster_file, config_file, recipe_files, recipes
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.run import cli
@@ -91,3 +91,17 @@ def test_the_command_lists_every_recipe_that_can_be_run(capsys):
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")}
     bases = {name for name in recipe_files() if name.endswith("/model")} | {"tiny_moe/rl"}
     assert listed == set(recipe_files()) - bases
+
+
+def test_an_example_of_a_cluster_is_found_by_its_name_and_a_file_by_its_path(tmp_path, capsys):
+    assert cluster_file("example_h100") == CLUSTERS / "example_h100.toml"
+    assert cluster_file("mine.toml") == Path("mine.toml")
+    (tmp_path / "mine").write_text("")
+    assert cluster_file(f"{tmp_path}/mine") == tmp_path / "mine"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "qwen3_30b_a3b/pretrain", "--cluster", "h100", "--nodes", "2"])
+    assert ended.value.code == 2
+    assert (
+        "there is no file h100, and no example of that name: example_a100_apptainer, "
+        in capsys.readouterr().err
+    )
