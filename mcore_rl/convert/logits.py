@@ -22,13 +22,6 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at
 from mcore_rl.convert.copying.progress import ByteProgress
-from mcore_rl.convert.copying.regions import (
-    RegionCopy,
-    composed,
-    copies_into_hf,
-    copies_into_megatron,
-    whole,
-)
 from mcore_rl.convert.hf.folder import is_hf
 from mcore_rl.convert.hf.model import HfModel, MtpLayers
 from mcore_rl.convert.hf.source import HfSource
@@ -38,6 +31,13 @@ from mcore_rl.convert.megatron.source import DistSource
 from mcore_rl.convert.verify import open_model
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import weight_map
+from mcore_rl.families.regions import (
+    RegionCopy,
+    composed,
+    copies_into_hf,
+    copies_into_megatron,
+    whole,
+)
 from mcore_rl.families.weight_map import AxisRange
 from mcore_rl.model.build import build_uninitialized, unwrap
 from mcore_rl.model.global_tensors import LocalShard, local_shards

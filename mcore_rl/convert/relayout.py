@@ -10,7 +10,6 @@ from mcore_rl.checkpoint.weights import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
-from mcore_rl.convert.copying.regions import RegionCopy, whole
 from mcore_rl.convert.megatron.layouts import KeyLayout, KeyTranslation, is_stacked, refuse_singletons
 from mcore_rl.convert.megatron.model import EMBEDDING, DistModel, open_dist_model
 from mcore_rl.convert.megatron.writer import (
@@ -24,6 +23,7 @@ from mcore_rl.convert.megatron.writer import (
     write_metadata,
 )
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.regions import RegionCopy, whole
 from mcore_rl.families.weight_map import AxisRange, Shape, listed
 
 

@@ -12,13 +12,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunk_at, chunks_of, common_dtype
 from mcore_rl.convert.copying.progress import ByteProgress
-from mcore_rl.convert.copying.regions import (
-    RegionCopy,
-    composed,
-    copies_into_hf,
-    copies_into_megatron,
-    whole,
-)
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.convert.hf.folder import HfFolder, is_hf, open_hf
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, open_hf_model
@@ -26,6 +19,13 @@ from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.convert.megatron.model import DistModel, disagreements, open_dist_model
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.families import weight_map
+from mcore_rl.families.regions import (
+    RegionCopy,
+    composed,
+    copies_into_hf,
+    copies_into_megatron,
+    whole,
+)
 
 SAME = "the same values"
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.convert.hf.model import open_hf_model
 from mcore_rl.convert.logits import largest_distance
 from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
 from mcore_rl.families import weight_map
@@ -29,7 +30,7 @@ from tests.conversion import (
 from tests.hf_models import TOLERANCE, oracle, random_tokens
 from tests.hf_weights import to_global
 from tests.parallel.checkpointing import config_of, trained
-from tests.parallel.converted import logits_of_checkpoints, weight_bytes
+from tests.parallel.converted import described, logits_of_checkpoints, streamed_weights, weight_bytes
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -85,6 +86,47 @@ def test_logits_of_imported_checkpoints_equal_those_of_transformers(
         assert len(answers) == config.smallest_world // config.pp
         for answer_BSV in answers:
             torch.testing.assert_close(answer_BSV[..., :1003], logits_BSV, rtol=0, atol=TOLERANCE, msg=case)
+
+
+STREAMED = {
+    "one rank": (MeshConfig(), 1 << 14),
+    "tp2-ep2-pp2": (MeshConfig(tp=2, ep=2, pp=2), 1 << 12),
+    "tp2-etp2": (MeshConfig(tp=2, etp=2), 1 << 12),
+}
+"""Meshes, and the most bytes of a message, which is far less than a layer has."""
+CUT_STREAMED = ("qwen3_moe", "deepseek_v3", "tied")
+"""Cases that are streamed from several ranks."""
+
+
+@pytest.mark.parametrize("mesh", STREAMED)
+def test_weights_that_are_streamed_equal_an_export_and_need_the_memory_of_a_layer(
+    mesh: str, checkpoints: Converted, tmp_path: Path
+) -> None:
+    config, message_bytes = STREAMED[mesh]
+    tied = CASES["qwen3_moe"] | {"vocab_size": 1003, "tie_word_embeddings": True}
+    source = saved("qwen3_moe", tmp_path / "tied hf", **tied)
+    every = checkpoints | {"tied": (oracle("qwen3_moe", **tied).ours, imported(source, tmp_path / "tied"))}
+    if config.smallest_world == 1:
+        mtp = write_hf(tmp_path / "mtp hf", *with_mtp())
+        every["mtp"] = (open_hf_model(mtp, vocab_multiple=16).model, imported(mtp, tmp_path / "mtp"))
+    cases = every if config.smallest_world == 1 else CUT_STREAMED
+    wanted = {case: every[case] for case in cases if fits(every[case][0], config)}
+    assert len(wanted) == (13 if config.smallest_world == 1 else 3)
+    ranks = run_ranks(streamed_weights, config.smallest_world, config, wanted, message_bytes)
+    for case, (model, checkpoint) in wanted.items():
+        tensors = read_hf(exported(checkpoint, tmp_path / f"{case} exported", mtp="drop"))
+        if model.tied_embeddings:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        to_rank = min(1, len(ranks) - 1)
+        gathered = ranks[to_rank][case]
+        assert gathered.tensors == {name: described(tensor) for name, tensor in tensors.items()}
+        layers = [f"model.layers.{layer}." for layer in range(model.num_layers)]
+        assert [name for name in gathered.buckets if "layers" in name] == layers
+        largest = max(gathered.buckets.values())
+        assert gathered.most_bytes <= largest + 2 * message_bytes
+        for rank in (rank[case] for index, rank in enumerate(ranks) if index != to_rank):
+            assert not rank.tensors
+            assert rank.most_bytes <= 2 * message_bytes
 
 
 def fits(model: ModelConfig, mesh: MeshConfig) -> bool:

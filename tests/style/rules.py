@@ -25,6 +25,7 @@ FLOORS = (
     ("report",),
     ("run",),
     ("api",),
+    ("vllm_worker",),
 )
 """From the bottom to the top; packages that share a floor do not import one another."""
 LIGHT = {"errors", "files", "checksums", "config", "families", "checks", "plan", "report"}

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mcore_rl.checksums import PartChecksum, crc32, joined
 from mcore_rl.convert.copying.plan import Chunk
-from mcore_rl.convert.copying.regions import RegionCopy, sizes
 from mcore_rl.convert.copying.source import ByteRun, TensorSource, as_bytes
+from mcore_rl.families.regions import RegionCopy, sizes
 from mcore_rl.families.weight_map import Shape
 
 BLOCK_BYTES = 512 << 10

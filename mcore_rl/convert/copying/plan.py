@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from mcore_rl.convert.copying.regions import RegionCopy, cut, overlap, sizes, whole
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.regions import RegionCopy, cut, overlap, sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, listed
 
 CHUNK_BYTES = 64 << 20

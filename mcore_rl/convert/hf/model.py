@@ -10,7 +10,6 @@ from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import fill
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of
-from mcore_rl.convert.copying.regions import RegionCopy, whole
 from mcore_rl.convert.hf.folder import HfFolder, open_hf
 from mcore_rl.convert.hf.quantization import (
     FP8,
@@ -26,6 +25,7 @@ from mcore_rl.convert.hf.quantization import (
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
+from mcore_rl.families.regions import RegionCopy, whole
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.weight_map import WeightMap, listed
 

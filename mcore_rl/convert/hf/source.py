@@ -8,7 +8,6 @@ from torch import Tensor
 
 from mcore_rl.checksums import PartChecksum, as_hex, joined
 from mcore_rl.convert.copying.conversion import RecordedTask
-from mcore_rl.convert.copying.regions import sizes, whole
 from mcore_rl.convert.copying.source import ByteRun, FileBytes, as_bytes
 from mcore_rl.convert.hf.folder import HfFolder, HfTensor
 from mcore_rl.convert.hf.quantization import (
@@ -21,6 +20,7 @@ from mcore_rl.convert.hf.quantization import (
     mxfp4_shapes,
     unpack_mxfp4,
 )
+from mcore_rl.families.regions import sizes, whole
 from mcore_rl.families.weight_map import AxisRange, Region
 
 

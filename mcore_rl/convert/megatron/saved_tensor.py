@@ -28,8 +28,8 @@ from mcore_rl.backend.archives import (
 from mcore_rl.backend.pickles import MALFORMED, PLAIN, AllowListUnpickler
 from mcore_rl.checksums import crc32
 from mcore_rl.convert.copying.content import ChunkBytes
-from mcore_rl.convert.copying.regions import sizes
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import Shape
 
 STORAGES = {

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from mcore_rl.backend.archives import FileRange
 from mcore_rl.checkpoint.integrity import check_part
-from mcore_rl.convert.copying.regions import sizes
 from mcore_rl.convert.copying.source import ByteRun, FileBytes, as_bytes
 from mcore_rl.convert.megatron.folder import DistFolder, DistPart
 from mcore_rl.convert.megatron.saved_tensor import SavedTensor, find_tensor
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import AxisRange, Region
 
 MAX_PREFETCH_BYTES = 64 << 20

@@ -40,9 +40,9 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.convert.copying.conversion import RecordedTask, WrittenRange
 from mcore_rl.convert.copying.plan import CopyTask
-from mcore_rl.convert.copying.regions import sizes
 from mcore_rl.convert.megatron.layouts import extra_state_keys
 from mcore_rl.convert.megatron.saved_tensor import save
+from mcore_rl.families.regions import sizes
 from mcore_rl.families.weight_map import WeightMap
 from mcore_rl.files import flush_to_disk
 from mcore_rl.parallel.mesh import Mesh

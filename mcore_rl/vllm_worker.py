@@ -1,0 +1,179 @@
+"""Loaded inside vLLM's workers: two weight-transfer backends for vLLM's public registry, on CPUs and GPUs.
+
+It imports nothing of this package, and needs vLLM and safetensors alone. The folder above has to be on PYTHONPATH:
+
+    --worker-extension-cls mcore_rl.vllm_worker.Extension --weight-transfer-config '{"backend": "mcore_files"}'
+"""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from vllm.distributed.weight_transfer import base
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass
+class FileUpdate(base.WeightTransferUpdateInfo):
+    """One bucket in a file that this worker can read."""
+
+    path: str = ""
+    crc32: str = ""
+    """CRC-32 of the file in eight hexadecimal digits."""
+
+
+@dataclass
+class BroadcastUpdate(base.WeightTransferUpdateInfo):
+    """One bucket that the trainer, rank 0 of the group, broadcasts tensor by tensor."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    """Names of torch's types, such as "bfloat16"."""
+    shapes: list[list[int]] = field(default_factory=list)
+    group: dict[str, Any] = field(default_factory=dict)
+    """Group to join before: backend, host, port, rank (of the server's first worker), size, timeout_s; empty: that of
+    the bucket before."""
+
+
+class ReloadEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, Any]):
+    """Loads buckets of whole modules between `start_weight_update` and `finish_weight_update`."""
+
+    init_info_cls = base.WeightTransferInitInfo
+
+    def init_transfer_engine(self, init_info: base.WeightTransferInitInfo) -> None:
+        """Do nothing: an update describes itself."""
+
+    def start_weight_update(self) -> None:
+        """Let every layer take new weights in the format of checkpoints."""
+        methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        self._kernels = [
+            (method, method.moe_kernel)
+            for method in methods
+            if getattr(method, "moe_kernel", None) is not None
+        ]
+        if self.device.type == "cpu":
+            # vLLM 0.32 and 0.33 pack experts for the CPU's kernel only while a layer has no kernel yet
+            # (unquantized_fused_moe_method.py): otherwise new experts would be read as if they were packed.
+            for method, _ in self._kernels:
+                method.moe_kernel = None
+        with self._on_device():
+            initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one bucket; the base class would wait for an accelerator, which a CPU does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Load one bucket."""
+        with self._on_device():
+            self.model.load_weights(self._tensors(update_info))
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights in use."""
+        with self._on_device():
+            finalize_layerwise_reload(self.model, self.model_config)
+        # A layer that got nothing is still packed as its old kernel wants it.
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+
+    def shutdown(self) -> None:
+        """Do nothing: files and groups are of one update."""
+
+    def _tensors(self, update_info: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the bucket's tensors by Hugging Face's names."""
+        raise NotImplementedError
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.device(self.device)
+
+
+class FileEngine(ReloadEngine):
+    """Reads buckets from safetensors files, in shared memory or on a shared disk."""
+
+    update_info_cls = FileUpdate
+
+    def _tensors(self, update_info: FileUpdate) -> Iterator[tuple[str, Tensor]]:
+        found = checksum(Path(update_info.path))
+        if found != update_info.crc32:
+            raise ValueError(
+                f"{update_info.path} has the CRC-32 {found}, the trainer wrote {update_info.crc32}: it is damaged, or "
+                "another file here than there."
+            )
+        with safe_open(update_info.path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # safetensors' files are no dicts
+                yield name, file.get_tensor(name).to(self.device)
+
+
+class BroadcastEngine(ReloadEngine):
+    """Receives buckets over a process group of the trainer's sending rank and all workers of all servers."""
+
+    update_info_cls = BroadcastUpdate
+    _group: Any = None
+
+    def finish_weight_update(self) -> None:
+        """Leave the group, which is of one update, and put the new weights in use."""
+        self._group = None
+        super().finish_weight_update()
+
+    def _tensors(self, update_info: BroadcastUpdate) -> Iterator[tuple[str, Tensor]]:
+        if update_info.group:
+            config = self.parallel_config
+            rank = config.data_parallel_index * config.world_size + config.rank
+            self._group = join(update_info.group, update_info.group["rank"] + rank)
+        if self._group is None:
+            raise ValueError("no group has been named since the last update: the first bucket names it")
+        for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            broadcast(self._group, tensor)
+            yield name, tensor
+
+
+def checksum(file: Path) -> str:
+    """Return the CRC-32 of a file in eight hexadecimal digits."""
+    crc = 0
+    with file.open("rb") as opened:
+        while block := opened.read(BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
+
+
+def join(group: dict[str, Any], rank: int) -> Any:
+    """Collective over the group: return it; torch's world, which is vLLM's own, is not touched."""
+    limit = timedelta(seconds=float(group["timeout_s"]))
+    store = PrefixStore(
+        str(group["key"]), TCPStore(group["host"], int(group["port"]), is_master=False, timeout=limit)
+    )
+    if group["backend"] == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, int(group["size"]), options)
+    return dist.ProcessGroupGloo(store, rank, int(group["size"]), limit)
+
+
+def broadcast(group: Any, tensor: Tensor) -> None:
+    """Collective over the group: fill `tensor` with that of rank 0."""
+    # As bytes, since not every backend has every type.
+    group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait()
+
+
+WeightTransferEngineFactory.register_engine("mcore_files", FileEngine)
+WeightTransferEngineFactory.register_engine("mcore_broadcast", BroadcastEngine)
+
+
+class Extension:
+    """Base class that vLLM adds to its workers: importing this module registers the backends there."""
