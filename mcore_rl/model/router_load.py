@@ -1,7 +1,8 @@
 """The load of the experts: the number of tokens that each expert of each layer works on."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,14 +93,7 @@ class RouterLoad:
         def count(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
             if not torch.is_grad_enabled():
                 return
-            _, routed_TE = output
-            # Megatron's inference router returns indices of experts instead of a map; it records no gradients.
-            assert routed_TE.dtype == torch.bool
-            is_padding = inputs[1] if len(inputs) > 1 else None
-            num_tokens: int | Tensor = len(routed_TE)
-            if is_padding is not None:
-                is_token_T = ~is_padding.reshape(-1)
-                routed_TE, num_tokens = routed_TE & is_token_T[:, None], is_token_T.sum()
+            routed_TE, num_tokens = _routed_tokens(inputs, output)
             tokens_E = routed_TE.sum(0)
             # In place and on the device: reading a number here would wait for all kernels before it.
             counts_E.add_(tokens_E)
@@ -107,6 +101,44 @@ class RouterLoad:
                 dropped.add_(num_tokens * top_k - tokens_E.sum())
 
         return count
+
+
+@contextmanager
+def experts_hit(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Yield a bool tensor `[L, E]` that becomes true where this rank's routers choose an expert inside, for a token
+    that is no padding; rows are those of `ExpertLoads`.
+    """
+    config = get_model_config(chunks[0])
+    num_rows, num_experts = config.num_layers + (config.mtp_num_layers or 0), config.num_moe_experts or 0
+    device = next(chunks[0].parameters()).device
+    hits_LE = torch.zeros(num_rows, num_experts, dtype=torch.bool, device=device)
+
+    def marker(layer: int) -> Callable[..., None]:
+        def mark(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+            hits_LE[layer] |= _routed_tokens(inputs, output)[0].any(0)
+
+        return mark
+
+    hooks = [
+        router.register_forward_hook(marker(layer)) for chunk in chunks for layer, router in routers(chunk)
+    ]
+    try:
+        yield hits_LE
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _routed_tokens(inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, int | Tensor]:
+    """Return a router's map `[T, E]` of tokens and experts without padding, and the number of tokens."""
+    _, routed_TE = output
+    # Megatron's inference router returns indices of experts instead of a map; it records no gradients.
+    assert routed_TE.dtype == torch.bool
+    is_padding = inputs[1] if len(inputs) > 1 else None
+    if is_padding is None:
+        return routed_TE, len(routed_TE)
+    is_token_T = ~is_padding.reshape(-1)
+    return routed_TE & is_token_T[:, None], is_token_T.sum()
 
 
 def load_max_over_mean(tokens_E: Tensor) -> float:

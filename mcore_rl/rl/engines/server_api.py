@@ -98,6 +98,9 @@ class ServerApi(Protocol):
     def version(self) -> str:
         """Return the version of the server's software, such as "0.32.0"."""
 
+    def world_size(self) -> int:
+        """Return the number of the server's workers, each of which has a part of the weights."""
+
 
 def completion_of(
     url: str,
