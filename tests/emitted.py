@@ -55,7 +55,16 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/reference_s",
         "time/eval_s",
     ),
-    "rl with a critic": ("critic/*", "values/*", "kl/*", "time/values_s", "time/critic_s"),
+    "rl with a critic": (
+        "critic/*",
+        "values/*",
+        "kl/*",
+        "ptx/*",
+        "teacher/*",
+        "time/values_s",
+        "time/critic_s",
+        "time/teacher_s",
+    ),
     "rl with remax": ("rollout/greedy_reward",),
     "rm": (
         "pairs/loss",

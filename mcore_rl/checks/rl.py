@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 from mcore_rl.checks.run import weight_violations
 from mcore_rl.config.critic import CriticConfig
+from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.extension import MODEL_PART, is_extension
 from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.ptx import PtxConfig
 from mcore_rl.config.rl import (
     AdvantageConfig,
     CodeConfig,
@@ -44,6 +46,8 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _steps(rl)
     yield from _token_advantages(rl)
     yield from _critic(rl)
+    yield from _distill(rl)
+    yield from _ptx(rl.ptx)
     yield from _kl(rl.loss)
     yield from _importance_sampling(rl.loss)
     yield from _parts(rl.reward)
@@ -260,6 +264,56 @@ def _critic(rl: RlConfig) -> Iterator[str]:
         yield (
             f'{", ".join(f"rl.critic.{name}" for name in changed)}: rl.advantage.kind="{rl.advantage.kind}" has no '
             'critic. Set rl.advantage.kind="gae", or clear the section rl.critic.'
+        )
+
+
+def _distill(rl: RlConfig) -> Iterator[str]:
+    distill, default = rl.distill, DistillConfig()
+    if not distill.paths:
+        changed = [
+            name for name in DistillConfig.model_fields if getattr(distill, name) != getattr(default, name)
+        ]
+        if changed:
+            yield (
+                f"{', '.join(f'rl.distill.{name}' for name in changed)}: there is no teacher. Name rl.distill.teacher "
+                "or teachers, or clear the section rl.distill."
+            )
+        if rl.advantage.kind == "zero" and not (rl.loss.kl_coeff or rl.loss.entropy_coeff):
+            yield (
+                'rl.advantage.kind="zero" without rl.distill.teacher, rl.loss.kl_coeff or entropy_coeff: nothing moves '
+                "the policy. Set one of them, or another kind."
+            )
+        return
+    if distill.estimator == "vocabulary" and distill.use == "advantage":
+        yield (
+            'rl.distill.estimator="vocabulary" with use="advantage": a KL over the vocabulary is of no sampled token, '
+            'and its advantage would have the mean 0. Set use="loss", or estimator="token".'
+        )
+    if distill.self_refresh_rollouts is not None and not distill.has_self:
+        yield (
+            f'rl.distill.self_refresh_rollouts={distill.self_refresh_rollouts}: no teacher is "self". Set it to "none".'
+        )
+    if distill.use == "advantage" and rl.loss.kind in ("gspo", "kimi_k2"):
+        yield (
+            f'rl.distill.use="advantage" with rl.loss.kind="{rl.loss.kind}", which has one advantage a sequence. Set '
+            'rl.loss.kind="grpo", "ppo", "cispo" or "gspo_token", or use="loss".'
+        )
+    if "" in distill.teachers:
+        yield "rl.distill.teachers has an empty tag. Name it."
+
+
+def _ptx(ptx: PtxConfig) -> Iterator[str]:
+    named = [name for name in ("files", "tokens") if getattr(ptx, name)]
+    if ptx.coeff and len(named) != 1:
+        yield (
+            f"rl.ptx.coeff={ptx.coeff} with rl.ptx.files={list(ptx.files)} and tokens={list(ptx.tokens)}: texts are "
+            "either conversations or tokens. Name one of the two, or set coeff=0."
+        )
+    changed = [*named, *(["sequences"] if ptx.sequences != PtxConfig().sequences else [])]
+    if changed and not ptx.coeff:
+        yield (
+            f"{', '.join(f'rl.ptx.{name}' for name in changed)}: rl.ptx.coeff=0 mixes no texts in. Set coeff, or clear "
+            "the section rl.ptx."
         )
 
 

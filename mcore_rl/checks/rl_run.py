@@ -27,6 +27,7 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *_batches(config),
             *_intervals(config),
             *_critic(config),
+            *_texts(config, world_size),
             *_model(config),
         ]
     )
@@ -113,6 +114,19 @@ def _critic(config: RlRunConfig) -> Iterator[str]:
     )
 
 
+def _texts(config: RlRunConfig, world_size: int) -> Iterator[str]:
+    """Check that the texts mixed into updates are divided evenly over the ranks and the pipeline."""
+    ptx, mesh = config.rl.ptx, config.mesh
+    replicas = max(1, world_size // mesh.model_parallel)
+    unit = replicas * (mesh.pp if mesh.vpp > 1 else 1)
+    if ptx.coeff and ptx.sequences % unit:
+        pipeline = f" and mesh.pp={mesh.pp} with mesh.vpp={mesh.vpp}" if mesh.vpp > 1 else ""
+        yield (
+            f"rl.ptx.sequences={ptx.sequences} is not a multiple of {unit}, for {replicas} data-parallel "
+            f"ranks{pipeline}. Use {-(-ptx.sequences // unit) * unit}."
+        )
+
+
 def _model(config: RlRunConfig) -> Iterator[str]:
     if config.platform.layers == "te":
         yield (
@@ -154,6 +168,8 @@ def _model(config: RlRunConfig) -> Iterator[str]:
             f'rl.loss.kind="{config.rl.loss.kind}" with the router-shift ratio, but the model has no experts, and no '
             'router whose scores could move. Set rl.loss.kind="grpo" and router_shift="auto".'
         )
+    if config.rl.critic.replay != "none" and not config.model.is_moe:
+        yield 'rl.critic.replay="r2", but the model has no experts. Set it to "none".'
     if config.replay.observe_rollout and not config.model.is_moe:
         yield "replay.observe_rollout=true, but the model has no experts. Set it to false."
     eval_files, task = config.rl.eval.files, config.rl.prompts.task

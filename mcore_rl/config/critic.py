@@ -21,6 +21,8 @@ class CriticConfig(Section):
     warmup_rollouts: NonNegativeInt = 0
     """First rollout batches in which the critic alone is trained, on returns of the policy as it is (VC-PPO,
     2503.01491). Their optimizer steps count in train.steps."""
+    replay: Literal["none", "r2"] = "none"
+    """Routes of the critic's updates; `r2`: those of its pass for values; `none`: its routers choose anew."""
     clip_value: PositiveFloat | None = 0.2
     """Distance from the value at the rollout beyond which a new value gains nothing (1707.06347); `none`: no limit."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.critic import CriticConfig
+from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.extension import MODEL_PART, Extension, correct_part
+from mcore_rl.config.ptx import PtxConfig
 from mcore_rl.config.section import Probability, Seconds, Section, Text
 
 LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo"]
@@ -240,6 +242,7 @@ class AdvantageConfig(Section):
             "leave_one_out",
             "leave_one_out_zscore",
             "remax",
+            "zero",
             "steps",
             "gae",
             "reinforce_plus_plus",
@@ -248,13 +251,14 @@ class AdvantageConfig(Section):
     ) = "zscore"
     """Advantage; `zscore`: (r - mean) / (std + eps); `mean`: r - mean; `leave_one_out`: r - mean of the others (RLOO);
     `leave_one_out_zscore`: that, over the others' std where it is not 0; `remax`: r - reward of the prompt's greedy
-    completion, which is generated beside the group (2310.10505); `steps`: a token gets the sum of the z-scores,
+    completion, which is generated beside the group (2310.10505); `zero`: none, so that other terms alone move the
+    policy, as in distillation; `steps`: a token gets the sum of the z-scores,
     among all steps of its prompt's completions, of the steps that end there or later (2402.03300, process supervision);
     a reward that is a plain number is one step at the end; `gae`: of each token, by the values of a critic (PPO,
     1506.02438); `reinforce_plus_plus`: the discounted sum of a token's and later rewards, normalised over the world
     (2501.03262); `module:name`: a function of your own (rewards `[prompts, group]`, this section -> advantages of the
-    same shape). `gae`, `reinforce_plus_plus` and `remax` compare nothing within a group: rl.rollout.group_size may be
-    1."""
+    same shape). `gae`, `reinforce_plus_plus`, `remax` and `zero` compare nothing within a group: rl.rollout.group_size
+    may be 1."""
     ddof: Literal[0, 1] = 1
     """Degrees of freedom of the standard deviation: 1 divides by group_size - 1 (by tokens - 1 where tokens are
     normalised), 0 by group_size."""
@@ -283,7 +287,7 @@ class AdvantageConfig(Section):
     @property
     def compares_group(self) -> bool:
         """Whether a completion's advantage depends on the others of its prompt."""
-        return not self.is_of_tokens and self.kind != "remax"
+        return not self.is_of_tokens and self.kind not in ("remax", "zero")
 
     @property
     def uses_steps(self) -> bool:
@@ -443,6 +447,8 @@ class RlConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()
+    distill: DistillConfig = DistillConfig()
+    ptx: PtxConfig = PtxConfig()
     update: UpdateConfig = UpdateConfig()
     eval: EvalConfig = EvalConfig()
     samples: SamplesConfig = SamplesConfig()

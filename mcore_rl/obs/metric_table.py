@@ -114,6 +114,12 @@ METRICS: dict[str, MetricRow] = {
         "1", MEAN, "The same with the old policy's routes imposed."
     ),
     "policy/kl_reference_nats": MetricRow("nats/token", MEAN, "KL(policy || reference), estimator k3."),
+    "ptx/loss_nats": MetricRow("nats/token", MEAN, "Cross entropy of the texts of rl.ptx."),
+    "teacher/kl_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "KL(policy || teacher): over the vocabulary where rl.distill asks for it, else k3.",
+    ),
     "kl/coeff": MetricRow("1", LAST, "Coefficient of the KL to the reference, with rl.loss.kl_target."),
     "kl/completion": MetricRow(
         "nats", LAST, "KL to the reference summed over a completion, mean over a rollout batch."
@@ -281,6 +287,11 @@ METRICS: dict[str, MetricRow] = {
         "Standard deviation (ddof 0) of the advantages over trained tokens, before they are normalised.",
     ),
     "critic/loss": MetricRow("1", MEAN, "Clipped squared error of the values / 2, mean over trained tokens."),
+    "critic/routes_changed_fraction": MetricRow(
+        "fraction",
+        MEAN,
+        "Choices of the critic's routers that its updates would have changed, with rl.critic.replay.",
+    ),
     "critic/clip_ratio": MetricRow(
         "fraction", MEAN, "Tokens whose value was clipped (rl.critic.clip_value), without gradient."
     ),
@@ -397,6 +408,7 @@ METRICS: dict[str, MetricRow] = {
     "time/reference_s": MetricRow("s", MEAN, "Passes of the reference policy, per rollout batch."),
     "time/values_s": MetricRow("s", MEAN, "Passes of the critic for values, per rollout batch."),
     "time/critic_s": MetricRow("s", MEAN, "Updates of the critic, per rollout batch."),
+    "time/teacher_s": MetricRow("s", MEAN, "Passes of the teachers of rl.distill, per rollout batch."),
     "time/split_s": MetricRow(
         "s",
         MEAN,

@@ -64,10 +64,60 @@ def logprobs_and_entropy(
     Returns:
         The statistics, equal on all ranks of `tp`; zeros where the target is ignored.
     """
-    num_valid = min(max(vocab_size - tp.rank * logits_Tv.shape[-1], 0), logits_Tv.shape[-1])
-    shard = _Shard(tp, tp.rank * logits_Tv.shape[-1], num_valid, 1.0 / temperature, chunk_tokens)
+    shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
     logprobs_T, entropy_T = _LogprobsAndEntropy.apply(logits_Tv, targets_T, shard)  # type: ignore[no-untyped-call]
     return TokenStatistics(logprobs_T, entropy_T)
+
+
+@torch.no_grad()
+def vocabulary_logprobs(
+    logits_Tv: Tensor, rows_N: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
+) -> Tensor:
+    """Collective over `tp`: return the logprobs `[N, valid]`, float32, of this rank's slice of the vocabulary, without
+    the columns that pad it, at the positions `rows_N`.
+    """
+    shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
+    log_partition_N = _log_partition(logits_Tv, rows_N, shard)
+    found = [
+        shard.scaled(logits_Tv, rows_C).clamp_(min=LOWEST).sub_(log_partition_C[:, None]).float()
+        for rows_C, log_partition_C in zip(
+            rows_N.split(chunk_tokens), log_partition_N.split(chunk_tokens), strict=True
+        )
+    ]
+    return torch.cat(found)
+
+
+def reverse_kl(
+    logits_Tv: Tensor,
+    other_Nv: Tensor,
+    rows_N: Tensor,
+    tp: Axis,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    limit_nats: float,
+) -> Tensor:
+    """Collective over `tp` (forward only): return KL(p || q) over the vocabulary, `[T]`, with the gradient of p.
+
+    Args:
+        logits_Tv: this rank's slice of the logits, of which p is the softmax at `temperature`.
+        other_Nv: logprobs of q at the positions `rows_N`, as `vocabulary_logprobs` returns them.
+        rows_N: positions with a result; the others have 0.
+        tp: the tensor-parallel ranks.
+        vocab_size: number of token ids; the columns after them pad the vocabulary.
+        temperature: divides the logits.
+        chunk_tokens: positions that are computed at once.
+        limit_nats: q counts as no more than this below p, where the KL would be infinite otherwise.
+    """
+    shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
+    kl_T: Tensor = _ReverseKL.apply(logits_Tv, other_Nv, rows_N, shard, limit_nats)  # type: ignore[no-untyped-call]
+    return kl_T
+
+
+def _shard(logits_Tv: Tensor, tp: Axis, vocab_size: int, temperature: float, chunk_tokens: int) -> "_Shard":
+    num_valid = min(max(vocab_size - tp.rank * logits_Tv.shape[-1], 0), logits_Tv.shape[-1])
+    return _Shard(tp, tp.rank * logits_Tv.shape[-1], num_valid, 1.0 / temperature, chunk_tokens)
 
 
 class _Shard(NamedTuple):
@@ -97,14 +147,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
         rows_N = (targets_T != IGNORED_TARGET).nonzero().flatten()
-        highest_N, sums_3N = _local_sums(logits_Tv, targets_T, rows_N, shard)
-        if shard.tp.size > 1:
-            # Maxima first: only sums over the same origin can be added, and e^(x - max) does not overflow.
-            local_N = highest_N.clone()
-            dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=shard.tp.group)
-            if shard.num_valid:
-                _move_origin(sums_3N, local_N - highest_N)
-            dist.all_reduce(sums_3N, group=shard.tp.group)
+        highest_N, sums_3N = _sums(logits_Tv, targets_T, rows_N, shard)
         total_N, weighted_N, target_N = sums_3N
         log_total_N = total_N.log()
         entropy_N = log_total_N - weighted_N / total_N
@@ -153,6 +196,81 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 grad_Cv.scatter_add_(1, column_C[:, None], at_target_C[:, None])
             grad_Tv[rows_C, : shard.num_valid] = grad_Cv.mul_(shard.inverse_temperature).to(grad_Tv.dtype)
         return grad_Tv, None, None
+
+
+class _ReverseKL(torch.autograd.Function):
+    """Function that saves the logits and two numbers a token; its backward computes the softmax again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_Tv: Tensor, other_Nv: Tensor, rows_N: Tensor, shard: _Shard, limit_nats: float
+    ) -> Tensor:
+        log_partition_N = _log_partition(logits_Tv, rows_N, shard)
+        kl_N = torch.zeros_like(log_partition_N)
+        for start in range(0, len(rows_N), shard.chunk_tokens):
+            chunk = slice(start, start + shard.chunk_tokens)
+            logprobs_Cv, gaps_Cv = _gaps(
+                logits_Tv, other_Nv[chunk], rows_N[chunk], log_partition_N[chunk], shard, limit_nats
+            )
+            kl_N[chunk] = (logprobs_Cv.exp() * gaps_Cv).sum(dim=1)
+        if shard.tp.size > 1:
+            dist.all_reduce(kl_N, group=shard.tp.group)
+        ctx.save_for_backward(logits_Tv, other_Nv, rows_N, log_partition_N, kl_N)
+        ctx.shard, ctx.limit_nats = shard, limit_nats
+        kl_T = kl_N.new_zeros(len(logits_Tv))
+        kl_T[rows_N] = kl_N
+        return kl_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits_Tv, other_Nv, rows_N, log_partition_N, kl_N = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        grad_Tv = torch.zeros_like(logits_Tv)
+        for start in range(0, len(rows_N), shard.chunk_tokens):
+            chunk = slice(start, start + shard.chunk_tokens)
+            rows_C = rows_N[chunk]
+            logprobs_Cv, gaps_Cv = _gaps(
+                logits_Tv, other_Nv[chunk], rows_C, log_partition_N[chunk], shard, ctx.limit_nats
+            )
+            # dKL/dx = p (log p - log q - KL): the derivative of log p itself sums to zero over the vocabulary.
+            pull_Cv = logprobs_Cv.exp_().mul_(gaps_Cv.sub_(kl_N[chunk, None])).mul_(grad_T[rows_C][:, None])
+            grad_Tv[rows_C, : shard.num_valid] = pull_Cv.mul_(shard.inverse_temperature).to(grad_Tv.dtype)
+        return grad_Tv, None, None, None, None
+
+
+def _gaps(
+    logits_Tv: Tensor,
+    other_Cv: Tensor,
+    rows_C: Tensor,
+    log_partition_C: Tensor,
+    shard: _Shard,
+    limit_nats: float,
+) -> tuple[Tensor, Tensor]:
+    """Return log p and log p - log q, at most `limit_nats`, on this slice, both new tensors."""
+    logprobs_Cv = shard.scaled(logits_Tv, rows_C).clamp_(min=LOWEST).sub_(log_partition_C[:, None])
+    other_Cv = other_Cv.to(device=logprobs_Cv.device, dtype=logprobs_Cv.dtype)
+    return logprobs_Cv, (logprobs_Cv - other_Cv).clamp_(max=limit_nats)
+
+
+def _log_partition(logits_Tv: Tensor, rows_N: Tensor, shard: _Shard) -> Tensor:
+    """Collective over the shard's ranks: return the log of the sum of e^x over the whole vocabulary, `[N]`."""
+    no_target_T = torch.zeros(len(logits_Tv), dtype=torch.int64, device=logits_Tv.device)
+    highest_N, sums_3N = _sums(logits_Tv, no_target_T, rows_N, shard)
+    return highest_N + sums_3N[0].log()
+
+
+def _sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Collective over the shard's ranks: return what `_local_sums` returns, of the whole vocabulary."""
+    highest_N, sums_3N = _local_sums(logits_Tv, targets_T, rows_N, shard)
+    if shard.tp.size > 1:
+        # Maxima first: only sums over the same origin can be added, and e^(x - max) does not overflow.
+        local_N = highest_N.clone()
+        dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=shard.tp.group)
+        if shard.num_valid:
+            _move_origin(sums_3N, local_N - highest_N)
+        dist.all_reduce(sums_3N, group=shard.tp.group)
+    return highest_N, sums_3N
 
 
 def _local_sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mcore_rl.config.distill import SELF
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
@@ -113,6 +114,14 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
         models += [
             ModelOnRanks(name=part, model=config.model.scored, trains=False, on_host=waits)
             for part in config.rl.reward.model_parts
+        ]
+        waits = config.rl.distill.store == "host"
+        models += [
+            # The policy's earlier self is swapped into its modules, as the reference is.
+            ModelOnRanks(
+                name=f"teacher {path}", model=config.model, trains=False, on_host=waits or path == SELF
+            )
+            for path in config.rl.distill.paths
         ]
     return models
 

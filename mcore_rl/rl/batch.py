@@ -30,6 +30,8 @@ class SampleShape:
     """Whether the completion takes part in the loss."""
     is_truncated: bool = False
     """Whether the completion reached the largest number of new tokens without an end."""
+    teacher: int = 0
+    """Index of the prompt's teacher in `rl.distill.paths`."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +86,11 @@ class PolicyMicrobatch:
     old_logprobs_T: Tensor | None = None
     """Logprobs under the old policy; None: the policy that is updated is the old one, or no stage needs them here."""
     reference_logprobs_T: Tensor | None = None
+    teacher_logprobs_T: Tensor | None = None
+    """Logprobs under each sample's teacher; None: there is none, or no stage needs them here."""
+    teacher_vocabulary_Nv: Tensor | None = None
+    """Logprobs of all tokens of this rank's slice of the vocabulary under the teacher, at the positions of
+    `completion_mask_T`, in main memory; None: they are not asked for."""
     values_T: Tensor | None = None
     """The critic's values before its updates; None: there is no critic, or no stage needs them here."""
     returns_T: Tensor | None = None

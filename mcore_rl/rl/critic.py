@@ -1,30 +1,42 @@
 """The critic: a second model, trained on the returns of rollouts, whose values are the baseline of PPO's advantages."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.config.rl import LossConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.build import unwrap
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.schedule import run_pass
-from mcore_rl.rl.batch import Minibatch
+from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
+from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.objectives.heads import ValueHead, ValueLossHead
+from mcore_rl.rl.policy_routes import PolicyRoutes
+from mcore_rl.rl.rollout import Rollout
 from mcore_rl.train.checkpoint_state import settle_weights
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
 
 class Critic:
-    """Values by a model with its own optimizer and live routing. Every method is collective over the world."""
+    """Values by a model with its own optimizer and its own routes. Every method is collective over the world."""
 
-    def __init__(self, state: TrainState, config: RlRunConfig) -> None:
-        """Take the model in training, which has a scalar head, and the run's config."""
+    def __init__(self, state: TrainState, config: RlRunConfig, routes: PolicyRoutes | None = None) -> None:
+        """Prepare this rank.
+
+        Args:
+            state: the model in training, which has a scalar head.
+            config: the run's config.
+            routes: the routes of rl.critic.replay, made by `critic_routes`; None: its routers choose in every pass.
+        """
         self.state = state
+        self._routes = routes
         self._config = config
         self._epochs = config.critic_epochs
         self._head = ValueHead()
@@ -51,13 +63,15 @@ class Critic:
         return line
 
     @torch.no_grad()
-    def with_values(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
-        """Return the minibatches with values under the weights that the critic has now."""
+    def with_values(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Return the minibatches with values under the weights that the critic has now, and record their routes."""
         chunks, valued = self.state.chunks, []
+        if self._routes is not None:
+            self._routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
         for one in minibatches:
             if one.num_samples:
-                with evaluating(chunks):
-                    outputs = run_pass(chunks, one.microbatches, self._head, backward=False)
+                with evaluating(chunks), self._recording(one.microbatches) as routing:
+                    outputs = run_pass(chunks, one.microbatches, self._head, backward=False, routing=routing)
                 one = one.with_numbers("values_T", [output["values"] for output in outputs])
             valued.append(one)
         return valued
@@ -67,8 +81,43 @@ class Critic:
         reports = []
         for minibatch in [one for one in minibatches if one.totals.num_tokens] * self._epochs:
             microbatches = [one.with_returns(returns) for one in minibatch.microbatches]
-            reports.append(train_step(self.state, microbatches, self._loss_head))
+            with self._imposing(microbatches) as routing:
+                reports.append(train_step(self.state, microbatches, self._loss_head, routing=routing))
         return reports
+
+    def take_metrics(self) -> list[Metric]:
+        """Return how many choices of its routers the updates since the last call would have changed."""
+        metrics = [] if self._routes is None else self._routes.take_metrics()
+        renamed = {"routes/changed_fraction": "critic/routes_changed_fraction"}
+        return [replace(one, name=renamed[one.name]) for one in metrics if one.name in renamed]
+
+    def _recording(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        if self._routes is None:
+            return nullcontext(free_routing)
+        return self._routes.old_policy(microbatches)
+
+    def _imposing(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        if self._routes is None:
+            return nullcontext(free_routing)
+        return self._routes.update(microbatches, is_old_policy=False)
+
+
+def critic_routes(state: TrainState, config: RlRunConfig, folder: Path) -> PolicyRoutes | None:
+    """Return the routes of the critic `state` for rl.critic.replay="r2"; None: they are not replayed.
+
+    Its pass for values has the part that the pass for old logprobs has for the policy.
+    """
+    if config.rl.critic.replay == "none":
+        return None
+    replay = config.replay.model_copy(update={"kind": "r2", "observe_rollout": False})
+    update = config.rl.update.model_copy(update={"old_logprobs": "trainer"})
+    changes = {
+        "model": config.model.scored,
+        "replay": replay,
+        # Router-shift ratios are of the policy's loss.
+        "rl": config.rl.model_copy(update={"update": update, "loss": LossConfig()}),
+    }
+    return PolicyRoutes(state, config.model_copy(update=changes), folder)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import lcm
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
+from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.parallel.schedule import Routing, run_pass
+from mcore_rl.parallel.schedule import Head, Routing, run_pass
 from mcore_rl.replay.witness import proving
 from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch, exchange_samples, make_microbatch
 from mcore_rl.rl.critic import Critic
@@ -25,11 +27,14 @@ from mcore_rl.rl.objectives.advantages import (
 )
 from mcore_rl.rl.objectives.aggregation import BatchTotals, loss_weights
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
-from mcore_rl.rl.objectives.heads import LogprobHead, PolicyHead
+from mcore_rl.rl.objectives.heads import LogprobHead, MixedHead, PolicyHead, TeacherHead
 from mcore_rl.rl.objectives.kl_control import next_kl_coeff
+from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, log_difference
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
+from mcore_rl.rl.teachers import Teachers
+from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.token_advantages import Advantages, at_positions, samples_of, token_advantages
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
@@ -54,6 +59,8 @@ class Learner:
         critic: Critic | None = None,
         *,
         vocab_size: int,
+        teachers: Teachers | None = None,
+        texts: Texts | None = None,
     ) -> None:
         """Prepare this rank.
 
@@ -64,12 +71,16 @@ class Learner:
             routes: routing of the policy's passes.
             critic: the critic of rl.advantage.kind="gae"; None: there is none.
             vocab_size: number of ids that the tokenizer has; larger ones have no probability, as in the rollout.
+            teachers: the teachers of rl.distill; None: there are none.
+            texts: the texts of rl.ptx; None: there are none.
         """
         self.state = state
         self.config = config
         self.reference = reference
         self.routes = routes
         self.critic = critic
+        self.teachers = teachers
+        self._texts, self._vocab_size = texts, vocab_size
         mesh, loss = state.mesh, config.rl.loss
         self._logprob_head = LogprobHead(
             mesh,
@@ -169,12 +180,21 @@ class Learner:
                 for one in minibatches
             ]
 
-    def with_values(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+    def with_teacher_logprobs(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Return the minibatches with logprobs under the teacher of each prompt, if there are teachers."""
+        if self.teachers is None:
+            return list(minibatches)
+        vocabulary = self.config.rl.distill.estimator == "vocabulary"
+        head = TeacherHead(self._logprob_head, vocabulary=vocabulary)
+        with self.state.timers.phase("teacher"):
+            return self.teachers.with_logprobs(minibatches, rollout.shapes, head)
+
+    def with_values(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Return the minibatches with the critic's value before each token; without a critic, the same."""
         if self.critic is None:
             return list(minibatches)
         with self.state.timers.phase("values"):
-            return self.critic.with_values(minibatches)
+            return self.critic.with_values(rollout, minibatches)
 
     def advantages(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> Advantages:
         """Return the advantages of each sample that this rank trains on, and with a critic its returns.
@@ -252,30 +272,68 @@ class Learner:
             self.pass_over()
             return None
         microbatches = [
-            one.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
+            self._with_teacher_advantages(
+                one.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
+            )
             for one in minibatch.microbatches
         ]
         kind = self.config.replay.kind
         is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
         router_shift = None if minibatch.is_on_policy else self.routes.next_router_shift
+        loss = self.config.rl.loss.model_copy(update={"kl_coeff": self.kl_coeff})
+        policy_head = PolicyHead(
+            self._logprob_head, self.state.mesh, loss, router_shift, distill=self.config.rl.distill
+        )
+        head: PolicyHead | MixedHead = policy_head
+        texts = [] if self._texts is None else self._texts.microbatches(progress.step)
+        if self._texts is not None:
+            ratio = minibatch.totals.num_tokens / max(self._texts.num_tokens(texts), 1.0)
+            head = MixedHead(
+                policy_head,
+                self.state.mesh,
+                vocab_size=self._vocab_size,
+                chunk_tokens=loss.logprob_chunk_tokens,
+                weight=self.config.rl.ptx.coeff * ratio,
+            )
+        mixed: list[PolicyMicrobatch | LocalMicrobatch] = [*microbatches, *texts]
         with (
-            self.routes.update(microbatches, is_old_policy=minibatch.is_on_policy) as routing,
+            self.routes.update(mixed, is_old_policy=minibatch.is_on_policy) as routing,
             self._proving(is_imposed=is_imposed),
         ):
-            loss = self.config.rl.loss.model_copy(update={"kl_coeff": self.kl_coeff})
-            head = PolicyHead(self._logprob_head, self.state.mesh, loss, router_shift)
-            report = train_step(self.state, microbatches, head, routing=routing)
+            report = train_step(
+                self.state, mixed, cast("Head[PolicyMicrobatch | LocalMicrobatch]", head), routing=routing
+            )
         progress.consumed_samples += minibatch.num_samples
         progress.consumed_tokens += report.count
         return report
 
+    def _with_teacher_advantages(self, one: PolicyMicrobatch) -> PolicyMicrobatch:
+        """Return the microbatch with coeff x (log teacher - log old policy) added to its advantages, if asked for.
+
+        Its mean, times the gradient of the policy's logprob, is minus the gradient of KL(policy || teacher).
+        """
+        distill = self.config.rl.distill
+        if one.teacher_logprobs_T is None or distill.use != "advantage":
+            return one
+        assert one.advantages_T is not None and one.old_logprobs_T is not None
+        gap_T = log_difference(one.teacher_logprobs_T, one.old_logprobs_T)
+        gap_T = gap_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).where(one.mask_T, 0.0)
+        return replace(one, advantages_T=one.advantages_T + distill.coeff * gap_T)
+
     def refresh_reference(self) -> None:
-        """Make the policy the reference, every `rl.loss.reference_refresh_rollouts` rollout batches."""
-        refresh_rollouts, step = self.config.rl.loss.reference_refresh_rollouts, self.state.progress.step
-        if self.reference is None or refresh_rollouts is None:
-            return
-        if step % (refresh_rollouts * self.config.updates_per_rollout) == 0:
-            self.reference.set(step)
+        """Make the policy the reference, every `rl.loss.reference_refresh_rollouts` rollout batches, and the teacher
+        that is its earlier self, every `rl.distill.self_refresh_rollouts`.
+        """
+        step = self.state.progress.step
+        earlier_self = None if self.teachers is None else self.teachers.earlier_self
+        for reference, refresh_rollouts in (
+            (self.reference, self.config.rl.loss.reference_refresh_rollouts),
+            (earlier_self, self.config.rl.distill.self_refresh_rollouts),
+        ):
+            if reference is None or refresh_rollouts is None:
+                continue
+            if step % (refresh_rollouts * self.config.updates_per_rollout) == 0:
+                reference.set(step)
 
     @property
     def kl_coeff(self) -> float:
@@ -322,6 +380,7 @@ class Learner:
         return (
             self.config.rl.update.epochs == 1
             and not kl_needs_them
+            and not (self.teachers is not None and self.config.rl.distill.use == "advantage")
             and not (reference_replays and replay.kind == "r2")
         )
 

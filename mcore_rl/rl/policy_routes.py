@@ -5,10 +5,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import RoutingError
+from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.routers import unfuse_routers
 from mcore_rl.parallel.schedule import Routing, free_routing
@@ -114,19 +115,28 @@ class PolicyRoutes:
         return self._taped(microbatches, RoutingTape.record, self._recorded, name, against=self._from_rollout)
 
     @contextmanager
-    def update(self, microbatches: Sequence[PolicyMicrobatch], *, is_old_policy: bool) -> Iterator[Routing]:
+    def update(
+        self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
+    ) -> Iterator[Routing]:
         """Return the routing of an optimizer step.
 
         Args:
-            microbatches: this rank's microbatches of the step.
+            microbatches: this rank's microbatches of the step, with texts that are mixed in.
             is_old_policy: the weights are the old policy's, and no pass for old logprobs was made.
         """
         with ExitStack() as stack:
             routing = stack.enter_context(self._update(microbatches, is_old_policy=is_old_policy))
             if self._shift is not None and not is_old_policy:
-                layouts = [layout_of(microbatch) for microbatch in microbatches]
-                routing = stack.enter_context(self._shift.comparing(layouts, routing))
-            yield routing
+                # Texts follow the completions, and have no old scores.
+                layouts = [layout_of(one) for one in microbatches if isinstance(one, PolicyMicrobatch)]
+                compared, plain = stack.enter_context(self._shift.comparing(layouts, routing)), routing
+
+                def mixed(chunk: nn.Module, index: int) -> AbstractContextManager[None]:
+                    return (compared if index < len(layouts) else plain)(chunk, index)
+
+                yield mixed
+            else:
+                yield routing
 
     @property
     def next_router_shift(self) -> Callable[[], Tensor] | None:
@@ -136,7 +146,7 @@ class PolicyRoutes:
         return None if self._shift is None else self._shift.take
 
     def _update(
-        self, microbatches: Sequence[PolicyMicrobatch], *, is_old_policy: bool
+        self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
     ) -> AbstractContextManager[Routing]:
         if self._replay.kind == "r3":
             name = "rollout_routes" if is_old_policy else "routes"
@@ -196,7 +206,7 @@ class PolicyRoutes:
     @contextmanager
     def _taped(
         self,
-        microbatches: Sequence[PolicyMicrobatch],
+        microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch],
         start: Callable[[RoutingTape], Routing],
         cache: RoutingCache | None,
         name: str | None,
@@ -231,9 +241,13 @@ class PolicyRoutes:
         self._metrics += metrics if name else []
 
 
-def layout_of(microbatch: PolicyMicrobatch) -> MicrobatchLayout:
-    """Return where the samples of a packed microbatch are; what is left of its row is padding."""
+def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch) -> MicrobatchLayout:
+    """Return where the samples of a packed microbatch are; what is left of its row is padding. A text, which has no
+    routes to replay and is routed live, is padding altogether.
+    """
     row_length = microbatch.shape[1]
+    if isinstance(microbatch, LocalMicrobatch):
+        return MicrobatchLayout(rows=((SampleSpan(-1, 0, row_length),),), row_length=row_length, packed=True)
     spans = [
         SampleSpan(sample, *sizes) for sample, sizes in zip(microbatch.samples, microbatch.spans, strict=True)
     ]

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy
 
+from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.rl import EvalConfig, PromptConfig
 from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
@@ -160,6 +161,25 @@ def train_prompts(
         return _file_prompts(config, encode, seed, needs_answer=needs_answer)
     texts = frozenset(prompt.problem.prompt for prompt in held_out)
     return TaskPrompts(problems=TaskProblems(config=config, seed=seed, held_out=texts), encode=encode)
+
+
+def refuse_prompts_without_teacher(source: PromptSource, distill: DistillConfig) -> None:
+    """Raise a DataError that names prompts whose tag has no teacher."""
+    if distill.teacher is not None:
+        return
+    prompts = source.prompts if isinstance(source, FilePrompts) else source.take(0, 1)
+    lacking = [
+        one.problem for one in prompts if distill.index_of(one.problem.fields.get(distill.tag_field)) is None
+    ]
+    if lacking:
+        shown = ", ".join(
+            f"{one.problem_id} ({distill.tag_field}={one.fields.get(distill.tag_field)!r})"
+            for one in lacking[:SHOWN]
+        )
+        raise DataError(
+            f"{len(lacking)} prompts have no teacher of {', '.join(distill.teachers)}: {shown}. Correct their tags, or "
+            "name rl.distill.teacher, which teaches all other prompts."
+        )
 
 
 def held_out_problems(config: EvalConfig, prompts: PromptConfig, seed: int) -> tuple[Problem, ...]:

@@ -25,7 +25,14 @@ class Reference:
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, folder: Path, checkpoints: Path
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        model: ModelConfig,
+        folder: Path,
+        checkpoints: Path,
+        *,
+        needed_by: str = "rl.loss.kl_coeff",
     ) -> None:
         """Copy the policy's weights as they are now.
 
@@ -35,16 +42,18 @@ class Reference:
             model: The model's config.
             folder: Folder of saved references, from which a run that resumes reads them.
             checkpoints: Folder of the run's checkpoints: what each of them needs stays.
+            needed_by: The field that asks for it.
         """
-        self._chunks = list(chunks)
+        self.chunks = list(chunks)
+        self._needed_by = needed_by
         self._mesh, self._model, self._folder, self._checkpoints = mesh, model, folder, checkpoints
-        settle_weights(self._chunks)
+        settle_weights(self.chunks)
         self._weights = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Give the modules the reference's weights inside; they must not be trained there."""
-        settle_weights(self._chunks)
+        settle_weights(self.chunks)
         self._swap()
         try:
             yield
@@ -53,19 +62,19 @@ class Reference:
 
     def set(self, step: int) -> None:
         """Make the policy as it is now the reference from `step` on, and save it for a run that resumes."""
-        settle_weights(self._chunks)
+        settle_weights(self.chunks)
         for stored, tensor in zip(self._weights, self._tensors(), strict=True):
             stored.copy_(tensor.detach())
         # A run that was killed after this, and resumes from before it, comes here again.
         on_rank_zero(partial(_delete_from, self._folder, step))
-        save_weights(self._chunks, self._mesh, self._model, self._folder / _name(step))
+        save_weights(self.chunks, self._mesh, self._model, self._folder / _name(step))
         on_rank_zero(partial(forget_references, self._folder, self._checkpoints, step))
 
     def resume(self, step: int) -> Path:
         """Load the reference that a run at `step` had and return its path; CheckpointError when it is gone."""
-        path = on_rank_zero(partial(_newest, self._folder, step))
+        path = on_rank_zero(partial(_newest, self._folder, step, self._needed_by))
         with self.installed():
-            load_weights(self._chunks, self._mesh, self._model, path)
+            load_weights(self.chunks, self._mesh, self._model, path)
         return path
 
     @torch.no_grad()
@@ -78,7 +87,7 @@ class Reference:
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield the weights, and the buffers that decide the output too: the routers' expert biases."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             model = unwrap(chunk)
             yield from model.parameters()
             yield from (buffer for buffer in model.buffers() if buffer.is_floating_point())
@@ -93,11 +102,11 @@ def _steps(folder: Path) -> list[int]:
         return sorted(int(entry.name[5:]) for entry in folder.glob("step_*") if entry.name[5:].isdecimal())
 
 
-def _newest(folder: Path, step: int) -> Path:
+def _newest(folder: Path, step: int, needed_by: str) -> Path:
     steps = [saved for saved in _steps(folder) if saved <= step]
     if not steps:
         raise CheckpointError(
-            f"{folder} holds no reference policy of step {step} or before, which rl.loss.kl_coeff needs. Start the run "
+            f"{folder} holds no reference policy of step {step} or before, which {needed_by} needs. Start the run "
             "anew in another run_dir, from the weights that were the reference (checkpoint.load)"
         )
     return folder / _name(steps[-1])

@@ -92,6 +92,8 @@ class GroupSummary:
     """Whether the part that decides it is 1 or more; None where its score failed, or no part decides."""
     steps_GI: Sequence[Sequence[StepReward]] = ()
     """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
+    teacher: int = 0
+    """Index of the prompt's teacher in `rl.distill.paths`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +181,7 @@ class Rollouts:
                     is_trained=not bool(rewards_PG[p, g].isnan())
                     and not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
                     is_truncated=one.truncated_G[g],
+                    teacher=one.teacher,
                 )
                 for p, one in enumerate(chosen)
                 for g in range(rollout.group_size)
@@ -289,7 +292,7 @@ class Rollouts:
             for row_G in correctness_PG.tolist()
         ]
         rewards_PG = scores.rewards_PG.tolist()
-        has_steps = self.config.rl.advantage.uses_steps
+        has_steps, distill = self.config.rl.advantage.uses_steps, self.config.rl.distill
         return [
             GroupSummary(
                 index=index,
@@ -305,6 +308,8 @@ class Rollouts:
                 ]
                 if has_steps
                 else (),
+                # Prompts without a teacher are refused at the start.
+                teacher=distill.index_of(group.prompt.problem.fields.get(distill.tag_field)) or 0,
             )
             for p, (index, group) in enumerate(groups.items())
         ]

@@ -75,7 +75,8 @@ class RlTrainer(Trainer):
         # Passes without gradient, then advantages, which a KL in the reward and a critic make depend on them.
         minibatches = learner.with_old_logprobs(minibatches)
         minibatches = learner.with_reference_logprobs(minibatches)
-        minibatches = learner.with_values(minibatches)
+        minibatches = learner.with_teacher_logprobs(rollout, minibatches)
+        minibatches = learner.with_values(rollout, minibatches)
         advantages = learner.advantages(rollout, minibatches)
 
         splits = self._splits_now
@@ -177,6 +178,8 @@ class RlTrainer(Trainer):
     ) -> Iterator[Metric]:
         """Yield the metrics of the critic's optimizer steps on a rollout batch, which took `updates_s` seconds."""
         yield from critic_metrics(reports)
+        if self.learner.critic is not None:
+            yield from self.learner.critic.take_metrics()
         if reports:
             model = self.config.model.scored
             flops = self.config.critic_epochs * sum(

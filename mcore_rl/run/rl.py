@@ -1,28 +1,48 @@
 """One rank of a reinforcement-learning run: `mcore-rl rl`, or `torchrun ... -m mcore_rl.run.rl CONFIG.toml`."""
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
 from mcore_rl.backend.launcher import world_size_of_launcher
 from mcore_rl.backend.processes import rank_guard
+from mcore_rl.checkpoint.folder import check
+from mcore_rl.checkpoint.read import find_checkpoint
+from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.rl_run import check_rl
+from mcore_rl.checks.run import refuse
+from mcore_rl.config.data import DataConfig
+from mcore_rl.config.distill import SELF
 from mcore_rl.config.load import load_config
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.sft import SFTDataConfig
+from mcore_rl.data.chat import load_chat
+from mcore_rl.data.examples import read_examples
+from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
-from mcore_rl.rl.critic import Critic
+from mcore_rl.rl.critic import Critic, critic_routes
+from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
+from mcore_rl.rl.prompts import refuse_prompts_without_teacher
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rewards.failures import FailedPart, FailureReport
 from mcore_rl.rl.rewards.trial import TRIED_AT_START, try_reward
+from mcore_rl.rl.teachers import Teachers, TeacherSource
+from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.run.open_run import is_done, open_run
 from mcore_rl.run.rollouts import Prompts, load_prompts, open_rollouts
-from mcore_rl.run.trained_model import read_trained_model, run_of_checkpoint
+from mcore_rl.run.trained_model import read_trained_model, refuse_other_tokenizer, run_of_checkpoint
 from mcore_rl.train.loop import Run
 
 
@@ -38,10 +58,12 @@ def train(config: RlRunConfig) -> None:
     # Everything that a user can get wrong comes first, before a model costs time.
     check_rl(config, world_size_of_launcher())
     prompts = load_prompts(config)
+    text_source = read_texts(config, prompts.tokenizer)
     # The engine's cache of keys and values needs our own attention, not TransformerEngine's.
     platform = platforms.start(config.platform.model_copy(update={"layers": "torch"}))
     if not is_done(config, platform):
         failed_at_start = on_rank_zero(lambda: try_reward_of(config, prompts))
+        teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))
         with ExitStack() as stack:
             run = stack.enter_context(open_run(config, platform))
             failures = FailureReport(run.log.message, run.folder.path)
@@ -60,8 +82,18 @@ def train(config: RlRunConfig) -> None:
             folder = run.folder.path / "routes" / str(platform.rank)
             with closing(PolicyRoutes(run.state, config, folder)) as routes:
                 reference, vocab_size = load_reference(config, run), prompts.tokenizer.vocab_size
-                critic = load_critic(config, run)
-                learner = Learner(run.state, config, reference, routes, critic, vocab_size=vocab_size)
+                critic = stack.enter_context(open_critic(config, run, folder / "critic"))
+                teachers = load_teachers(config, run, teacher_sources)
+                learner = Learner(
+                    run.state,
+                    config,
+                    reference,
+                    routes,
+                    critic,
+                    vocab_size=vocab_size,
+                    teachers=teachers,
+                    texts=load_texts(config, run, text_source),
+                )
                 RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
 
@@ -136,16 +168,148 @@ def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
     return reference
 
 
-def load_critic(config: RlRunConfig, run: Run) -> Critic | None:
-    """Collective over the world: return the critic of the run, at step 0 with the weights of rl.critic.load or those of
-    the policy, later with those of the checkpoint; None without one.
-    """
-    if run.state.critic is None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSource:
+    """The data of `rl.ptx`, which passed all checks."""
+
+    packed: PackedSequences | None
+    """Conversations; None: the texts are tokens on disk."""
+    plan: DataPlan | None
+    """Tokens on disk; None: the texts are conversations."""
+
+
+def read_texts(config: RlRunConfig, tokenizer: Tokenizer) -> TextSource | None:
+    """Return the texts of `rl.ptx` for all steps; None without any. DataError names lines that are no conversation."""
+    ptx, length = config.rl.ptx, config.packed_length
+    if not ptx.coeff:
         return None
-    critic = Critic(run.state.critic, config)
-    if run.state.progress.step == 0:
-        run.log.message(critic.begin(run.state.chunks))
-    return critic
+    num_sequences = config.train.steps * ptx.sequences
+    if ptx.tokens:
+        data = DataConfig(train=ptx.tokens, split=(1.0, 0.0, 0.0), seq_length=length)
+        counts = SampleCounts(train=num_sequences, valid=0, test=0)
+        plan = plan_data(data, vocab_size=config.model.vocab_size, samples=counts)
+        return TextSource(packed=None, plan=plan)
+    chat = load_chat(config.data.chat_template, tokenizer, config.data.tokenizer.path)
+    form = SFTDataConfig(train=ptx.files, seq_length=length, too_long="skip")
+    packing = PackingOptions(
+        row_length=length,
+        length_multiple=config.mesh.zigzag,
+        buffer=form.pack_buffer,
+        seed=config.train.seed,
+        pad_id=tokenizer.eod_id,
+    )
+    packed = PackedSequences(read_examples(ptx.files, form, chat), packing, num_sequences)
+    return TextSource(packed=packed, plan=None)
+
+
+def load_texts(config: RlRunConfig, run: Run, source: TextSource | None) -> Texts | None:
+    """Collective over the world: return the texts that are mixed into updates; None without any."""
+    if source is None:
+        return None
+    mesh, device = run.state.mesh, run.state.platform.device
+    if source.packed is not None:
+        examples = source.packed.examples
+        run.log.message(
+            f"rl.ptx: {len(examples)} conversations, {examples.num_skipped} too long and left out"
+        )
+        return Texts(source.packed, config.rl.ptx.sequences, mesh, device)
+    assert source.plan is not None
+    datasets = build_datasets(source.plan, seed=config.train.seed, cache_dir=run.folder.path / "index_cache")
+    return Texts(datasets.train, config.rl.ptx.sequences, mesh, device)
+
+
+def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> list[TeacherSource | None]:
+    """Return the models that `rl.distill` names, after all checks that need no weights; None is the policy's earlier
+    self.
+
+    Raises:
+        ConfigError: where a checkpoint is of no language model of the policy's vocabulary, or does not fit the mesh.
+        DataError: where it was trained with another tokenizer, or a prompt names a teacher that is not there.
+    """
+    distill = config.rl.distill
+    if distill.paths:
+        refuse_prompts_without_teacher(prompts.train, distill)
+    return [
+        None if path == SELF else teacher_source(path, config, prompts.tokenizer) for path in distill.paths
+    ]
+
+
+def teacher_source(named: str, config: RlRunConfig, tokenizer: Tokenizer) -> TeacherSource:
+    """Return the model of a teacher's checkpoint, as `sources_of_teachers`."""
+    path, field = find_checkpoint(Path(named)), f"rl.distill: teacher {named}"
+    refuse_other_tokenizer(tokenizer, str(path), "rl.distill")
+    model = ModelConfig.model_validate_json(json.dumps(check(path).model))
+    if model.head != "logits":
+        raise ConfigError(f"{field} is a reward model, which has no logprobs. Name a language model.")
+    if model.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"{field} has {model.vocab_size} tokens, the policy {config.model.vocab_size}: their logprobs would be of "
+            "other tokens. Name a teacher with the policy's tokenizer and vocabulary."
+        )
+    if model.max_position < config.longest_sample:
+        raise ConfigError(
+            f"{field} has model.max_position={model.max_position}, and the longest prompt with its completion has "
+            f"{config.longest_sample} tokens. Shorten rl.prompts.max_tokens or rl.rollout.max_new_tokens."
+        )
+    refuse(
+        [
+            f"{field}: {violation}"
+            for violation in mesh_violations(model, config.mesh, config.packed_length, "the policy's")
+        ]
+    )
+    return TeacherSource(path=path, model=model)
+
+
+def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource | None]) -> Teachers | None:
+    """Collective over the world: return the teachers of the run; None where there are none."""
+    if not sources:
+        return None
+    state, step = run.state, run.state.progress.step
+    teachers: list[FrozenModel | Reference] = []
+    for source in sources:
+        if source is not None:
+            waits = config.rl.distill.store == "host"
+            teachers.append(
+                FrozenModel(
+                    source.model, source.path, config, state.mesh, state.platform, waits_on_host=waits
+                )
+            )
+            run.log.message(f"teacher: weights of {source.path}")
+            continue
+        folder = run.folder.path / "teacher"
+        earlier = Reference(
+            state.chunks,
+            state.mesh,
+            config.model,
+            folder,
+            run.folder.checkpoints,
+            needed_by='rl.distill.teacher="self"',
+        )
+        if step == 0:
+            earlier.set(0)
+        else:
+            run.log.message(f"teacher: {earlier.resume(step)}")
+        teachers.append(earlier)
+    return Teachers(teachers)
+
+
+@contextmanager
+def open_critic(config: RlRunConfig, run: Run, folder: Path) -> Iterator[Critic | None]:
+    """Collective over the world: yield the critic of the run, at step 0 with the weights of rl.critic.load or those of
+    the policy, later with those of the checkpoint; None without one. On leaving, its routes in `folder` are deleted.
+    """
+    state = run.state.critic
+    if state is None:
+        yield None
+        return
+    with ExitStack() as stack:
+        routes = critic_routes(state, config, folder)
+        if routes is not None:
+            stack.enter_context(closing(routes))
+        critic = Critic(state, config, routes)
+        if run.state.progress.step == 0:
+            run.log.message(critic.begin(run.state.chunks))
+        yield critic
 
 
 if __name__ == "__main__":

@@ -139,7 +139,13 @@ PPO = (
     *("rl.advantage.kind=gae", "rl.loss.kind=ppo", "rl.loss.kl_in=reward", "rl.critic.warmup_rollouts=1"),
     *("rl.critic.epochs=2", "rl.critic.optim.lr=3e-3", "rl.loss.kl_target=2.0", "rl.loss.kl_horizon=160"),
 )
+WITH_PPO = (
+    *("rl.distill.teacher=self", "rl.distill.self_refresh_rollouts=2", "rl.distill.use=loss"),
+    *("rl.distill.estimator=vocabulary", "rl.ptx.coeff=0.1", "rl.ptx.sequences=2", "rl.critic.replay=r2"),
+)
+"""What else keeps state or reads by step, so that one kill tests the resume of all of it."""
 OF_PPO = (
+    *("ptx/loss_nats", "teacher/kl_nats", "critic/routes_changed_fraction"),
     *COMPUTED,
     "critic/loss",
     "critic/grad_norm",
@@ -151,7 +157,9 @@ OF_PPO = (
 
 def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_path: Path) -> None:
     """The critic warms up for a rollout; its schedule decays over its own steps."""
-    straight = run_main("mcore_rl.run.rl", [rl_file, *PPO])
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "12=", "response": "ab"}\n' * 40)
+    ppo = (*PPO, *WITH_PPO, f"rl.ptx.files=['{tmp_path / 'chats.jsonl'}']")
+    straight = run_main("mcore_rl.run.rl", [rl_file, *ppo])
     assert straight.returncode == 0, straight.stderr
     assert "critic: layers of the policy, and a new head: all values start at 0" in straight.stdout
     assert straight.stdout.count("the critic warms up: weights are as before") == 2
@@ -164,12 +172,18 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     coeffs = [numbers["kl/coeff"] for _, numbers in sorted(wanted.items()) if "kl/coeff" in numbers]
     assert coeffs == pytest.approx([1e-3, 1e-3, 1e-3 * 0.98, 1e-3 * 0.98**2], rel=1e-12)
     run_dir = tmp_path / "broken"
-    words = [rl_file, *PPO, f"run_dir={run_dir}"]
+    words = [rl_file, *ppo, f"run_dir={run_dir}"]
     kill_main("mcore_rl.run.rl", words, lambda: (run_dir / "checkpoints/iter_0000004").exists())
     assert not (run_dir / "DONE").exists()
     last = run_main("mcore_rl.run.rl", words)
     assert last.returncode == 0, last.stderr
     assert "resumed from" in last.stdout and "critic: " not in last.stdout
+    assert f"teacher: {run_dir}/teacher/step_0000004" in last.stdout
+    # The teacher is the policy as it was after the second rollout, where its KL is 0.
+    kls = {
+        step: numbers["teacher/kl_nats"] for step, numbers in wanted.items() if "teacher/kl_nats" in numbers
+    }
+    assert kls[5] == pytest.approx(0.0, abs=1e-6) and kls[6] > 1e-5
     assert computed(run_dir, OF_PPO) == wanted
 
 

@@ -5,20 +5,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from mcore_rl.backend.platform import start
 from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.examples import Examples
+from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.rl.critic import Critic
+from mcore_rl.rl.critic import Critic, critic_routes
+from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rewards.from_model import RewardModel, RewardModelSource
 from mcore_rl.rl.rollout import Rollout
+from mcore_rl.rl.teachers import Teachers
+from mcore_rl.rl.texts import Texts
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
@@ -34,8 +40,10 @@ def truncated_rollout(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> 
     rollout = rollout_of(config, dp_cp_rank, dp_cp_size)
     rewards_PG = rollout.rewards_PG.clone()
     rewards_PG[2, 1] = torch.nan  # sample 9, which is not trained on
+    num_teachers = max(1, len(config.rl.distill.paths))
     shapes = {
-        index: replace(shape, is_truncated=index in TRUNCATED) for index, shape in rollout.shapes.items()
+        index: replace(shape, is_truncated=index in TRUNCATED, teacher=index % num_teachers)
+        for index, shape in rollout.shapes.items()
     }
     return replace(rollout, rewards_PG=rewards_PG, shapes=shapes)
 
@@ -63,13 +71,32 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         copy_in(one.chunks, tensors)
         one.optimizer.reload_model_params()
     routes = PolicyRoutes(state, config, folder / str(mesh.world.rank))
-    critic = Critic(trained, config)
-    learner = Learner(state, config, reference, routes, critic, vocab_size=config.model.vocab_size)
+    critic = Critic(trained, config, critic_routes(trained, config, folder / f"critic{mesh.world.rank}"))
+    teachers = None
+    if config.rl.distill.paths:
+        copy_in(state.chunks, other)
+        other_path = save_weights(state.chunks, mesh, config.model, folder / "other")
+        copy_in(state.chunks, policy)
+        of_disk = FrozenModel(config.model, other_path, config, mesh, state.platform, waits_on_host=True)
+        teachers = Teachers([of_disk, Reference(state.chunks, mesh, config.model, folder, folder)])
+    learner = Learner(
+        state,
+        config,
+        reference,
+        routes,
+        critic,
+        vocab_size=config.model.vocab_size,
+        teachers=teachers,
+        texts=Texts(conversations(config), config.rl.ptx.sequences, mesh, state.platform.device)
+        if config.rl.ptx.coeff
+        else None,
+    )
     rollout = truncated_rollout(config, mesh.dp_cp.rank, mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
     minibatches = learner.with_reference_logprobs(learner.with_old_logprobs(minibatches))
-    minibatches = learner.with_values(minibatches)
+    minibatches = learner.with_teacher_logprobs(rollout, minibatches)
+    minibatches = learner.with_values(rollout, minibatches)
     advantages = learner.advantages(rollout, minibatches)
     critic_reports = learner.update_critic(minibatches, advantages)
     reports = [learner.update(minibatch, advantages) for minibatch in minibatches * config.rl.update.epochs]
@@ -80,6 +107,21 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         "weights": {"policy": owned(state), "critic": owned(trained)},
         "scores": scores_of(rollout, trained, config, folder),
     }
+
+
+def conversations(config: RlRunConfig) -> PackedSequences:
+    """Ragged conversations of random tokens, packed alike on every mesh; a part of each is the assistant's."""
+    generator = numpy.random.default_rng(2)
+    lengths = generator.integers(4, 20, 40)
+    examples = Examples(
+        ids_T=generator.integers(0, config.model.vocab_size, lengths.sum(), dtype=numpy.int32),
+        assistant_mask_T=generator.random(lengths.sum()) < 0.5,
+        starts_N=numpy.array([0, *lengths.cumsum()]),
+        source_sizes=(len(lengths),),
+        num_skipped=0,
+    )
+    packing = PackingOptions(row_length=config.packed_length, length_multiple=4, buffer=40, seed=1, pad_id=0)
+    return PackedSequences(examples, packing, 4 * config.rl.ptx.sequences)
 
 
 def scores_of(

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.config.critic import CriticConfig
+from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.ptx import PtxConfig
 from mcore_rl.config.replay import ReplayConfig, ReplayKind
 from mcore_rl.config.rl import (
     AdvantageConfig,
@@ -44,6 +46,7 @@ ADAM = OptimConfig(
     weight_decay=0.0,
     clip_grad=None,
 )
+TEACHERS = {"other": "a checkpoint", "itself": "self"}
 MESHES = {
     "tp2": MeshConfig(tp=2),
     "pp2-vpp2": MeshConfig(pp=2, vpp=2),
@@ -58,7 +61,7 @@ def config_of(model: ModelConfig, replay: ReplayKind = "none", optim: OptimConfi
     moe = model.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
     return RlRunConfig(
         model=model.model_copy(update={"moe": moe}),
-        replay=ReplayConfig(kind=replay),
+        replay=ReplayConfig(kind=replay, max_disagreement=None),  # the routes of R3 here are like nobody's
         optim=optim,
         train=TrainConfig(steps=100, global_batch=GROUPS * SIZE // 2),
         rl=RlConfig(
@@ -212,10 +215,30 @@ def weights() -> list[Tensors]:
     return [policy, near(policy), near(critic)]
 
 
-@pytest.mark.parametrize("replay", ["none", "r2"])
+MORE: dict[ReplayKind, dict[str, Any]] = {
+    "none": {},
+    "r2": {
+        "distill": DistillConfig(teachers=TEACHERS, use="loss", estimator="vocabulary", coeff=0.5),
+        "ptx": PtxConfig(coeff=0.7, files=("conversations",), sequences=4),
+    },
+    "r3": {"distill": DistillConfig(teachers=TEACHERS, coeff=0.5)},
+}
+"""Further sections of rl with each kind of replay: all of them are on every mesh."""
+
+
+@pytest.mark.parametrize("replay", MORE)
 def test_ppo_does_not_depend_on_the_mesh(replay: ReplayKind, weights: list[Tensors], tmp_path: Path) -> None:
+    """With R2 the critic's updates have the routes of its values, teachers and texts add to the loss; with R3 the
+    routes are the engine's and teachers add to the advantages.
+    """
     optim = OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3)
     config = config_of(TINY["qwen3_moe"], replay, optim)
+    critic = config.rl.critic.model_copy(update={"replay": "r2" if replay == "r2" else "none"})
+    rl = config.rl.model_copy(update={"critic": critic, **MORE[replay]})
+    if MORE[replay]:
+        # Rows of the embedding that texts alone have are hardly trained: a small epsilon would enlarge their rounding.
+        optim = optim.model_copy(update={"lr": 1e-2, "eps": 1e-3})
+    config = config.model_copy(update={"rl": rl, "optim": optim})
     (reference,) = run_ranks(ppo_updates, 1, config, weights, tmp_path / "one")
     ranks = run_ranks(on_meshes, 2, config, list(MESHES.values()), weights, tmp_path)
     for index in range(len(MESHES)):
@@ -228,6 +251,8 @@ def test_ppo_does_not_depend_on_the_mesh(replay: ReplayKind, weights: list[Tenso
             for name in ("critic", "policy"):
                 for step, (one, other) in enumerate(zip(outcome[name], reference[name], strict=True)):
                     assert one == pytest.approx(other, rel=1e-6, abs=1e-6), (mesh, name, step)
+    assert ("kl_teacher" in reference["policy"][0]) == (replay != "none")
+    assert ("ptx_loss" in reference["policy"][0]) == (replay == "r2")
 
 
 @pytest.mark.parametrize("mesh", ["alone", "dp2"])

@@ -96,6 +96,7 @@ def leave_one_out_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor
 ADVANTAGES: dict[str, Callable[[Tensor, AdvantageConfig], Tensor]] = {
     "zscore": lambda rewards_PG, config: group_zscore(rewards_PG, ddof=config.ddof, eps=config.eps),
     "mean": lambda rewards_PG, config: group_centered(rewards_PG),
+    "zero": lambda rewards_PG, config: torch.zeros_like(rewards_PG),
     "leave_one_out": lambda rewards_PG, config: leave_one_out(rewards_PG),
     "leave_one_out_zscore": lambda rewards_PG, config: leave_one_out_zscore(
         rewards_PG, ddof=config.ddof, eps=config.eps

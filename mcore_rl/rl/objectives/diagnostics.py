@@ -70,6 +70,12 @@ def update_statistics(
     if tokens.reference_logprobs_T is not None:
         beyond_T |= is_beyond_limit(tokens.reference_logprobs_T, tokens.logprobs_T)
         sums["kl_reference"] = tokens.total(kl_estimate(tokens.logprobs_T, tokens.reference_logprobs_T, "k3"))
+    if tokens.teacher_logprobs_T is not None:
+        beyond_T |= is_beyond_limit(tokens.teacher_logprobs_T, tokens.logprobs_T)
+        kl_T = tokens.teacher_kl_T
+        if kl_T is None:
+            kl_T = kl_estimate(tokens.logprobs_T, tokens.teacher_logprobs_T, "k3")
+        sums["kl_teacher"] = tokens.total(kl_T)
     if tokens.rollout_logprobs_T is not None:
         difference_T = log_difference(tokens.old_logprobs_T, tokens.rollout_logprobs_T)
         beyond_T |= is_beyond_limit(tokens.old_logprobs_T, tokens.rollout_logprobs_T)
@@ -101,6 +107,7 @@ TOKEN_MEANS = {
     "entropy": "policy/entropy_nats",
     "kl_old": "policy/kl_old_nats",
     "kl_reference": "policy/kl_reference_nats",
+    "kl_teacher": "teacher/kl_nats",
     "clipped_low": "policy/clip_ratio_low",
     "clipped_high": "policy/clip_ratio_high",
     "clamped": "policy/clamped_fraction",
@@ -118,6 +125,8 @@ def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> It
     for name, metric in TOKEN_MEANS.items():
         if name in sums:
             yield Metric(metric, sums[name], count)
+    if "ptx_loss" in sums:
+        yield Metric("ptx/loss_nats", sums["ptx_loss"], sums["ptx_count"])
     for side in ("low", "high"):
         yield Metric(f"policy/clip_ratio_{side}_sequences", sums[f"clipped_{side}_sequences"], sequences)
     mean = sums["ratio_minus_1"] / count

@@ -5,14 +5,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.rl import LossConfig
+from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import MAX, HeadOutput
-from mcore_rl.parallel.vocab import IGNORED_TARGET, TokenStatistics, logprobs_and_entropy
+from mcore_rl.parallel.vocab import (
+    IGNORED_TARGET,
+    TokenStatistics,
+    logprobs_and_entropy,
+    reverse_kl,
+    vocabulary_logprobs,
+)
 from mcore_rl.rl.batch import PolicyMicrobatch
 from mcore_rl.rl.objectives.gae import clipped_value_loss
 from mcore_rl.rl.objectives.losses import policy_loss
-from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
+from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, PolicyTokens
 
 
 class LogprobHead:
@@ -45,6 +53,37 @@ class LogprobHead:
             chunk_tokens=self._chunk_tokens,
         )
 
+    def vocabulary(self, microbatch: PolicyMicrobatch, output: Tensor) -> Tensor:
+        """Collective over the tensor-parallel ranks: logprobs `[N, v]`, float32 in main memory, of this rank's slice of
+        the vocabulary where a token of a completion is predicted.
+        """
+        rows_N = microbatch.completion_mask_T.nonzero().flatten()
+        return vocabulary_logprobs(
+            output[0],
+            rows_N,
+            self._mesh.tp,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+        ).cpu()
+
+    def teacher_kl(self, microbatch: PolicyMicrobatch, output: Tensor) -> Tensor | None:
+        """Collective over the tensor-parallel ranks: KL(policy || teacher) over the vocabulary, `[T]` with gradient;
+        None where the teacher's logprobs of the vocabulary are not there.
+        """
+        if microbatch.teacher_vocabulary_Nv is None:
+            return None
+        return reverse_kl(
+            output[0],
+            microbatch.teacher_vocabulary_Nv,
+            microbatch.completion_mask_T.nonzero().flatten(),
+            self._mesh.tp,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+            limit_nats=LOG_RATIO_LIMIT,
+        )
+
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:
         """Return 0: there is no loss."""
         return microbatch.mask_T.new_zeros((), dtype=torch.int)
@@ -56,6 +95,28 @@ class LogprobHead:
             microbatch, output, microbatch.completion_mask_T
         ).logprobs_T.detach()
         return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
+
+
+class TeacherHead:
+    """Keeps a teacher's `logprobs` `[T]` of the completions' tokens, and with `vocabulary` those of all tokens."""
+
+    wants_losses = False
+
+    def __init__(self, logprobs: LogprobHead, *, vocabulary: bool) -> None:
+        """Take the head of the policy's logprobs: the same tokens at the same temperature."""
+        self._logprobs = logprobs
+        self._vocabulary = vocabulary
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return self._logprobs.count(microbatch)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the logprobs of one microbatch; there is no loss."""
+        found = self._logprobs(microbatch, output)
+        if self._vocabulary:
+            found.outputs["vocabulary"] = self._logprobs.vocabulary(microbatch, output)
+        return found
 
 
 class PolicyHead:
@@ -72,12 +133,22 @@ class PolicyHead:
         mesh: Mesh,
         config: LossConfig,
         router_shift: Callable[[], Tensor] | None = None,
+        distill: DistillConfig | None = None,
     ) -> None:
-        """`router_shift` returns the router-shift ratio `[T]` of one microbatch after the other; None: it is 1."""
+        """Prepare the head.
+
+        Args:
+            logprobs: the head of logprobs.
+            mesh: the mesh.
+            config: `rl.loss`.
+            router_shift: returns the router-shift ratio `[T]` of one microbatch after the other; None: it is 1.
+            distill: `rl.distill`; None: there is no teacher.
+        """
         self._logprobs = logprobs
         self._mesh = mesh
         self._config = config
         self._router_shift = router_shift
+        self._distill = distill
 
     def count(self, microbatch: PolicyMicrobatch) -> Tensor:
         """Return the number of trained tokens."""
@@ -101,10 +172,78 @@ class PolicyHead:
             sequence_T=microbatch.sequence_T,
             lengths_N=microbatch.lengths_N,
             router_shift_T=None if self._router_shift is None else self._router_shift(),
+            teacher_logprobs_T=microbatch.teacher_logprobs_T,
+            teacher_kl_T=self._logprobs.teacher_kl(microbatch, output),
         )
-        loss = policy_loss(tokens, self._config, self._mesh.cp)
+        loss = policy_loss(tokens, self._config, self._mesh.cp, self._distill)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}
         return HeadOutput(loss=loss.loss, count=loss.count, outputs=loss.sums | maxima)
+
+
+class MixedHead:
+    """Computes the policy's loss on completions and, on the texts after them, their cross entropy (PTX).
+
+    Each is divided by its own number of tokens: the schedule divides by that of the completions, so that the sum of the
+    texts is multiplied by the ratio of the two.
+    """
+
+    wants_losses = False
+
+    def __init__(
+        self,
+        policy: PolicyHead,
+        mesh: Mesh,
+        *,
+        vocab_size: int,
+        chunk_tokens: int,
+        weight: float,
+    ) -> None:
+        """Prepare one optimizer step.
+
+        Args:
+            policy: the policy's loss.
+            mesh: the mesh.
+            vocab_size: number of ids that the tokenizer has; larger ones have no probability.
+            chunk_tokens: positions whose logits are in fp32 at a time.
+            weight: rl.ptx.coeff, times the world's trained tokens of completions over those of texts.
+        """
+        self._policy = policy
+        self._mesh = mesh
+        self._vocab_size = vocab_size
+        self._chunk_tokens = chunk_tokens
+        self._weight = weight
+        self._without_completions: dict[str, Tensor] = {}
+
+    def count(self, microbatch: PolicyMicrobatch | LocalMicrobatch) -> Tensor:
+        """Return the number of trained tokens of completions."""
+        if isinstance(microbatch, PolicyMicrobatch):
+            return self._policy.count(microbatch)
+        return microbatch.loss_mask_Bs.new_zeros((), dtype=torch.int)
+
+    def __call__(self, microbatch: PolicyMicrobatch | LocalMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the loss of one microbatch; output what `PolicyHead` does, and sum and count of the cross entropy."""
+        if isinstance(microbatch, PolicyMicrobatch):
+            result = self._policy(microbatch, output)
+            self._without_completions = {
+                name: torch.full_like(value, -torch.inf if name.startswith(MAX) else 0)
+                for name, value in result.outputs.items()
+            }
+            zero = result.loss.detach().new_zeros(())
+            result.outputs.update({"ptx_loss": zero, "ptx_count": zero})
+            return result
+        mask_T = microbatch.loss_mask_Bs[0]
+        logprobs_T, _ = logprobs_and_entropy(
+            output[0],
+            microbatch.labels_Bs[0].where(mask_T > 0, IGNORED_TARGET),
+            self._mesh.tp,
+            vocab_size=self._vocab_size,
+            temperature=1.0,
+            chunk_tokens=self._chunk_tokens,
+        )
+        loss = -(logprobs_T * mask_T).sum()
+        # The first microbatches of a rank are of completions, whose statistics texts have none of.
+        outputs = self._without_completions | {"ptx_loss": loss.detach(), "ptx_count": mask_T.sum()}
+        return HeadOutput(loss=self._weight * loss, count=self.count(microbatch), outputs=outputs)
 
 
 class ValueHead:

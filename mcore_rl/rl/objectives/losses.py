@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.extension import choose
 from mcore_rl.config.rl import Clip, LossConfig
 from mcore_rl.parallel.mesh import Axis
@@ -38,9 +39,11 @@ class PolicyLoss:
     """Statistics whose maximum over the world is wanted."""
 
 
-def policy_loss(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> PolicyLoss:
+def policy_loss(
+    tokens: PolicyTokens, config: LossConfig, cp: Axis, distill: DistillConfig | None = None
+) -> PolicyLoss:
     """Collective over `cp` (in the forward only): the loss that `config` names, corrected for a rollout engine whose
-    logprobs differ, plus the KL penalty, minus the entropy bonus.
+    logprobs differ, plus the KL penalty, plus the KL to a teacher, minus the entropy bonus.
     """
     token_loss = choose("rl.loss.kind", config.kind, LOSSES)(tokens, config, cp)
     correction_T = importance_sampling_weights(tokens, config, cp)
@@ -52,6 +55,11 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig, cp: Axis) -> PolicyLos
             tokens.logprobs_T, tokens.reference_logprobs_T, config.kl_estimator, config.kl_gradient
         )
         loss_T = loss_T + config.kl_coeff * kl_T
+    if distill is not None and tokens.teacher_logprobs_T is not None and distill.use == "loss":
+        teacher_kl_T = tokens.teacher_kl_T
+        if teacher_kl_T is None:
+            teacher_kl_T = kl_penalty(tokens.logprobs_T, tokens.teacher_logprobs_T, "k1", "k2")
+        loss_T = loss_T + distill.coeff * teacher_kl_T
     if config.entropy_coeff:
         loss_T = loss_T - config.entropy_coeff * tokens.entropy_T
     loss = tokens.total(loss_T * tokens.loss_weights_T)

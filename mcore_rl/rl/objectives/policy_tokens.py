@@ -61,6 +61,10 @@ class PolicyTokens:
     """int64: trained tokens of each whole sequence."""
     router_shift_T: Tensor | None = None
     """Router-shift ratio of each token, in 0 ... 1, without gradient (replay/router_shift.py); None: it is 1."""
+    teacher_logprobs_T: Tensor | None = None
+    """Logprobs under the teacher; None: there is none."""
+    teacher_kl_T: Tensor | None = None
+    """KL to the teacher over the whole vocabulary, with gradient; None: it is estimated by the sampled token."""
 
     @property
     def log_ratio_T(self) -> Tensor:

@@ -1,28 +1,25 @@
 """Rewards from a model with a scalar head: whole batches of completions, scored by passes on the ranks that train."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, sqrt
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_rl.backend.platform import Platform
-from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
-from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating
+from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.objectives.heads import ValueHead
 from mcore_rl.rl.types import Group
-from mcore_rl.train.random_states import random_states, restore_random_states
 
 LENGTH_MULTIPLE = 64
 """Packed sequences are padded to a multiple of this, as those of the policy are."""
@@ -58,14 +55,14 @@ class RewardModel:
         """
         self.part = source.part
         self._mesh, self._device = mesh, platform.device
-        self._waits_on_host = config.rl.reward.model_store == "host"
-        settings = config.platform.model_copy(update={"recompute": "none"})
-        # Its weights are drawn before they are loaded, from the states that a resumed run would find otherwise.
-        states = random_states()
-        self._chunks: list[nn.Module] = build_model(source.model, mesh, platform, settings)
-        restore_random_states(states)
-        verify = config.checkpoint.verify_checksums
-        load_weights(self._chunks, mesh, source.model, source.path, verify_checksums=verify)
+        self._frozen = FrozenModel(
+            source.model,
+            source.path,
+            config,
+            mesh,
+            platform,
+            waits_on_host=config.rl.reward.model_store == "host",
+        )
         self._head = ValueHead()
         longest = -(-(config.longest_sample + 1) // mesh.config.zigzag) * mesh.config.zigzag
         multiple = config.packed_multiple
@@ -78,8 +75,6 @@ class RewardModel:
         )
         self._dp_ranks = [0] * mesh.dp_cp.size
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
-        if self._waits_on_host:
-            self._move(torch.device("cpu"))
 
     @torch.no_grad()
     def scores(self, groups: Sequence[Group]) -> Tensor:
@@ -122,8 +117,8 @@ class RewardModel:
             make_microbatch(here, indices, self._limits, mesh.cp, device)
             for indices in plan.microbatches[mesh.dp.rank]
         ]
-        with self._installed(), evaluating(self._chunks):
-            outputs = run_pass(self._chunks, microbatches, self._head, backward=False)
+        with self._frozen.installed(), evaluating(self._frozen.chunks):
+            outputs = run_pass(self._frozen.chunks, microbatches, self._head, backward=False)
         scores_N = torch.zeros(len(shapes), dtype=torch.float64, device=device)
         if mesh.is_last_stage:
             for one, output in zip(microbatches, outputs, strict=True):
@@ -135,22 +130,6 @@ class RewardModel:
             dist.broadcast(scores_N, group=mesh.pp.group, group_src=mesh.pp.size - 1)
         group_size = len(groups[0].completions) if groups else 0
         return scores_N[first : first + len(own)].view(len(groups), group_size).cpu()
-
-    @contextmanager
-    def _installed(self) -> Iterator[None]:
-        """Have the weights on the device inside, wherever they wait."""
-        if self._waits_on_host:
-            self._move(self._device)
-        try:
-            yield
-        finally:
-            if self._waits_on_host:
-                self._move(torch.device("cpu"))
-
-    def _move(self, device: torch.device) -> None:
-        for chunk in map(unwrap, self._chunks):
-            for tensor in (*chunk.parameters(), *chunk.buffers()):
-                tensor.data = tensor.data.to(device)
 
 
 class RewardModels:

@@ -55,6 +55,17 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
             "rl.critic.optim.min_lr=1.0 is above rl.critic.optim.lr=0.0003",
         ),
         (["rl.eval.files=['x']"], "whose held-out problems are made"),
+        (
+            ["rl.ptx.coeff=0.1", "rl.ptx.files=['x']", "rl.ptx.sequences=3", "mesh.tp=1", "mesh.ep=1"],
+            "rl.ptx.sequences=3 is not a multiple of 2, for 2 data-parallel ranks. Use 4",
+        ),
+        (
+            [
+                *("rl.advantage.kind=gae", "rl.critic.replay=r2", "model.family=qwen3"),
+                *("model.moe.num_experts=0", "mesh.ep=1"),
+            ],
+            'rl.critic.replay="r2", but the model has no experts',
+        ),
         (["replay.kind=r2", "rl.update.old_logprobs=rollout"], 'or replay.kind="r3"'),
         (["data.chat_template=tokenizer"], 'Set it to "plain" or "raw"'),
         (["train.ramp_start=2"], "does not grow"),

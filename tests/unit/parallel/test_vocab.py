@@ -1,10 +1,12 @@
 """Logprobs and entropy against log_softmax in float64."""
 
+import math
+
 import pytest
 import torch
 
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.parallel.vocab import IGNORED_TARGET, logprobs_and_entropy
+from mcore_rl.parallel.vocab import IGNORED_TARGET, logprobs_and_entropy, reverse_kl, vocabulary_logprobs
 
 ALONE = Axis(None, 0, 1)
 
@@ -104,3 +106,35 @@ def test_logits_of_minus_infinity_have_no_probability_and_no_gradient():
         logits, torch.full((13,), 3), ALONE, vocab_size=24, temperature=0.7, chunk_tokens=4
     )
     assert impossible.logprobs_T.tolist() == [-torch.inf] * 13
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+def test_the_kl_over_the_vocabulary_and_its_gradient_are_those_of_log_softmax(chunk_tokens):
+    logits, _, pull = example()
+    other = torch.randn(13, 24, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    rows = torch.tensor([0, 3, 4, 9, 12])
+    settings = {"vocab_size": 19, "temperature": 0.7, "chunk_tokens": chunk_tokens}
+    logprobs_TV = torch.log_softmax(logits[:, :19] / 0.7, dim=-1)
+    other_TV = torch.log_softmax(other[:, :19] / 0.7, dim=-1)
+    wanted = (logprobs_TV.exp() * (logprobs_TV - other_TV)).sum(-1)[rows]
+    (gradient,) = torch.autograd.grad((wanted * pull[0][rows]).sum(), logits)
+    other_Nv = vocabulary_logprobs(other, rows, ALONE, **settings)
+    torch.testing.assert_close(other_Nv, other_TV[rows].float(), rtol=0, atol=1e-6)
+    got = reverse_kl(logits, other_TV[rows], rows, ALONE, **settings, limit_nats=20.0)
+    (got * pull[0]).sum().backward()
+    torch.testing.assert_close(got[rows], wanted, rtol=0, atol=1e-12)
+    assert got.count_nonzero() == 5
+    torch.testing.assert_close(logits.grad, gradient, rtol=0, atol=1e-12)
+
+
+def test_a_token_that_a_teacher_excludes_counts_as_far_below_and_not_as_infinitely_far():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    excludes = torch.tensor([[0.0, -torch.inf, -torch.inf]], dtype=torch.float64)
+    settings = {"vocab_size": 3, "temperature": 1.0, "chunk_tokens": 8}
+    kl = reverse_kl(logits, excludes, torch.tensor([0]), ALONE, **settings, limit_nats=20.0)
+    kl.sum().backward()
+    # p is a half at two tokens: log p - log q is log 0.5 at the first, and 20 at the second.
+    wanted = 0.5 * math.log(0.5) + 0.5 * 20.0
+    assert kl.tolist() == pytest.approx([wanted], rel=1e-12)
+    pulls = [0.5 * (math.log(0.5) - wanted), 0.5 * (20.0 - wanted), 0.0]
+    assert logits.grad[0].tolist() == pytest.approx(pulls, rel=1e-12)

@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.rl import EvalConfig, PromptConfig
 from mcore_rl.data.chat import PlainChat
 from mcore_rl.errors import DataError
-from mcore_rl.rl.prompts import PromptEncoder, held_out_prompts, train_prompts
+from mcore_rl.rl.prompts import (
+    PromptEncoder,
+    held_out_prompts,
+    refuse_prompts_without_teacher,
+    train_prompts,
+)
 from mcore_rl.rl.tasks import read_problems
 
 
@@ -145,3 +151,23 @@ def test_a_task_with_too_few_problems_is_refused() -> None:
     assert len(held_out) == 10, "as many as there are"
     with pytest.raises(DataError, match="all are held out"):
         train_prompts(config, held_out, encoder(), seed=1).take(0, 1)
+
+
+def test_a_prompt_whose_tag_no_teacher_has_is_named(tmp_path: Path) -> None:
+    tags = ("math", "code", "law", None)
+    entries = ({"prompt": f"p{n}"} | ({} if tag is None else {"area": tag}) for n, tag in enumerate(tags))
+    source = train_prompts(file_of(tmp_path, *entries), (), encoder(), seed=0)
+    tagged = {"math": "runs/math", "code": "runs/code"}
+    with pytest.raises(
+        DataError, match=r"2 prompts have no teacher of math, code: .*jsonl:3 .area='law'"
+    ) as error:
+        refuse_prompts_without_teacher(source, DistillConfig(teachers=tagged, tag_field="area"))
+    assert "jsonl:4 (area=None)" in str(error.value)
+    others = DistillConfig(teacher="self", teachers=tagged, tag_field="area")
+    refuse_prompts_without_teacher(source, others)
+    assert [others.paths[others.index_of(tag) or 0] for tag in tags] == [
+        "runs/math",
+        "runs/code",
+        "self",
+        "self",
+    ]
