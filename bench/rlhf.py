@@ -13,6 +13,7 @@ that of greedy answers to 256 held-out prompts, before the first update and at e
 | `grpo`, `ppo` | the recipes, with the rule `positions` as the reward |
 | `grpo-rm`, `ppo-rm` | the reward is a reward model's score alone; PPO's critic starts from that model |
 | `ppo-weak-rm`, `ppo-weak-rm-kl` | a reward model of `WEAK_STEPS` steps, without a KL and with one: reward hacking |
+| `distill`, `distill-vocabulary` | GRPO's recipe without rewards; the teacher is `ppo`'s run at its first rate |
 | `dpo`, `dpo-without-nll`, `nll` | the recipe, without its cross entropy, and the cross entropy alone |
 
 The same command goes on where it was ended. After each run bench/results/rlhf.json holds a row of each evaluation of
@@ -38,9 +39,11 @@ from mcore_rl.obs.jsonl import FILE_NAME, read_records
 COLUMNS = 5
 """Evaluations after the first one."""
 RATES = ("2e-5", "6e-5", "2e-4")
-MODEL_STEPS, WEAK_STEPS = 900, 40
-"""Steps of the reward models: the recipe's, and those of the weak one."""
+WEAK_STEPS = 40
+"""Steps of the weak reward model; the other one has its recipe's."""
 RESULTS = Path(__file__).parent / "results" / "rlhf.json"
+CACHE = "dpo.reference_cache=reference_logprobs"
+"""Runs on the same pairs from the same start share the reference's logprobs."""
 ONE_RANK = ("mesh.tp=1", "mesh.ep=1")
 
 
@@ -60,6 +63,9 @@ class Arm:
         return self.recipe != "dpo"
 
 
+TEACHER = "teacher"
+"""Link to the run that teaches, in the folder of all runs."""
+TAUGHT = (f"rl.distill.teacher={TEACHER}", "rl.advantage.kind=zero")
 ARMS = {
     "grpo": Arm(recipe="grpo"),
     "ppo": Arm(recipe="ppo"),
@@ -81,6 +87,12 @@ ARMS = {
         rates=("6e-5",),
         reward_model="weak_rm",
     ),
+    "distill": Arm(recipe="grpo", overrides=TAUGHT, rates=("2e-5", "6e-5")),
+    "distill-vocabulary": Arm(
+        recipe="grpo",
+        overrides=(*TAUGHT, "rl.distill.use=loss", "rl.distill.estimator=vocabulary"),
+        rates=("2e-5", "6e-5"),
+    ),
     "grpo-rm": Arm(recipe="grpo", reward_model="rm"),
     "ppo-rm": Arm(recipe="ppo", overrides=("rl.critic.load=rm",), reward_model="rm"),
 }
@@ -93,24 +105,18 @@ def make_start(folder: Path) -> None:
     for stage in ("data", "pretrain", "convert", "sft"):
         command = [sys.executable, "tools/quickstart.py", "--folder", str(folder), "--only", stage]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    for name, count, own in (
-        ("pairs", 40000, ()),
-        ("pairs_valid", 1000, ("train.seed=77",)),
-    ):
-        if not (folder / f"{name}.jsonl").exists():
-            output = ("--count", str(count), "--output", f"{name}.jsonl")
-            program(folder, ["problems", "tiny_moe/grpo", "--preferences", *own, *output])
+    if not (folder / "pairs.jsonl").exists():
+        lengths = ["--count", "40000", "--valid", "1000", "--output", "pairs.jsonl"]
+        program(folder, ["problems", "tiny_moe/grpo", "--preferences", *lengths])
 
 
 def make_reward_model(folder: Path, name: str) -> None:
     """Train the reward model `rm` or `weak_rm`, unless it is there."""
     if (folder / name / "DONE").exists():
         return
-    steps = MODEL_STEPS if name == "rm" else WEAK_STEPS
-    lengths = [f"train.steps={steps}", f"optim.warmup_steps={min(20, steps // 4)}"]
-    data = ["data.train=['pairs.jsonl']", "data.valid=['pairs_valid.jsonl']"]
-    evaluated = [f"train.eval_interval={min(100, steps)}", "checkpoint.keep=1"]
-    program(folder, ["rm", "tiny_moe/rm", *shared(name), *lengths, *data, *evaluated])
+    data = ["data.train=['pairs.jsonl']", "data.valid=['pairs_valid.jsonl']", "checkpoint.keep=1"]
+    weak = [f"train.steps={WEAK_STEPS}", f"train.eval_interval={WEAK_STEPS}", "optim.warmup_steps=10"]
+    program(folder, ["rm", "tiny_moe/rm", *shared(name), *data, *(weak if name == "weak_rm" else [])])
 
 
 def shared(run_dir: object) -> list[str]:
@@ -138,7 +144,9 @@ def train(folder: Path, run_dir: Path, arm: Arm, rate: str, seed: int, rollouts:
             arguments += [parts, "rl.reward.weights=[1, 0]"]
         program(folder, ["rl", f"tiny_moe/{arm.recipe}", *arguments])
         return
-    program(folder, ["dpo", "tiny_moe/dpo", *arguments, "data.train=['pairs.jsonl']", "train.steps=60"])
+    program(
+        folder, ["dpo", "tiny_moe/dpo", *arguments, "data.train=['pairs.jsonl']", "train.steps=60", CACHE]
+    )
 
 
 def evaluate(folder: Path, run_dir: Path, seed: int) -> None:
@@ -238,6 +246,8 @@ def main() -> None:
         if not (here / "DONE").exists():
             if arm.reward_model is not None:
                 make_reward_model(folder, arm.reward_model)
+            if TAUGHT[0] in arm.overrides and not (folder / TEACHER).exists():
+                (folder / TEACHER).symlink_to(run_dir(args.seeds[0], "ppo", RATES[0]))
             here.mkdir(parents=True, exist_ok=True)
             if not (here / "commit").exists():
                 (here / "commit").write_text(commit())

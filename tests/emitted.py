@@ -59,6 +59,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "critic/*",
         "values/*",
         "kl/*",
+        "memory/waiting_*_bytes",
         "ptx/*",
         "teacher/*",
         "time/values_s",

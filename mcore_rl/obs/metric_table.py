@@ -383,6 +383,14 @@ METRICS: dict[str, MetricRow] = {
     "data/filled_fraction": MetricRow("fraction", LAST, "Positions of packed sequences that hold a token."),
     "memory/resident_bytes": MetricRow("bytes", LAST, "Main memory of the process."),
     "memory/peak_resident_bytes": MetricRow("bytes", MAX, "Largest main memory of the process so far."),
+    "memory/waiting_device_bytes": MetricRow(
+        "bytes",
+        LAST,
+        "Weights of reference, teachers and reward models that stay on the device between passes.",
+    ),
+    "memory/waiting_host_bytes": MetricRow(
+        "bytes", LAST, "Weights of reference, teachers and reward models that wait in main memory."
+    ),
     "memory/device_bytes": MetricRow("bytes", LAST, "Device memory in tensors."),
     "memory/peak_device_bytes": MetricRow("bytes", MAX, "Largest device memory in tensors so far."),
     "memory/device_reserved_bytes": MetricRow(

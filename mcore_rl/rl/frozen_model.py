@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checkpoint.weights import load_weights
@@ -14,6 +14,13 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.train.random_states import random_states, restore_random_states
+
+
+class WaitingBytes(NamedTuple):
+    """Bytes of models that are not trained, while they wait for their passes."""
+
+    device: int
+    host: int
 
 
 class FrozenModel:
@@ -40,28 +47,44 @@ class FrozenModel:
             waits_on_host: whether the weights are on the device in `installed` only.
         """
         self._device = platform.device
-        self._waits_on_host = waits_on_host
         settings = config.platform.model_copy(update={"recompute": "none"})
         # Its weights are drawn before they are loaded, from the states that a resumed run would find otherwise.
         states = random_states()
         self.chunks: list[nn.Module] = build_model(model, mesh, platform, settings)
         restore_random_states(states)
         load_weights(self.chunks, mesh, model, path, verify_checksums=config.checkpoint.verify_checksums)
+        self._on_host: list[Tensor] = []
+        """Copies in main memory, pinned where the device is CUDA's; empty: the weights stay on the device."""
         if waits_on_host:
-            self._move(torch.device("cpu"))
+            copies = [tensor.data.to("cpu") for tensor in self._tensors()]
+            is_cuda = self._device.type == "cuda"
+            self._on_host = [copy.pin_memory() if is_cuda else copy for copy in copies]
+            self._leave()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Have the weights on the device inside, wherever they wait."""
-        if self._waits_on_host:
-            self._move(self._device)
+        if self._on_host:
+            for tensor, copy in zip(self._tensors(), self._on_host, strict=True):
+                tensor.data = copy.to(self._device, non_blocking=True)
         try:
             yield
         finally:
-            if self._waits_on_host:
-                self._move(torch.device("cpu"))
+            if self._on_host:
+                self._leave()
 
-    def _move(self, device: torch.device) -> None:
+    @property
+    def waiting_bytes(self) -> WaitingBytes:
+        """Bytes of the weights on this rank while they wait for a pass."""
+        size = sum(tensor.nbytes for tensor in self._tensors())
+        return WaitingBytes(device=0, host=size) if self._on_host else WaitingBytes(device=size, host=0)
+
+    def _leave(self) -> None:
+        # The weights never change: what is on the device is forgotten, not copied back.
+        for tensor, copy in zip(self._tensors(), self._on_host, strict=True):
+            tensor.data = copy
+
+    def _tensors(self) -> Iterator[Tensor]:
         for chunk in map(unwrap, self.chunks):
-            for tensor in (*chunk.parameters(), *chunk.buffers()):
-                tensor.data = tensor.data.to(device)
+            yield from chunk.parameters()
+            yield from chunk.buffers()

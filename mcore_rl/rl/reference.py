@@ -16,6 +16,7 @@ from mcore_rl.files import checkpoint_errors_explained
 from mcore_rl.model.build import unwrap
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.frozen_model import WaitingBytes
 from mcore_rl.train.checkpoint_state import settle_weights
 
 
@@ -76,6 +77,11 @@ class Reference:
         with self.installed():
             load_weights(self.chunks, self._mesh, self._model, path)
         return path
+
+    @property
+    def waiting_bytes(self) -> WaitingBytes:
+        """Bytes of the reference's weights on this rank: they are in main memory."""
+        return WaitingBytes(device=0, host=sum(tensor.nbytes for tensor in self._weights))
 
     @torch.no_grad()
     def _swap(self) -> None:

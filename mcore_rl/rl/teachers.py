@@ -10,7 +10,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch, SampleShape
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.frozen_model import FrozenModel
+from mcore_rl.rl.frozen_model import FrozenModel, WaitingBytes
 from mcore_rl.rl.objectives.heads import TeacherHead
 from mcore_rl.rl.reference import Reference
 
@@ -31,6 +31,11 @@ class Teachers:
         self._teachers = teachers
         self.earlier_self = next((one for one in teachers if isinstance(one, Reference)), None)
         """The policy as it was, which is made anew from time to time; None: it is no teacher."""
+
+    @property
+    def waiting_bytes(self) -> Sequence[WaitingBytes]:
+        """Bytes of each teacher on this rank between passes."""
+        return [one.waiting_bytes for one in self._teachers]
 
     @torch.no_grad()
     def with_logprobs(

@@ -187,6 +187,18 @@ class RlTrainer(Trainer):
             )
             yield Metric("critic/model_tflops_per_rank", flops / 1e12, updates_s * self.state.mesh.world.size)
 
+    def _waiting_metrics(self) -> Iterator[Metric]:
+        """Yield the bytes of the models beside the policy that are not trained, where there are any."""
+        learner, models = self.learner, self.rollouts.models
+        waiting = [
+            *([] if learner.reference is None else [learner.reference.waiting_bytes]),
+            *([] if learner.teachers is None else learner.teachers.waiting_bytes),
+            *([] if models is None else models.waiting_bytes),
+        ]
+        if waiting:
+            yield Metric("memory/waiting_device_bytes", sum(one.device for one in waiting))
+            yield Metric("memory/waiting_host_bytes", sum(one.host for one in waiting))
+
     def _rollout_metrics(self, step_s: float) -> list[Metric]:
         """Collective over the world: metrics of one rollout batch."""
         state = self.state
@@ -196,6 +208,7 @@ class RlTrainer(Trainer):
             Metric("rl/consumed_prompts", state.progress.consumed_prompts),
             *state.timers.take(),
             *memory_metrics(state.platform.device),
+            *self._waiting_metrics(),
         ]
         metrics += take_auxiliary_losses(state)
         if self._load is not None:

@@ -10,6 +10,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.plan.memory import memory_of_fullest_rank
 from tests.e2e.conftest import command
 from tests.e2e.test_resume import ranks_of, started, wait_for_step
 from tests.emitted import assert_emitted
@@ -164,6 +167,10 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     assert "critic: layers of the policy, and a new head: all values start at 0" in straight.stdout
     assert straight.stdout.count("the critic warms up: weights are as before") == 2
     assert_emitted("rl with a critic", tmp_path / "rl")
+    # Reference and teacher wait in main memory, as the plan has it.
+    config = load_config(RlRunConfig, tmp_path / "rl/config.toml")
+    waiting = computed(tmp_path / "rl", ("memory/waiting_host_bytes",))[8]["memory/waiting_host_bytes"]
+    assert waiting == memory_of_fullest_rank(config, 1, config.packed_length).host > 0
     wanted = computed(tmp_path / "rl", OF_PPO)
     # The policy is as it was in the first rollout and the critic is not: its second values are no zeros.
     assert "policy/loss" not in wanted[2] and "policy/loss" in wanted[3]

@@ -17,7 +17,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.frozen_model import FrozenModel
+from mcore_rl.rl.frozen_model import FrozenModel, WaitingBytes
 from mcore_rl.rl.objectives.heads import ValueHead
 from mcore_rl.rl.types import Group
 
@@ -75,6 +75,11 @@ class RewardModel:
         )
         self._dp_ranks = [0] * mesh.dp_cp.size
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
+
+    @property
+    def waiting_bytes(self) -> WaitingBytes:
+        """Bytes of its weights on this rank between passes."""
+        return self._frozen.waiting_bytes
 
     @torch.no_grad()
     def scores(self, groups: Sequence[Group]) -> Tensor:
@@ -142,6 +147,11 @@ class RewardModels:
         self._normalizes = normalize
         self.moments: dict[str, list[float]] = {}
         """Count, mean and sum of squared differences of the scores that each part has given in training."""
+
+    @property
+    def waiting_bytes(self) -> Sequence[WaitingBytes]:
+        """Bytes of each reward model on this rank between passes."""
+        return [model.waiting_bytes for model in self._models]
 
     def scores(self, groups: Sequence[Group], *, are_counted: bool) -> Mapping[str, Tensor]:
         """Return by part the scores `[P, G]` of this replica's completions, normalised where that is asked for.
