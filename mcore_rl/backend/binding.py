@@ -36,8 +36,12 @@ class Core:
     numa: int
 
 
-def bind(local_rank: int) -> str | None:
+def bind(local_rank: int, root: Path = Path("/")) -> str | None:
     """Bind this process and its children to the cores of a local rank, and order the GPUs that it sees.
+
+    Args:
+        local_rank: Index of the rank on its node.
+        root: Folder with the `proc` and `sys` of the kernel that describe the machine.
 
     Returns:
         A line on what was done; None where nothing was asked for, or cannot be divided.
@@ -45,8 +49,8 @@ def bind(local_rank: int) -> str | None:
     num_ranks = int(os.environ.get(RANKS_PER_NODE, "0"))
     if not num_ranks or sys.platform != "linux":
         return None
-    gpus = by_numa(visible_gpus())
-    cores = allowed_cores(os.sched_getaffinity(0))
+    gpus = by_numa(visible_gpus(root))
+    cores = allowed_cores(os.sched_getaffinity(0), root)
     numas = [gpus[i % len(gpus)].numa for i in range(num_ranks)] if gpus else []
     share = divide(cores, num_ranks, numas)
     if share is None:
@@ -56,6 +60,8 @@ def bind(local_rank: int) -> str | None:
     line = f"cores {_ranges(threads)}"
     if gpus and len(gpus) >= num_ranks:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.name for gpu in gpus)
+        # The driver lists GPUs by bus; CUDA's own default is the fastest first, and an index would name another one.
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         line += f", GPU {gpus[local_rank].name} on NUMA node {gpus[local_rank].numa}"
     return line
 

@@ -59,7 +59,7 @@ def start(config: PlatformConfig) -> Platform:
     if device_type == "cuda":
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        flight_recorder.arm()
+    flight_recorder.arm()
     if config.deterministic:
         _be_deterministic()
     if not dist.is_initialized():

@@ -4,6 +4,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,8 @@ STAGES: dict[Stage, str] = {
 }
 EVALUATION = "evaluation.json"
 """File in a run's folder for the output of `mcore-rl eval`, which a user may put there."""
+JOB_ATTEMPTS = "attempts.jsonl"
+"""File in which a Slurm job records the starts and ends of its attempts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ def read_run(path: Path, name: str) -> RunRecord:
     """Return the run in a folder."""
     config_path = path / "config.toml"
     if not config_path.exists():
+        if cause := _cause_of_the_last_end(path / JOB_ATTEMPTS):
+            raise DataError(f"{path} has trained nothing: its job ended before the program began: {cause}")
         raise DataError(
             f"{config_path} is not there: give the run_dir of a training (mcore-rl pretrain, sft, rl)"
         )
@@ -133,6 +138,16 @@ def read_run(path: Path, name: str) -> RunRecord:
         done=done.read_text(encoding="utf-8").strip() if done.exists() else "",
         evaluation=_evaluation(path / EVALUATION),
     )
+
+
+def _cause_of_the_last_end(path: Path) -> str:
+    """Return why the last attempt of a run's job ended; empty where it recorded no cause, or there was no job."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in reversed(lines):
+        with suppress(ValueError, AttributeError):  # torn: the job is writing it
+            if (record := json.loads(line)).get("event") == "end":
+                return str(record.get("cause", ""))
+    return ""
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

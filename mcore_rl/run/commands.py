@@ -606,7 +606,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "attach": Command(
         summary="Open a shell on a node of a running job, in its container, or run a command there.",
-        example="mcore-rl attach runs/qwen3_30b_a3b --node n3 nvidia-smi",
+        example="mcore-rl attach runs/qwen3_30b_a3b --node n3 -- nvidia-smi -l 5",
         add_arguments=attach_arguments,
         module="launch.attach",
     ),

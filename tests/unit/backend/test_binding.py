@@ -1,6 +1,8 @@
 """Ranks get the cores and the order of GPUs that a machine with two sockets asks for."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -66,6 +68,45 @@ def test_without_gpus_or_where_the_kernel_knows_no_node_cores_are_divided_in_ord
         assert [[core.threads[0] for core in share] for share in shares] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert divide(SOCKETS, 9, []) is None
     assert divide(SOCKETS[:4], 4, [0, 0, 1, 1]) is not None  # the job may use socket 0 only
+
+
+SHOWS = """
+import os, subprocess, sys
+from pathlib import Path
+from mcore_rl.backend.binding import bind
+line = bind(int(sys.argv[1]), Path(sys.argv[2]))
+print(line)
+print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"])
+print(subprocess.run(["taskset", "-cp", str(os.getpid())], capture_output=True, text=True).stdout.split(": ")[1])
+"""
+
+
+def test_ranks_of_two_sockets_are_bound_as_taskset_sees_it_and_name_the_gpu_beside_them(tmp_path):
+    """Two real cores of this machine, one on each emulated socket, and four GPUs: 0 and 3 on the second one."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    for node, core in enumerate((first, second)):
+        write(tmp_path / f"sys/devices/system/node/node{node}/cpulist", f"{core}\n")
+    for index, numa in enumerate((1, 0, 0, 1)):
+        bus = f"0000:{index + 1}b:00.0"
+        write(tmp_path / f"proc/driver/nvidia/gpus/{bus}/information", f"GPU UUID: GPU-{index}\n")
+        write(tmp_path / f"sys/bus/pci/devices/{bus}/numa_node", f"{numa}\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    shown = []
+    for rank, visible in ((0, "0,2"), (1, "0,2"), (1, "2,0")):
+        done = subprocess.run(
+            [sys.executable, "-c", SHOWS, str(rank), str(tmp_path)],
+            env=environment | {RANKS_PER_NODE: "2", "CUDA_VISIBLE_DEVICES": visible},
+            preexec_fn=lambda: os.sched_setaffinity(0, {first, second}),
+            capture_output=True,
+            text=True,
+        )
+        shown.append(done.stdout.split("\n")[:3])
+    order = "PCI_BUS_ID"
+    assert shown == [
+        [f"cores {second}, GPU 0 on NUMA node 1", f"0,2 {order}", str(second)],
+        [f"cores {first}, GPU 2 on NUMA node 0", f"0,2 {order}", str(first)],
+        [f"cores {second}, GPU 0 on NUMA node 1", f"2,0 {order}", str(second)],
+    ]
 
 
 def test_a_rank_is_bound_to_some_of_the_cores_that_it_had_and_only_when_asked(monkeypatch):

@@ -1,16 +1,38 @@
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from mcore_rl.backend.failures import FAILURES
-from mcore_rl.backend.flight_recorder import ENTRIES, arm, dump
+from mcore_rl.backend.failures import FAILURES, first_cause
+from mcore_rl.backend.flight_recorder import ENTRIES, FILE, PREFIX, SIZE, arm, dump
+from mcore_rl.backend.launcher import free_port
+from mcore_rl.errors import HUNG_STATUS
 
-NAMES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+NAMES = (SIZE[0], "TORCH_NCCL_DUMP_ON_TIMEOUT", FILE[0])
+HANGS = """
+import os, sys, time
+import torch, torch.distributed as dist
+from mcore_rl.backend import flight_recorder
+from mcore_rl.backend.watchdog import Limits, Watchdog
+
+rank = int(os.environ["RANK"])
+flight_recorder.arm()
+dist.init_process_group("gloo")
+pair = dist.new_group([0, 1], group_desc="a pair")
+dist.all_reduce(torch.ones(1))
+with Watchdog(Limits(start_s=1.0, step_s=1.0, pause_s=1.0), rank):
+    if rank == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(7), group=pair)
+"""
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in (*NAMES, FAILURES):
+    for name in (*SIZE, *FILE, NAMES[1], FAILURES):
         monkeypatch.setenv(name, "")  # so that what `arm` sets is taken back
         monkeypatch.delenv(name)
 
@@ -19,15 +41,44 @@ def test_the_record_goes_beside_the_logs_of_the_attempt_and_the_users_settings_s
     arm()
     assert not any(name in os.environ for name in NAMES), "nobody collects"
     monkeypatch.setenv(FAILURES, str(tmp_path / "logs/12.0/failures"))
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
+    monkeypatch.setenv(SIZE[1], "7")
     arm()
-    assert [os.environ[name] for name in NAMES] == ["7", "1", f"{tmp_path}/logs/12.0/nccl_trace_rank_"]
-    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    file = f"{tmp_path}/logs/12.0/collectives_of_rank_"
+    assert [os.environ.get(name) for name in (*NAMES, SIZE[1])] == [None, "1", file, "7"]
+    monkeypatch.delenv(SIZE[1])
     arm()
-    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == str(ENTRIES)
+    assert os.environ[SIZE[0]] == str(ENTRIES)
 
 
-def test_without_nccl_nothing_is_written(tmp_path, monkeypatch):
+def test_without_a_process_group_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv(FAILURES, str(tmp_path / "failures"))
     arm()
     assert dump(0) == "" and not list(tmp_path.iterdir())
+
+
+def test_ranks_that_hang_leave_files_in_which_torchs_reader_finds_the_rank_that_is_missing(tmp_path):
+    """Rank 1 never enters the collective for which rank 0 waits; the reader is the command of the message."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {FAILURES: str(tmp_path / "failures")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", HANGS],
+            env=os.environ | shared | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [HUNG_STATUS] * 2, errors
+    file = tmp_path / f"{PREFIX}0"
+    assert f"The last collectives: {file} (" in errors[0]
+    cause = first_cause(tmp_path / "failures")
+    assert cause is not None and "The last collectives: " in cause.headline
+    command = re.search(r"\(python (-m \S+ \S+ --prefix \S+) compares the ranks\)", errors[0])
+    assert command is not None
+    found = subprocess.run(
+        [sys.executable, *command[1].split()], capture_output=True, text=True, cwd=Path("/")
+    ).stderr
+    lines = [line.split(" - ")[-1].strip() for line in found.splitlines()]
+    assert "missing ranks: {1}" in found and "input sizes: [[7]]" in found, lines

@@ -263,6 +263,26 @@ def test_a_node_that_crashes_ranks_again_and_again_is_excluded_although_there_is
     assert [end[:2] for end in machines.ends] == [("crash", "requeue")] * 5
 
 
+def test_the_first_cause_is_the_first_line_after_the_start_and_sruns_words_are_in_a_log_of_their_own(
+    machines,
+):
+    """srun speaks of the innocent rank first, which it ends itself."""
+    machines.program(fails_on("n2"))
+    srun = machines.folder / "bin/srun"
+    words = (
+        "srun: error: n1: task 0: Exited with exit code 75",
+        "srun: launch/slurm: _step_signal: Terminating StepId=7.0",
+    )
+    said = "\n".join(f"echo '{line}' >&2" for line in (*words, "srun: warning: a switch is slow"))
+    srun.write_text(srun.read_text().replace("exit $status", f"{said}\nexit $status"))
+    done = machines.attempt()
+    lines = done.stdout.splitlines()
+    assert lines[1].endswith("first cause: ended") and "the program exited with 1" in lines[2]
+    of_srun = [line for line in done.stderr.splitlines() if line.startswith("srun")]
+    assert of_srun == ["srun: warning: a switch is slow"]
+    assert (machines.run / "logs/7.0/srun.log").read_text().startswith("\n".join(words))
+
+
 def test_crashes_long_ago_do_not_count_against_a_node(machines):
     for number, host in enumerate(("n2", "n2", "n1", "n2")):
         machines.program(fails_on(host))

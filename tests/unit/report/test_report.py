@@ -258,6 +258,12 @@ def test_long_runs_make_a_page_that_opens_at_once(tmp_path):
 def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"config\.toml is not there: give the run_dir"):
         read_runs([tmp_path])
+    ends = [{"event": "start"}, {"event": "end", "cause": "every node is unfit in the same way: no scratch"}]
+    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(end) + "\n" for end in ends))
+    with pytest.raises(
+        DataError, match=r"before the program began: every node is unfit in the same way: no scratch$"
+    ):
+        read_runs([tmp_path])
     with pytest.raises(DataError, match="given twice"):
         short_names([tmp_path, tmp_path / "." / "x" / ".."])
 
