@@ -10,6 +10,7 @@
 # test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
 # test-sandbox runs programs in bubblewrap, Debian's, which it installs: as root.
 # venv-vllm   .venv-vllm, with vLLM for CPUs (3.4 GB); PYTHON=/path/to/python3.11 names the interpreter
+# test-servers starts real vLLM servers, from .venv-vllm, on CPUs; figures go to bench/results/servers.json
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
 # make gpu         checks and measures one GPU in ten minutes at most (docs/gpu.md); make gpu DEVICE=cpu rehearses it
 # make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
@@ -19,7 +20,7 @@ READY := $(VENV)/.installed
 MATRIX := all
 DEVICE := cuda
 
-.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-report lint gpu bench venv venv-vllm
+.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-report lint gpu bench venv venv-vllm test-servers
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -69,6 +70,11 @@ bench: $(READY)
 	$(PYTHON_IN_VENV) -m bench.pretrain
 	$(PYTHON_IN_VENV) -m bench.replay
 	$(PYTHON_IN_VENV) -m bench.rl $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
+
+test-servers: $(READY)
+	test -x .venv-vllm/bin/python || tools/make_venv_vllm.sh
+	MCORE_RL_VLLM=.venv-vllm/bin/python MCORE_RL_FIGURES=bench/results/servers.json \
+		$(PYTHON_IN_VENV) -m pytest tests/servers --durations=0
 
 venv: $(READY)
 

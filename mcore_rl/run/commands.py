@@ -174,6 +174,36 @@ def show_data_arguments(parser: argparse.ArgumentParser) -> None:
     _program(parser)
 
 
+def probe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a run, a server, and what the server's weights are compared with."""
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="the run_dir of a training; its newest checkpoint is used"
+    )
+    parser.add_argument("--url", required=True, help="the server's address, as http://node7:8000")
+    parser.add_argument(
+        "--kind", choices=["vllm", "sglang"], default="vllm", help="its software (default vllm)"
+    )
+    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="this checkpoint of the run instead")
+    parser.add_argument(
+        "--older",
+        metavar="DIR",
+        type=Path,
+        help="another checkpoint of the same model, whose weights the server may have in part; default: the one before",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="type of the server's weights; auto: the run's (default)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="limit of the difference in nats; default: 2e-4 for the largest in fp32, else 0.1 for the mean",
+    )
+    parser.add_argument("--ca-file", metavar="FILE", help="certificates by which an https server is known")
+
+
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a run or a checkpoint, a prompt, and how to sample tokens."""
     parser.add_argument("--run", type=Path, help="the run_dir of a training; its newest checkpoint is used")
@@ -565,6 +595,13 @@ COMMANDS: dict[str, Command] = {
         example='mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40 --temperature 0.7',
         add_arguments=generate_arguments,
         module="mcore_rl.run.generate",
+    ),
+    "probe": Command(
+        summary="Compare an inference server's weights with those of a run's checkpoint, by logprobs, for each group "
+        "of weights. Status 1 when the server has others.",
+        example="mcore-rl probe runs/a --url http://node7:8000",
+        add_arguments=probe_arguments,
+        module="mcore_rl.run.probe",
     ),
     "convert": Command(
         summary="Convert checkpoints between Hugging Face's and Megatron's formats, and prove that nothing was lost.",

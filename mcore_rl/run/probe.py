@@ -1,0 +1,186 @@
+"""`mcore-rl probe`: whether a server has the weights of a checkpoint, and which part of them it lacks."""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from mcore_rl.backend import platform as platforms
+from mcore_rl.backend.processes import rank_guard
+from mcore_rl.checkpoint.folder import path_of_step, saved_steps
+from mcore_rl.checkpoint.read import find_checkpoint
+from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.model.build import build_model
+from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.probe import Probe, ProbeDifference, ProbeLimit, difference_of, probe_limit
+from mcore_rl.rl.engines.server_api import ServerApi
+from mcore_rl.rl.engines.sglang_api import SglangApi
+from mcore_rl.rl.engines.vllm_api import VllmApi
+from mcore_rl.run.trained_model import read_trained_model
+
+GROUPS: Mapping[str, re.Pattern[str]] = {
+    "norms": re.compile("norm"),
+    "embedding": re.compile(r"^embedding\."),
+    "head": re.compile(r"^output_layer\."),
+    "router": re.compile(r"\.router\."),
+    "shared experts": re.compile(r"\.shared_experts\."),
+    "experts": re.compile(r"\.experts\."),
+    "attention": re.compile(r"\.self_attention\."),
+    "mlp": re.compile(r"\.mlp\."),
+}
+"""Groups of weights by the keys of Megatron's tensors; the first one that fits counts."""
+TIMEOUT_S = 120.0
+NUDGE = 1.01
+"""Factor on a group's weights that shows what the probe would see of it, without an older checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupLine:
+    """One group of weights, replaced by other ones in the checkpoint's model."""
+
+    name: str
+    moved: ProbeDifference
+    """Difference of the model with the replaced group to that of the checkpoint: what the probe sees of the group."""
+    server: ProbeDifference
+    """Difference of the server to the model with the replaced group."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the differences and return the exit status: 0 when the server has the checkpoint's weights, otherwise 1."""
+    with rank_guard():
+        trained = read_trained_model(args.run)
+        if trained.model.head == "score":
+            raise ConfigError(
+                f"{args.run} is a run of a reward model, which has no logits. Name a run of a policy."
+            )
+        checkpoint = find_checkpoint(args.checkpoint or args.run)
+        older = args.older or _checkpoint_before(checkpoint)
+        settings = trained.platform.model_copy(update={"recompute": "none", "layers": "torch", "fp8": "none"})
+        platform = platforms.start(settings)
+        mesh = build_mesh(MeshConfig())
+        seed_ranks(0)
+        chunks = build_model(trained.model, mesh, platform, settings)
+        load_weights(chunks, mesh, trained.model, checkpoint)
+        probe = Probe(chunks, mesh, trained.model)
+        ours = probe.logprobs()
+        server = _server(args, trained.model)
+        theirs = [server.prompt_logprobs(tokens) for tokens in probe.sequences]
+        is_fp32 = settings.precision == "fp32" and args.dtype in ("auto", "float32")
+        limit = probe_limit(is_fp32=is_fp32, tolerance=args.tolerance)
+        found = difference_of(ours, theirs)
+        replaced = None if older is None else _weights(older, trained.model, mesh, platform, settings)
+        lines = list(_groups(chunks, probe, ours, theirs, replaced))
+        sys.stdout.write(_text(args.url, checkpoint, older, found, limit, lines, probe))
+        platforms.stop()
+    return 0 if limit.holds(found) else 1
+
+
+def _server(args: argparse.Namespace, model: ModelConfig) -> ServerApi:
+    http = HttpClient(args.url, ca_file=args.ca_file)
+    if args.kind == "vllm":
+        return VllmApi(
+            http, vocab_size=model.vocab_size, request_timeout_s=TIMEOUT_S, update_timeout_s=TIMEOUT_S
+        )
+    return SglangApi(
+        http,
+        vocab_size=model.vocab_size,
+        experts_per_token=model.moe.top_k,
+        request_timeout_s=TIMEOUT_S,
+        update_timeout_s=TIMEOUT_S,
+    )
+
+
+def _checkpoint_before(checkpoint: Path) -> Path | None:
+    """Return the checkpoint of the same run before this one, if there is one."""
+    steps = [path_of_step(checkpoint.parent, step) for step in saved_steps(checkpoint.parent)]
+    before = steps[: steps.index(checkpoint)] if checkpoint in steps else []
+    return before[-1] if before else None
+
+
+def _weights(
+    checkpoint: Path, model: ModelConfig, mesh: Mesh, platform: platforms.Platform, settings: PlatformConfig
+) -> list[Tensor]:
+    """Return the weights of another checkpoint of the same model, in the order of its shards."""
+    chunks = build_model(model, mesh, platform, settings)
+    load_weights(chunks, mesh, model, checkpoint)
+    return [shard.data for shard in local_shards(chunks)]
+
+
+def _groups(
+    chunks: Sequence[nn.Module],
+    probe: Probe,
+    ours: Sequence[Sequence[float]],
+    theirs: Sequence[Sequence[float]],
+    replaced: Sequence[Tensor] | None,
+) -> Iterator[GroupLine]:
+    """Yield a line for each group that the model has, with the weights `replaced` in it, or nudged ones."""
+    keys = [shard.key for shard in local_shards(chunks)]
+    for name in dict.fromkeys(_group_of(key) for key in keys):
+        chosen = [index for index, key in enumerate(keys) if _group_of(key) == name]
+        with _replaced(chunks, chosen, replaced):
+            other = probe.logprobs()
+        yield GroupLine(name=name, moved=difference_of(ours, other), server=difference_of(other, theirs))
+
+
+def _group_of(key: str) -> str:
+    return next((name for name, pattern in GROUPS.items() if pattern.search(key)), "others")
+
+
+@contextmanager
+def _replaced(
+    chunks: Sequence[nn.Module], chosen: Sequence[int], replaced: Sequence[Tensor] | None
+) -> Iterator[None]:
+    """Put other weights into the shards with the indices `chosen` inside."""
+    shards = list(local_shards(chunks))
+    kept = {index: shards[index].data.detach().clone() for index in chosen}
+    for index in chosen:
+        weights = shards[index].data.detach()
+        weights.copy_(weights * NUDGE if replaced is None else replaced[index])
+    try:
+        yield
+    finally:
+        for index in chosen:
+            shards[index].data.detach().copy_(kept[index])
+
+
+def _text(
+    url: str,
+    checkpoint: Path,
+    older: Path | None,
+    found: ProbeDifference,
+    limit: ProbeLimit,
+    lines: Sequence[GroupLine],
+    probe: Probe,
+) -> str:
+    """Return what is printed."""
+    number = {"largest": "at most", "mean": "in the mean"}[limit.statistic]
+    verdict = "has these weights" if limit.holds(found) else "does NOT have these weights"
+    other = f"of {older}" if older else f"times {NUDGE}"
+    text = [
+        f"{url} {verdict}: {checkpoint}",
+        f"logprobs of {len(probe.sequences)} sequences differ by {found.largest:.2e} at most, {found.mean:.2e} in the "
+        f"mean; the limit is {limit.limit:.0e} {number}",
+        "",
+        f"With one group of weights {other} instead, logprobs",
+        f"{'group':<16}{'change by':>12}{'then differ from the server by':>34}",
+    ]
+    for line in lines:
+        fits = not limit.holds(found) and limit.holds(line.server)
+        text.append(
+            f"{line.name:<16}{limit.of(line.moved):>12.2e}{limit.of(line.server):>34.2e}"
+            + ("  <- this is what the server has" if fits else "")
+        )
+    if probe.num_unreached:
+        text.append(f"{probe.num_unreached} experts are reached by no sequence: nothing is known of them")
+    return "\n".join(text) + "\n"

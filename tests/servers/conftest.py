@@ -1,0 +1,79 @@
+"""One real vLLM server a family, and the figures of what was seen (make test-servers).
+
+MCORE_RL_VLLM names the Python that has vLLM; MCORE_RL_FIGURES the file into which figures go, none without it.
+"""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from tests.servers.vllm_server import MODELS, Trainer, VllmServer
+
+Figures = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    return os.environ["MCORE_RL_VLLM"]
+
+
+@pytest.fixture(scope="session")
+def figures(python: str) -> Iterator[Figures]:
+    found: Figures = {}
+    yield found
+    if path := os.environ.get("MCORE_RL_FIGURES"):
+        versions = "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__]))"
+        printed = subprocess.run([python, "-c", versions], capture_output=True, text=True, check=True).stdout
+        vllm, torch = json.loads(printed.splitlines()[-1])
+        head = {
+            "date": time.strftime("%Y-%m-%d"),
+            "command": "make test-servers",
+            "vllm": vllm,
+            "torch": torch,
+            "device": "CPU",
+            "differences": "largest |logprob of the server - of the training modules| in nats, fp32",
+        }
+        record = json.loads(Path(path).read_text()) if Path(path).exists() else {}
+        Path(path).write_text(json.dumps(record | {"tests": head | found}, indent=1) + "\n")
+
+
+@pytest.fixture(scope="session")
+def mesh() -> Iterator[Mesh]:
+    start(PlatformConfig())
+    mesh = build_mesh(MeshConfig())
+    seed_ranks(1)
+    yield mesh
+    destroy_mesh()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(family: str, python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    server = VllmServer(python, MODELS[family], tmp_path_factory.mktemp("server") / "model")
+    try:
+        yield server.wait()
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def trainer(family: str, server: VllmServer, mesh: Mesh) -> Trainer:
+    """A trainer whose weights the server has."""
+    trainer = Trainer(MODELS[family], mesh)
+    trainer.randomize(seed=1)
+    assert trainer.push(server.api).living
+    return trainer

@@ -1,0 +1,219 @@
+"""A real vLLM server on CPUs, started as `rl.engine.kind="vllm"` needs it, and a model that trains beside it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mcore_rl.backend.platform import start
+from mcore_rl.checksums import crc32_of
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.families import hf_config
+from mcore_rl.model.build import build_model
+from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.server_api import ServedCompletion
+from mcore_rl.rl.engines.vllm_api import VllmApi
+from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
+from mcore_rl.rl.sampling import Cut
+from tests.ranks import free_port
+
+MAX_TOKENS = 512
+ROOT = Path(__file__).parents[2]
+SHAPE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "ffn_hidden_size": 256,
+    "vocab_size": 2048,
+    "vocab_multiple": 16,
+    "max_position": MAX_TOKENS,
+}
+EXPERTS = MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=128)
+MODELS = {
+    "qwen3_moe": ModelConfig(family="qwen3_moe", moe=EXPERTS, **SHAPE),
+    "qwen2_moe, tied": ModelConfig(
+        family="qwen2_moe",
+        tied_embeddings=True,
+        moe=EXPERTS.model_copy(
+            update={"shared_experts": 1, "shared_ffn_hidden_size": 192, "normalize_top_k": False}
+        ),
+        **SHAPE,
+    ),
+}
+
+
+class VllmServer:
+    """A server of a model with random weights of vLLM's own; nothing of it outlives `close`."""
+
+    def __init__(self, python: str, model: ModelConfig, folder: Path, backend: str = "mcore_files") -> None:
+        folder.mkdir(parents=True)
+        config = hf_config(model) | {"dtype": "float32", "torch_dtype": "float32"}
+        (folder / "config.json").write_text(json.dumps(config))
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / "server.log"
+        settings = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        arguments = [
+            *("--model", str(folder), "--served-model-name", "policy", "--load-format", "dummy"),
+            *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enable-scale-out"),
+            *("--dtype", "float32", "--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "64"),
+            *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
+            *("--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
+            *("--weight-transfer-config", json.dumps({"backend": backend})),
+        ]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [python, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+                env=os.environ | settings,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.api = VllmApi(
+            HttpClient(self.url), vocab_size=model.vocab_size, request_timeout_s=600, update_timeout_s=600
+        )
+
+    def wait(self, timeout_s: float = 900.0) -> "VllmServer":
+        """Return when the server answers."""
+        end_s = time.monotonic() + timeout_s
+        while not self.api.is_healthy():
+            ended = self.process.poll()
+            assert ended is None and time.monotonic() < end_s, (ended, self.log.read_text()[-3000:])
+            time.sleep(1)
+        return self
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the processes below that of the API."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        """End all processes: after the death of a worker that of the API can stay and answer nobody."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self.process.pid, number)
+                self.process.wait(20)
+
+
+class OmittingApi(VllmApi):
+    """Leaves out tensors of a push, and tells nobody."""
+
+    omitted: tuple[str, ...] = ()
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        """Load what is left of a bucket."""
+        path = Path(update["path"])
+        tensors = {
+            name: tensor
+            for name, tensor in load_file(path).items()
+            if not any(part in name for part in self.omitted)
+        }
+        if tensors:
+            save_file(tensors, path)
+            super().load({"path": str(path), "crc32": crc32_of(path)})
+
+
+class Trainer:
+    """A model on one rank whose weights a test sets by seeds."""
+
+    def __init__(self, model: ModelConfig, mesh: Mesh) -> None:
+        settings = PlatformConfig()
+        self.model, self.mesh = model, mesh
+        self.chunks: list[nn.Module] = build_model(model, mesh, start(settings), settings)
+        self.version = 0
+
+    @torch.no_grad()
+    def randomize(self, seed: int, part: str = "") -> None:
+        """Set the weights whose keys contain `part` to those of a seed."""
+        generator = torch.Generator().manual_seed(seed)
+        for shard in local_shards(self.chunks):
+            noise = torch.randn(shard.data.shape, generator=generator)
+            if part in shard.key:
+                is_norm = "norm" in shard.key
+                shard.data.copy_(1 + 0.3 * noise if is_norm else 0.07 * noise)
+
+    def push(self, *apis: VllmApi, **engine: Any) -> PushReport:
+        """Give the weights to servers as the next version."""
+        self.version += 1
+        config = EngineConfig(kind="vllm", urls=tuple(api.url for api in apis), **engine)
+        return WeightPush(apis, self.chunks, self.mesh, self.model, config).push(self.version)
+
+    @torch.no_grad()
+    def logprobs(
+        self, prompt_T: Sequence[int], tokens_T: Sequence[int], temperature: float = 1.0
+    ) -> list[float]:
+        """Return the logprobs of a completion by one teacher-forced pass of the modules that train."""
+        ids_1S = torch.tensor([[*prompt_T, *tokens_T]])
+        positions_1S = torch.arange(ids_1S.shape[1])[None]
+        logits_SV: Tensor = self.chunks[0].eval()(ids_1S, positions_1S, attention_mask=None)[0]
+        first = len(prompt_T) - 1
+        logits_TV = logits_SV[first:-1, : self.model.vocab_size].double() / temperature
+        picked_T1 = logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens_T)[:, None])
+        return picked_T1[:, 0].tolist()  # type: ignore[no-any-return]
+
+    def largest_difference(
+        self,
+        prompt_T: Sequence[int],
+        made: ServedCompletion,
+        temperature: float,
+        start: int = 0,
+        end: int | None = None,
+    ) -> float:
+        """Return the largest difference of the logprobs of tokens start ... end - 1 of a completion."""
+        ours_T = self.logprobs(prompt_T, made.tokens_T, temperature)
+        pairs = list(zip(ours_T, made.logprobs_T, strict=True))[start:end]
+        return max(abs(a - b) for a, b in pairs)
+
+
+def generated(
+    apis: Sequence[VllmApi],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new: int,
+    temperature: float,
+    salt: str,
+    seed: int = 0,
+) -> list[ServedCompletion]:
+    """Return a completion of each prompt, all asked for at the same time, of the servers in turn."""
+    sampling = Sampling(max_new_tokens=max_new, cut=Cut(temperature=temperature))
+
+    def one(index: int) -> ServedCompletion:
+        api = apis[index % len(apis)]
+        return api.generate(
+            prompts[index], sampling, seed + index, salt=salt, request_id=f"{salt}-{seed}-{index}"
+        )
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, range(len(prompts))))
+
+
+def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """Return prompts of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count, length), generator=generator).tolist()  # type: ignore[no-any-return]
