@@ -93,6 +93,9 @@ LEARNING: tuple[Figure | Band, ...] = (
     Figure("Entropy of the policy", (Line("policy/entropy_nats"),), zero=True),
     Figure("KL to the old policy", (Line("policy/kl_old_nats"),), zero=True),
     Figure("KL to the reference", (Line("policy/kl_reference_nats"),), zero=True),
+    Figure("KL coefficient", (Line("kl/coeff"),), zero=True, smooth=False),
+    Figure("KL to the teacher", (Line("teacher/kl_nats"),), zero=True),
+    Figure("Loss of the texts mixed in", (Line("ptx/loss_nats"),)),
     Figure(
         "Clipped tokens",
         (Line("policy/clip_ratio_high", "high"), Line("policy/clip_ratio_low", "low", "dash")),
