@@ -59,14 +59,14 @@ class Teachers:
                     outputs = run_pass(teacher.chunks, minibatch.microbatches, head, backward=False)
                     if outputs:
                         kept = [
-                            _with_teacher(one, output, shapes, index)
+                            with_outputs_of_teacher(one, output, shapes, index)
                             for one, output in zip(minibatch.microbatches, outputs, strict=True)
                         ]
                         found[place] = replace(minibatch, microbatches=kept)
         return found
 
 
-def _with_teacher(
+def with_outputs_of_teacher(
     one: PolicyMicrobatch,
     output: Mapping[str, torch.Tensor],
     shapes: Mapping[int, SampleShape],
