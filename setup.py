@@ -38,6 +38,8 @@ EXTRAS = {
     "parquet": ["pyarrow>=16"],
     "hub": ["datasets>=3"],
     "wandb": ["wandb>=0.17"],
+    # Adapters of rl.environment.name: tests/adapters runs them (make test-adapters), no other test needs them.
+    "environments": ["reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"],
     # CRC-32 of checkpoints, several times as fast as zlib's.
     "isal": ["isal>=1.6"],
     # tests/report drives a Chromium with it: Debian's, none that it downloads.

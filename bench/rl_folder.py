@@ -121,7 +121,7 @@ def build(folder: Path) -> None:
 def write_inputs(folder: Path) -> None:
     """Write the tokenizer, the conversations, and the configs of both programs."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer")
     _write_examples(folder / "sft.jsonl")
     for name, text in (("model", MODEL), ("sft", SFT), ("rl", RL)):
         (folder / f"{name}.toml").write_text(text)
@@ -164,7 +164,7 @@ def write_peer(folder: Path, kind: str, experts: str, steps: int) -> Path:
     return path
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """A token a character."""
     names = ["<pad>", "<bos>", "<eos>", *map(chr, range(256))]
     names += [f"<x{number}>" for number in range(VOCAB - len(names))]

@@ -55,6 +55,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/reference_s",
         "time/eval_s",
     ),
+    "rl with an environment": ("environment/*", "time/environment_s"),
     "rl with a critic": (
         "critic/*",
         "values/*",

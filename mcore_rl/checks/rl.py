@@ -10,8 +10,10 @@ from mcore_rl.config.extension import MODEL_PART, is_extension
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.ptx import PtxConfig
 from mcore_rl.config.rl import (
+    ENVIRONMENT_PART,
     AdvantageConfig,
     CodeConfig,
+    EnvironmentConfig,
     LossConfig,
     PromptConfig,
     RewardConfig,
@@ -29,9 +31,22 @@ RATIO_OF_SEQUENCE = ("gspo", "gspo_token", "rspo", "kimi_k2")
 ADVANTAGE_OF_SEQUENCE = ("gspo", "rspo")
 SHIFTED = ("grpo", "ppo", "gspo", "gspo_token", "rspo")
 """Losses whose ratio the router-shift ratio may multiply, and every one of the user's own."""
-NAMED_PARTS = ("exact", "positions", "numeric", "math", "countdown", "code", "format", "regex", "length")
+NAMED_PARTS = (
+    "exact",
+    "positions",
+    "numeric",
+    "math",
+    "countdown",
+    "code",
+    "format",
+    "regex",
+    "length",
+    ENVIRONMENT_PART,
+)
 NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown", "code")
 """Parts that look for an answer in a completion, with rl.reward.answer_pattern."""
+TOOLS = ("calculator", "python")
+"""Environments that help with problems which others make."""
 
 
 def rl_violations(rl: RlConfig) -> Iterator[str]:
@@ -53,7 +68,8 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _parts(rl.reward)
     yield from _part_options(rl.reward)
     yield from _code(rl.reward)
-    yield from _overlong(rl.reward, rl.rollout, rl.loss)
+    yield from _overlong(rl.reward, rl)
+    yield from _environment(rl)
 
 
 def _prompts(prompts: PromptConfig) -> Iterator[str]:
@@ -454,15 +470,55 @@ def _pattern(name: str, pattern: str | None, *, groups: int) -> Iterator[str]:
         yield f"{name}={pattern!r} has no group (...) around the answer. Make one."
 
 
-def _overlong(reward: RewardConfig, rollout: RolloutConfig, loss: LossConfig) -> Iterator[str]:
-    buffer, limit = reward.overlong_buffer_tokens, rollout.max_new_tokens
+def _overlong(reward: RewardConfig, rl: RlConfig) -> Iterator[str]:
+    buffer, limit = reward.overlong_buffer_tokens, rl.max_completion_tokens
+    field = "rl.rollout.max_new_tokens" if rl.environment.name is None else "rl.environment.max_tokens"
     if buffer is not None and buffer > limit:
-        yield (
-            f"rl.reward.overlong_buffer_tokens={buffer} is longer than rl.rollout.max_new_tokens={limit}. "
-            "Shorten it."
-        )
-    if buffer and loss.mask_truncated:
+        yield f"rl.reward.overlong_buffer_tokens={buffer} is longer than {field}={limit}. Shorten it."
+    if buffer and rl.loss.mask_truncated:
         yield (
             f"rl.reward.overlong_buffer_tokens={buffer} punishes long completions, and "
             "rl.loss.mask_truncated=true does not train on the longest. Choose one of them."
+        )
+
+
+def _environment(rl: RlConfig) -> Iterator[str]:
+    environment, default, name = rl.environment, EnvironmentConfig(), rl.environment.name
+    has_part = ENVIRONMENT_PART in rl.reward.parts
+    if name is None:
+        changed = [
+            field
+            for field in EnvironmentConfig.model_fields
+            if getattr(environment, field) != getattr(default, field)
+        ]
+        if changed:
+            yield (
+                f"{', '.join(f'rl.environment.{field}' for field in changed)} without rl.environment.name. Name an "
+                "environment, or clear them."
+            )
+        if has_part:
+            yield (
+                f'rl.reward.parts names "{ENVIRONMENT_PART}", but rl.environment.name is not set. Name an environment, '
+                "or take the part out."
+            )
+        if rl.prompts.task == "seeds":
+            yield (
+                'rl.prompts.task="seeds" is for an environment that makes its own problems, and rl.environment.name is '
+                "not set. Name one, or another task."
+            )
+        return
+    if not has_part:
+        yield (
+            f'rl.environment.name="{name}", and rl.reward.parts={list(rl.reward.parts)} lacks "{ENVIRONMENT_PART}", '
+            "the sum of its rewards and the account of its failures. Name it there (rl.reward.weights may give it 0)."
+        )
+    if name in TOOLS and rl.prompts.task == "seeds":
+        yield (
+            f'rl.prompts.task="seeds" with rl.environment.name="{name}", a tool that makes no problems. Name a task or '
+            "files."
+        )
+    if environment.max_tokens < rl.rollout.max_new_tokens:
+        yield (
+            f"rl.environment.max_tokens={environment.max_tokens} has no room for one turn of rl.rollout.max_new_tokens="
+            f"{rl.rollout.max_new_tokens} tokens. Set it higher, or shorten turns."
         )

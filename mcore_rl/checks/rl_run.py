@@ -13,7 +13,7 @@ MAX_DISTANCE = 100_000
 def check_rl(config: RlRunConfig, world_size: int) -> None:
     """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
     length_field = (
-        "rl.prompts.max_tokens + max_new_tokens"
+        f"rl.prompts.max_tokens + {_completion_field(config).removeprefix('rl.rollout.')}"
         if config.rl.update.max_tokens_per_microbatch == "auto"
         else "rl.update.max_tokens_per_microbatch"
     )
@@ -38,15 +38,20 @@ def _lengths(config: RlRunConfig) -> Iterator[str]:
     if max_tokens != "auto" and config.packed_length < longest:
         yield (
             f"rl.update.max_tokens_per_microbatch={max_tokens} holds no rl.prompts.max_tokens="
-            f"{config.rl.prompts.max_tokens} with rl.rollout.max_new_tokens={config.rl.rollout.max_new_tokens}. Raise "
+            f"{config.rl.prompts.max_tokens} with {_completion_field(config)}={config.rl.max_completion_tokens}. Raise "
             f"it to {longest} or more, or shorten them."
         )
     if longest > config.model.max_position:
         yield (
-            f"rl.prompts.max_tokens={config.rl.prompts.max_tokens} + rl.rollout.max_new_tokens="
-            f"{config.rl.rollout.max_new_tokens} are more than model.max_position={config.model.max_position}. "
+            f"rl.prompts.max_tokens={config.rl.prompts.max_tokens} + {_completion_field(config)}="
+            f"{config.rl.max_completion_tokens} are more than model.max_position={config.model.max_position}. "
             "Shorten one of them."
         )
+
+
+def _completion_field(config: RlRunConfig) -> str:
+    """Return the field with the most tokens after a prompt."""
+    return "rl.rollout.max_new_tokens" if config.rl.environment.name is None else "rl.environment.max_tokens"
 
 
 def _batches(config: RlRunConfig) -> Iterator[str]:

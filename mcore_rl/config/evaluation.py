@@ -11,7 +11,8 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         "prompts": the files, or task and sizes with the seed; "first": how many of them; "samples" of each prompt;
-        "temperature"; "max_new_tokens"; "correct_by": the part of the reward that says what is correct.
+        "temperature"; "max_new_tokens"; "correct_by": the part of the reward that says what is correct; with an
+        environment "environment": its name, arguments and limits.
     """
     rl = config.get("rl", {})
     prompts, evaluation = rl.get("prompts", {}), rl.get("eval", {})
@@ -23,6 +24,8 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
         source = f"{task} {sizes}, seed {config.get('train', {}).get('seed')}"
     reward = rl.get("reward", {})
     correct = reward.get("correct", "auto")
+    environment = rl.get("environment", {})
+    limits = ("name", "arguments", "max_turns", "max_tokens")
     return {
         "prompts": source,
         "first": evaluation.get("num_prompts"),
@@ -30,4 +33,5 @@ def evaluation_conditions(config: Mapping[str, Any]) -> dict[str, Any]:
         "temperature": evaluation.get("temperature"),
         "max_new_tokens": rl.get("rollout", {}).get("max_new_tokens"),
         "correct_by": correct_part(None if correct == "none" else correct, reward.get("parts", ())),
+        **({"environment": {key: environment[key] for key in limits}} if environment.get("name") else {}),
     }

@@ -92,7 +92,7 @@ def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Section):
             yield from _named(value, f"{prefix}{field}.")
         elif _accepts_extensions(info.annotation):
-            names = (value,) if isinstance(value, str) else value
+            names = (value,) if isinstance(value, str) else value or ()
             yield from (
                 (prefix + field, name)
                 for name in names

@@ -18,9 +18,12 @@ Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_n
 class PromptConfig(Section):
     """Prompts and their reference answers."""
 
-    task: Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown"] | Extension = "file"
+    task: (
+        Literal["file", "arithmetic", "sorting", "copying", "reversing", "countdown", "seeds"] | Extension
+    ) = "file"
     """Source of prompts; `file`: read `files`; the others make problems without end, each from the seed and its index
-    alone; `module:name` does so with a function of your own (random generator, size -> rl.tasks.TaskProblem)."""
+    alone; `seeds`: numbers, from which rl.environment makes problems of its own; `module:name` does so with a function
+    of your own (random generator, size -> rl.tasks.TaskProblem)."""
     files: tuple[str, ...] = ()
     """JSON lines (also .gz), .parquet, or datasets of the Hugging Face hub as hub:NAME#CONFIG:SPLIT, with a prompt and
     an answer; all other fields of a line reach the reward functions."""
@@ -158,13 +161,42 @@ class CodeConfig(Section):
     """Give the fraction of the tests that pass; otherwise 1 where all do, else 0."""
 
 
+class EnvironmentConfig(Section):
+    """An environment that answers the policy, so that a completion has several turns; it runs in its own processes."""
+
+    name: Literal["calculator", "guessing", "python", "reasoning_gym", "textarena"] | Extension | None = None
+    """Environment; `calculator`: a tool that computes; `guessing`: a game of guessing a number; `python`: a tool that
+    runs Python in a sandbox (bubblewrap or nsjail); `reasoning_gym`: a dataset of reasoning-gym, in one turn;
+    `textarena`: a game of TextArena for one player; `module:name`: a class of your own
+    (rl.environments.interface.Environment); `none`: a completion is one turn."""
+    arguments: dict[str, str | bool | int | float] = {}  # noqa: RUF012  # pydantic gives every instance its own
+    """Arguments with which the class is made, as dataset = "chain_sum" for `reasoning_gym`."""
+    max_turns: PositiveInt = 8
+    """Most turns of the policy; a conversation that reaches it is truncated."""
+    max_tokens: PositiveInt = 4096
+    """Most tokens of a conversation after its prompt, those of the environment too; a turn that may not have room for
+    rl.rollout.max_new_tokens does not begin, and the conversation is truncated."""
+    timeout_s: Seconds = 10.0
+    """Seconds that the environment may take for one answer; beyond them it has failed."""
+    max_memory_gib: PositiveFloat | None = None
+    """GiB of address space that a process of the environment, and each that it starts, may take beyond what it begins
+    with (RLIMIT_AS); `none`: no limit."""
+    workers: PositiveInt = 1
+    """Processes of each replica that run the environment."""
+
+
+ENVIRONMENT_PART = "environment"
+"""Part of `rl.reward.parts` that is the sum of the rewards that the environment gave."""
+
+
 class RewardConfig(Section):
     """Reward of a completion: a weighted sum of named parts, each between its own bounds."""
 
     parts: tuple[str | Extension, ...] = ("exact",)
     """Parts of the reward: `exact`, `positions`, `numeric`, `math`, `countdown`, `code`, `format`, `regex`, `length`,
-    your own function as `module:function`, or a reward model as `model:PATH`, a checkpoint or run of `mcore-rl rm` with
-    the policy's tokenizer, which scores prompt and completion at the last token."""
+    `environment` (the sum of the rewards of rl.environment; the other parts then score the last turn), your own
+    function as `module:function`, or a reward model as `model:PATH`, a checkpoint or run of `mcore-rl rm` with the
+    policy's tokenizer, which scores prompt and completion at the last token."""
     weights: tuple[float, ...] = ()
     """Weight of each part; an empty list: 1 each."""
     correct: Text | None = "auto"
@@ -183,8 +215,8 @@ class RewardConfig(Section):
     """Largest length for the part `length`: a longer completion loses the share in excess, at most 1; `none`: no
     limit."""
     overlong_buffer_tokens: PositiveInt | None = None
-    """Tokens before rollout.max_new_tokens over which the reward falls linearly by `overlong_penalty` (DAPO); `none`:
-    it does not fall."""
+    """Tokens before rollout.max_new_tokens, or with an environment before environment.max_tokens, over which the reward
+    falls linearly by `overlong_penalty` (DAPO); `none`: it does not fall."""
     overlong_penalty: PositiveFloat = 1.0
     """Reward taken from a completion of rollout.max_new_tokens tokens, with `overlong_buffer_tokens`."""
     timeout_s: Seconds = 10.0
@@ -217,13 +249,19 @@ class RewardConfig(Section):
         return correct_part(self.correct, self.parts)
 
     @property
-    def without_models(self) -> "RewardConfig | None":
-        """The parts that are functions, with their weights; None: there are none."""
+    def environment_weight(self) -> float:
+        """Weight of the part `environment`; 0 without it."""
+        weights = self.weights or (1.0,) * len(self.parts)
+        return dict(zip(self.parts, weights, strict=True)).get(ENVIRONMENT_PART, 0.0)
+
+    @property
+    def of_functions(self) -> "RewardConfig | None":
+        """The parts that are functions, not models or the environment, with their weights; None: there are none."""
         weights = self.weights or (1.0,) * len(self.parts)
         rest = [
             (part, weight)
             for part, weight in zip(self.parts, weights, strict=True)
-            if part not in self.model_parts
+            if part not in self.model_parts and part != ENVIRONMENT_PART
         ]
         if not rest:
             return None
@@ -341,7 +379,8 @@ class LossConfig(Section):
     """Mean over tokens: mean over sequences of their tokens' means; mean over all tokens; mean over sequences of their
     tokens' sums over `aggregation_norm_tokens`; `auto`: as in the paper of `kind`."""
     aggregation_norm_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Divisor of `seq_mean_token_sum_norm` (Dr. GRPO); `auto`: rollout.max_new_tokens."""
+    """Divisor of `seq_mean_token_sum_norm` (Dr. GRPO); `auto`: rollout.max_new_tokens, with an environment
+    environment.max_tokens."""
     mask_truncated: bool = False
     """Do not train on truncated completions; their rewards still count in their group."""
     kl_coeff: NonNegativeFloat = 0.0
@@ -443,6 +482,7 @@ class RlConfig(Section):
     prompts: PromptConfig = PromptConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
@@ -454,6 +494,11 @@ class RlConfig(Section):
     samples: SamplesConfig = SamplesConfig()
     freeze_router: bool = False
     """Train no router: their weights, and the biases on the choice of experts, stay as they are."""
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Most tokens after a prompt: of one turn, or with an environment of the conversation."""
+        return self.rollout.max_new_tokens if self.environment.name is None else self.environment.max_tokens
 
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

@@ -84,7 +84,7 @@ class RlRunConfig(RunConfig):
         """Positions of the longest prompt with the longest completion, padded so that context parallelism can cut
         it.
         """
-        longest = self.rl.prompts.max_tokens + self.rl.rollout.max_new_tokens
+        longest = self.rl.prompts.max_tokens + self.rl.max_completion_tokens
         return -(-longest // self.mesh.zigzag) * self.mesh.zigzag
 
     @property

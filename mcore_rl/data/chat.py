@@ -17,6 +17,8 @@ PROBE = "mcorerlprobe"
 """Text of a turn that is rendered to see what the template puts after it; no template changes or repeats it."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Opening tag of the assistant's text, in templates that mark it."""
+SHOWN = 60
+"""Characters of a text in an error."""
 Message = Mapping[str, Any]
 
 
@@ -47,9 +49,30 @@ class Chat(Protocol):
         """Return the tokens after which the assistant's next turn begins."""
         ...
 
+    def reply(
+        self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
+    ) -> list[int]:
+        """Return the tokens from the end of the assistant's turn `answer` to where its next one begins, so that they
+        can be appended to tokens that were sampled, which are never made from text again.
+
+        Args:
+            before: the conversation before the turn.
+            answer: text of the turn.
+            replies: the messages that follow it.
+            is_closed: whether the sampled tokens have the one that ends the turn.
+
+        Raises:
+            TemplateError: where the template renders what came before otherwise than it was rendered then.
+        """
+        ...
+
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
         """The tokens that end the assistant's turn; empty when no token does."""
+
+
+class TemplateError(DataError):
+    """A chat template that does not render a growing conversation as one growing text."""
 
 
 def load_chat(template: str, tokenizer: Tokenizer, path: str | None) -> Chat:
@@ -88,6 +111,16 @@ class PlainChat:
         """Return the tokens after which the assistant\'s next turn begins."""
         ids = [token for turn, _ in self._turns(conversation) for token in turn]
         return ids + self._header("assistant")
+
+    def reply(
+        self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
+    ) -> list[int]:
+        """Return the tokens from the end of the assistant's turn to where its next one begins: no text depends on what
+        came before.
+        """
+        ids = [] if is_closed else [self._tokenizer.eod_id]
+        turns = self._turns(Conversation(messages=tuple(replies)))
+        return ids + [token for turn, _ in turns for token in turn] + self._header("assistant")
 
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
@@ -134,6 +167,7 @@ class TemplateChat:
         turn_end = self._turn_end({token.content: index for index, token in added.items()})
         self.turn_end_ids: tuple[int, ...] = (turn_end,) if turn_end is not None else ()
         """The token that the template puts after the assistant's text; empty when it puts none there."""
+        self._text_of_end = None if turn_end is None else added[turn_end].content
         self._ends = tuple(
             token.content for index, token in added.items() if token.special or index == turn_end
         )
@@ -149,6 +183,35 @@ class TemplateChat:
         """Return the tokens after which the assistant\'s next turn begins."""
         text, _ = self._render(conversation, len(conversation.messages), add_generation_prompt=True)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def reply(
+        self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
+    ) -> list[int]:
+        """Return the tokens from the end of the assistant's turn to where its next one begins; TemplateError where the
+        template renders the turns before otherwise than without what follows them.
+        """
+        messages = (*before.messages, {"role": "assistant", "content": answer}, *replies)
+        whole = Conversation(messages=messages, tools=before.tools)
+        known, _ = self._render(before, len(before.messages), add_generation_prompt=True)
+        known += answer
+        text, _ = self._render(whole, len(messages), add_generation_prompt=True)
+        if not text.startswith(known):
+            same = next((i for i, (a, b) in enumerate(zip(known, text, strict=False)) if a != b), len(text))
+            raise TemplateError(
+                "the chat template renders turns differently when others follow them: "
+                f"{text[same : same + SHOWN]!r} in the place of {known[same : same + SHOWN]!r}. Set "
+                "data.chat_template to a file whose turns do not depend on later ones (one that keeps the text of "
+                "reasoning and white space of earlier turns)"
+            )
+        rest = text[len(known) :]
+        if is_closed:
+            end = self._text_of_end
+            if end is None or not rest.startswith(end):
+                raise TemplateError(
+                    f"the chat template puts {rest[:SHOWN]!r} after the assistant's turn, which was ended with {end!r}"
+                )
+            rest = rest[len(end) :]
+        return self._tokenizer.encode(rest, add_special_tokens=False).ids
 
     def _turn_end(self, added: Mapping[str, int]) -> int | None:
         """Return the first of the `added` tokens (text -> id) after the assistant's last turn, or else, in templates

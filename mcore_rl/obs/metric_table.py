@@ -330,14 +330,50 @@ METRICS: dict[str, MetricRow] = {
         "scores", SUM, "Failed scores that took longer than rl.reward.timeout_s."
     ),
     "reward/errors_died": MetricRow("scores", SUM, "Failed scores whose process ended."),
+    "reward/errors_bad_reply": MetricRow(
+        "scores", SUM, "Failed scores of an environment that returned something else than it should."
+    ),
+    "reward/errors_template": MetricRow(
+        "scores",
+        SUM,
+        "Failed scores of an environment whose messages the chat template does not take, or cannot append.",
+    ),
+    "environment/turns": MetricRow("turns", MEAN, "The policy's turns in a conversation."),
+    "environment/tokens": MetricRow(
+        "tokens",
+        MEAN,
+        "Tokens of the environment in a conversation after its prompt, which are not trained on.",
+    ),
+    "environment/ended_done_fraction": MetricRow(
+        "fraction", MEAN, "Conversations that the environment ended."
+    ),
+    "environment/ended_document_fraction": MetricRow(
+        "fraction", MEAN, "Conversations in which the policy ended the document in the place of its turn."
+    ),
+    "environment/ended_length_fraction": MetricRow(
+        "fraction", MEAN, "Conversations with a turn of rl.rollout.max_new_tokens."
+    ),
+    "environment/ended_turns_fraction": MetricRow(
+        "fraction", MEAN, "Conversations that reached rl.environment.max_turns."
+    ),
+    "environment/ended_context_fraction": MetricRow(
+        "fraction", MEAN, "Conversations without room in rl.environment.max_tokens for another turn."
+    ),
+    "environment/ended_failed_fraction": MetricRow(
+        "fraction",
+        MEAN,
+        "Conversations whose environment raised, took too long, died, or returned something else.",
+    ),
     "rl/step_s": MetricRow("s", MEAN, "Wall time of a rollout batch with its updates."),
     "rl/rollouts": MetricRow("rollouts", LAST, "Rollout batches trained on so far."),
     "rl/consumed_prompts": MetricRow("prompts", LAST, "Prompts taken so far, including unused ones."),
-    "rollout/completion_tokens": MetricRow("tokens", MEAN, "Length of a completion."),
-    "rollout/longest_completion_tokens": MetricRow("tokens", MAX, "Length of the longest completion."),
+    "rollout/completion_tokens": MetricRow("tokens", MEAN, "Sampled tokens of a completion."),
+    "rollout/longest_completion_tokens": MetricRow(
+        "tokens", MAX, "Sampled tokens of the completion that has most."
+    ),
     "rollout/prompt_tokens": MetricRow("tokens", MEAN, "Length of a prompt."),
     "rollout/truncated_fraction": MetricRow(
-        "fraction", MEAN, "Completions that reached rl.rollout.max_new_tokens."
+        "fraction", MEAN, "Completions that reached rl.rollout.max_new_tokens, or a limit of rl.environment."
     ),
     "rollout/tokens_per_s_per_replica": MetricRow(
         "tokens/s", MEAN, "Completion tokens / (seconds * replicas)."
@@ -406,6 +442,9 @@ METRICS: dict[str, MetricRow] = {
     "time/forward_backward_s": MetricRow("s", MEAN, "Forward and backward passes, per step."),
     "time/optimizer_s": MetricRow("s", MEAN, "Gradient norm, update and gathering of parameters, per step."),
     "time/rollout_s": MetricRow("s", MEAN, "Generation, per rollout batch."),
+    "time/environment_s": MetricRow(
+        "s", MEAN, "Answers of environments, within time/rollout_s, per rollout batch."
+    ),
     "time/reward_s": MetricRow(
         "s", MEAN, "Scoring, including the wait for other replicas, per rollout batch."
     ),

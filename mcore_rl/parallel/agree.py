@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import McoreRlError
+from mcore_rl.parallel.mesh import Mesh
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -55,6 +56,18 @@ def world_max(value: int) -> int:
     box = torch.tensor(value)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box)
+
+
+def from_first_model_rank(value: T, mesh: Mesh) -> T:
+    """Collective over the tensor- and pipeline-parallel ranks of a model: return the value of the first of them."""
+    box = [value]
+    for axis in (
+        mesh.pp,
+        mesh.tp,
+    ):  # to the first rank of each stage, and from there to the others of the stage
+        if axis.size > 1:
+            dist.broadcast_object_list(box, group=axis.group, group_src=0)
+    return box[0]
 
 
 def _outcome(action: Callable[[], Any]) -> tuple[Any, McoreRlError | None]:

@@ -32,6 +32,8 @@ class SampleShape:
     """Whether the completion reached the largest number of new tokens without an end."""
     teacher: int = 0
     """Index of the prompt's teacher in `rl.distill.paths`."""
+    sampled_spans: tuple[tuple[int, int], ...] | None = None
+    """First index and end, in the completion, of the tokens that the policy sampled, in order; None: all of them."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,9 +46,26 @@ class SampleShape:
         return self.num_tokens - 1
 
     @property
+    def num_sampled(self) -> int:
+        """Number of the completion's tokens that the policy sampled; the others are an environment's."""
+        if self.sampled_spans is None:
+            return self.num_completion_tokens
+        return sum(end - start for start, end in self.sampled_spans)
+
+    @property
     def num_trained(self) -> int:
         """Number of tokens in the loss."""
-        return self.num_completion_tokens if self.is_trained else 0
+        return self.num_sampled if self.is_trained else 0
+
+    @property
+    def sampled_positions(self) -> Tensor:
+        """Positions, int64, at which the sampled tokens are predicted, in order."""
+        spans = ((0, self.num_completion_tokens),) if self.sampled_spans is None else self.sampled_spans
+        # The first token of the completion is predicted at the last position of the prompt.
+        first = self.num_prompt_tokens - 1
+        return torch.cat(
+            [torch.zeros(0, dtype=torch.int64), *(torch.arange(first + a, first + b) for a, b in spans)]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +79,16 @@ class TrainedSample:
     """float32: logprob of each token of the completion when it was sampled."""
     is_trained: bool
     """Whether the completion takes part in the loss."""
+    sampled_spans: tuple[tuple[int, int], ...] | None = None
+    """First index and end, in the completion, of the tokens that the policy sampled; None: all of them."""
+
+    @property
+    def sampled_C(self) -> Tensor:
+        """bool: which tokens of the completion the policy sampled."""
+        is_sampled_C = torch.full((len(self.rollout_logprobs_C),), self.sampled_spans is None)
+        for start, end in self.sampled_spans or ():
+            is_sampled_C[start:end] = True
+        return is_sampled_C
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +106,8 @@ class PolicyMicrobatch:
     mask_T: Tensor
     """bool: positions that are trained on."""
     completion_mask_T: Tensor
-    """bool: positions that predict a token of a completion, also of one that is not trained on."""
+    """bool: positions that predict a sampled token of a completion, also of one that is not trained on; tokens of an
+    environment are not among them."""
     sequence_T: Tensor
     """int64: index in `samples` of the sample of each position; any where nothing is trained."""
     lengths_N: Tensor
@@ -209,7 +239,8 @@ def make_microbatch(
         is_padding_S[here] = False
         # The first token of the completion is predicted at the last position of the prompt.
         completion = slice(begin + sample.num_prompt_tokens - 1, begin + size)
-        mask_S[completion], completion_mask_S[completion] = float(sample.is_trained), 1.0
+        sampled_C = sample.sampled_C.float()
+        mask_S[completion], completion_mask_S[completion] = sampled_C * sample.is_trained, sampled_C
         rollout_logprobs_S[completion] = sample.rollout_logprobs_C
         positions_S[begin : begin + span] = torch.arange(span)
         sequence_S[begin : begin + span] = index
@@ -234,7 +265,7 @@ def make_microbatch(
     def on_this_rank(full_S: Tensor) -> Tensor:
         return zigzag_spans(full_S[None], lengths, cp)[0].to(device, non_blocking=True)
 
-    num_trained = [len(sample.rollout_logprobs_C) * sample.is_trained for sample in chosen] or [0]
+    num_trained = [int(sample.sampled_C.sum()) * sample.is_trained for sample in chosen] or [0]
     return PolicyMicrobatch(
         inputs=inputs,
         samples=tuple(indices),
@@ -294,6 +325,7 @@ def exchange_samples(
             num_prompt_tokens=shapes[index].num_prompt_tokens,
             rollout_logprobs_C=part[shapes[index].num_tokens :].clone().view(torch.float32),
             is_trained=shapes[index].is_trained,
+            sampled_spans=shapes[index].sampled_spans,
         )
         for index, part in zip(order, parts, strict=True)
     }

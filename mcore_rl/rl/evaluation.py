@@ -43,7 +43,7 @@ def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
     if rewards:
         yield Metric("eval/reward", sum(rewards), len(rewards))
     yield Metric("eval/prompts", sum(1 for scored_G in scored_PG if scored_G))
-    yield Metric("eval/completion_tokens", sum(sum(one.lengths_G) for one in summaries), num_answers)
+    yield Metric("eval/completion_tokens", sum(sum(one.num_sampled_G) for one in summaries), num_answers)
     yield Metric("eval/truncated_fraction", sum(sum(one.truncated_G) for one in summaries), num_answers)
     k = 2
     while k <= len(summaries[0].correct_G):

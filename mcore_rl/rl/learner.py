@@ -218,7 +218,7 @@ class Learner:
             by_sample = {}
             for p in sorted({index // group_size for index in samples}):
                 shapes = [rollout.shapes[p * group_size + g] for g in range(group_size)]
-                lengths = [shape.num_completion_tokens for shape in shapes]
+                lengths = [shape.num_sampled for shape in shapes]
                 tokens_GC = step_advantages(
                     rollout.steps_PGI[p], lengths, ddof=advantage.ddof, eps=advantage.eps
                 )
@@ -404,7 +404,7 @@ class Learner:
         loss = self.config.rl.loss
         norm_tokens = loss.aggregation_norm_tokens
         if norm_tokens == "auto":
-            norm_tokens = self.config.rl.rollout.max_new_tokens
+            norm_tokens = self.config.rl.max_completion_tokens
         return loss_weights(num_trained_N, totals, loss.aggregation_in_use, norm_tokens=norm_tokens)
 
     def _kl_sums(self, num_samples: int, minibatches: Sequence[Minibatch]) -> Tensor:

@@ -4,9 +4,10 @@ import hashlib
 import math
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from mcore_rl.parallel.agree import on_every_rank
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.batch import SampleShape, TrainedSample
 from mcore_rl.rl.engines.base import Engine, Sampling
+from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
 from mcore_rl.rl.prompts import PromptSource
 from mcore_rl.rl.rewards.failures import (
@@ -30,8 +32,8 @@ from mcore_rl.rl.rewards.from_model import RewardModels
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.sampling import Cut
-from mcore_rl.rl.truncation import truncation_reason
-from mcore_rl.rl.types import Completion, Group, Prompt
+from mcore_rl.rl.truncation import episodes_reason, truncation_reason
+from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,7 @@ class Rollout:
                 num_prompt_tokens=len(group.prompt.tokens_T),
                 rollout_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
                 is_trained=self.shapes[index].is_trained,
+                sampled_spans=self.shapes[index].sampled_spans,
             )
             for p, group in self.groups.items()
             for g, completion in enumerate(group.completions)
@@ -84,7 +87,11 @@ class GroupSummary:
     """Rank, among the data- and context-parallel ones, of the replica that generated it."""
     num_prompt_tokens: int
     lengths_G: list[int]
-    """Tokens of each completion."""
+    """Tokens of each completion, with those of an environment."""
+    num_sampled_G: list[int]
+    """Tokens of each completion that the policy sampled."""
+    spans_G: list[tuple[tuple[int, int], ...] | None]
+    """First index and end of the sampled tokens of each turn, for each completion; None: all tokens are sampled."""
     truncated_G: list[bool]
     rewards_G: list[float]
     """Rewards; NaN where a score failed."""
@@ -126,6 +133,8 @@ class Rollouts:
     """Reward models among the parts of the reward; None: there are none."""
     special_ids: frozenset[int] = frozenset()
     """Special tokens of the tokenizer."""
+    conversations: Conversations | None = None
+    """Conversations with an environment, which the engine's completions are turns of; None: there is none."""
 
     def take(self, cursor: int) -> Rollout:
         """Return scored groups of the prompts from `cursor` on; with dynamic sampling (DAPO, arXiv 2503.14476) those
@@ -182,6 +191,7 @@ class Rollouts:
                     and not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
                     is_truncated=one.truncated_G[g],
                     teacher=one.teacher,
+                    sampled_spans=one.spans_G[g],
                 )
                 for p, one in enumerate(chosen)
                 for g in range(rollout.group_size)
@@ -211,6 +221,8 @@ class Rollouts:
         """
         if not all(is_truncated for one in summaries for is_truncated in one.truncated_G):
             return None
+        if self.conversations is not None:
+            return episodes_reason(groups.values(), self.sampling)
         return truncation_reason(groups.values(), self.sampling, self.special_ids, self.engine.decode)
 
     def generate_and_score(
@@ -235,7 +247,8 @@ class Rollouts:
         # Context-parallel ranks are replicas of their own here: generation does not cut sequences.
         own = range(replicas.rank, len(prompts), replicas.size)
         start_s = time.perf_counter()
-        groups = self.engine.generate([prompts[p] for p in own], sampling, [seeds_PG[p] for p in own])
+        generate = self.engine.generate if self.conversations is None else self.conversations.hold
+        groups = generate([prompts[p] for p in own], sampling, [seeds_PG[p] for p in own])
         generated_s = time.perf_counter()
         # An error in the scoring of one replica is raised on all ranks, which would otherwise wait for it.
         of_models = {} if self.models is None else self.models.scores(groups, are_counted=is_training)
@@ -253,6 +266,11 @@ class Rollouts:
                 *scores.metrics(),
                 *_rollout_metrics(summaries, generated_s - start_s),
                 *_cut_metrics(groups, sampling.cut),
+                *(
+                    []
+                    if self.conversations is None
+                    else _episode_metrics(groups, self.conversations.environment_s)
+                ),
                 Metric("time/reward_s", scored_s - generated_s),
             ]
             local = _ReplicaScores(
@@ -299,11 +317,18 @@ class Rollouts:
                 replica_rank=self.mesh.dp_cp.rank,
                 num_prompt_tokens=len(group.prompt.tokens_T),
                 lengths_G=[len(completion.tokens_T) for completion in group.completions],
+                num_sampled_G=[completion.num_sampled for completion in group.completions],
+                spans_G=[
+                    None if completion.episode is None else completion.episode.spans
+                    for completion in group.completions
+                ],
                 truncated_G=[completion.is_truncated for completion in group.completions],
                 rewards_G=rewards_PG[p],
                 correct_G=correct_PG[p],
                 steps_GI=[
-                    [token_step(completion, step, self.engine.decode) for step in steps]
+                    token_steps(
+                        completion, steps, self.engine.decode, self.config.rl.reward.environment_weight
+                    )
                     for completion, steps in zip(group.completions, scores.steps_PG[p], strict=True)
                 ]
                 if has_steps
@@ -329,17 +354,48 @@ def sample_seed(seed: int, prompt_index: int, index: int) -> int:
 
 
 def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequence[int]], str]) -> StepReward:
-    """Return the step by its last token: the first one with which the text is as long as the step. A step that ends
-    with the text ends with the completion's last token.
+    """Return the step by its last token: the first one with which the text, which is that of the last turn, is as long
+    as the step. A step that ends with the text ends with the completion's last token.
     """
-    tokens_T = completion.tokens_T
+    start, stop = completion.sampled_spans[-1]
+    tokens_T, num_before = completion.tokens_T[start:stop], completion.num_sampled - (stop - start)
     if step.end >= len(completion.text):
-        return StepReward(len(tokens_T) - 1, step.value)
+        return StepReward(num_before + len(tokens_T) - 1, step.value)
     # A prefix's text grows with its tokens, so a bisection decodes few of them.
     end = bisect_left(
         range(len(tokens_T) - 1), step.end, key=lambda index: len(decode(tokens_T[: index + 1]))
     )
-    return StepReward(end, step.value)
+    return StepReward(num_before + end, step.value)
+
+
+def token_steps(
+    completion: Completion,
+    steps: Sequence[TextStep],
+    decode: Callable[[Sequence[int]], str],
+    environment_weight: float,
+) -> list[StepReward]:
+    """Return the steps of a completion by their last tokens; in a conversation with an environment each turn is a step
+    too, whose reward counts `environment_weight` times.
+
+    Args:
+        completion: the completion.
+        steps: steps of the text that the parts of the reward score; none: the completion has no reward.
+        decode: text of token ids.
+        environment_weight: weight of the part `environment`.
+    """
+    if not completion.num_sampled or not steps:
+        return []
+    found = [token_step(completion, step, decode) for step in steps]
+    if completion.episode is None:
+        return found
+    values: defaultdict[int, float] = defaultdict(float)
+    num_before = 0
+    for turn in completion.episode.turns if completion.episode.failure is None and environment_weight else ():
+        num_before += turn.end - turn.start
+        values[num_before - 1] += environment_weight * turn.reward
+    for step in found:
+        values[step.end] += step.value
+    return [StepReward(end, values[end]) for end in sorted(values)]
 
 
 def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:
@@ -364,14 +420,32 @@ def _cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:
     The first is the second without the tokens that were cut, over the mass m of those that were kept: the log of their
     ratio is -log m at every token.
     """
-    kept = [one.kept_logprobs_T for group in groups for one in group.completions]
-    if not cut.is_open and None not in kept:
-        kept_T = [logprob for logprobs_T in kept if logprobs_T for logprob in logprobs_T]
+    completions = [one for group in groups for one in group.completions]
+    if not cut.is_open and all(one.kept_logprobs_T is not None for one in completions):
+        kept_T = [
+            logprob
+            for one in completions
+            for start, end in one.sampled_spans
+            for logprob in (one.kept_logprobs_T or ())[start:end]
+        ]
         yield Metric("rollout/cut_kl_nats", -sum(kept_T), len(kept_T))
 
 
+def _episode_metrics(groups: Sequence[Group], environment_s: float) -> Iterator[Metric]:
+    """Yield metrics of conversations with an environment, which took `environment_s` seconds for its part."""
+    completions = [one for group in groups for one in group.completions]
+    episodes = [one.episode for one in completions if one.episode is not None]
+    count = len(episodes)
+    yield Metric("environment/turns", sum(len(one.turns) for one in episodes), count)
+    yield Metric("environment/tokens", sum(len(one.tokens_T) - one.num_sampled for one in completions), count)
+    ends = Counter(one.end for one in episodes)
+    for end in get_args(EpisodeEnd):
+        yield Metric(f"environment/ended_{end}_fraction", ends[end], count)
+    yield Metric("time/environment_s", environment_s)
+
+
 def _rollout_metrics(summaries: Sequence[GroupSummary], generation_s: float) -> list[Metric]:
-    lengths = [length for one in summaries for length in one.lengths_G]
+    lengths = [length for one in summaries for length in one.num_sampled_G]
     num_truncated = sum(sum(one.truncated_G) for one in summaries)
     return [
         Metric("rollout/completion_tokens", sum(lengths), len(lengths)),

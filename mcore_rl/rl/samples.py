@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mcore_rl.files import write_atomically
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.rollout import Rollout
+from mcore_rl.rl.types import Completion
 
 WIDTH = 60
 """Characters of a text in the log."""
@@ -30,9 +31,10 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
                 "completion": completion.text,
                 "reward": None if math.isnan(reward) else reward,
                 **({"reasons": reasons} if reasons else {}),
-                "tokens": len(completion.tokens_T),
+                "tokens": completion.num_sampled,
                 "finish": completion.finish,
                 "policy_version": completion.policy_version,
+                **_conversation(completion),
                 "versions": [[one.version, one.start, one.end] for one in completion.versions],
             }
             for completion, reward, reasons in zip(
@@ -51,6 +53,20 @@ def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
     )
     groups = {index: samples for part in gathered if part for index, samples in part.items()}
     return [sample for index in sorted(groups) for sample in groups[index]]
+
+
+def _conversation(completion: Completion) -> dict[str, Any]:
+    """Return the messages of a conversation with an environment, each of the policy's with its reward, and its end."""
+    episode = completion.episode
+    if episode is None:
+        return {}
+    rewards = iter([turn.reward for turn in episode.turns])
+    turns = [
+        {**message, "reward": next(rewards, None)} if message["role"] == "assistant" else message
+        for message in episode.messages
+    ]
+    failure = {} if episode.failure is None else {"failure": episode.failure.text}
+    return {"turns": turns, "end": episode.end, **failure}
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:

@@ -174,10 +174,17 @@ def _spaced(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
+def _seeds(generator: random.Random, size: int) -> TaskProblem:
+    """A number from which an environment makes a problem of this size; both are fields of the problem."""
+    seed = generator.getrandbits(31)
+    return TaskProblem(prompt=f"problem {seed}", answer="", fields={"seed": seed, "size": size})
+
+
 TASKS: dict[str, Callable[[random.Random, int], TaskProblem]] = {
     "arithmetic": _arithmetic,
     "sorting": _sorting,
     "copying": _copying,
     "reversing": _reversing,
     "countdown": _countdown,
+    "seeds": _seeds,
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.obs.metrics import Metric
@@ -44,9 +44,10 @@ def samples_of(minibatches: Sequence[Minibatch]) -> list[int]:
 
 
 def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
-    """Return numbers of a completion's tokens as numbers of the sample's positions: zeros before the completion."""
-    # The first token of the completion is predicted at the last position of the prompt.
-    return pad(numbers_C[: shape.num_completion_tokens], (shape.num_prompt_tokens - 1, 0))
+    """Return numbers of a completion's sampled tokens as numbers of the sample's positions: zeros at the others."""
+    numbers_P = numbers_C.new_zeros(shape.num_positions)
+    numbers_P[shape.sampled_positions] = numbers_C[: shape.num_sampled]
+    return numbers_P
 
 
 def token_advantages(
@@ -156,10 +157,11 @@ def _tables_of_completions(
     device: torch.device,
 ) -> Tensor:
     """Collective over the context- and pipeline-parallel ranks: return what `numbers` gives on the last stage, `[T]`
-    each, as `[tables, N, C]` by sample and token of the completion: float64 on the CPU, with zeros in the padding.
+    each, as `[tables, N, C]` by sample and sampled token of the completion: float64 on the CPU, with zeros in the
+    padding. Tokens of an environment have no column: the state after a turn is the one before the next.
     """
     samples = samples_of(minibatches)
-    longest = max((shapes[index].num_completion_tokens for index in samples), default=0)
+    longest = max((shapes[index].num_sampled for index in samples), default=0)
     tables_FNC = torch.zeros(num_tables, len(samples), longest, dtype=torch.float64, device=device)
     if not tables_FNC.numel():
         return tables_FNC.cpu()
@@ -167,12 +169,10 @@ def _tables_of_completions(
     if mesh.is_last_stage:
         for one in (each for minibatch in minibatches for each in minibatch.microbatches if each.samples):
             rows_N = torch.tensor([row_of[index] for index in one.samples], device=device)
-            first_N = torch.tensor(
-                [shapes[index].num_prompt_tokens - 1 for index in one.samples], device=device
-            )
+            column_NP = pad_sequence([_columns(shapes[index]) for index in one.samples], batch_first=True)
             here_T = one.completion_mask_T
             sequence_T = one.sequence_T[here_T]
-            columns_T = one.inputs.position_ids_Bs[0][here_T] - first_N[sequence_T]
+            columns_T = column_NP.to(device)[sequence_T, one.inputs.position_ids_Bs[0][here_T]]
             for table_NC, numbers_T in zip(tables_FNC, numbers(one), strict=True):
                 table_NC[rows_N[sequence_T], columns_T] = numbers_T[here_T].double()
         # Each context-parallel rank has filled its own positions.
@@ -182,3 +182,10 @@ def _tables_of_completions(
     if mesh.pp.size > 1:
         dist.broadcast(tables_FNC, group=mesh.pp.group, group_src=mesh.pp.size - 1)
     return tables_FNC.cpu()
+
+
+def _columns(shape: SampleShape) -> Tensor:
+    """Return for each position of a sample the index, among its sampled tokens, of the one predicted there."""
+    column_P = torch.zeros(shape.num_positions, dtype=torch.int64)
+    column_P[shape.sampled_positions] = torch.arange(shape.num_sampled)
+    return column_P

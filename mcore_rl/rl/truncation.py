@@ -4,7 +4,24 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.types import Group
+from mcore_rl.rl.types import EpisodeEnd, Group
+
+
+def episodes_reason(groups: Collection[Group], sampling: Sampling) -> str:
+    """Return a warning with the limits that ended conversations with an environment, when all ended by one."""
+    ends = Counter(
+        one.episode.end for group in groups for one in group.completions if one.episode is not None
+    )
+    limits: dict[EpisodeEnd, str] = {
+        "length": f"rl.rollout.max_new_tokens={sampling.max_new_tokens} within a turn",
+        "turns": "rl.environment.max_turns",
+        "context": "rl.environment.max_tokens",
+    }
+    counts = ", ".join(f"{ends[end]} by {limit}" for end, limit in limits.items() if ends[end])
+    return (
+        f"warning: all conversations were ended by a limit ({counts or 'on other replicas'}), none by the environment. "
+        "Raise the limit, or fine-tune the model to end its turns and to answer (mcore-rl sft)."
+    )
 
 
 def truncation_reason(

@@ -6,7 +6,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from mcore_rl.rl.workers.failure import FailedScore
+
 FinishReason = Literal["stop", "length"]
+EpisodeEnd = Literal["done", "document", "length", "turns", "context", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,20 +53,64 @@ def single_version(version: int, num_tokens: int) -> tuple[VersionSpan, ...]:
     return (VersionSpan(version, 0, num_tokens),)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the policy within a conversation with an environment."""
+
+    start: int
+    """Index in the completion of the first token that was sampled in this turn."""
+    end: int
+    """Index after the last one."""
+    reward: float
+    """Reward that the environment gave for it; 0 where the environment failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """The conversation with an environment that a completion is."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """The whole conversation, with the messages of the prompt."""
+    turns: tuple[Turn, ...]
+    """The policy's answers, in order. Tokens between them are the environment's, and are not trained on."""
+    end: EpisodeEnd
+    """Reason why it ended: `done`: the environment ended it; `document`: the policy ended the document; `length`: a
+    turn reached rl.rollout.max_new_tokens; `turns`: rl.environment.max_turns; `context`: rl.environment.max_tokens had
+    no room for another turn; `failed`: the environment failed."""
+    failure: FailedScore | None = None
+    """Failure of the environment; None: it did not fail."""
+
+    @property
+    def reward(self) -> float:
+        """Sum of the turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First index and end of the sampled tokens of each turn."""
+        return tuple((turn.start, turn.end) for turn in self.turns)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Answer of an engine to one prompt. `logprobs_T[t]` belongs to `tokens_T[t]`."""
+    """Answer of an engine to one prompt. `logprobs_T[t]` belongs to `tokens_T[t]`.
+
+    With an environment it is all that follows the prompt: the policy's turns, and the environment's between them.
+    """
 
     text: str
+    """Text of the sampled tokens; in a conversation with an environment that of the policy's last turn."""
     tokens_T: tuple[int, ...]
-    """Sampled tokens, with the one that ended the completion, if one did."""
+    """Sampled tokens, with the one that ended the completion, if one did; and those of an environment."""
     logprobs_T: tuple[float, ...]
-    """Logprobs at the sampling temperature, before top-k, top-p and min-p cut the distribution, in nats."""
+    """Logprobs at the sampling temperature, before top-k, top-p and min-p cut the distribution, in nats; 0 for tokens
+    of an environment."""
     versions: tuple[VersionSpan, ...]
     """Versions of the weights that sampled the tokens: consecutive spans of rising versions, together all tokens. More
     than one: the weights were updated while the completion was in progress."""
     finish: FinishReason
-    """`stop`: a stop token or string ended it; `length`: it reached the largest number of new tokens."""
+    """`stop`: a stop token or string, or the environment, ended it; `length`: it reached the largest number of new
+    tokens or turns."""
     untempered_logprobs_T: tuple[float, ...] | None = None
     """Logprobs at temperature 1; None: the engine does not report them."""
     kept_logprobs_T: tuple[float, ...] | None = None
@@ -72,6 +119,8 @@ class Completion:
     experts_TLK: Tensor | None = None
     """Experts of each token of prompt and completion but the last, which enters no layer, for all layers that route
     or for those of this pipeline stage; None: not asked for."""
+    episode: Episode | None = None
+    """The conversation with an environment; None: there was no environment."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens_T) == len(self.logprobs_T), (len(self.tokens_T), len(self.logprobs_T))
@@ -87,8 +136,28 @@ class Completion:
         return self.versions[0].version
 
     @property
+    def sampled_spans(self) -> tuple[tuple[int, int], ...]:
+        """First index and end of the tokens that the policy sampled; the others are an environment's."""
+        return ((0, len(self.tokens_T)),) if self.episode is None else self.episode.spans
+
+    @property
+    def sampled_T(self) -> tuple[bool, ...] | None:
+        """Which tokens the policy sampled; None: all of them."""
+        if self.episode is None:
+            return None
+        is_sampled_T = [False] * len(self.tokens_T)
+        for start, end in self.episode.spans:
+            is_sampled_T[start:end] = [True] * (end - start)
+        return tuple(is_sampled_T)
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return sum(end - start for start, end in self.sampled_spans)
+
+    @property
     def is_truncated(self) -> bool:
-        """Whether it reached the largest number of new tokens without an end."""
+        """Whether it reached the largest number of new tokens or turns without an end."""
         return self.finish == "length"
 
 

@@ -33,14 +33,14 @@ def main(args: argparse.Namespace) -> int:
     groups = trial_groups(
         prompts.train.take(0, args.sample), prompts.tokenizer.encode, args.completion or ANSWER
     )
-    functions = config.rl.reward.without_models
+    functions = config.rl.reward.of_functions
     if functions is None:
         raise ConfigError(
-            f"rl.reward.parts={list(config.rl.reward.parts)} are models alone, which score only in a run. Name a "
-            "function beside them, or start the run."
+            f"rl.reward.parts={list(config.rl.reward.parts)} are models or an environment alone, which score only in a "
+            "run. Name a function beside them, or start the run."
         )
-    if models := config.rl.reward.model_parts:
-        console.print(f"without {', '.join(models)}: reward models score only in a run")
+    if others := [part for part in config.rl.reward.parts if part not in functions.parts]:
+        console.print(f"without {', '.join(others)}: reward models and environments score only in a run")
     with Reward(functions, max_new_tokens=config.rl.rollout.max_new_tokens) as reward:
         scores = reward(groups)
     for p, group in enumerate(groups):

@@ -30,6 +30,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.rl.critic import Critic, critic_routes
+from mcore_rl.rl.environments.trial import try_environment
 from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
@@ -99,9 +100,18 @@ def train(config: RlRunConfig) -> None:
 
 
 def try_reward_of(config: RlRunConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
-    """Call the reward once on real prompts, before a model costs time; TrainingError where a part always fails."""
-    reward, limit = config.rl.reward, config.rl.rollout.max_new_tokens
-    return try_reward(reward, limit, prompts.train.take(0, TRIED_AT_START), prompts.tokenizer.encode)
+    """Call the reward and the environment once on real prompts, before a model costs time; TrainingError where a part
+    always fails.
+    """
+    reward, limit, tried = (
+        config.rl.reward,
+        config.rl.max_completion_tokens,
+        prompts.train.take(0, TRIED_AT_START),
+    )
+    return (
+        *try_environment(config, tried, prompts.chat),
+        *try_reward(reward, limit, tried, prompts.tokenizer.encode),
+    )
 
 
 def warnings_of(config: RlRunConfig) -> Iterator[str]:

@@ -16,14 +16,17 @@ from mcore_rl.checks.run import refuse
 from mcore_rl.config.extension import MODEL_PART
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.data.chat import load_chat
+from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.end_tokens import describe_ends, end_tokens
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import sampling_of
 from mcore_rl.rl.engines.make import make_engine
+from mcore_rl.rl.environments.conversations import Conversations
+from mcore_rl.rl.environments.make import environment_maker
+from mcore_rl.rl.environments.processes import EnvironmentWorkers
 from mcore_rl.rl.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, RewardModelSource
@@ -38,6 +41,8 @@ class Prompts:
     """Encoded prompts, and the tokenizer that encoded them."""
 
     tokenizer: Tokenizer
+    chat: Chat
+    """The chat template that made their tokens."""
     ends: Mapping[int, str]
     """Tokens that end a completion, each with the place that names it."""
     train: PromptSource
@@ -70,6 +75,7 @@ def load_prompts(config: RlRunConfig) -> Prompts:
     held_out = held_out_prompts(config.rl.eval, config.rl.prompts, encode, seed, needs_answer=needs_answer)
     return Prompts(
         tokenizer=tokenizer,
+        chat=chat,
         ends=ends,
         train=train_prompts(config.rl.prompts, held_out, encode, seed, needs_answer=needs_answer),
         held_out=held_out,
@@ -129,16 +135,22 @@ def open_rollouts(
     platform: Platform,
     failures: FailureReport,
 ) -> Iterator[Rollouts]:
-    """Collective over the world: make the engine on `chunks`, the reward models and the reward workers, which end on
-    leaving. Scores that fail are added to `failures` on rank 0.
+    """Collective over the world: make the engine on `chunks`, the reward models and the processes of rewards and of the
+    environment, which end on leaving. Scores that fail are added to `failures` on rank 0.
     """
     rl, tokenizer = config.rl, prompts.tokenizer
     with ExitStack() as stack:
         reward = None
         if runs_rewards(mesh):
-            reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.rollout.max_new_tokens))
+            reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.max_completion_tokens))
+        engine, conversations = make_engine(config, chunks, mesh, tokenizer.decode), None
+        if rl.environment.name is not None:
+            make, workers = on_every_rank(lambda: environment_maker(rl.environment)), None
+            if runs_rewards(mesh):
+                workers = stack.enter_context(EnvironmentWorkers(make, rl.environment))
+            conversations = Conversations(config, engine, prompts.chat, mesh, workers)
         yield Rollouts(
-            engine=make_engine(config, chunks, mesh, tokenizer.decode),
+            engine=engine,
             reward=reward,
             failures=failures,
             prompts=prompts.train,
@@ -152,4 +164,5 @@ def open_rollouts(
             config=config,
             models=load_reward_models(config, tokenizer, mesh, platform),
             special_ids=tokenizer.special_ids,
+            conversations=conversations,
         )

@@ -14,6 +14,7 @@ import torch
 from torch import tensor
 
 from examples.advantage import median_centered
+from examples.environment import Retry
 from examples.family import BiasedQwen3Moe
 from examples.loss import soft_clipped
 from examples.reward import brevity
@@ -24,6 +25,7 @@ from mcore_rl.families import family_of
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens
 from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.types import Problem
 from tests.e2e.conftest import Finished
 from tests.e2e.test_rl import rl_file  # noqa: F401  # a fixture
 from tests.tiny_models import TINY
@@ -90,6 +92,15 @@ def test_ones_are_counted() -> None:
     assert {len(problem.prompt) for problem in problems} == {7}
 
 
+def test_each_try_is_told_how_many_characters_were_right() -> None:
+    environment = Retry(tries=2)
+    problem = Problem(problem_id="p", prompt="123=", answer="321")
+    assert environment.start(problem) == [{"role": "user", "content": "123="}]
+    assert environment.step("331") == ([{"role": "user", "content": "2 right="}], 0.0, False)
+    assert environment.step(" 321\n") == ([], 1.0, True)
+    assert environment.step("") == ([{"role": "user", "content": "0 right="}], 0.0, True)
+
+
 def test_the_family_has_biases_where_its_base_has_none() -> None:
     model = TINY["qwen3_moe"].model_copy(update={"family": "examples.family:BiasedQwen3Moe"})
     family = family_of(model)
@@ -106,7 +117,9 @@ def test_an_rl_run_uses_and_records_all_of_them(
     fields = {
         "model.family": "examples.family:BiasedQwen3Moe",
         "rl.prompts.task": "examples.task:count_ones",
-        "rl.reward.parts": '["length", "examples.reward:brevity"]',
+        "rl.reward.parts": '["length", "examples.reward:brevity", "environment"]',
+        "rl.environment.name": "examples.environment:Retry",
+        "rl.environment.max_tokens": "48",
         "rl.advantage.kind": "examples.advantage:median_centered",
         "rl.loss.kind": "examples.loss:soft_clipped",
     }
@@ -119,7 +132,7 @@ def test_an_rl_run_uses_and_records_all_of_them(
     samples = (tmp_path / "rl/samples/step_0000000.jsonl").read_text().splitlines()
     assert set(json.loads(samples[0])["prompt"]) <= set("01=")
     recorded = json.loads((tmp_path / "rl/run.json").read_text())[-1]["extensions"]
-    for name in ("advantage", "family", "loss", "reward", "task"):
+    for name in ("advantage", "environment", "family", "loss", "reward", "task"):
         digest = hashlib.sha256((ROOT / f"examples/{name}.py").read_bytes()).hexdigest()
         assert [found for key, found in recorded.items() if key.startswith(f"examples.{name}:")] == [digest]
 

@@ -29,7 +29,9 @@ GROUPS, SIZE = 6, 4
 
 
 def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout:
-    """Ragged completions of random tokens, always the same; each replica has some of the groups."""
+    """Ragged completions of random tokens, always the same; each replica has some of the groups. Some completions have
+    tokens that were not sampled.
+    """
     generator = torch.Generator().manual_seed(5)
     vocab = config.model.vocab_size
 
@@ -59,6 +61,7 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
                 num_prompt_tokens=len(prompt.tokens_T),
                 num_completion_tokens=len(said),
                 is_trained=(number, place) != (2, 1),
+                sampled_spans=spans_of(len(said), number + place),
             )
         if number % dp_cp_size == dp_cp_rank:
             groups[number] = Group(prompt=prompt, completions=tuple(completions))
@@ -71,12 +74,23 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
         metrics=[],
         steps_PGI=[
             [
-                steps_of(shapes[p * SIZE + g].num_completion_tokens, rewards_PG[p, g].item())
+                steps_of(len(sampled_positions(shapes[p * SIZE + g])), rewards_PG[p, g].item())
                 for g in range(SIZE)
             ]
             for p in range(GROUPS)
         ],
     )
+
+
+def spans_of(length: int, number: int) -> tuple[tuple[int, int], ...] | None:
+    """For every third completion that is long enough: two turns, and between them a token of an environment."""
+    return ((0, 2), (3, length)) if number % 3 == 0 and length > 3 else None
+
+
+def sampled_positions(shape: SampleShape) -> list[int]:
+    """Positions at which the sampled tokens of a completion are predicted."""
+    spans = shape.sampled_spans or ((0, shape.num_completion_tokens),)
+    return [shape.num_prompt_tokens - 1 + t for start, end in spans for t in range(start, end)]
 
 
 def steps_of(length: int, reward: float) -> list[StepReward]:

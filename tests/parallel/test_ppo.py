@@ -30,7 +30,7 @@ from tests.hf_models import Oracle, oracle
 from tests.hf_weights import to_global
 from tests.parallel.parity import Tensors, assembled
 from tests.parallel.ppo_steps import TRUNCATED, initial_weights, on_meshes, ppo_updates, truncated_rollout
-from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, token_advantages
+from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions, token_advantages
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -107,31 +107,34 @@ class Theirs:
         values["score.weight"] = self.score.weight.detach().float()
         return [*policies, to_global(values, model.scored) | {"score.shift": torch.zeros(1)}]
 
-    def logprobs(self, model: Any, tokens: list[int], first: int) -> Tensor:
-        """Logprob of each token from `first` on."""
+    def logprobs(self, model: Any, tokens: list[int], places: list[int]) -> Tensor:
+        """Logprob of each token that is predicted at one of these positions."""
         logits = model(torch.tensor([tokens[:-1]])).logits[0] / TEMPERATURE
-        return logits.log_softmax(-1)[range(first - 1, len(tokens) - 1), tokens[first:]]
+        return logits.log_softmax(-1)[places, [tokens[place + 1] for place in places]]
 
-    def values(self, tokens: list[int], first: int) -> Tensor:
-        """Value before each token from `first` on: of the hidden state that predicts it."""
+    def values(self, tokens: list[int], places: list[int]) -> Tensor:
+        """Value before each token that is predicted at one of these positions: of the hidden state there."""
         hidden = self.critic(torch.tensor([tokens[:-1]])).last_hidden_state[0]
-        return self.score(hidden)[first - 1 :, 0]
+        return self.score(hidden)[places, 0]
 
     def update(self, config: RlRunConfig) -> dict[str, list[float]]:
         """Two minibatches of the rollout; returns the losses of policy and critic."""
         rollout = truncated_rollout(config, 0, 1)
         samples = {
-            p * SIZE + g: ([*group.prompt.tokens_T, *completion.tokens_T], len(group.prompt.tokens_T))
+            p * SIZE + g: (
+                [*group.prompt.tokens_T, *completion.tokens_T],
+                sampled_positions(rollout.shapes[p * SIZE + g]),
+            )
             for p, group in rollout.groups.items()
             for g, completion in enumerate(group.completions)
             if rollout.shapes[p * SIZE + g].is_trained
         }
         advantages, returns, old, old_values = {}, {}, {}, {}
-        for index, (tokens, first) in samples.items():
+        for index, (tokens, places) in samples.items():
             with torch.no_grad():
-                old[index] = self.logprobs(self.policy, tokens, first)
-                reference = self.logprobs(self.reference, tokens, first)
-                old_values[index] = self.values(tokens, first)
+                old[index] = self.logprobs(self.policy, tokens, places)
+                reference = self.logprobs(self.reference, tokens, places)
+                old_values[index] = self.values(tokens, places)
             d = reference - old[index]
             rewards = (-BETA * (d.exp() - 1 - d)).tolist()  # k3
             rewards[-1] += rollout.rewards_PG.flatten()[index].item()
@@ -162,13 +165,13 @@ class Theirs:
             for index in minibatch:
                 if index not in samples:
                     continue
-                tokens, first = samples[index]
-                ratio = (self.logprobs(self.policy, tokens, first) - old[index]).exp()
+                tokens, places = samples[index]
+                ratio = (self.logprobs(self.policy, tokens, places) - old[index]).exp()
                 advantage = (torch.tensor(advantages[index], dtype=torch.float64) - mean) / deviation
                 clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
                 policy_terms.append(-torch.minimum(ratio * advantage, clipped * advantage))
                 wanted = torch.tensor(returns[index], dtype=torch.float64)
-                value, before = self.values(tokens, first), old_values[index]
+                value, before = self.values(tokens, places), old_values[index]
                 near = before + (value - before).clamp(-VALUE_CLIP, VALUE_CLIP)
                 critic_terms.append(0.5 * torch.maximum((value - wanted) ** 2, (near - wanted) ** 2))
             for name, terms, optimizer in zip(losses, (policy_terms, critic_terms), optimizers, strict=True):
@@ -268,10 +271,10 @@ def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(mesh: 
     config = config.model_copy(update={"rl": rl, "mesh": MESHES.get(mesh, MeshConfig())})
     rollout = rollout_of(config, 0, 1)
     later = {
-        (index, shape.num_prompt_tokens - 1 + t): rollout.rewards_PG.flatten()[index].item()
-        * GAMMA ** (shape.num_trained - 1 - t)
+        (index, places[-1 - t]): rollout.rewards_PG.flatten()[index].item() * GAMMA**t
         for index, shape in rollout.shapes.items()
-        for t in range(shape.num_trained)
+        if shape.is_trained and (places := sampled_positions(shape))
+        for t in range(len(places))
     }
     mean, deviation = statistics.mean(later.values()), statistics.stdev(later.values()) + EPS
     ranks = run_ranks(token_advantages, config.mesh.smallest_world, config, tmp_path)

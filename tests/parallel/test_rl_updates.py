@@ -28,6 +28,7 @@ from tests.parallel.rl_steps import (
     rollout_of,
     router_shifts,
     routing_splits,
+    sampled_positions,
     token_advantages,
     updates,
 )
@@ -190,9 +191,9 @@ def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str,
         mean, spread = statistics.mean(values), statistics.stdev(values) + 0.01
         for place, steps in enumerate(steps_GI):
             shape = rollout.shapes[group * SIZE + place]
-            for t in range(shape.num_trained):
+            for t, position in enumerate(sampled_positions(shape) if shape.is_trained else ()):
                 later = sum((step.value - mean) / spread for step in steps if step.end >= t)
-                wanted[group * SIZE + place, shape.num_prompt_tokens - 1 + t] = later
+                wanted[group * SIZE + place, position] = later
     ranks = run_ranks(token_advantages, config.mesh.smallest_world, config, tmp_path)
     told = [one for rank in ranks for one in rank]
     assert len(told) == len(wanted)

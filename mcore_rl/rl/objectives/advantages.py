@@ -106,7 +106,9 @@ ADVANTAGES: dict[str, Callable[[Tensor, AdvantageConfig], Tensor]] = {
 
 
 class StepReward(NamedTuple):
-    """Reward of a step of a completion; `end` is the index of the step's last token in the completion."""
+    """Reward of a step of a completion; `end` is the index of the step's last token among those sampled in the
+    completion.
+    """
 
     end: int
     value: float
@@ -120,7 +122,7 @@ def step_advantages(
 
     Args:
         steps_GI: steps of each completion; mean and deviation are taken over all of the group.
-        lengths_G: tokens of each completion.
+        lengths_G: sampled tokens of each completion.
     """
     values_I = torch.tensor([step.value for steps in steps_GI for step in steps], dtype=torch.float64)
     assert values_I.isfinite().all(), "a step's reward is not finite"

@@ -11,14 +11,17 @@ class RewardInput:
 
     prompt: str
     completion: str
+    """Text of the completion; with an environment, of the policy's last turn."""
     answer: str
     """The reference answer; empty where the prompt came without one."""
     num_tokens: int
-    """Tokens of the completion."""
+    """Tokens that the policy sampled."""
     is_truncated: bool
     """Whether the completion reached the largest number of new tokens without an end."""
     fields: Mapping[str, Any]
     """All other fields that came with the prompt."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """With an environment the whole conversation, each message with "role" and "content"; else empty."""
 
 
 class TextStep(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.extension import choose
-from mcore_rl.config.rl import RewardConfig
+from mcore_rl.config.rl import ENVIRONMENT_PART, RewardConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules
@@ -37,8 +37,8 @@ class Scores:
     """Values `[P, G]` of each part before its weight, NaN where it failed; `overlong` is the length penalty."""
     steps_PG: list[list[tuple[TextStep, ...]]]
     """Steps of all parts, times their weights, added where they have the same end. A plain number and the length
-    penalty are a step that ends with the text. The values of a completion's steps add up to its reward; one without a
-    reward has none."""
+    penalty are a step that ends with the text. For an environment that is a 0: each of its turns is a step of its own,
+    and with these the values of a completion's steps add up to its reward; one without a reward has none."""
     reasons_PG: list[list[dict[str, str]]]
     """Remarks of the parts on each completion, by part."""
     failures: tuple[FailedPart, ...]
@@ -77,10 +77,12 @@ class Reward:
     """Scores completions in processes of its own; close it, or use it in a `with`."""
 
     def __init__(self, config: RewardConfig, *, max_new_tokens: int) -> None:
+        """Start the processes; `max_new_tokens` is the most that a completion can have, for the length penalty."""
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._weights = config.weights or (1.0,) * len(config.parts)
-        self._functions = [name for name in config.parts if name not in config.model_parts]
+        others = (*config.model_parts, ENVIRONMENT_PART)
+        self._functions = [name for name in config.parts if name not in others]
         # Modules are imported before the processes are forked, so that an error is raised here.
         functions = [part_function(name, config) for name in self._functions]
         self._workers = RewardWorkers(
@@ -111,13 +113,17 @@ class Reward:
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
         inputs = [_reward_input(problem, completion) for problem, completion in pairs]
         jobs = [Job(function, one) for one in inputs for function in range(len(self._functions))]
-        of_functions = iter(self._workers.run(jobs))
+        of_functions: Iterator[Outcome] = iter(self._workers.run(jobs))
         scored_N = {name: scores_PG.flatten().tolist() for name, scores_PG in (of_models or {}).items()}
-        outcomes: list[Outcome] = [
-            next(of_functions) if name in self._functions else _model_outcome(scored_N[name][index])
-            for index in range(len(inputs))
-            for name in names
-        ]
+
+        def outcome_of(name: str, index: int) -> Outcome:
+            if name in self._functions:
+                return next(of_functions)
+            if name == ENVIRONMENT_PART:
+                return _environment_outcome(pairs[index][1])
+            return _model_outcome(scored_N[name][index])
+
+        outcomes = [outcome_of(name, index) for index in range(len(inputs)) for name in names]
         scores: list[Score] = []
         failures: list[FailedPart] = []
         value = torch.nan if self._config.error_value is None else self._config.error_value
@@ -157,9 +163,12 @@ class Reward:
             for g, completion in enumerate(group.completions):
                 whole = len(completion.text)
                 values: defaultdict[int, float] = defaultdict(float)
-                for weight in self._weights:
+                for name, weight in zip(self._config.parts, self._weights, strict=True):
                     score = next(of_parts)
-                    for step in (TextStep(whole, score.value),) if score.steps is None else score.steps:
+                    plain = TextStep(whole, score.value)
+                    if name == ENVIRONMENT_PART and completion.episode and not completion.episode.failure:
+                        plain = TextStep(whole, 0.0)  # its turns are steps of their own
+                    for step in (plain,) if score.steps is None else score.steps:
                         values[step.end] += weight * step.value
                 if overlong_PG is not None:
                     values[whole] += overlong_PG[p, g].item()
@@ -168,6 +177,7 @@ class Reward:
         return steps_PG
 
     def _overlong(self, groups: Sequence[Group]) -> Tensor:
+        # With an environment its tokens count too: they take the room that there is for all turns.
         lengths = [[len(completion.tokens_T) for completion in group.completions] for group in groups]
         return overlong_penalty(
             torch.tensor(lengths, dtype=torch.float64),
@@ -175,6 +185,12 @@ class Reward:
             buffer_tokens=self._config.overlong_buffer_tokens or 0,
             penalty=self._config.overlong_penalty,
         )
+
+
+def _environment_outcome(completion: Completion) -> Outcome:
+    episode = completion.episode
+    assert episode is not None, "a part of the reward is the environment's, and there was none"
+    return Score(episode.reward) if episode.failure is None else episode.failure
 
 
 def _model_outcome(score: float) -> Outcome:
@@ -224,7 +240,8 @@ def _reward_input(problem: Problem, completion: Completion) -> RewardInput:
         prompt=problem.prompt,
         completion=completion.text,
         answer=problem.answer,
-        num_tokens=len(completion.tokens_T),
+        num_tokens=completion.num_sampled,
         is_truncated=completion.is_truncated,
         fields=problem.fields,
+        messages=() if completion.episode is None else completion.episode.messages,
     )

@@ -34,7 +34,7 @@ def try_reward(
     config: RewardConfig, max_new_tokens: int, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]
 ) -> tuple[FailedPart, ...]:
     """Score reference answers of `prompts`, so that a function which always fails ends a start and not a run; reward
-    models are left out.
+    models and the environment are left out.
 
     Returns:
         The scores that failed, where some did not.
@@ -42,7 +42,7 @@ def try_reward(
     Raises:
         TrainingError: when every score of a part failed, unless rl.reward.max_failed_fraction=1.
     """
-    functions = config.without_models
+    functions = config.of_functions
     if functions is None:
         return ()
     with Reward(functions, max_new_tokens=max_new_tokens) as reward:

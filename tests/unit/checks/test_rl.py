@@ -55,6 +55,9 @@ def violations(words):
         "distill.teacher=self distill.self_refresh_rollouts=4 distill.use=loss distill.estimator=vocabulary",
         "ptx.coeff=0.1 ptx.files=[chats.jsonl]",
         "prompts.task=countdown prompts.smallest=3 prompts.largest=4",
+        "prompts.task=arithmetic environment.name=calculator reward.parts=[numeric,environment] reward.weights=[1,0]",
+        "prompts.task=seeds environment.name=guessing reward.parts=[environment] environment.arguments={guesses=5}",
+        "environment.name=own.module:Game reward.parts=[environment] advantage.kind=steps loss.kind=gspo_token",
     ],
 )
 def test_these_settings_are_fine(words):
@@ -70,6 +73,18 @@ def test_these_settings_are_fine(words):
         ("prompts.task=file prompts.files=[a,b] prompts.file_weights=[1]", "has 1 weights for 2 files"),
         ("prompts.task=file prompts.files=[a] prompts.file_weights=[-1]", "a weight is above 0"),
         ("prompts.task=sorting prompts.smallest=5", "is above"),
+        ("prompts.task=seeds", "makes its own problems, and rl.environment.name is not set"),
+        ("environment.max_turns=3", "rl.environment.max_turns without rl.environment.name"),
+        ("reward.parts=[exact,environment]", "rl.environment.name is not set"),
+        ("environment.name=calculator", 'lacks "environment"'),
+        (
+            "environment.name=calculator reward.parts=[exact,environment] environment.max_tokens=1023",
+            "no room for one turn",
+        ),
+        (
+            "prompts.task=seeds environment.name=python reward.parts=[environment]",
+            "a tool that makes no problems",
+        ),
         ("prompts.task=countdown prompts.smallest=1", "2 to 6 numbers"),
         ("rollout.temperature=0", "the same"),
         ('rollout.stop_strings=["a",""]', "empty text"),

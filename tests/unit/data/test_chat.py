@@ -8,7 +8,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.config.data import TokenizerConfig
-from mcore_rl.data.chat import Conversation, load_chat
+from mcore_rl.data.chat import Conversation, TemplateError, load_chat
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
 
@@ -160,3 +160,46 @@ def test_a_plain_chat_is_its_parts_encoded_by_themselves(tokenizer, template, te
     assert list(encoded.ids_T) == prompt + answer
     assert list(encoded.assistant_mask_T) == [False] * len(prompt) + [True] * len(answer)
     assert chat.prompt(conversation([("user", "ab")])) == prompt
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["without marks", "with marks"])
+def test_a_reply_goes_on_from_sampled_tokens_to_where_transformers_would_generate_from(
+    folder, chat, template
+):
+    turns = [*CHATS[1][:3], ("tool", "12"), ("user", "so?")]
+    ours = chat(template)
+    before, answer = conversation(turns[:2]), turns[2][1]
+    sampled = [*ours.encode(conversation(turns[:3])).ids_T][len(ours.prompt(before)) :]
+    end = sampled.index(ours.turn_end_ids[0])
+    replies = conversation(turns[3:]).messages
+    wanted = of_transformers(folder, turns, PLAIN, add_generation_prompt=True)["input_ids"]
+    whole = ours.prompt(before) + sampled[: end + 1]
+    assert whole + ours.reply(before, answer, replies, is_closed=True) == wanted
+    # Without its end, as after a stop string, the turn is closed by a token that was not sampled.
+    open_turn = ours.prompt(before) + sampled[:end]
+    assert open_turn + ours.reply(before, answer, replies, is_closed=False) == wanted
+
+
+def test_a_template_that_changes_earlier_turns_cannot_go_on(chat):
+    before, replies = conversation([("user", "?")]), conversation([("user", "!")]).messages
+    with pytest.raises(
+        TemplateError, match=r"differently when others follow.*'ab<\|im_end\|>.*<think>hm</think>ab"
+    ):
+        chat(FORGETFUL).reply(before, "<think>hm</think>ab", replies, is_closed=True)
+    stripping = PLAIN.replace("message.content", "message.content.strip()")
+    with pytest.raises(TemplateError, match="white space"):
+        chat(stripping).reply(before, "12 ", replies, is_closed=True)
+    assert chat(stripping).reply(before, "12", replies, is_closed=True)
+    with pytest.raises(TemplateError, match=r"' 12<.*in the place of '12'"):  # a space that nobody sampled
+        chat(BRACKETS).reply(before, "12", replies, is_closed=True)
+
+
+def test_replies_of_plain_chats_are_encoded_by_themselves(folder, chat):
+    ours, words = chat("plain"), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    replies = conversation([("tool", "12")]).messages
+    closed = ours.reply(conversation([]), "x", replies, is_closed=True)
+    assert closed == [
+        token for part in ("tool:\n", "12\n\n", "assistant:\n") for token in words.encode(part).ids
+    ]
+    assert ours.reply(conversation([]), "x", replies, is_closed=False) == [*ours.turn_end_ids, *closed]
+    assert chat("raw").reply(conversation([]), "x", replies, is_closed=True) == words.encode("12").ids

@@ -1,11 +1,14 @@
 """Microbatches of completions: what lies at each position."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from mcore_rl.data.plan import PackingLimits
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.rl.batch import TrainedSample, make_microbatch
+from mcore_rl.rl.batch import SampleShape, TrainedSample, make_microbatch
+from mcore_rl.rl.token_advantages import at_positions
 
 ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
 CPU = torch.device("cpu")
@@ -43,6 +46,31 @@ def test_index_t_belongs_to_the_token_that_is_predicted_there() -> None:
     assert batch.inputs.is_padding_Bs is not None
     assert batch.inputs.is_padding_Bs[0].nonzero().flatten().tolist() == [5, 10, 11]
     assert batch.inputs.packed is not None and batch.inputs.packed.lengths == (4, 2, 4, 2)
+
+
+def test_tokens_of_an_environment_are_read_and_neither_trained_on_nor_counted() -> None:
+    said = [21, 22, 91, 92, 23, 93, 24]
+    conversation = dataclasses.replace(sample([11, 12], said), sampled_spans=((0, 2), (4, 5), (6, 7)))
+    assert conversation.sampled_C.tolist() == [True, True, False, False, True, False, True]
+    limits = PackingLimits(max_tokens=32, multiple=1, sample_multiple=1)
+    samples = {0: conversation, 1: SAMPLES[3], 2: dataclasses.replace(conversation, is_trained=False)}
+    batch = make_microbatch(samples, [0, 1, 2], limits, ALONE, CPU)
+    assert batch.inputs.tokens_Bs[0, :8].tolist() == [11, 12, *said[:-1]]
+    assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 24, 21, 22, 23]
+    assert batch.rollout_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -24, -21, -22, -23]
+    assert batch.completion_mask_T.sum() == 4 + 3 + 4
+    assert batch.lengths_N.tolist() == [4, 3, 0]
+    shape = SampleShape(
+        replica_rank=0,
+        num_prompt_tokens=2,
+        num_completion_tokens=7,
+        is_trained=True,
+        sampled_spans=conversation.sampled_spans,
+    )
+    assert (shape.num_positions, shape.num_sampled, shape.num_trained) == (8, 4, 4)
+    assert shape.sampled_positions.tolist() == batch.completion_mask_T[:8].nonzero().flatten().tolist()
+    at_positions_P = at_positions(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), shape)
+    assert at_positions_P.tolist() == [0, 1, 2, 0, 0, 3, 0, 4]
 
 
 def test_advantages_and_loss_weights_come_by_the_samples_indices() -> None:

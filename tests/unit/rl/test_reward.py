@@ -22,8 +22,8 @@ from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.trial import try_reward
 from mcore_rl.rl.rewards.worker import Job, RewardWorkers
-from mcore_rl.rl.rollout import token_step
-from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+from mcore_rl.rl.rollout import token_step, token_steps
+from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
 from mcore_rl.rl.workers.failure import MAX_TEXT, MAX_TRACEBACK, FailedScore
 
 OWN = """
@@ -242,6 +242,67 @@ def test_a_step_ends_at_the_first_token_with_which_the_text_is_as_long():
         for end in range(1, 8)
     ]
     assert ends == [StepReward(end, 0.5) for end in (0, 0, 1, 3, 3, 3, 5)]
+
+
+def test_turns_of_an_environment_are_steps_and_text_steps_are_of_the_last_turn():
+    pieces = ["ab", "c", "<", "de", "f", ">"]
+    episode = Episode(messages=(), turns=(Turn(0, 2, 0.25), Turn(3, 5, 1.0)), end="done")
+    completion = Completion(
+        text="def",
+        tokens_T=tuple(range(5)),
+        logprobs_T=(0.0,) * 5,
+        versions=single_version(0, 5),
+        finish="stop",
+        episode=episode,
+    )
+
+    def spelled(tokens):
+        return "".join(pieces[t] for t in tokens)
+
+    assert completion.sampled_T == (True, True, False, True, True)
+    # Indices are among the four sampled tokens: the first turn ends at 1, "de" of the second at 2.
+    steps = token_steps(completion, (TextStep(2, 4.0), TextStep(3, 8.0)), spelled, 2.0)
+    assert steps == [StepReward(1, 0.5), StepReward(2, 4.0), StepReward(3, 10.0)]
+    assert token_steps(completion, (TextStep(3, 8.0),), spelled, 0.0) == [StepReward(3, 8.0)]
+    assert token_steps(completion, (), spelled, 2.0) == []
+
+
+def test_the_environments_rewards_are_a_part_and_its_failures_are_counted():
+    def held(reward, failure=None):
+        episode = Episode(
+            messages=({"role": "user", "content": "?"},),
+            turns=(Turn(0, 1, 0.5), Turn(2, 3, reward)),
+            end="done" if failure is None else "failed",
+            failure=failure,
+        )
+        return Completion(
+            text="abcd",
+            tokens_T=(1, 2, 3),
+            logprobs_T=(0.0,) * 3,
+            versions=single_version(0, 3),
+            finish="stop",
+            episode=episode,
+        )
+
+    problem = Problem(problem_id="p", prompt="?", answer="abcd")
+    completions = (held(0.5), held(-1.5), held(0.0, FailedScore("timeout", "too late")))
+    one = Group(prompt=Prompt(problem=problem, tokens_T=(1,)), completions=completions)
+    for error_value, of_failed in ((None, None), (-3.0, 1.0 + 2.0 * -3.0)):
+        config = RewardConfig(parts=("exact", "environment"), weights=(1.0, 2.0), error_value=error_value)
+        with Reward(config, max_new_tokens=8) as reward:
+            scores = reward([one])
+        rewards = scores.rewards_PG[0].tolist()
+        assert rewards[:2] == [1.0 + 2.0, 1.0 - 2.0]
+        assert math.isnan(rewards[2]) if of_failed is None else rewards[2] == of_failed
+        assert [(failed.part, failed.failure.kind) for failed in scores.failures] == [
+            ("environment", "timeout")
+        ]
+        # Of the sound ones the turns are steps of their own: here is what the text earned.
+        whole = [sum(step.value for step in steps) for steps in scores.steps_PG[0]]
+        assert whole == [1.0, 1.0, 0.0 if of_failed is None else of_failed]
+        assert reduced(scores.metrics())["reward/part/environment"] == pytest.approx(
+            0.0 if error_value is None else -1.0
+        )
 
 
 def test_completions_near_the_length_limit_lose():

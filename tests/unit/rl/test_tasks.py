@@ -32,7 +32,7 @@ def as_judged(problem, completion):
     )
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", PARTS)
 def test_the_answer_of_every_problem_earns_the_reward_and_another_does_not(task):
     config = PromptConfig(task=task, smallest=2, largest=5)
     reward = part_function(PARTS[task], RewardConfig())
@@ -41,6 +41,13 @@ def test_the_answer_of_every_problem_earns_the_reward_and_another_does_not(task)
     assert [reward(as_judged(problem, problem.answer)) for problem in problems] == [1.0] * 200
     best_of_wrong = 0.5 if task == "reversing" else 0.0
     assert max(reward(as_judged(problem, problem.answer + "1")) for problem in problems) <= best_of_wrong
+
+
+def test_seeds_are_of_an_environment_and_all_other_tasks_have_answers():
+    assert set(TASKS) - set(PARTS) == {"seeds"}
+    problems = [make_problem(PromptConfig(task="seeds"), 1, number) for number in range(200)]
+    assert len({problem.fields["seed"] for problem in problems}) == 200
+    assert {problem.fields["size"] for problem in problems} == {2, 3, 4}
 
 
 def test_answers_are_what_the_prompts_ask_for():

@@ -1,0 +1,40 @@
+"""A game: the policy guesses a number, and is told whether it is higher or lower."""
+
+from collections.abc import Sequence
+from random import Random
+
+from mcore_rl.rl.environments.interface import Message
+from mcore_rl.rl.rewards.rules import last_number
+from mcore_rl.rl.types import Problem
+
+
+class Guessing:
+    """A number below 10 to the power of the problem's size, drawn by its seed; the right guess is worth 1.
+
+    It is for rl.prompts.task="seeds", whose sizes are rl.prompts.smallest to largest.
+    """
+
+    def __init__(
+        self,
+        guesses: int = 8,
+        prompt: str = "I have a number from 0 to {largest}. Guess it: write a number alone.",
+    ) -> None:
+        """Take the number of guesses, after which the game is lost, and the prompt, in which {largest} is a number."""
+        self._left = guesses
+        self._prompt = prompt
+        self._secret = -1
+
+    def start(self, prompt: Problem) -> Sequence[Message]:
+        """Draw the number."""
+        end = 10 ** prompt.fields["size"]
+        self._secret = Random(prompt.fields["seed"]).randrange(end)
+        return [{"role": "user", "content": self._prompt.replace("{largest}", str(end - 1))}]
+
+    def step(self, completion: str) -> tuple[Sequence[Message], float, bool]:
+        """Compare the last number of the turn with the one to guess."""
+        guess = last_number(completion)
+        if guess == self._secret:
+            return [], 1.0, True
+        self._left -= 1
+        hint = "no number" if guess is None else "higher" if guess < self._secret else "lower"
+        return [{"role": "user", "content": hint}], 0.0, self._left <= 0

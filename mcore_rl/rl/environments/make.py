@@ -1,0 +1,43 @@
+"""The environment that a config names."""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mcore_rl.config.extension import load_extension
+from mcore_rl.config.rl import EnvironmentConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rl.environments.interface import Environment
+
+ENVIRONMENTS = {
+    "calculator": "mcore_rl.rl.environments.tools:Calculator",
+    "guessing": "mcore_rl.rl.environments.guessing:Guessing",
+    "python": "mcore_rl.rl.environments.python_tool:PythonTool",
+    "reasoning_gym": "mcore_rl.rl.environments.reasoning_gym:ReasoningGym",
+    "textarena": "mcore_rl.rl.environments.textarena:TextArena",
+}
+"""Class of each environment that ships; adapters import their package when they are asked for."""
+
+
+def environment_maker(config: EnvironmentConfig) -> Callable[[], Environment]:
+    """Return a function that makes an environment of the config.
+
+    Raises:
+        ConfigError: where the name is of nothing, a package or a sandbox is missing, or the arguments do not fit.
+    """
+    assert config.name is not None
+    path = ENVIRONMENTS.get(config.name)
+    if path is None:
+        found: Any = load_extension("rl.environment.name", config.name)
+    else:
+        module, _, name = path.partition(":")
+        found = getattr(importlib.import_module(module), name)
+    make: Callable[[], Environment] = partial(found, **config.arguments)
+    try:
+        make()
+    except TypeError as error:
+        raise ConfigError(
+            f'rl.environment.arguments do not fit rl.environment.name="{config.name}": {error}.'
+        ) from error
+    return make

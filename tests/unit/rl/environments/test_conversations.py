@@ -1,0 +1,191 @@
+"""Conversations with environments on one rank: their tokens, masks, logprobs and routes, their ends and failures."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mcore_rl.data.chat import Conversation
+from mcore_rl.data.plan import PackingLimits
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.rl.batch import TrainedSample, make_microbatch
+from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
+from mcore_rl.rl.objectives.heads import LogprobHead
+from mcore_rl.rl.types import Completion, Episode
+from tests.conversing import END, LETTERS, chat_of, config_of, held, problems, sampling
+from tests.hf_models import VOCAB, Oracle
+
+SIX = problems(*"123456")
+
+
+def test_masks_and_logprobs_are_those_of_a_teacher_forced_pass_over_the_whole_conversation(
+    theirs: Oracle, chunks: list[nn.Module], engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    groups = held(config_of(theirs.ours), engine, folder, one_rank, SIX)
+    pairs = [(group.prompt, one) for group in groups for one in group.completions]
+    assert max(len(episode_of(one).turns) for _, one in pairs) >= 4
+    samples = {
+        index: TrainedSample(
+            tokens_T=torch.tensor(prompt.tokens_T + one.tokens_T),
+            num_prompt_tokens=len(prompt.tokens_T),
+            rollout_logprobs_C=torch.tensor(one.logprobs_T),
+            is_trained=True,
+            sampled_spans=one.sampled_spans,
+        )
+        for index, (prompt, one) in enumerate(pairs)
+    }
+    limits = PackingLimits(max_tokens=4096, multiple=1, sample_multiple=1)
+    batch = make_microbatch(samples, list(samples), limits, one_rank.cp, torch.device("cpu"))
+    head = LogprobHead(one_rank, VOCAB, temperature=1.0, chunk_tokens=64)
+    with torch.no_grad(), evaluating(chunks):
+        (output,) = run_pass(chunks, [batch], head, backward=False)
+    difference_T = (output["logprobs"] - batch.rollout_logprobs_T).abs()
+    assert difference_T[batch.mask_T].max() < 1e-5
+    assert batch.lengths_N.tolist() == [one.num_sampled for _, one in pairs]
+    sampled = [
+        [token for token, is_sampled in zip(one.tokens_T, one.sampled_T or (), strict=True) if is_sampled]
+        for _, one in pairs
+    ]
+    assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [
+        token for tokens in sampled for token in tokens
+    ]
+    assert torch.equal(batch.mask_T, batch.completion_mask_T)
+    assert all(not output["logprobs"][~batch.mask_T].any() for _ in pairs)
+
+
+@pytest.mark.parametrize("template", ["tokenizer", "plain", "raw"])
+def test_the_tokens_between_turns_are_those_of_the_template(
+    template: str, theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    """With a token for each character a conversation has one tokenisation: here the whole is rendered at once."""
+    config = config_of(theirs.ours, template)
+    _, chat = chat_of(config, folder)
+    for group in held(config, engine, folder, one_rank, SIX[:4]):
+        for one in group.completions:
+            messages = list(episode_of(one).messages)
+            if messages[-1]["role"] != "assistant":
+                messages.pop()  # what is not answered is not in the tokens
+            start, end = one.sampled_spans[-1]
+            before = chat.prompt(Conversation(messages=tuple(messages[:-1])))
+            whole = [*group.prompt.tokens_T, *one.tokens_T[:start]]
+            assert whole == before
+            assert end == len(one.tokens_T)
+            assert one.text == engine.decode([t for t in one.tokens_T[start:] if t != END])
+            assert messages[-1]["content"] == one.text
+
+
+def test_routes_are_those_of_one_pass_over_the_conversation(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    groups = held(config_of(theirs.ours), engine, folder, one_rank, SIX[:3], with_routes=True)
+    for group in groups:
+        for one in group.completions:
+            tokens_T = (*group.prompt.tokens_T, *one.tokens_T)[:-1]
+            once = Sampling(max_new_tokens=1, with_routes=True)
+            (again,) = engine.generate([dataclasses.replace(group.prompt, tokens_T=tokens_T)], once, [[0]])
+            assert one.experts_TLK is not None and again.completions[0].experts_TLK is not None
+            assert torch.equal(one.experts_TLK, again.completions[0].experts_TLK)
+
+
+def test_the_first_turn_is_the_completion_that_there_is_without_an_environment(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    config = config_of(theirs.ours, max_turns=1)
+    tokenizer, _ = chat_of(config, folder)
+    groups = held(config, engine, folder, one_rank, SIX)
+    alone = engine.generate(
+        [group.prompt for group in groups],
+        sampling(config, tokenizer),
+        [[int(group.prompt.problem.problem_id) * 10 + g for g in range(2)] for group in groups],
+    )
+    for group, other in zip(groups, alone, strict=True):
+        for one, wanted in zip(group.completions, other.completions, strict=True):
+            assert (one.tokens_T, one.logprobs_T) == (wanted.tokens_T, wanted.logprobs_T)
+            assert one.kept_logprobs_T == wanted.kept_logprobs_T
+            assert one.is_truncated  # also where the turn itself is not: the environment has not ended it
+
+
+def test_limits_of_turns_and_of_context_end_conversations_and_count_as_truncated(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    def ends(**environment: object) -> Counter[tuple[str, bool]]:
+        groups = held(config_of(theirs.ours, **environment), engine, folder, one_rank, SIX, group_size=4)
+        found = [one for group in groups for one in group.completions]
+        assert max(len(episode_of(one).turns) for one in found) <= int(str(environment.get("max_turns", 99)))
+        assert max(len(one.tokens_T) for one in found) <= int(str(environment.get("max_tokens", 100)))
+        return Counter((episode_of(one).end, one.is_truncated) for one in found)
+
+    turns = ends(max_turns=2)
+    assert turns["turns", True] > 0 and set(turns) <= {("turns", True), ("length", True)}
+    context = ends(max_tokens=24, max_turns=50)
+    assert context["context", True] > 0 and set(context) <= {("context", True), ("length", True)}
+    done = ends(arguments={"turns": 2})
+    assert done["done", False] > 0 and set(done) <= {("done", False), ("length", True)}
+
+
+def test_a_turn_that_ends_the_document_and_not_the_turn_is_the_last(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    """Letters end documents here, where they are no marks that the config names."""
+    config = config_of(theirs.ours)
+    rollout = config.rl.rollout.model_copy(update={"stop_tokens": ()})
+    unmarked = config.model_copy(update={"rl": config.rl.model_copy(update={"rollout": rollout})})
+    for one, has_marks in ((config, True), (unmarked, False)):
+        groups = held(one, engine, folder, one_rank, SIX, ends=LETTERS)
+        ends = {episode_of(each).end for group in groups for each in group.completions}
+        assert ends <= ({"length", "turns", "context"} if has_marks else {"document", "length"})
+        assert ("document" in ends) != has_marks
+
+
+FAULTS = {
+    "raise": ("raised", "KeyError: 'lost'"),
+    "hang": ("timeout", "no answer within 0.5 s"),
+    "die": ("died", "status 3"),
+    "junk": ("bad_reply", "step returned 'well done'"),
+    "text": ("bad_reply", "'well done' is no list of messages"),
+    "nothing": ("bad_reply", "[] is no list of messages"),
+    "nan": ("not_finite", "the reward of a turn is nan"),
+    "lock": ("raised", "Faulty cannot be pickled between two calls"),
+    "refuse": ("raised", "ValueError: no such problem"),
+}
+
+
+def test_an_environment_that_fails_or_floods_ends_its_own_conversation_only(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    config = config_of(theirs.ours, name="tests.conversing:Faulty", timeout_s=0.5, max_turns=3, workers=2)
+    prompts = problems(*FAULTS, "flood", "long", "")
+    groups = held(config, engine, folder, one_rank, prompts, group_size=4)
+    sound = held(config_of(theirs.ours, max_turns=3), engine, folder, one_rank, prompts, group_size=4)
+    for group, other in zip(groups, sound, strict=True):
+        fault = group.prompt.problem.answer
+        for one, wanted in zip(group.completions, other.completions, strict=True):
+            episode, healthy = episode_of(one), episode_of(wanted)
+            meets_fault = len(healthy.turns) >= 2 or fault == "refuse"
+            if fault in FAULTS and meets_fault:
+                kind, text = FAULTS[fault]
+                assert episode.end == "failed" and episode.failure is not None
+                assert (episode.failure.kind, text in episode.failure.text) == (kind, True), episode.failure
+                assert len(episode.turns) == (1 if fault == "refuse" else 2)
+                assert one.tokens_T == wanted.tokens_T[: len(one.tokens_T)] or fault == "refuse"
+            elif fault == "flood" and meets_fault:
+                assert episode.end in ("context", "length") and len(episode.turns) == 2
+            elif not fault or not meets_fault:
+                assert one.tokens_T == wanted.tokens_T and episode == healthy
+    met = {
+        group.prompt.problem.answer
+        for group in groups
+        for one in group.completions
+        if episode_of(one).end == "failed"
+    }
+    assert met == set(FAULTS)
+
+
+def episode_of(completion: Completion) -> Episode:
+    assert completion.episode is not None
+    return completion.episode

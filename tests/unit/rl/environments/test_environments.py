@@ -1,0 +1,101 @@
+"""The environments that ship, as a worker calls them, and what is refused before a run starts."""
+
+import pickle
+import shutil
+
+import pytest
+
+from mcore_rl.config.rl import EnvironmentConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rl.environments.guessing import Guessing
+from mcore_rl.rl.environments.make import environment_maker
+from mcore_rl.rl.environments.python_tool import PythonTool
+from mcore_rl.rl.environments.tools import Calculator, computed
+from mcore_rl.rl.types import Problem
+
+SUM = Problem(problem_id="p", prompt="12 + 30 =", answer="42")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12 + 30", "42"),
+        ("-(3 - 10) * 2", "14"),
+        ("7 / 2 * 2", "7"),
+        ("0.1 + 0.2", "3/10"),
+        ("1 / 0", "error: ZeroDivisionError"),
+        ("2 ** 9", "error: ValueError"),
+        ("__import__('os')", "error: ValueError"),
+        ("1 +", "error: SyntaxError"),
+        ("(" * 150, "error: "),
+        ("9 * " * 60, "error: longer than 200 characters"),
+    ],
+)
+def test_the_calculator_computes_arithmetic_and_nothing_else(expression: str, value: str) -> None:
+    assert computed(expression).startswith(value)
+
+
+def test_a_turn_without_a_call_is_the_answer() -> None:
+    calculator = Calculator()
+    system, user = calculator.start(SUM)
+    assert (system["role"], user) == ("system", {"role": "user", "content": SUM.prompt})
+    calculator = pickle.loads(pickle.dumps(calculator))
+    call = "I ask: <calculator>1+1</calculator> and <calculator> 12 + 30 </calculator>"
+    assert calculator.step(call) == ([{"role": "tool", "content": "42"}], 0.0, False)
+    assert calculator.step("42") == ([], 0.0, True)
+    short = Calculator(begin="?", end="", help="", role="user")
+    assert list(short.start(SUM)) == [user]
+    assert short.step("?2*3") == ([{"role": "user", "content": "6"}], 0.0, False)
+
+
+def test_the_game_is_won_by_halving_and_lost_without_numbers() -> None:
+    for seed in range(20):
+        problem = Problem(problem_id="p", prompt="", answer="", fields={"seed": seed, "size": 2})
+        game = Guessing(guesses=7)
+        (message,) = game.start(problem)
+        assert "from 0 to 99" in message["content"]
+        low, high, is_done, reward = 0, 99, False, 0.0
+        while not is_done:
+            guess = (low + high) // 2
+            messages, reward, is_done = game.step(f"perhaps {guess}")
+            if not is_done:
+                low, high = (guess + 1, high) if messages[0]["content"] == "higher" else (low, guess - 1)
+        assert reward == 1.0
+    game = Guessing(guesses=2)
+    game.start(problem)
+    assert game.step("none") == ([{"role": "user", "content": "no number"}], 0.0, False)
+    assert game.step("none")[1:] == (0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("textarena", {"game": "GuessTheNumber-v0"}, r"needs `pip install 'mcore-rl\[environments\]'`"),
+        ("reasoning_gym", {"dataset": "chain_sum"}, r"needs `pip install 'mcore-rl\[environments\]'`"),
+        ("calculator", {"start": "<"}, "do not fit.*unexpected keyword argument 'start'"),
+        ("no.such.module:Game", {}, "rl.environment.name names .*No module named 'no'"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_by_name(name: str, arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        environment_maker(EnvironmentConfig(name=name, arguments=dict(arguments)))
+
+
+def test_programs_of_the_policy_run_in_the_sandbox_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    with pytest.raises(ConfigError, match=r"neither bubblewrap \(bwrap\) nor nsjail is"):
+        environment_maker(EnvironmentConfig(name="python", arguments={"seconds": 1.5}))
+    monkeypatch.undo()
+    tool = pickle.loads(pickle.dumps(PythonTool(seconds=3.0, memory_mib=256, max_characters=300)))
+
+    def printed(program: str) -> str:
+        messages, reward, is_done = tool.step(f"I try ```python\n{program}\n```")
+        assert (reward, is_done, messages[0]["role"]) == (0.0, False, "tool")
+        return str(messages[0]["content"])
+
+    assert printed("print(6 * 7)") == "42"
+    assert printed("") == "(no output)"
+    assert printed("x").endswith("NameError: name 'x' is not defined\n(ended with status 1)")
+    assert "characters cut" in printed("print('x' * 999)")
+    assert printed("import time; time.sleep(60)") == "(ended after 3 s)"
+    assert tool.step("42") == ([], 0.0, True)
