@@ -2,9 +2,10 @@
 
     python -m bench.calculator                 makes a start, trains on it, and writes bench/results/calculator.json
 
-A small Qwen3-MoE is fine-tuned on conversations of which three in ten call the calculator (`?12 + 30`, answered by
-`42`) and copy its result; the others give a random number. Reinforcement learning on other problems then finds that
-calling it pays. Accuracies on held-out problems are written with each evaluation, turns with each rollout batch.
+A small Qwen3-MoE is fine-tuned on conversations about problems of one digit. In half of them the result of a calculator
+is there, to be repeated; in the others the policy calls it (`?7 * 8`, answered by `56`) three times in ten, and gives a
+random number otherwise. Reinforcement learning then finds that calling it pays. Accuracies on held-out problems are
+written with each evaluation, turns with each rollout batch.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from mcore_rl.obs.jsonl import FILE_NAME, read_records
 
 RESULTS = Path(__file__).parent / "results" / "calculator.json"
 CALLS = 0.3
-"""Fraction of the conversations to learn from that call the tool."""
+"""Fraction of the conversations without a result that call the tool."""
 MODEL = """
 [model]
 family = "qwen3_moe"
@@ -49,7 +50,7 @@ global_batch = 8
 micro_batch = 8
 eval_batches = "none"
 [optim]
-lr = 3e-3
+lr = 2e-3
 schedule = "constant"
 warmup_steps = 20
 weight_decay = 0.0
@@ -73,7 +74,7 @@ load_optimizer = false
 [rl.prompts]
 task = "arithmetic"
 smallest = 1
-largest = 2
+largest = 1
 max_tokens = 12
 [rl.rollout]
 prompts_per_step = 8
@@ -99,21 +100,22 @@ kind = "r3"
 
 
 def write_conversations(path: Path, count: int) -> None:
-    """Write conversations about sums, differences and products, three in ten of which call the calculator."""
+    """Write conversations about sums, differences and products."""
     numbers = random.Random(0)
     with path.open("w") as file:
         for _ in range(count):
-            left, right = (numbers.randrange(10 ** numbers.randint(1, 2)) for _ in range(2))
+            left, right = (numbers.randrange(1, 10) for _ in range(2))
             sign = numbers.choice("+-*")
             value = {"+": left + right, "-": left - right, "*": left * right}[sign]
             problem = f"{left} {sign} {right}"
             messages = [{"role": "user", "content": f"{problem} ="}]
-            if numbers.random() < CALLS:
-                call = [("assistant", f"?{problem}"), ("tool", str(value)), ("assistant", str(value))]
-                messages += [{"role": role, "content": content} for role, content in call]
+            result = [{"role": "tool", "content": str(value)}, {"role": "assistant", "content": str(value)}]
+            if numbers.random() < 0.5:
+                messages += result
+            elif numbers.random() < CALLS:
+                messages += [{"role": "assistant", "content": f"?{problem}"}, *result]
             else:
-                guess = numbers.randrange(-99, 999)
-                messages.append({"role": "assistant", "content": str(guess)})
+                messages.append({"role": "assistant", "content": str(numbers.randrange(-9, 99))})
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
@@ -122,8 +124,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/calculator"), help="folder of both runs")
     parser.add_argument("--output", type=Path, default=RESULTS, help="file of the curve")
-    parser.add_argument("--sft-steps", type=int, default=300)
-    parser.add_argument("--rollouts", type=int, default=40, help="rollout batches, a multiple of 5")
+    parser.add_argument("--sft-steps", type=int, default=500)
+    parser.add_argument("--rollouts", type=int, default=30, help="rollout batches, a multiple of 5")
     args = parser.parse_args()
     folder: Path = args.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

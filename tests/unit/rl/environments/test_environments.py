@@ -9,7 +9,6 @@ from mcore_rl.config.rl import EnvironmentConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.environments.guessing import Guessing
 from mcore_rl.rl.environments.make import environment_maker
-from mcore_rl.rl.environments.python_tool import PythonTool
 from mcore_rl.rl.environments.tools import Calculator, computed
 from mcore_rl.rl.types import Problem
 
@@ -81,21 +80,7 @@ def test_what_cannot_be_made_is_refused_by_name(name: str, arguments: dict[str, 
         environment_maker(EnvironmentConfig(name=name, arguments=dict(arguments)))
 
 
-def test_programs_of_the_policy_run_in_the_sandbox_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_sandbox_no_program_of_the_policy_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: None)
     with pytest.raises(ConfigError, match=r"neither bubblewrap \(bwrap\) nor nsjail is"):
         environment_maker(EnvironmentConfig(name="python", arguments={"seconds": 1.5}))
-    monkeypatch.undo()
-    tool = pickle.loads(pickle.dumps(PythonTool(seconds=3.0, memory_mib=256, max_characters=300)))
-
-    def printed(program: str) -> str:
-        messages, reward, is_done = tool.step(f"I try ```python\n{program}\n```")
-        assert (reward, is_done, messages[0]["role"]) == (0.0, False, "tool")
-        return str(messages[0]["content"])
-
-    assert printed("print(6 * 7)") == "42"
-    assert printed("") == "(no output)"
-    assert printed("x").endswith("NameError: name 'x' is not defined\n(ended with status 1)")
-    assert "characters cut" in printed("print('x' * 999)")
-    assert printed("import time; time.sleep(60)") == "(ended after 3 s)"
-    assert tool.step("42") == ([], 0.0, True)
