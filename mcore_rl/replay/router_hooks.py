@@ -57,6 +57,12 @@ class ChunkRouters:
         self.layers = tuple(layer for layer, _ in pairs)
         self.routers = [router for _, router in pairs]
         self.has_capacity = any(r.config.moe_expert_capacity_factor is not None for r in self.routers)
+        # A dispatcher between ranks counts top-k tokens for each, and fails with unequal sizes where there are fewer.
+        self._needs_distinct = any(
+            r.config.expert_model_parallel_size > 1 or (r.config.expert_tensor_parallel_size or 1) > 1
+            for r in self.routers
+        )
+        self._num_doubled: dict[int, Tensor] = {}
         self._in_forward: ChunkMicrobatch | None = None
         self._in_backward: ChunkMicrobatch | None = None
         self._installed = ExitStack()
@@ -103,6 +109,32 @@ class ChunkRouters:
             f"the router of layer {self.layers[column]} was asked outside of the passes of its tape"
         )
         return self._in_backward, False
+
+    def distinct(self, column: int, experts_tK: Tensor) -> Tensor:
+        """Return imposed experts, and the first K experts of the model for a token that is to go to one of them twice.
+
+        Such routes are damaged, and the pass ends in an error that names them (`problems`). Until then every rank must
+        be able to send its tokens, or the others would wait for them.
+        """
+        if not self._needs_distinct:
+            return experts_tK
+        is_same_tKK = experts_tK[:, :, None] == experts_tK[:, None, :]
+        is_doubled_t = is_same_tKK.flatten(1).sum(1) > experts_tK.shape[1]
+        self._num_doubled[column] = self._num_doubled.get(column, 0) + is_doubled_t.sum()
+        first_K = torch.arange(experts_tK.shape[1], device=experts_tK.device)
+        return first_K.where(is_doubled_t[:, None], experts_tK)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each layer in which an imposed set names an expert twice; waits for the device."""
+        if not self._num_doubled:
+            return
+        counts = torch.stack([*self._num_doubled.values()]).tolist()
+        for column, count in zip(self._num_doubled, counts, strict=True):
+            if count:
+                yield (
+                    f"layer {self.layers[column]}: imposed routes name an expert twice for a token ({count} times in "
+                    "forward and recomputation): they are damaged"
+                )
 
     def _check(self) -> None:
         if len(set(self.layers)) < len(self.layers):
@@ -231,6 +263,7 @@ class RouterHook:
                 self._note(microbatch, values_tK, live_tK)
             if microbatch.is_live_t1 is not None:
                 experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)
+        experts_tK = self._chunk_routers.distinct(self._column, experts_tK)
         return scores.gather(1, experts_tK), experts_tK
 
     def _note(self, microbatch: ChunkMicrobatch, values_tK: Tensor, live_tK: Tensor) -> None:

@@ -188,6 +188,7 @@ class RoutingTape:
         self.close()
         self._is_finished = True
         problems = [*self._accounts().problems([one.tokens.samples for one in self._microbatches])]
+        problems += [problem for routers in self._routers.values() for problem in routers.problems()]
         if self._mode == "record":
             problems += self._recorded_otherwise(self._witness.checksums())
         checksums = self._sample_checksums(self._witness.checksums())

@@ -73,6 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file=HOOKS,
         old=IMPOSED,
         new=IMPOSED + "[:, :1].repeat(1, topk)",
+        in_short=True,
     ),
     Mutant(
         name="another expert for one token of a microbatch",
