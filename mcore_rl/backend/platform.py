@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from mcore_rl.backend import flight_recorder
+from mcore_rl.backend import batch_invariant, flight_recorder
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.table import FOUND  # first: torch and Megatron are patched
 from mcore_rl.backend.patches.versions import megatron_version
@@ -62,6 +62,8 @@ def start(config: PlatformConfig) -> Platform:
     flight_recorder.arm()
     if config.deterministic:
         _be_deterministic()
+    if config.batch_invariant:
+        batch_invariant.switch_on(is_cuda=device_type == "cuda", is_deterministic=config.deterministic)
     if not dist.is_initialized():
         _join(device, rank, world_size, config.timeout_s)
     return Platform(

@@ -255,6 +255,16 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
             f'platform.fp8="{platform.fp8}" needs TransformerEngine, but platform.layers="torch". Set '
             'platform.layers="te", or platform.fp8="none".'
         )
+    if platform.batch_invariant and platform.layers == "te":
+        yield (
+            'platform.batch_invariant=true with platform.layers="te": TransformerEngine chooses its kernels by the '
+            'number of rows. Set platform.layers="torch".'
+        )
+    if platform.batch_invariant and (family_of(model).has_attention_sinks or model.attention_dropout):
+        yield (
+            f'platform.batch_invariant=true with model.family="{model.family}" and model.attention_dropout='
+            f"{model.attention_dropout}: its attention has neither sinks nor dropout. Set it to false."
+        )
 
 
 def _recomputed_groups(platform: PlatformConfig, model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:

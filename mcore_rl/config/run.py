@@ -25,6 +25,9 @@ class PlatformConfig(Section):
     """Format of 8-bit matrix products; needs layers = "te"."""
     deterministic: bool = False
     """Refuse or replace algorithms whose result depends on timing."""
+    batch_invariant: bool = False
+    """Products and attention whose result for a token does not depend on the others of its batch, so that the native
+    rollout engine and the trainer agree bit for bit; slow. On a GPU it needs the package batch_invariant_ops."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again instead of keeping them: none, those of `recompute_modules`, or
     all between every `recompute_layers` layers."""

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mcore_rl.backend import batch_invariant
 from mcore_rl.parallel.mesh import Axis
+from mcore_rl.parallel.vocab import logprobs_and_entropy
 
 BLOCK = 256
 """Tokens whose probabilities are added up at once: a draw finds its block first, then the token inside it."""
@@ -79,8 +81,19 @@ def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_siz
         if lowest_B is not None:
             kept_logprobs_B = _kept_logprobs(tempered_Bv, lowest_B, tp)
         tokens_B = _inverse_cdf(tempered_Bv, lowest_B, uniforms_B, tp).clamp_(max=vocab_size - 1)
-    logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp)
-    same = tempered_Bv is plain_Bv
+    if batch_invariant.is_on() and cut.temperature:
+        # By the trainer's formula, which rounds otherwise: its logprobs are to be these, bit for bit.
+        logprobs_B = logprobs_and_entropy(
+            logits_Bv,
+            tokens_B,
+            tp,
+            vocab_size=vocab_size,
+            temperature=cut.temperature,
+            chunk_tokens=max(1, len(tokens_B)),
+        ).logprobs_T
+    else:
+        logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp)
+    same = tempered_Bv is plain_Bv and not batch_invariant.is_on()
     untempered_B = logprobs_B if same else _logprobs(plain_Bv, tokens_B - first, tp)
     return Drawn(tokens_B, logprobs_B, untempered_B, kept_logprobs_B)
 

@@ -258,6 +258,23 @@ def hangs_and_crashes_once(judged):
 """
 
 
+def test_engine_and_trainer_agree_bit_for_bit_with_batch_invariant_products(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    """Completions of other lengths, prompts in parts, several in a packed row, four updates of two rollouts."""
+    words = ["mesh.tp=1", "mesh.ep=1", "platform.batch_invariant=true", "rl.rollout.temperature=0.9"]
+    words += ["train.steps=4", "train.eval_interval=none", "rl.engine.step_tokens=24", "rl.engine.slots=5"]
+    finished = run_main("mcore_rl.run.rl", [rl_file, *words, "replay.observe_rollout=true"])
+    assert finished.returncode == 0, finished.stderr
+    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    measured = [record for record in records if "rollout/mismatch_max" in record]
+    assert len(measured) == 4
+    for record in measured:
+        assert record["rollout/mismatch_max"] == record["rollout/mismatch_kl_nats"] == 0.0
+    routed = [record for record in records if "rollout_routes/changed_fraction" in record]
+    assert routed and all(record["rollout_routes/changed_fraction"] == 0.0 for record in routed)
+
+
 def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
     rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

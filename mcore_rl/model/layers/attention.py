@@ -21,6 +21,7 @@ from megatron.core.utils import divide
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from mcore_rl.backend import batch_invariant
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
 from mcore_rl.model.layers.cpu import attention as cpu_attention
@@ -125,6 +126,8 @@ class SDPAttention(MegatronModule):
 
     def _newest(self, query_BND: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         """Return the output `[B, N, Dv]` of one query in each row over keys `[S, B, G, D]`."""
+        if batch_invariant.is_on():
+            return self._invariant(query_BND[None], key, value, visible)[0]
         if self.softmax_offset is not None:
             return self._attend(query_BND[None], key, value, visible)[0]
         # Heads that share a key are passed as positions, so that no key or value is repeated.
@@ -194,11 +197,20 @@ class SDPAttention(MegatronModule):
         """Return causal attention of queries at the last of the keys' positions."""
         no_dropout = self.dropout == 0.0 or not self.training
         is_plain = self.window is None and self.softmax_offset is None
+        if batch_invariant.is_on():
+            return self._invariant(query, key, value, self._visible(query, key))
         if no_dropout and is_plain and cpu_attention.is_supported(query, key):
             return cpu_attention.causal_attention(query, key, value, self.scale)
         if query.shape[0] == key.shape[0] and is_plain:
             return self._attend(query, key, value, None, is_causal=True)
         return self._attend(query, key, value, self._visible(query, key))
+
+    def _invariant(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+        """Return the output of attention whose result for a query depends on its visible keys alone."""
+        assert self.softmax_offset is None and (self.dropout == 0.0 or not self.training), (
+            "checks refuse these"
+        )
+        return batch_invariant.attention(query, key, value, visible, self.scale)
 
     def _visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Return a mask that is true where a key is not after its query, and inside the window."""

@@ -263,6 +263,13 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "platform.device=cpu platform.layers=te", 1, 'platform.layers="te" needs CUDA'),
         ("llama", "platform.device=cpu platform.fp8=hybrid", 1, 'platform.fp8="hybrid" needs CUDA'),
         ("llama", "platform.layers=torch platform.fp8=hybrid", 1, "needs TransformerEngine"),
+        ("gpt_oss", "platform.batch_invariant=true", 1, "has neither sinks nor dropout"),
+        (
+            "llama",
+            "platform.batch_invariant=true platform.layers=te",
+            1,
+            "chooses its kernels by the number of rows",
+        ),
         (
             "qwen3_moe",
             "platform.device=cpu model.moe.dispatcher=deepep mesh.ep=2 mesh.dp=2",

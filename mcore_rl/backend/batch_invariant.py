@@ -1,0 +1,155 @@
+"""Products whose result for a row does not depend on the other rows, so that engine and trainer agree in every bit.
+
+A library chooses another kernel, with another order of sums, for other numbers of rows. A generation step has a row for
+each completion in progress, a training pass has one for each token of a microbatch, and their results differ in the
+last bits; in a mixture of experts that exchanges experts. On a CPU, `InvariantProducts` gives every product to the
+library in tiles of one number of rows, filled up with zeros, and `attention` takes keys in blocks of one length, one
+after the other. Both are slow: they are for comparing an engine with a trainer.
+
+On a GPU the package `batch_invariant_ops` replaces torch's products by such ones.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from mcore_rl.errors import ConfigError
+
+TILE_ROWS = 16
+"""Rows of a product that the library gets at once."""
+KEY_BLOCK = 64
+"""Keys that a query's scores, and their products with values, are computed for at once."""
+GPU_PACKAGE = "batch_invariant_ops"
+
+
+class InvariantProducts(TorchDispatchMode):
+    """Computes the matrix products inside `with` in tiles of TILE_ROWS rows, in forward and backward passes.
+
+    On a GPU, whose products are replaced, it only divides batched ones into these.
+    """
+
+    def __init__(self, *, is_cuda: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._products = {torch.ops.aten.bmm.default: _each} if is_cuda else PRODUCTS
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of torch, or the tiled form of a product."""
+        product = self._products.get(func)
+        return func(*args, **(kwargs or {})) if product is None else product(*args, **(kwargs or {}))
+
+
+def is_on() -> bool:
+    """Return whether products are batch-invariant here."""
+    return any(isinstance(mode, InvariantProducts) for mode in _get_current_dispatch_mode_stack())
+
+
+def switch_on(*, is_cuda: bool, is_deterministic: bool) -> None:
+    """Make the products of this process batch-invariant from now on.
+
+    Raises:
+        ConfigError: There is a GPU, and the package with its kernels is not installed, or torch may choose kernels
+            whose result depends on timing.
+    """
+    if is_cuda:
+        if not is_deterministic:
+            raise ConfigError(
+                "platform.batch_invariant=true on a GPU with platform.deterministic=false, which allows kernels whose "
+                "result depends on timing. Set platform.deterministic=true."
+            )
+        if find_spec(GPU_PACKAGE) is None:
+            raise ConfigError(
+                "platform.batch_invariant=true on a GPU needs kernels whose result for a row does not depend on the "
+                f"other rows, and the package {GPU_PACKAGE} is not installed. Install it, or set "
+                "platform.batch_invariant=false."
+            )
+        import_module(GPU_PACKAGE).enable_batch_invariant_mode()
+    if not is_on():
+        InvariantProducts(is_cuda=is_cuda).__enter__()  # type: ignore[no-untyped-call]
+
+
+def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    num_rows = left_MK.shape[0]
+    if not num_rows or not right_KN.shape[1]:
+        return left_MK.new_zeros(num_rows, right_KN.shape[1])
+    # One layout of the operands: a library chooses its kernel by that too.
+    right_KN = right_KN.contiguous()
+    padded = pad(left_MK, (0, 0, 0, -num_rows % TILE_ROWS)).contiguous()
+    return torch.cat([torch.mm(tile, right_KN) for tile in padded.split(TILE_ROWS)])[:num_rows]
+
+
+def _addmm(bias: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return alpha * _mm(left_MK, right_KN) + beta * bias
+
+
+def _bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
+    if not len(left_BMK):
+        return left_BMK.new_zeros(0, left_BMK.shape[1], right_BKN.shape[2])
+    return torch.stack(
+        [_mm(left_MK, right_KN) for left_MK, right_KN in zip(left_BMK, right_BKN, strict=True)]
+    )
+
+
+def _each(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
+    return torch.stack([torch.mm(*pair) for pair in zip(left_BMK, right_BKN, strict=True)])
+
+
+def _linear_pointwise(
+    input: Tensor, weight_OI: Tensor, bias: Tensor | None, name: str, scalars: Any, algorithm: Any
+) -> Tensor:
+    assert bias is None and name == "none", "products without a bias or an activation are tiled"
+    rows = _mm(input.reshape(-1, weight_OI.shape[1]), weight_OI.t())
+    return rows.view(*input.shape[:-1], weight_OI.shape[0])
+
+
+PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.mm.default: _mm,
+    torch.ops.aten.addmm.default: _addmm,
+    torch.ops.aten.bmm.default: _bmm,
+}
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    PRODUCTS[torch.ops.mkldnn._linear_pointwise.default] = _linear_pointwise
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Return the output `[s, B, N, Dv]` of queries `[s, B, N, D]` over keys `[S, B, G, D]` and values `[S, B, G, Dv]`.
+
+    The keys behind the last visible one of a query, and how many there are, do not change a bit of its output.
+
+    Args:
+        visible: bool, broadcast to `[B, N, s, S]`: the keys that a query attends to, at least one.
+        scale: factor of the scores.
+    """
+    length, batch, heads, _ = query.shape
+    num_keys, groups = key.shape[0], key.shape[2]
+    rest = -num_keys % KEY_BLOCK
+
+    def by_group(x: Tensor) -> Tensor:
+        """Return `[s, B, N, D]` as `[B * G, N / G * s, D]`."""
+        split = x.permute(1, 2, 0, 3).reshape(batch, groups, -1, x.shape[3])
+        return split.flatten(0, 1)
+
+    queries = by_group(query) * scale
+    keys, values = (pad(by_group(x), (0, 0, 0, rest)) for x in (key, value))
+    # The sum of the weights is one more column of the values: a product like the others.
+    values = torch.cat([values, values.new_ones(*values.shape[:2], 1)], 2)
+    hidden = ~visible.expand(batch, heads, length, num_keys).reshape(batch * groups, -1, num_keys)
+    hidden = pad(hidden, (0, rest), value=True)
+    scores = torch.cat([torch.bmm(queries, part.transpose(1, 2)) for part in keys.split(KEY_BLOCK, 1)], 2)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    # A maximum does not depend on its order, and hidden keys have weights of exactly 0, which add nothing.
+    weights = (scores - scores.detach().amax(2, keepdim=True)).exp()
+    mixed = queries.new_zeros(())
+    for weights_part, values_part in zip(
+        weights.split(KEY_BLOCK, 2), values.split(KEY_BLOCK, 1), strict=True
+    ):
+        mixed = mixed + torch.bmm(weights_part, values_part)
+    output = mixed[..., :-1] / mixed[..., -1:]
+    return output.view(batch, heads, length, -1).permute(2, 0, 1, 3)
