@@ -38,6 +38,16 @@ def on_every_rank(action: Callable[[], T]) -> T:
     return result
 
 
+def from_first_of_model(value: T, mesh: Mesh) -> T:
+    """Collective over the ranks of each model (tensor- and pipeline-parallel): return the first rank's `value`."""
+    for axis in (mesh.tp, mesh.pp):
+        if axis.size > 1:
+            box = [value]
+            dist.broadcast_object_list(box, group=axis.group, group_src=0)
+            value = box[0]
+    return value
+
+
 def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
     """Collective over the world: where any rank has problems, raise `kind` with those of the first such rank on all."""
     problems_of_ranks: list[Sequence[str]] = [[] for _ in range(dist.get_world_size())]
@@ -56,18 +66,6 @@ def world_max(value: int) -> int:
     box = torch.tensor(value)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return int(box)
-
-
-def from_first_model_rank(value: T, mesh: Mesh) -> T:
-    """Collective over the tensor- and pipeline-parallel ranks of a model: return the value of the first of them."""
-    box = [value]
-    for axis in (
-        mesh.pp,
-        mesh.tp,
-    ):  # to the first rank of each stage, and from there to the others of the stage
-        if axis.size > 1:
-            dist.broadcast_object_list(box, group=axis.group, group_src=0)
-    return box[0]
 
 
 def _outcome(action: Callable[[], Any]) -> tuple[Any, McoreRlError | None]:

@@ -18,7 +18,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import Chat
 from mcore_rl.data.chat import Conversation as Messages
 from mcore_rl.errors import DataError
-from mcore_rl.parallel.agree import from_first_model_rank, on_every_rank, world_max
+from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, world_max
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Engine, Sampling
 from mcore_rl.rl.environments.interface import Message
@@ -176,7 +176,7 @@ class Conversations:
         """Return on all ranks of this replica what `action` returns on the one that has the environments."""
         workers, start_s = self._workers, time.perf_counter()
         value = on_every_rank(lambda: None if workers is None else action(workers))
-        found = from_first_model_rank(value, self._mesh)
+        found = from_first_of_model(value, self._mesh)
         assert found is not None
         self.environment_s += time.perf_counter() - start_s
         return found
