@@ -169,7 +169,8 @@ def evaluations(run_dir: Path, name: str, rate: str, seed: int) -> Iterator[Row]
         for row in rows_of(run_dir, name, seed):
             yield {"lr": rate, **row}
     elif (run_dir / "evaluation.json").exists():
-        metrics = json.loads((run_dir / "evaluation.json").read_text())
+        written = json.loads((run_dir / "evaluation.json").read_text())
+        metrics = {key: value for key, value in written.items() if key.startswith("eval/")}
         commit_ = (run_dir / "commit").read_text()
         yield {"lr": rate, "arm": name, "seed": seed, "rollouts": 0, "commit": commit_, **metrics}
 
