@@ -5,7 +5,8 @@
 A step is a pass for old logprobs and an update's forward and backward pass over the same packed rows, fp32, one
 thread. Ours records in the first and imposes in the second: routes in a byte, checksums, accounts, and the comparison
 with the live choice. RouterReplay records and imposes too, checks and compares nothing; its indices are kept as it
-gives them, int64. The three take turns; figures are medians over the rounds of CPU seconds of this process.
+gives them, int64. R3 takes routes as an engine returns them, checks and exchanges them, and imposes them in both
+passes. The four take turns; figures are medians over the rounds of CPU seconds of this process.
 `attributed` is the CPU time inside the tape and its hooks, without the top-k that routers compute anyway: less noisy
 than a difference of steps.
 """
@@ -42,6 +43,7 @@ from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
 from mcore_rl.replay import router_hooks as route_hooks
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.codec import RouteCodec
+from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.storage import RouteStorage
 from mcore_rl.replay.tape import RoutingTape
@@ -84,6 +86,8 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         self.microbatches = [packed_row(model.vocab_size, generator, self.state) for _ in self.layouts]
         self.cache = RoutingCache(self.state.chunks, model, ReplayConfig(kind="r2"))
+        self.rollout_cache = RoutingCache(self.state.chunks, model, ReplayConfig(kind="r3"))
+        self.generated: dict[int, RolloutRoutes] = {}
         self.version = 0
         self.int64_bytes = self.our_bytes = 0
 
@@ -111,11 +115,43 @@ class Bench:
             self.old_pass(tape.record())
             tape.finish()
         self.our_bytes = self.cache.num_bytes
+        if not self.generated:
+            self.generated = self.as_an_engine_returns_them()
         with RoutingTape(*arguments) as tape:
             self.update_pass(tape.impose())
             metrics = reduced(tape.finish())
         assert metrics["routes/changed_fraction"] < 1e-3
         self.cache.drop(self.version)
+
+    def as_an_engine_returns_them(self) -> dict[int, RolloutRoutes]:
+        """The recorded routes of each sample, with its tokens."""
+        found = {}
+        for one, microbatch in zip(self.layouts, self.microbatches, strict=True):
+            begin = 0
+            for span in one.spans:
+                tokens = microbatch.tokens_Bs[0, begin : begin + span.num_positions]
+                entry = self.cache.sample(self.version, span.sample)
+                codes = self.cache.codes(entry, torch.arange(span.num_positions))
+                found[span.sample] = RolloutRoutes(tokens.clone(), codes.clone())
+                begin += span.num_positions
+        return found
+
+    def r3(self) -> None:
+        """Check and exchange an engine's routes, impose them in both passes."""
+        self.version += 1
+        cache_rollout_routes(self.rollout_cache, self.version, self.generated, self.layouts, self.state.mesh)
+        arguments = (
+            self.state.chunks,
+            self.state.mesh,
+            self.layouts,
+            self.rollout_cache,
+            self.version,
+        )
+        for run in (self.old_pass, self.update_pass):
+            with RoutingTape(*arguments) as tape:
+                run(tape.impose())
+                tape.finish()
+        self.rollout_cache.drop(self.version)
 
     def int64(self) -> None:
         """Replay with Megatron's RouterReplay, chunk by chunk and microbatch by microbatch."""
@@ -241,7 +277,7 @@ class Attribution:
 def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Clock]]:
     """One row of the table."""
     bench = Bench(model)
-    ways = {"without": bench.without, "ours": bench.ours, "int64": bench.int64}
+    ways = {"without": bench.without, "ours": bench.ours, "r3": bench.r3, "int64": bench.int64}
     clocks = {name: Clock() for name in ways}
     for way in ways.values():
         way()
@@ -259,6 +295,7 @@ def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Cloc
     row = {
         "step_ms": 1e3 * step_s,
         "ours_ms": 1e3 * (median(paired(clocks["ours"], clocks["without"]))),
+        "r3_ms": 1e3 * (median(paired(clocks["r3"], clocks["without"]))),
         "int64_ms": 1e3 * (median(paired(clocks["int64"], clocks["without"]))),
         "attributed_ms": {name: round(1e3 * seconds, 3) for name, seconds in sorted(parts.items())},
         "attributed_fraction": round(sum(parts.values()) / step_s, 4),

@@ -12,14 +12,13 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.memory import BUFFER_BYTES, GIB, models_on_ranks
+from mcore_rl.plan.routes import routes_of_rank
 from mcore_rl.plan.weights import Weights, weights_by_stage
 
 STATE_BYTES = 12
 """Bytes of a weight's optimizer state in a checkpoint, fp32 in every precision: the weight and two moments."""
 TEXT_BYTES = 5
 """Bytes of a token's text in the files of samples."""
-BYTE_EXPERTS = 256
-"""Largest number of experts whose indices are stored in one byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,12 +90,15 @@ def _samples(config: RlRunConfig) -> int:
 
 
 def _routes(config: RlRunConfig) -> int:
-    replay, moe = config.replay, config.model.moe
-    if replay.kind == "none" or (replay.store != "file" and replay.budget_gib is None):
+    """Return the bytes in files; with a budget, whose memory depends on the number of ranks, as if it were empty."""
+    replay = config.replay
+    if replay.store != "file" and replay.budget_gib is None:
         return 0
-    width = 1 if moe.num_experts <= BYTE_EXPERTS else 2
-    layers = sum(config.model.moe_layers)
-    return config.rollout_size * config.longest_sample * layers * moe.top_k * width
+    in_files = config.model_copy(update={"replay": replay.model_copy(update={"store": "file"})})
+    mesh = config.mesh
+    # The ranks of one replica that hold different routes: stages, and parts of a sequence.
+    parts = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
+    return parts * sum(routes_of_rank(in_files, mesh.model_parallel, stage).file for stage in range(mesh.pp))
 
 
 def _gib(size: int) -> str:

@@ -16,6 +16,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.activations import LayerActivations, layers_of
+from mcore_rl.plan.routes import RouteBytes, routes_of_rank
 from mcore_rl.plan.schedule import chunks_in_flight, most_kept
 from mcore_rl.plan.weights import (
     Weights,
@@ -53,8 +54,12 @@ class Memory:
     """Logits, their fp32 copy for the loss, and their gradient."""
     rollout_cache: int = 0
     """Keys and values of completions in progress, which exist at other times than activations."""
+    routes: int = 0
+    """Routes and router scores of a rollout batch that wait on the device."""
     host: int = 0
     """Main memory that the rank takes for weights of models that wait there, such as the reference policy."""
+    host_routes: int = 0
+    """Page-locked main memory of routes and router scores."""
 
     @property
     def permanent(self) -> int:
@@ -64,7 +69,8 @@ class Memory:
     @property
     def total(self) -> int:
         """Largest number of bytes in use at one time."""
-        return self.permanent + max(self.activations + self.recomputed + self.logits, self.rollout_cache)
+        passes = max(self.activations + self.recomputed + self.logits, self.rollout_cache)
+        return self.permanent + self.routes + passes
 
     def describe(self) -> str:
         """Return the total and its parts in GiB, for messages."""
@@ -76,8 +82,10 @@ class Memory:
             "logits": self.logits,
         }
         text = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        if self.routes:
+            text += f", beside them routes {self.routes / GIB:.1f}"
         if self.rollout_cache:
-            text += f", or instead of the last two a rollout's cache {self.rollout_cache / GIB:.1f}"
+            text += f", or instead of activations and logits a rollout's cache {self.rollout_cache / GIB:.1f}"
         return f"{self.total / GIB:.1f} GiB on a rank of pipeline stage {self.stage} ({text})"
 
 
@@ -188,6 +196,9 @@ def _memory(
     on_device = [(one, weights) for one, weights in models if not one.on_host]
     trained = sum((weights for one, weights in on_device if one.trains), start=Weights())
     present = sum((weights for _, weights in on_device), start=Weights())
+    routes = RouteBytes()
+    if isinstance(config, RlRunConfig):
+        routes = routes_of_rank(config, world_size, stage)
     return Memory(
         stage=stage,
         weights=present.total * (element + fp8) + present.buffers * BUFFER_BYTES,
@@ -197,6 +208,8 @@ def _memory(
         recomputed=recomputed,
         logits=heads * logits,
         rollout_cache=_rollout_cache(config, stage, world_size) if isinstance(config, RlRunConfig) else 0,
+        routes=routes.device,
+        host_routes=routes.host,
         host=sum(
             weights.total * element + weights.buffers * BUFFER_BYTES for one, weights in models if one.on_host
         ),

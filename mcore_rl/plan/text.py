@@ -6,6 +6,7 @@ from math import isinf
 from typing import Any
 
 from mcore_rl.config.preferences import PreferenceRunConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.estimate import Estimate, StepEstimate, step_name
 from mcore_rl.plan.memory import GIB, Memory, models_on_ranks
@@ -27,6 +28,9 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
         each = plan.fullest.host * plan.place.ranks_per_node / GIB
         names = " and ".join(one.name for one in models_on_ranks(plan.config) if one.on_host)
         yield f"        main memory for the {names}: {each:,.0f} GiB a node"
+    if plan.fullest.host_routes:
+        each = plan.fullest.host_routes * plan.place.ranks_per_node / GIB
+        yield f"        main memory for routes (replay.store): {each:,.1f} GiB a node"
     if plan.step is None:
         device = plan.place.device
         name = "node.device is not set" if device is None else f"no bandwidths of {device.name} are known"
@@ -71,6 +75,8 @@ def memory_text(plan: Estimate) -> str:
     )
     if stage.logits:
         text += f", logits {_gib(stage.logits)}"
+    if stage.routes:
+        text += f", routes {_gib(stage.routes)}"
     if stage.rollout_cache:
         text += f"; in a rollout, instead of activations, a cache of {_gib(stage.rollout_cache)}"
     return text
@@ -153,9 +159,12 @@ def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
 def nearest_text(config: RunConfig, choices: list[Choice], place: Place) -> str:
     """Return what would fit with the fewest changes, with the lines to set; for messages."""
     if not choices:
-        return (
-            "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch."
+        text = (
+            "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
         )
+        if isinstance(config, RlRunConfig) and config.model.is_moe and config.replay.store == "device":
+            text += ', or let routes wait in main memory (replay.store="pinned")'
+        return f"{text}."
     lines = ["The nearest that pass the checks and fit (lines for the config, or for the command):"]
     for choice in choices:
         lines.append(f"  {' '.join(toml_lines(changes(config, choice)))}")

@@ -54,12 +54,20 @@ def test_a_plan_imports_no_torch_and_is_written_as_json(tmp_path):
 def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
     with pytest.raises(ConfigError) as raised:
         run(["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1"])
-    assert "80.4 of 73.6 GiB: DOES NOT FIT" in capsys.readouterr().out
+    assert "82.3 of 73.6 GiB: DOES NOT FIT" in capsys.readouterr().out
+    assert 'let routes wait in main memory (replay.store="pinned")' in str(raised.value)
+    pinned = "replay.store=pinned"
+    with pytest.raises(ConfigError) as raised:
+        run(["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", pinned])
+    shown = capsys.readouterr().out
+    assert (
+        "80.4 of 73.6 GiB: DOES NOT FIT" in shown and "main memory for routes (replay.store): 15.0" in shown
+    )
     assert "nearest that pass the checks and fit" in str(raised.value)
     assert "\n  mesh.pp=2 mesh.ep=4\n" in str(raised.value)
     assert "update" in lines_of(
-        capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", "mesh.pp=2", "mesh.ep=4"
-    )[2]  # fmt: skip
+        capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", pinned, "mesh.pp=2", "mesh.ep=4"
+    )[3]  # fmt: skip
 
 
 def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():

@@ -1,0 +1,77 @@
+"""The bytes of routes in a plan are those of the codec, and go to the memory that the config names."""
+
+import pytest
+
+from mcore_rl.config.load import load_config
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.plan.memory import GIB, memory_by_stage
+from mcore_rl.plan.routes import RouteBytes, layer_bits, routes_of_rank
+from mcore_rl.replay.codec import RouteCodec
+
+WORDS = [
+    "model.family=qwen3_moe",
+    "model.num_layers=4",
+    "model.moe.num_experts=128",
+    "model.moe.top_k=8",
+    "model.max_position=4096",
+    "train.global_batch=64",
+    "rl.rollout.prompts_per_step=16",
+    "rl.rollout.group_size=8",
+    "rl.rollout.max_new_tokens=1000",
+    "rl.prompts.max_tokens=24",
+]
+TOKENS = 16 * 8 * 1024
+
+
+def config(*overrides):
+    return load_config(RlRunConfig, None, [*WORDS, *overrides])
+
+
+@pytest.mark.parametrize("encoding", ["bytes", "bits", "sets"])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "capacity"), [(128, 8, None), (384, 8, None), (16, 4, 1.0), (512, 10, None)]
+)
+def test_a_layer_takes_the_bits_of_the_codec(encoding, experts, top_k, capacity):
+    model = ModelConfig(moe=MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=capacity))
+    codec = RouteCodec(experts * (2 if capacity else 1), 8, top_k, encoding)
+    assert layer_bits(model, ReplayConfig(encoding=encoding)) == codec.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["replay.kind=r2"], RouteBytes(device=TOKENS * 4 * 8)),
+        (["replay.kind=none"], RouteBytes(device=TOKENS * 4 * 8)),
+        (["replay.kind=r3"], RouteBytes(device=TOKENS * 4 * 8)),
+        (["replay.kind=r2", "replay.observe_rollout=true"], RouteBytes(device=2 * TOKENS * 4 * 8)),
+        (["replay.kind=r2", "replay.store=pinned"], RouteBytes(host=TOKENS * 4 * 8)),
+        (["replay.kind=r2", "replay.store=file"], RouteBytes(file=TOKENS * 4 * 8)),
+        (["rl.update.old_logprobs=rollout"], RouteBytes()),
+        (["rl.loss.kind=rspo"], RouteBytes(device=TOKENS * 4 * 8 * 7)),
+        (
+            ["replay.kind=r2", f"replay.budget_gib={2**20 / GIB}"],
+            RouteBytes(device=2**20, host=2**20, file=TOKENS * 4 * 8 - 2**21),
+        ),
+    ],
+)
+def test_a_rank_s_routes_go_to_the_memory_of_the_config(words, wanted):
+    assert routes_of_rank(config(*words), 1, 0) == wanted
+
+
+def test_meshes_divide_the_routes_and_the_estimate_counts_them():
+    whole = TOKENS * 4 * 8
+    for mesh, world in (
+        (["mesh.pp=2"], 2),
+        (["mesh.tp=2", "mesh.ep=2"], 2),
+        (["mesh.cp=2"], 2),
+        (["mesh.dp=2"], 2),
+    ):
+        assert routes_of_rank(config("replay.kind=r2", *mesh), world, 0).device == whole // 2
+    live, stored = (
+        memory_by_stage(config("replay.kind=r2", f"replay.store={store}"), 1, 1024)[0]
+        for store in ("file", "device")
+    )
+    assert stored.total - live.total == stored.routes == whole and live.routes == 0
+    assert "routes 0.0" in stored.describe() and "routes" not in live.describe()
