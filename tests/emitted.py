@@ -33,7 +33,9 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/*_tokens",
         "rollout/truncated_fraction",
         "rollout/tokens_per_s_per_replica",
-        "rollout/mismatch_*",
+        "rollout/mismatch_kl_nats",
+        "rollout/mismatch_kl_*_routes_nats",
+        "rollout/mismatch_max",
         "rollout/importance_sampling_masked_fraction",
         "routes/*",
         "rollout_routes/*",
@@ -56,6 +58,12 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/eval_s",
     ),
     "rl with an environment": ("environment/*", "time/environment_s"),
+    "rl ahead": (
+        "rollout/stale*",
+        "rollout/mixed_versions_fraction",
+        "rollout/started_prompts",
+        "rollout/mismatch_kl_current_nats",
+    ),
     "rl with a critic": (
         "critic/*",
         "values/*",

@@ -19,6 +19,7 @@ from mcore_rl.config.rl import (
     RewardConfig,
     RlConfig,
     RolloutConfig,
+    UpdateConfig,
 )
 from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
@@ -64,7 +65,8 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _distill(rl)
     yield from _ptx(rl.ptx)
     yield from _kl(rl.loss)
-    yield from _importance_sampling(rl.loss)
+    yield from _importance_sampling(rl.loss, rl.update)
+    yield from _staleness(rl)
     yield from _parts(rl.reward)
     yield from _part_options(rl.reward)
     yield from _code(rl.reward)
@@ -363,7 +365,7 @@ def _kl(loss: LossConfig) -> Iterator[str]:
         )
 
 
-def _importance_sampling(loss: LossConfig) -> Iterator[str]:
+def _importance_sampling(loss: LossConfig, update: UpdateConfig) -> Iterator[str]:
     """Check the correction for rollouts whose logprobs are not the trainer's."""
     kind, low, high = loss.importance_sampling, loss.importance_sampling_low, loss.importance_sampling_high
     if loss.kind in ADVANTAGE_OF_SEQUENCE and kind in ("truncate", "mask"):
@@ -376,10 +378,59 @@ def _importance_sampling(loss: LossConfig) -> Iterator[str]:
             f"rl.loss.importance_sampling_low={low} ... importance_sampling_high={high} does not hold 1, the weight "
             "where engine and trainer agree. Set low below and high above it."
         )
+    elif kind != "none" and update.old_logprobs == "rollout":
+        yield (
+            f'rl.loss.importance_sampling="{kind}" with rl.update.old_logprobs="rollout": the old logprobs are the '
+            'engine\'s, so that every weight is 1 and nothing is corrected. Set importance_sampling="none", or '
+            'old_logprobs="trainer".'
+        )
     elif kind.endswith("truncate") and high < 1:
         yield (
             f"rl.loss.importance_sampling_high={high} truncates weights of tokens on which engine and trainer agree. "
             "Set it to 1 or more."
+        )
+
+
+def _staleness(rl: RlConfig) -> Iterator[str]:
+    """Check that samples of older weights come from an engine of their own, and are corrected for."""
+    staleness = rl.rollout.max_staleness
+    if not staleness:
+        return
+    field = f"rl.rollout.max_staleness={staleness}"
+    if rl.engine.kind == "native":
+        yield (
+            f'{field} with rl.engine.kind="native", whose modules train or generate, not both at once. Set '
+            "max_staleness=0, or the kind of an inference server."
+        )
+    if rl.rollout.dynamic_sampling:
+        yield (
+            f"{field} with rl.rollout.dynamic_sampling=true: a rollout batch is refilled after its rewards are known, "
+            "when the groups of later ones are in progress already. Set one of them to 0 or false."
+        )
+    if rl.environment.name is not None:
+        yield (
+            f'{field} with rl.environment.name="{rl.environment.name}", whose conversations are held turn by turn on '
+            "all ranks, between updates. Set max_staleness=0, or leave the environment out."
+        )
+    is_corrected = rl.loss.importance_sampling != "none" or rl.loss.kind == "kimi_k2"
+    if rl.update.old_logprobs == "rollout":
+        if staleness > 1:
+            yield (
+                f'{field} with rl.update.old_logprobs="rollout": the clip would bound how far the policy has moved '
+                "since several rollout batches ago, and cut off most of what is new. Set "
+                'old_logprobs="trainer" with rl.loss.importance_sampling, or max_staleness=1.'
+            )
+    elif not is_corrected:
+        kind = "sequence_truncate" if rl.loss.kind == "gspo" else "truncate"
+        yield (
+            f'{field} with rl.loss.importance_sampling="none": the ratio starts at the policy in training, and nothing '
+            "weighs that older weights sampled the tokens: the gradient would be biased. Set "
+            f'rl.loss.importance_sampling="{kind}"'
+            + (
+                ', or rl.update.old_logprobs="rollout", whose ratio starts at the sampler.'
+                if staleness == 1
+                else "."
+            )
         )
 
 

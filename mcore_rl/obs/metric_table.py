@@ -200,6 +200,11 @@ METRICS: dict[str, MetricRow] = {
     "rollout/mismatch_kl_same_routes_nats": MetricRow(
         "nats/token", MEAN, "The same with the engine's routes imposed: the part that is not due to routing."
     ),
+    "rollout/mismatch_kl_current_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "The same over the tokens that the weights in training sampled: the part that is not due to staleness.",
+    ),
     "rollout/mismatch_max": MetricRow(
         "nats", MAX, "Largest difference between the engine's and the trainer's logprob of a token."
     ),
@@ -380,6 +385,21 @@ METRICS: dict[str, MetricRow] = {
     ),
     "rollout/greedy_reward": MetricRow(
         "1", MEAN, 'Reward of the greedy completions, the baseline of rl.advantage.kind="remax".'
+    ),
+    "rollout/staleness": MetricRow(
+        "rollouts",
+        MEAN,
+        "Rollout batches trained on since the weights that sampled a completion's first token.",
+    ),
+    "rollout/staleness_max": MetricRow("rollouts", MAX, "The same of the stalest completion."),
+    "rollout/mixed_versions_fraction": MetricRow(
+        "fraction", MEAN, "Completions that weights of several versions sampled (rl.rollout.max_staleness)."
+    ),
+    "rollout/stale_fraction": MetricRow(
+        "fraction", MEAN, "Trained tokens that older weights sampled than those in training."
+    ),
+    "rollout/started_prompts": MetricRow(
+        "prompts", MAX, "Prompts whose groups have started; those of rl/consumed_prompts have been taken."
     ),
     "rollout/refills": MetricRow(
         "rollouts", MEAN, "Further rollouts of dynamic sampling, per rollout batch."

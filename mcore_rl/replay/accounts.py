@@ -84,9 +84,11 @@ class RouteTotals:
     moved_gates_L: list[float]
     """Gates of the changed choices."""
     disjoint_L: list[float]
-    """Compared tokens whose choice has no expert in common with the cached one."""
+    """Tokens of `current_L` whose choice has no expert in common with the cached one."""
     compared_L: list[float]
     """Tokens whose choices were compared with cached ones."""
+    current_L: list[float]
+    """Those of them whose cached choices are of the weights in training."""
     consumed_L: list[float]
     """Tokens whose routes a router took or made."""
     changed_tokens: float
@@ -107,13 +109,15 @@ class RouteTotals:
                 prefix = f"{name}/layer_{layer:02d}"
                 metrics.append(Metric(f"{prefix}/changed_fraction", self.changed_L[layer], count * top_k))
                 metrics.append(Metric(f"{prefix}/gate_mass_moved", self.moved_gates_L[layer], count))
-                metrics.append(Metric(f"{prefix}/disjoint_fraction", self.disjoint_L[layer], count))
-        compared = sum(self.compared_L)
+                if current := self.current_L[layer]:
+                    metrics.append(Metric(f"{prefix}/disjoint_fraction", self.disjoint_L[layer], current))
+        compared, current = sum(self.compared_L), sum(self.current_L)
+        if current:
+            metrics.append(Metric(f"{name}/disjoint_fraction", sum(self.disjoint_L), current))
         return [
             *metrics,
             Metric(f"{name}/changed_fraction", sum(self.changed_L), compared * top_k),
             Metric(f"{name}/gate_mass_moved", sum(self.moved_gates_L), compared),
-            Metric(f"{name}/disjoint_fraction", sum(self.disjoint_L), compared),
             Metric(f"{name}/changed_tokens_fraction", self.changed_tokens, self.compared_tokens),
             Metric(f"{name}/compared_tokens", self.compared_tokens),
             Metric(f"{name}/unknown_tokens", self.unknown_tokens),
@@ -139,6 +143,7 @@ def world_totals(
     *,
     layers: tuple[int, ...],
     changes_l3: Tensor,
+    current_tokens: int,
     consumed_l: Sequence[int],
     is_changed_t: Tensor,
     compared_tokens: int,
@@ -153,6 +158,7 @@ def world_totals(
         layers: layers of this rank that have routers.
         changes_l3: changed choices, the sum of their gates, and tokens of which all choices changed, in each of them,
             float64.
+        current_tokens: compared tokens whose cached routes are of the weights in training.
         consumed_l: tokens whose routes were taken in each of them.
         is_changed_t: uint8, whether a token's choice changed in any of them; reduced in place.
         compared_tokens: tokens that were compared.
@@ -162,12 +168,14 @@ def world_totals(
     # A token may have changed in the layers of another pipeline stage only: union first, then count.
     dist.all_reduce(is_changed_t, op=dist.ReduceOp.MAX, group=mesh.pp.group)
     device = changes_l3.device
-    table = torch.zeros(num_layers + 1, 5, dtype=torch.float64, device=device)
+    table = torch.zeros(num_layers + 1, 6, dtype=torch.float64, device=device)
     # Without sequence parallelism the tensor-parallel ranks have the same tokens: only the first counts them.
     if mesh.sequence_parallel or mesh.tp.rank == 0:
         rows = torch.tensor(layers, dtype=torch.int64, device=device)
-        counts_l2 = torch.tensor([[compared_tokens, count] for count in consumed_l], device=device)
-        table[rows] = torch.cat([changes_l3, counts_l2.view(-1, 2)], 1).double()
+        counts_l3 = torch.tensor(
+            [[compared_tokens, current_tokens, count] for count in consumed_l], device=device
+        )
+        table[rows] = torch.cat([changes_l3, counts_l3.view(-1, 3)], 1).double()
         # All pipeline stages have the same tokens: only the last one counts them.
         if mesh.is_last_stage:
             table[-1, 0] = is_changed_t.sum()
@@ -175,5 +183,7 @@ def world_totals(
     table[-1, 3] = cached_bytes
     dist.all_reduce(table, group=mesh.world.group)
     *by_layer, tokens = table.tolist()
-    changed_L, moved_gates_L, disjoint_L, compared_L, consumed_L = map(list, zip(*by_layer, strict=True))
-    return RouteTotals(changed_L, moved_gates_L, disjoint_L, compared_L, consumed_L, *tokens[:4])
+    changed_L, moved_gates_L, disjoint_L, compared_L, current_L, consumed_L = (
+        list(column_L) for column_L in zip(*by_layer, strict=True)
+    )
+    return RouteTotals(changed_L, moved_gates_L, disjoint_L, compared_L, current_L, consumed_L, *tokens[:4])

@@ -32,8 +32,8 @@ class DisagreementLimit:
         if setting is None:
             return None
         shares_L = [
-            disjoint / max(1.0, compared)
-            for disjoint, compared in zip(totals.disjoint_L, totals.compared_L, strict=True)
+            disjoint / max(1.0, current)
+            for disjoint, current in zip(totals.disjoint_L, totals.current_L, strict=True)
         ]
         if setting != "auto":
             limits_L: Sequence[float] = [setting] * len(shares_L)
@@ -43,9 +43,9 @@ class DisagreementLimit:
         else:
             limits_L = self._limits_L
         above = [
-            f"layer {layer}: {share:.1%} of {compared:.0f} tokens (limit {limit:.1%})"
-            for layer, (share, limit, disjoint, compared) in enumerate(
-                zip(shares_L, limits_L, totals.disjoint_L, totals.compared_L, strict=True)
+            f"layer {layer}: {share:.1%} of {current:.0f} tokens (limit {limit:.1%})"
+            for layer, (share, limit, disjoint, current) in enumerate(
+                zip(shares_L, limits_L, totals.disjoint_L, totals.current_L, strict=True)
             )
             if share > limit and disjoint > FEW_TOKENS
         ]

@@ -19,6 +19,8 @@ class SampleSpan:
     """Tokens of the sample; they come first."""
     num_positions: int
     """Positions of the span: its tokens and the padding behind them."""
+    first_current: int = 0
+    """First position whose cached routes are of the weights in training; those before it are of older weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class LocalTokens:
     """Index into `samples` of each token's sample, int64; -1 for padding."""
     position_t: Tensor
     """Position of each token in its sample, int64; 0 for padding."""
+    is_current_t: Tensor
+    """Mask of the tokens whose cached routes are of the weights in training, bool `[t]`."""
 
     @property
     def is_real_t(self) -> Tensor:
@@ -90,11 +94,14 @@ def local_tokens(layout: MicrobatchLayout, mesh: Mesh) -> LocalTokens:
     else:
         both_2Bs = [zigzag(full_BS, mesh.cp) for full_BS in both_2BS]
     index_t, position_t = (router_order(part_Bs, mesh) for part_Bs in both_2Bs)
+    # The index -1 of padding reads the 0 at the end.
+    first_current_N1 = torch.tensor([*(span.first_current for span in real), 0])
     return LocalTokens(
         samples=tuple(index_of),
         lengths=tuple(span.num_tokens for span in real),
         sample_index_t=index_t,
         position_t=position_t,
+        is_current_t=position_t >= first_current_N1[index_t],
     )
 
 

@@ -44,6 +44,8 @@ class TapeMicrobatch:
     """Index of each token's sample, as in `tokens`."""
     has_routes_t: Tensor
     """Mask of the tokens whose routes are cached, as in `locations`."""
+    is_current_t: Tensor
+    """Mask of the tokens whose cached routes are of the weights in training, as in `tokens`."""
     token_hashes_t: Tensor | None = None
     """Factor of each token in the checksums; None before the first chunk has run."""
     checksums_Nl: Tensor | None = None
@@ -197,6 +199,9 @@ class RoutingTape:
         problems += self._witness.problems(is_imposed=self._mode == "impose")
         refuse_anywhere(problems, RoutingError)
         compared = sum(int(one.locations.has_routes_t.sum()) for one in self._microbatches)
+        current = sum(
+            int((one.locations.has_routes_t & one.tokens.is_current_t).sum()) for one in self._microbatches
+        )
         totals = world_totals(
             self._mesh,
             self._config.num_layers,
@@ -205,6 +210,7 @@ class RoutingTape:
             consumed_l=[account.consumed for account in self.accounts],
             is_changed_t=self._is_changed(),
             compared_tokens=compared if self._compares else 0,
+            current_tokens=current if self._compares else 0,
             unknown_tokens=sum(self._num_tokens) - compared if self._compares else 0,
             cached_bytes=self._cache.num_bytes,
         )
@@ -223,6 +229,7 @@ class RoutingTape:
             locations,
             sample_index_t=self._on_device(tokens.sample_index_t),
             has_routes_t=self._on_device(locations.has_routes_t),
+            is_current_t=self._on_device(tokens.is_current_t),
         )
 
     def _start(self, mode: Literal["record", "impose", "observe"], *, compares: bool) -> Routing:
@@ -334,7 +341,7 @@ class RoutingTape:
         changed_Klt = changed_choices(live_ltK, cached_ltK, microbatch.has_routes_t)
         gates_ltK = live_gates(scores_ltK, live_ltK, routers.routers)
         moved_l = (gates_ltK.permute(2, 0, 1) * changed_Klt).sum((0, 2))
-        changes_3l = [changed_Klt.sum((0, 2)), moved_l, changed_Klt.all(0).sum(1)]
+        changes_3l = [changed_Klt.sum((0, 2)), moved_l, (changed_Klt.all(0) & microbatch.is_current_t).sum(1)]
         self._changes_l3[self._columns[chunk]] += torch.stack(changes_3l, 1)
         here_t = changed_Klt.flatten(0, 1).any(0)
         before_t = microbatch.is_changed_t

@@ -28,6 +28,8 @@ class SampleShape:
     num_completion_tokens: int
     is_trained: bool
     """Whether the completion takes part in the loss."""
+    num_stale_tokens: int = 0
+    """First tokens of the completion that older weights sampled than those that train on it."""
     is_truncated: bool = False
     """Whether the completion reached the largest number of new tokens without an end."""
     teacher: int = 0
@@ -79,6 +81,8 @@ class TrainedSample:
     """float32: logprob of each token of the completion when it was sampled."""
     is_trained: bool
     """Whether the completion takes part in the loss."""
+    num_stale_tokens: int = 0
+    """First tokens of the completion that older weights sampled than those that train on it."""
     sampled_spans: tuple[tuple[int, int], ...] | None = None
     """First index and end, in the completion, of the tokens that the policy sampled; None: all of them."""
 
@@ -113,6 +117,10 @@ class PolicyMicrobatch:
     lengths_N: Tensor
     """int64: trained tokens of each whole sample, on all context-parallel ranks together."""
     rollout_logprobs_T: Tensor
+    first_current: tuple[int, ...]
+    """Position in each of `samples` from which on the weights in training have sampled; 0: they sampled all of it."""
+    is_stale_T: Tensor
+    """bool: positions that predict a token which older weights sampled than those that train on it."""
     old_logprobs_T: Tensor | None = None
     """Logprobs under the old policy; None: the policy that is updated is the old one, or no stage needs them here."""
     reference_logprobs_T: Tensor | None = None
@@ -230,7 +238,7 @@ def make_microbatch(
     if limits.is_fixed:
         length = limits.max_tokens
     tokens_S, labels_S, positions_S, sequence_S = torch.zeros(4, length, dtype=torch.int64)
-    mask_S, completion_mask_S, rollout_logprobs_S = torch.zeros(3, length)
+    mask_S, completion_mask_S, stale_S, rollout_logprobs_S = torch.zeros(4, length)
     is_padding_S = torch.ones(length, dtype=torch.bool)
     begin = 0
     for index, (sample, (size, span)) in enumerate(zip(chosen, spans, strict=True)):
@@ -242,6 +250,7 @@ def make_microbatch(
         sampled_C = sample.sampled_C.float()
         mask_S[completion], completion_mask_S[completion] = sampled_C * sample.is_trained, sampled_C
         rollout_logprobs_S[completion] = sample.rollout_logprobs_C
+        stale_S[completion.start : completion.start + sample.num_stale_tokens] = 1.0
         positions_S[begin : begin + span] = torch.arange(span)
         sequence_S[begin : begin + span] = index
         begin += span
@@ -275,6 +284,11 @@ def make_microbatch(
         sequence_T=on_this_rank(sequence_S),
         lengths_N=torch.tensor(num_trained).to(device, non_blocking=True),
         rollout_logprobs_T=on_this_rank(rollout_logprobs_S),
+        first_current=tuple(
+            sample.num_prompt_tokens - 1 + sample.num_stale_tokens if sample.num_stale_tokens else 0
+            for sample in chosen
+        ),
+        is_stale_T=on_this_rank(stale_S) > 0,
     )
 
 
@@ -326,6 +340,7 @@ def exchange_samples(
             rollout_logprobs_C=part[shapes[index].num_tokens :].clone().view(torch.float32),
             is_trained=shapes[index].is_trained,
             sampled_spans=shapes[index].sampled_spans,
+            num_stale_tokens=shapes[index].num_stale_tokens,
         )
         for index, part in zip(order, parts, strict=True)
     }

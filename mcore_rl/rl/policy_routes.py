@@ -226,7 +226,8 @@ class PolicyRoutes:
             return
         state, phase = self._state, self._state.timers.phase
         with phase("routes"):
-            layouts = [layout_of(microbatch) for microbatch in microbatches]
+            of_engine = self.has_engine_routes and self._from_rollout in (cache, against)
+            layouts = [layout_of(microbatch, of_engine=of_engine) for microbatch in microbatches]
             tape = RoutingTape(state.chunks, state.mesh, layouts, cache, self._version, against)
         with tape:
             with phase("routes"):
@@ -241,16 +242,18 @@ class PolicyRoutes:
         self._metrics += metrics if name else []
 
 
-def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch) -> MicrobatchLayout:
+def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:
     """Return where the samples of a packed microbatch are; what is left of its row is padding. A text, which has no
     routes to replay and is routed live, is padding altogether.
+
+    With `of_engine` for routes of the rollout engine, of which the first may be of older weights.
     """
     row_length = microbatch.shape[1]
     if isinstance(microbatch, LocalMicrobatch):
         return MicrobatchLayout(rows=((SampleSpan(-1, 0, row_length),),), row_length=row_length, packed=True)
-    spans = [
-        SampleSpan(sample, *sizes) for sample, sizes in zip(microbatch.samples, microbatch.spans, strict=True)
-    ]
+    first_current = microbatch.first_current if of_engine else [0] * len(microbatch.samples)
+    of_samples = zip(microbatch.samples, microbatch.spans, first_current, strict=True)
+    spans = [SampleSpan(sample, *sizes, first) for sample, sizes, first in of_samples]
     filled = sum(span.num_positions for span in spans)
     if filled < row_length:
         spans.append(SampleSpan(-1, 0, row_length - filled))

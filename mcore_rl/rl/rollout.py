@@ -20,6 +20,7 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.batch import SampleShape, TrainedSample
 from mcore_rl.rl.engines.base import Engine, Sampling
 from mcore_rl.rl.environments.conversations import Conversations
+from mcore_rl.rl.flow import GroupFlow, own_positions
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
 from mcore_rl.rl.prompts import PromptSource
 from mcore_rl.rl.rewards.failures import (
@@ -71,6 +72,7 @@ class Rollout:
                 rollout_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
                 is_trained=self.shapes[index].is_trained,
                 sampled_spans=self.shapes[index].sampled_spans,
+                num_stale_tokens=self.shapes[index].num_stale_tokens,
             )
             for p, group in self.groups.items()
             for g, completion in enumerate(group.completions)
@@ -95,6 +97,8 @@ class GroupSummary:
     truncated_G: list[bool]
     rewards_G: list[float]
     """Rewards; NaN where a score failed."""
+    num_stale_G: list[int]
+    """First tokens of each completion that older weights sampled than the engine's present ones."""
     correct_G: list[bool | None]
     """Whether the part that decides it is 1 or more; None where its score failed, or no part decides."""
     steps_GI: Sequence[Sequence[StepReward]] = ()
@@ -135,6 +139,8 @@ class Rollouts:
     """Special tokens of the tokenizer."""
     conversations: Conversations | None = None
     """Conversations with an environment, which the engine's completions are turns of; None: there is none."""
+    flow: GroupFlow | None = None
+    """Groups that are generated while the policy trains; None: it trains and generates in turn."""
 
     def take(self, cursor: int) -> Rollout:
         """Return scored groups of the prompts from `cursor` on; with dynamic sampling (DAPO, arXiv 2503.14476) those
@@ -147,15 +153,14 @@ class Rollouts:
         metrics: list[Metric] = []
         for refill in range(1 + (rollout.max_refills if rollout.dynamic_sampling else 0)):
             first = refill * num_groups
-            indices = range(cursor + first, cursor + first + num_groups)
-            seeds_PG = [
-                [sample_seed(self.config.train.seed, index, g) for g in range(rollout.group_size)]
-                for index in indices
-            ]
             prompts = self.prompts.take(cursor + first, num_groups)
-            generated, scored, measured = self.generate_and_score(
-                prompts, self.sampling, seeds_PG, first, is_training=True
-            )
+            if self.flow is None:
+                seeds_PG = [self.seeds(cursor + first + p) for p in range(num_groups)]
+                generated, scored, measured = self.generate_and_score(
+                    prompts, self.sampling, seeds_PG, first, is_training=True
+                )
+            else:
+                generated, scored, measured = self._take_from(self.flow, cursor)
             groups |= generated
             summaries += scored
             metrics += measured
@@ -189,6 +194,7 @@ class Rollouts:
                     num_completion_tokens=one.lengths_G[g],
                     is_trained=not bool(rewards_PG[p, g].isnan())
                     and not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
+                    num_stale_tokens=one.num_stale_G[g],
                     is_truncated=one.truncated_G[g],
                     teacher=one.teacher,
                     sampled_spans=one.spans_G[g],
@@ -243,18 +249,69 @@ class Rollouts:
         Returns:
             This replica's groups by index; summaries of all groups, in order; metrics of all replicas.
         """
-        replicas = self.mesh.dp_cp
-        # Context-parallel ranks are replicas of their own here: generation does not cut sequences.
-        own = range(replicas.rank, len(prompts), replicas.size)
+        own = own_positions(len(prompts), self.mesh)
         start_s = time.perf_counter()
         generate = self.engine.generate if self.conversations is None else self.conversations.hold
         groups = generate([prompts[p] for p in own], sampling, [seeds_PG[p] for p in own])
+        generation_s = time.perf_counter() - start_s
+        return self._scored(
+            {first + p: group for p, group in zip(own, groups, strict=True)},
+            sampling,
+            waited_s=generation_s,
+            generation_s=generation_s,
+            is_training=is_training,
+        )
+
+    def seeds(self, index: int) -> list[int]:
+        """Return the seeds of the completions of the prompt `index`."""
+        group_size = self.config.rl.rollout.group_size
+        return [sample_seed(self.config.train.seed, index, g) for g in range(group_size)]
+
+    def update_weights(self, step: int) -> None:
+        """Give the engine the policy's weights after optimizer step `step`, and let further groups start."""
+        if self.flow is None:
+            self.engine.update_weights(step)
+            return
+        with self.flow.held():
+            self.engine.update_weights(step)
+        self.flow.admit(step // self.config.updates_per_rollout)
+
+    def _take_from(
+        self, flow: GroupFlow, cursor: int
+    ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
+        """Take the rollout batch of the prompts from `cursor` on out of `flow`, and score it as it is."""
+        start_s = time.perf_counter()
+        groups, period_s = flow.take(cursor)
+        taken = self._scored(
+            dict(zip(flow.own_positions, groups, strict=True)),
+            self.sampling,
+            waited_s=time.perf_counter() - start_s,
+            generation_s=period_s,
+            is_training=True,
+        )
+        return *taken[:2], [*taken[2], *self._flow_metrics(flow, groups)]
+
+    def _scored(
+        self,
+        by_index: dict[int, Group],
+        sampling: Sampling,
+        *,
+        waited_s: float,
+        generation_s: float,
+        is_training: bool,
+    ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
+        """Score this replica's groups, by index, as `generate_and_score` returns them.
+
+        Args:
+            waited_s: seconds that the policy waited for the groups.
+            generation_s: seconds in which as many tokens are generated.
+        """
+        groups = list(by_index.values())
         generated_s = time.perf_counter()
         # An error in the scoring of one replica is raised on all ranks, which would otherwise wait for it.
         of_models = {} if self.models is None else self.models.scores(groups, are_counted=is_training)
         scores = on_every_rank(lambda: self.reward(groups, of_models) if self.reward and groups else None)
         scored_s = time.perf_counter()
-        by_index = {first + p: group for p, group in zip(own, groups, strict=True)}
         local = _ReplicaScores()
         if scores is not None:
             by_index = {
@@ -264,7 +321,7 @@ class Rollouts:
             summaries = self._summaries(by_index, scores)
             metrics = [
                 *scores.metrics(),
-                *_rollout_metrics(summaries, generated_s - start_s),
+                *_rollout_metrics(summaries, waited_s, generation_s),
                 *_cut_metrics(groups, sampling.cut),
                 *(
                     []
@@ -311,6 +368,7 @@ class Rollouts:
         ]
         rewards_PG = scores.rewards_PG.tolist()
         has_steps, distill = self.config.rl.advantage.uses_steps, self.config.rl.distill
+        version = self.engine.policy_version
         return [
             GroupSummary(
                 index=index,
@@ -324,6 +382,7 @@ class Rollouts:
                 ],
                 truncated_G=[completion.is_truncated for completion in group.completions],
                 rewards_G=rewards_PG[p],
+                num_stale_G=[num_stale_tokens(one, version) for one in group.completions],
                 correct_G=correct_PG[p],
                 steps_GI=[
                     token_steps(
@@ -338,6 +397,32 @@ class Rollouts:
             )
             for p, (index, group) in enumerate(groups.items())
         ]
+
+    def _flow_metrics(self, flow: GroupFlow, groups: Sequence[Group]) -> list[Metric]:
+        """Collective over the world: return how many groups have started, and by how many rollout batches the weights
+        that sampled are older than the engine's present ones.
+        """
+        now, updates = self.engine.policy_version, self.config.updates_per_rollout
+        completions = (
+            [one for group in groups for one in group.completions] if runs_rewards(self.mesh) else []
+        )
+        ages = [(now - one.policy_version) / updates for one in completions]
+        local = (flow.started, ages, sum(len(one.versions) > 1 for one in completions))
+        gathered = [local] * self.mesh.world.size
+        dist.all_gather_object(gathered, local)
+        started, ages_of_ranks, num_mixed = zip(*gathered, strict=True)
+        all_ages = [age for ages in ages_of_ranks for age in ages]
+        return [
+            Metric("rollout/started_prompts", max(started)),
+            Metric("rollout/staleness", sum(all_ages), len(all_ages)),
+            Metric("rollout/staleness_max", max(all_ages)),
+            Metric("rollout/mixed_versions_fraction", sum(num_mixed), len(all_ages)),
+        ]
+
+
+def num_stale_tokens(completion: Completion, version: int) -> int:
+    """Return the number of first tokens of a completion that weights older than `version` sampled."""
+    return max((span.end for span in completion.versions if span.version < version), default=0)
 
 
 def runs_rewards(mesh: Mesh) -> bool:
@@ -444,7 +529,7 @@ def _episode_metrics(groups: Sequence[Group], environment_s: float) -> Iterator[
     yield Metric("time/environment_s", environment_s)
 
 
-def _rollout_metrics(summaries: Sequence[GroupSummary], generation_s: float) -> list[Metric]:
+def _rollout_metrics(summaries: Sequence[GroupSummary], waited_s: float, generation_s: float) -> list[Metric]:
     lengths = [length for one in summaries for length in one.num_sampled_G]
     num_truncated = sum(sum(one.truncated_G) for one in summaries)
     return [
@@ -453,5 +538,5 @@ def _rollout_metrics(summaries: Sequence[GroupSummary], generation_s: float) -> 
         Metric("rollout/prompt_tokens", sum(one.num_prompt_tokens for one in summaries), len(summaries)),
         Metric("rollout/truncated_fraction", num_truncated, len(lengths)),
         Metric("rollout/tokens_per_s_per_replica", sum(lengths), generation_s),
-        Metric("time/rollout_s", generation_s),
+        Metric("time/rollout_s", waited_s),
     ]

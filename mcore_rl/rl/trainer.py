@@ -15,7 +15,7 @@ from mcore_rl.rl.batch import Minibatch
 from mcore_rl.rl.critic import critic_metrics
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.rl.learner import Learner
-from mcore_rl.rl.objectives.diagnostics import update_metrics
+from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.rollout import Rollout, Rollouts
 from mcore_rl.rl.routing_split import policy_split, rollout_split
 from mcore_rl.rl.samples import gather_samples, table_lines, write_samples
@@ -111,7 +111,7 @@ class RlTrainer(Trainer):
                     with self.state.timers.phase("split"):
                         metrics += policy_split(learner, minibatches[-1])
                 # The next rollout is sampled by the policy as it is now.
-                self.rollouts.engine.update_weights(progress.step)
+                self.rollouts.update_weights(progress.step)
                 metrics += learner.control_kl(minibatches, policy_has_learned=not warms_up)
                 learner.refresh_reference()
                 metrics += rollout.metrics
@@ -172,6 +172,8 @@ class RlTrainer(Trainer):
         yield Metric("train/grad_norm", report.grad_norm)
         maxima = {name.removeprefix(MAX): x for name, x in report.sums.items() if name.startswith(MAX)}
         yield from update_metrics(report.sums, maxima)
+        if self.config.rl.rollout.max_staleness:
+            yield from staleness_metrics(report.sums)
 
     def _critic_metrics(
         self, minibatches: Sequence[Minibatch], reports: Sequence[StepReport], updates_s: float

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from mcore_rl.rl.workers.failure import FailedScore
@@ -159,6 +160,16 @@ class Completion:
     def is_truncated(self) -> bool:
         """Whether it reached the largest number of new tokens or turns without an end."""
         return self.finish == "length"
+
+
+def grown_routes(before_TLK: Tensor, now_TLK: Tensor) -> Tensor:
+    """Return the routes of a completion, or of a conversation, that an engine has continued.
+
+    A logprob belongs to the experts with which it was computed: rows that the engine gave before stay as they are,
+    although it has computed these tokens once more, perhaps with newer weights. `now_TLK`, of the whole, adds the rows
+    that are new, the first of which is that of the last token before: it entered no layer then.
+    """
+    return torch.cat([before_TLK, now_TLK[len(before_TLK) :].to(before_TLK.dtype)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ from mcore_rl.rl.teachers import Teachers, TeacherSource
 from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.trainer import RlTrainer
 from mcore_rl.run.open_run import is_done, open_run
-from mcore_rl.run.rollouts import Prompts, load_prompts, open_rollouts
+from mcore_rl.run.rollouts import Prompts, load_prompts, make_flow, open_rollouts
 from mcore_rl.run.trained_model import read_trained_model, refuse_other_tokenizer, run_of_checkpoint
 from mcore_rl.train.loop import Run
 
@@ -78,7 +78,9 @@ def train(config: RlRunConfig) -> None:
             for line in [*prompts.describe(), *warnings_of(config)]:
                 run.log.message(line)
             run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])
-            rollouts.engine.update_weights(run.state.progress.step)
+            if config.rl.rollout.max_staleness:
+                rollouts.flow = stack.enter_context(closing(make_flow(config, rollouts, run.state.progress)))
+            rollouts.update_weights(run.state.progress.step)
             # Ranks of one machine share its disk: each has a folder of its own.
             folder = run.folder.path / "routes" / str(platform.rank)
             with closing(PolicyRoutes(run.state, config, folder)) as routes:

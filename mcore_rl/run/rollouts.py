@@ -22,11 +22,12 @@ from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import sampling_of
+from mcore_rl.rl.engines.base import AskingEngine, sampling_of
 from mcore_rl.rl.engines.make import make_engine
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.environments.make import environment_maker
 from mcore_rl.rl.environments.processes import EnvironmentWorkers
+from mcore_rl.rl.flow import GroupFlow
 from mcore_rl.rl.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, RewardModelSource
@@ -34,6 +35,7 @@ from mcore_rl.rl.rewards.score import ANSWER_PARTS, Reward
 from mcore_rl.rl.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
 from mcore_rl.run.trained_model import load_matching_tokenizer, refuse_other_tokenizer
+from mcore_rl.train.state import Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +126,27 @@ def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) ->
         ]
     )
     return RewardModelSource(part=part, path=path, model=model)
+
+
+def make_flow(config: RlRunConfig, rollouts: Rollouts, progress: Progress) -> GroupFlow:
+    """Return the flow of groups for the rollout batches that the run has left; ConfigError for an engine without."""
+    engine, rollout, updates = rollouts.engine, config.rl.rollout, config.updates_per_rollout
+    if not isinstance(engine, AskingEngine):
+        raise ConfigError(
+            f'rl.rollout.max_staleness={rollout.max_staleness} with rl.engine.kind="{config.rl.engine.kind}", which '
+            "has no `asks` and `request_group` (rl.engines.base.AskingEngine) to generate while the policy trains. "
+            "Give it these, or set max_staleness=0."
+        )
+    return GroupFlow(
+        lambda index, prompt: engine.request_group(index, prompt, rollouts.sampling, rollouts.seeds(index)),
+        rollouts.prompts,
+        rollouts.mesh,
+        asks=engine.asks,
+        prompts_per_step=rollout.prompts_per_step,
+        max_staleness=rollout.max_staleness,
+        rollouts=range(progress.step // updates, config.train.steps // updates),
+        cursor=progress.consumed_prompts,
+    )
 
 
 @contextmanager

@@ -194,6 +194,45 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     assert computed(run_dir, OF_PPO) == wanted
 
 
+AHEAD = (
+    *("mesh.tp=1", "mesh.ep=1", "mesh.dp=2", "train.eval_interval=8", "checkpoint.interval=none"),
+    *("rl.loss.kl_coeff=0", "rl.loss.reference_refresh_rollouts=none", "rl.samples.interval=1"),
+    *("rl.engine.kind=bench.copied_engine:copied_engine", "rl.rollout.max_staleness=2", "replay.kind=r3"),
+    "rl.loss.importance_sampling=truncate",
+)
+
+
+def test_two_replicas_generate_ahead_within_the_bound_and_resume_with_the_same_prompts(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    """Four rollout batches of four prompts and two updates, then four more; routes are those of the sampler."""
+    run_dir = tmp_path / "rl"
+    for steps in (8, 16):
+        (run_dir / "DONE").unlink(missing_ok=True)
+        finished = run_main("mcore_rl.run.rl", [rl_file, *AHEAD, f"train.steps={steps}"], 2)
+        assert finished.returncode == 0, finished.stderr
+    assert "resumed from" in finished.stdout
+    assert_emitted("rl ahead", run_dir)
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    batches = [record for record in records if "rollout/started_prompts" in record]
+    assert [record["rl/consumed_prompts"] for record in batches] == list(range(4, 36, 4))
+    for rollout, record in enumerate(batches):
+        ends = 16 if rollout < 4 else 32
+        bound = min((2 + rollout + 1) * 4, ends)
+        assert 4 * (rollout + 1) <= record["rollout/started_prompts"] <= bound
+        assert 0 <= record["rollout/staleness"] <= record["rollout/staleness_max"] <= 2
+        # The same weights: what is left is rounding, of routes too.
+        assert record.get("rollout/mismatch_kl_current_nats", 0) < 1e-9
+        lines = (run_dir / f"samples/step_{2 * rollout:07d}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        problems = [f"reversing/1234/{4 * rollout + p}" for p in range(4) for _ in range(8)]
+        assert [sample["problem"] for sample in samples] == problems
+        for sample in samples:
+            versions = [version for version, _, _ in sample["versions"]]
+            assert versions == sorted(set(versions)) and versions[-1] <= 2 * rollout
+            assert versions[0] >= max(2 * (rollout - 2), 8 * (rollout >= 4))
+
+
 BAD = {
     "no prompts": (["rl.prompts.task=file", "rl.prompts.files=['{folder}/empty.jsonl']"], "holds no prompt"),
     "prompts without answers": (

@@ -1,21 +1,25 @@
 """Rollouts of a scripted engine on ranks; apart from its tests, so that ranks need not import them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl import PromptConfig, RewardConfig, RlConfig, RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import PlatformConfig
+from mcore_rl.config.run import PlatformConfig, TrainConfig
+from mcore_rl.errors import EngineError
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.mesh import build_mesh
-from mcore_rl.rl.engines.base import Capabilities, Sampling
+from mcore_rl.parallel.mesh import Mesh, build_mesh
+from mcore_rl.rl.engines.base import Capabilities, Engine, Sampling
 from mcore_rl.rl.prompts import TaskProblems, TaskPrompts
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.rollout import Rollouts, runs_rewards
+from mcore_rl.rl.rollout import Rollout, Rollouts, runs_rewards
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+from mcore_rl.run.rollouts import make_flow
+from mcore_rl.train.state import Progress
 
 PROMPTS, SIZE = 4, 4
 
@@ -52,56 +56,90 @@ class ScriptedEngine:
         )
 
 
+class AskedEngine(ScriptedEngine):
+    """The same, asked for one group at a time; from the prompt `broken` on it fails."""
+
+    def __init__(self, mesh: Mesh, broken: int) -> None:
+        self.asks = mesh.tp.rank == 0 and mesh.pp.rank == 0
+        self._broken = broken
+
+    def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
+        assert self.asks and prompt.problem.problem_id == f"reversing/1/{index}"
+        if index == self._broken:
+            raise EngineError(f"no server answers for prompt {index}")
+        return self.generate([prompt], sampling, [seeds_G])[0]
+
+
 def encoded(problem: Problem) -> Prompt:
     return Prompt(problem=problem, tokens_T=tuple(problem.prompt.encode()))
+
+
+@contextmanager
+def opened(mesh: Mesh, engine: Engine, rollout: dict[str, Any]) -> Iterator[Rollouts]:
+    """Rollouts of the engine, by rewards for short answers; an optimizer step is a rollout batch, five are the run."""
+    task = PromptConfig(task="reversing")
+    reward = RewardConfig(parts=("length",), length_max_tokens=2)
+    config = RlRunConfig(
+        train=TrainConfig(steps=5, global_batch=PROMPTS * SIZE),
+        rl=RlConfig(
+            prompts=task,
+            reward=reward,
+            rollout=RolloutConfig(prompts_per_step=PROMPTS, group_size=SIZE, max_new_tokens=7, **rollout),
+        ),
+    )
+    problems = TaskProblems(config=task, seed=1, held_out=frozenset())
+    judge = Reward(reward, max_new_tokens=7) if runs_rewards(mesh) else None
+    yield Rollouts(
+        engine=engine,
+        reward=judge,
+        failures=FailureReport(str, folder=None),
+        prompts=TaskPrompts(problems=problems, encode=encoded),
+        sampling=Sampling(max_new_tokens=7),
+        mesh=mesh,
+        config=config,
+    )
+    if judge is not None:
+        judge.close()
+
+
+def known(rollout: Rollout) -> dict[str, Any]:
+    """What a rank knows of a rollout, but for times."""
+    metrics = {
+        name: x
+        for name, x in reduced(rollout.metrics).items()
+        if not name.endswith("_s") and "_per_s" not in name
+    }
+    return {
+        "rewards": rollout.rewards_PG.tolist(),
+        "shapes": {
+            n: (s.num_prompt_tokens, s.num_completion_tokens, s.is_trained) for n, s in rollout.shapes.items()
+        },
+        "prompts": {n: group.prompt.problem.problem_id for n, group in rollout.groups.items()},
+        "lengths": {n: len(sample.tokens_T) for n, sample in rollout.samples().items()},
+        "taken": rollout.num_prompts,
+        "metrics": metrics,
+    }
 
 
 def taken(mesh: MeshConfig, cursors: Sequence[int], rollout: dict[str, Any]) -> list[dict[str, Any]]:
     """On a rank: what is known of the rollouts from these cursors."""
     start(PlatformConfig())
+    with opened(build_mesh(mesh), ScriptedEngine(), rollout) as rollouts:
+        return [known(rollouts.take(cursor)) for cursor in cursors]
+
+
+def taken_from_flow(mesh: MeshConfig, staleness: int, broken: int) -> tuple[list[dict[str, Any]], str]:
+    """On a rank: what is known of the rollouts of a flow, and the error that ends them."""
+    start(PlatformConfig())
     built = build_mesh(mesh)
-    task = PromptConfig(task="reversing")
-    reward = RewardConfig(parts=("length",), length_max_tokens=2)
-    config = RlRunConfig(
-        rl=RlConfig(
-            prompts=task,
-            reward=reward,
-            rollout=RolloutConfig(prompts_per_step=PROMPTS, group_size=SIZE, max_new_tokens=7, **rollout),
-        )
-    )
-    problems = TaskProblems(config=task, seed=1, held_out=frozenset())
-    source = TaskPrompts(problems=problems, encode=encoded)
-    told = []
-    judge = Reward(reward, max_new_tokens=7) if runs_rewards(built) else None
-    rollouts = Rollouts(
-        engine=ScriptedEngine(),
-        reward=judge,
-        failures=FailureReport(str, folder=None),
-        prompts=source,
-        sampling=Sampling(max_new_tokens=7),
-        mesh=built,
-        config=config,
-    )
-    for cursor in cursors:
-        one = rollouts.take(cursor)
-        metrics = {
-            name: x
-            for name, x in reduced(one.metrics).items()
-            if not name.endswith("_s") and "_per_s" not in name
-        }
-        told.append(
-            {
-                "rewards": one.rewards_PG.tolist(),
-                "shapes": {
-                    n: (s.num_prompt_tokens, s.num_completion_tokens, s.is_trained)
-                    for n, s in one.shapes.items()
-                },
-                "prompts": {n: group.prompt.problem.problem_id for n, group in one.groups.items()},
-                "lengths": {n: len(sample.tokens_T) for n, sample in one.samples().items()},
-                "taken": one.num_prompts,
-                "metrics": metrics,
-            }
-        )
-    if judge is not None:
-        judge.close()
-    return told
+    batches: list[dict[str, Any]] = []
+    with (
+        opened(built, AskedEngine(built, broken), {"max_staleness": staleness}) as rollouts,
+        closing(make_flow(rollouts.config, rollouts, Progress())) as rollouts.flow,
+    ):
+        try:
+            while True:
+                rollouts.update_weights(len(batches))
+                batches.append(known(rollouts.take(len(batches) * PROMPTS)))
+        except EngineError as error:
+            return batches, str(error)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
-from tests.parallel.rollouts import PROMPTS, SIZE, taken
+from tests.parallel.rollouts import PROMPTS, SIZE, taken, taken_from_flow
 from tests.ranks import run_ranks
 
 STEPS = [0, 3, 8]
@@ -58,3 +58,25 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_
 
     ((few,),) = run_ranks(taken, 1, MeshConfig(), [0], {"dynamic_sampling": True, "max_refills": 1})
     assert few["taken"] == 2 * PROMPTS
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(dp=2), MeshConfig(tp=2, pp=2)], ids=["dp2", "tp2-pp2"])
+def test_a_flow_gives_the_groups_of_turns_and_ends_all_ranks_where_one_replica_fails(
+    mesh: MeshConfig,
+) -> None:
+    """The prompt 13 is of the second of two replicas, and of the fourth rollout batch; it starts with the third."""
+    (wanted,) = run_ranks(taken, 1, MeshConfig(), [0, PROMPTS, 2 * PROMPTS], {})
+    ranks = run_ranks(taken_from_flow, mesh.smallest_world, mesh, 1, 13)
+    for batches, error in ranks:
+        assert error == ("rank 1: " if mesh.dp == 2 else "rank 0: ") + "no server answers for prompt 13"
+        assert 2 <= len(batches) == len(ranks[0][0]) <= 3
+        for step, batch in enumerate(batches):
+            for known_to_all in ("rewards", "shapes", "taken"):
+                assert batch[known_to_all] == wanted[step][known_to_all], known_to_all
+            started = batch["metrics"]["rollout/started_prompts"]
+            assert (step + 1) * PROMPTS <= started <= (step + 2) * PROMPTS
+            assert batch["metrics"]["rollout/staleness_max"] <= 1
+    for share in ("prompts", "lengths"):
+        for step in range(len(ranks[0][0])):
+            whole = {number: x for batches, _ in ranks for number, x in batches[step][share].items()}
+            assert whole == wanted[step][share]

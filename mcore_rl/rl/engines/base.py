@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mcore_rl.config.rl import RolloutConfig
 from mcore_rl.errors import EngineError
@@ -77,6 +77,21 @@ class Engine(Protocol):
         """Collective over the engine's ranks: return a group for each prompt, with a completion for each of its seeds,
         both in order. Raises EngineError before any work when a request cannot be served.
         """
+
+
+@runtime_checkable
+class AskingEngine(Engine, Protocol):
+    """An engine outside of this process, which one rank of each replica asks, while the others train."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether this rank asks for the groups of its replica: the first one of the model."""
+
+    def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
+        """Return the group of a prompt, with a completion for each seed; not collective, and safe to call from several
+        threads, also while `update_weights` or `generate` runs. Raises EngineError where no server gives it.
+        """
+        ...
 
 
 def check_request(

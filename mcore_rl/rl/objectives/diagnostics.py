@@ -79,9 +79,12 @@ def update_statistics(
     if tokens.rollout_logprobs_T is not None:
         difference_T = log_difference(tokens.old_logprobs_T, tokens.rollout_logprobs_T)
         beyond_T |= is_beyond_limit(tokens.old_logprobs_T, tokens.rollout_logprobs_T)
-        sums["mismatch_kl"] = tokens.total(
-            kl_estimate(tokens.rollout_logprobs_T, tokens.old_logprobs_T, "k3")
-        )
+        mismatch_T = kl_estimate(tokens.rollout_logprobs_T, tokens.old_logprobs_T, "k3")
+        sums["mismatch_kl"] = tokens.total(mismatch_T)
+        if tokens.is_stale_T is not None:
+            # Weights of one version on both sides: what the engine does otherwise, without staleness.
+            sums["mismatch_kl_current"] = tokens.total(mismatch_T.where(~tokens.is_stale_T, 0.0))
+            sums["stale"] = tokens.total(tokens.is_stale_T.double())
         maxima["mismatch"] = difference_T.abs().where(tokens.mask_T, 0.0).max()
     sums["clamped"] = tokens.total(beyond_T.double())
     if correction_T is not None:
@@ -137,3 +140,11 @@ def update_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> It
     yield Metric("policy/log_ratio_min", -maxima["minus_log_ratio"])
     if "mismatch" in maxima:
         yield Metric("rollout/mismatch_max", maxima["mismatch"])
+
+
+def staleness_metrics(sums: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield, from the same statistics, which tokens older weights sampled, and the mismatch of the others."""
+    num_current = sums["count"] - sums["stale"]
+    yield Metric("rollout/stale_fraction", sums["stale"], sums["count"])
+    if num_current:
+        yield Metric("rollout/mismatch_kl_current_nats", sums["mismatch_kl_current"], num_current)

@@ -174,6 +174,7 @@ class PolicyHead:
             router_shift_T=None if self._router_shift is None else self._router_shift(),
             teacher_logprobs_T=microbatch.teacher_logprobs_T,
             teacher_kl_T=self._logprobs.teacher_kl(microbatch, output),
+            is_stale_T=microbatch.is_stale_T,
         )
         loss = policy_loss(tokens, self._config, self._mesh.cp, self._distill)
         maxima = {MAX + name: value.detach() for name, value in loss.maxima.items()}

@@ -65,6 +65,8 @@ class PolicyTokens:
     """Logprobs under the teacher; None: there is none."""
     teacher_kl_T: Tensor | None = None
     """KL to the teacher over the whole vocabulary, with gradient; None: it is estimated by the sampled token."""
+    is_stale_T: Tensor | None = None
+    """bool: positions whose token older weights sampled than the old policy's; None: there are none."""
 
     @property
     def log_ratio_T(self) -> Tensor:

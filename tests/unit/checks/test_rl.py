@@ -58,6 +58,10 @@ def violations(words):
         "prompts.task=arithmetic environment.name=calculator reward.parts=[numeric,environment] reward.weights=[1,0]",
         "prompts.task=seeds environment.name=guessing reward.parts=[environment] environment.arguments={guesses=5}",
         "environment.name=own.module:Game reward.parts=[environment] advantage.kind=steps loss.kind=gspo_token",
+        "rollout.max_staleness=4 engine.kind=my.module:engine loss.importance_sampling=truncate",
+        "rollout.max_staleness=4 engine.kind=my.module:engine loss.kind=gspo loss.importance_sampling=sequence_mask",
+        "rollout.max_staleness=1 engine.kind=my.module:engine update.old_logprobs=rollout",
+        "rollout.max_staleness=2 engine.kind=my.module:engine loss.kind=kimi_k2 advantage.kind=mean",
     ],
 )
 def test_these_settings_are_fine(words):
@@ -68,6 +72,27 @@ def test_these_settings_are_fine(words):
     ("words", "reason"),
     [
         ("prompts.task=file", "files is empty"),
+        ("rollout.max_staleness=1 loss.importance_sampling=mask", "train or generate"),
+        ("rollout.max_staleness=1 engine.kind=my.module:engine", "whose ratio starts at the sampler"),
+        (
+            "rollout.max_staleness=2 engine.kind=my.module:engine loss.kind=gspo",
+            'sampling="sequence_truncate".',
+        ),
+        (
+            "rollout.max_staleness=2 engine.kind=my.module:engine update.old_logprobs=rollout",
+            "or max_staleness=1",
+        ),
+        (
+            "rollout.max_staleness=2 engine.kind=my.module:engine loss.importance_sampling=mask "
+            "rollout.dynamic_sampling=true",
+            "refilled after its rewards",
+        ),
+        ("update.old_logprobs=rollout loss.importance_sampling=truncate", "every weight is 1"),
+        (
+            "rollout.max_staleness=1 engine.kind=my.module:engine loss.importance_sampling=mask prompts.task=seeds "
+            "environment.name=guessing reward.parts=[environment]",
+            "held turn by turn",
+        ),
         ("prompts.task=sorting prompts.files=[a]", "not read"),
         ("prompts.task=sorting prompts.file_weights=[1]", "has 1 weights for 0 files in rl.prompts.files"),
         ("prompts.task=file prompts.files=[a,b] prompts.file_weights=[1]", "has 1 weights for 2 files"),

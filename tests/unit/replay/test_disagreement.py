@@ -7,10 +7,11 @@ from mcore_rl.replay.accounts import RouteTotals
 from mcore_rl.replay.disagreement import DisagreementLimit
 
 
-def totals(*disjoint: float, compared: float = 1000.0) -> RouteTotals:
+def totals(*disjoint: float, compared: float = 1000.0, stale: float = 0.0) -> RouteTotals:
     layers = len(disjoint)
+    current_L = [compared - stale] * layers
     none, compared_L = [0.0] * layers, [compared] * layers
-    return RouteTotals(none, none, list(disjoint), compared_L, compared_L, 0.0, compared, 0.0, 0.0)
+    return RouteTotals(none, none, list(disjoint), compared_L, current_L, compared_L, 0.0, compared, 0.0, 0.0)
 
 
 def limit_of(setting: Any) -> DisagreementLimit:
@@ -28,6 +29,13 @@ def test_auto_is_three_times_the_first_share_of_the_layer_and_at_least_one_in_a_
 def test_auto_refuses_a_first_pass_with_more_than_one_in_ten() -> None:
     assert limit_of("auto").problem(totals(100.0)) is None
     assert "layer 0: 10.1% of 1000 tokens (limit 10.0%). " in str(limit_of("auto").problem(totals(101.0)))
+
+
+def test_routes_of_older_weights_are_no_part_of_the_share() -> None:
+    limit = limit_of(0.5)
+    assert limit.problem(totals(100.0, stale=800.0)) is None
+    assert "layer 0: 50.5% of 200 tokens (limit 50.0%). " in str(limit.problem(totals(101.0, stale=800.0)))
+    assert limit.problem(totals(0.0, stale=1000.0)) is None
 
 
 def test_a_share_is_a_limit_of_every_pass_and_none_is_no_limit() -> None:

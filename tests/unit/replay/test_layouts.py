@@ -68,6 +68,20 @@ def test_every_token_is_on_one_rank(layout: MicrobatchLayout) -> None:
     assert sorted(everywhere) == sorted(tokens)
 
 
+def test_routes_are_current_from_a_position_of_the_sample_on_wherever_it_lies() -> None:
+    layout = MicrobatchLayout(
+        ((SampleSpan(7, 3, 4), SampleSpan(9, 6, 8, first_current=3), SampleSpan(-1, 0, 4)),),
+        row_length=16,
+        packed=True,
+    )
+    for cp_rank in range(2):
+        part = local_tokens(layout, mesh(cp=2, cp_rank=cp_rank))  # type: ignore[arg-type]
+        real = part.is_real_t
+        names = [name for name in named(layout, mesh(cp=2, cp_rank=cp_rank)) if name != "-"]
+        stale = [n for n, current in zip(names, part.is_current_t[real].tolist(), strict=True) if not current]
+        assert stale == (["9.0", "9.1"], ["9.2"])[cp_rank]
+
+
 def test_positions_of_a_sample_rise() -> None:
     part = local_tokens(PACKED, mesh())  # type: ignore[arg-type]
     assert torch.equal(part.positions_of(1), torch.arange(6))

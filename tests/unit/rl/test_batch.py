@@ -14,12 +14,15 @@ ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
 CPU = torch.device("cpu")
 
 
-def sample(prompt: list[int], said: list[int], *, is_trained: bool = True) -> TrainedSample:
+def sample(
+    prompt: list[int], said: list[int], *, is_trained: bool = True, num_stale_tokens: int = 0
+) -> TrainedSample:
     return TrainedSample(
         tokens_T=torch.tensor(prompt + said),
         num_prompt_tokens=len(prompt),
         rollout_logprobs_C=-torch.tensor(said, dtype=torch.float32),
         is_trained=is_trained,
+        num_stale_tokens=num_stale_tokens,
     )
 
 
@@ -120,3 +123,17 @@ def test_context_parallel_ranks_hold_their_chunks_of_each_sample(rank: int) -> N
     assert batch.rollout_logprobs_T.tolist() == whole.rollout_logprobs_T[places].tolist()
     assert batch.mask_T.tolist() == whole.mask_T[places].tolist()
     assert batch.lengths_N.tolist() == [3, 2], "of whole samples"
+
+
+def test_stale_tokens_are_the_first_of_a_completion() -> None:
+    """Two of three tokens; none; all. Routes of the prompt are stale with the first token."""
+    samples = {
+        3: sample([11, 12], [21, 22, 23], num_stale_tokens=2),
+        5: sample([13], [24]),
+        8: sample([14, 15, 16], [25, 26], num_stale_tokens=2),
+    }
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=2)
+    batch = make_microbatch(samples, [3, 5, 8], limits, ALONE, CPU)
+    assert batch.inputs.labels_Bs[0][batch.is_stale_T].tolist() == [21, 22, 25, 26]
+    assert batch.first_current == (3, 0, 4)
+    assert [len(samples[n].tokens_T) - 1 for n in (3, 8)] == [4, 4]  # one position is current, and none

@@ -1,8 +1,9 @@
 """Records of a rollout."""
 
 import pytest
+import torch
 
-from mcore_rl.rl.types import Completion, VersionSpan, single_version
+from mcore_rl.rl.types import Completion, VersionSpan, grown_routes, single_version
 
 
 def completion(*versions: VersionSpan, length: int = 5) -> Completion:
@@ -15,6 +16,13 @@ def test_the_version_of_a_completion_is_that_of_its_first_token() -> None:
     assert completion(VersionSpan(3, 0, 2), VersionSpan(7, 2, 5)).policy_version == 3
     assert completion(*single_version(4, 5)).policy_version == 4
     assert completion(*single_version(4, 0), length=0).policy_version == 4
+
+
+def test_routes_of_a_continued_completion_stay_those_of_its_logprobs() -> None:
+    """Three tokens of prompt and two sampled: four rows; then three more sampled, with newer weights."""
+    before_TLK, now_TLK = torch.zeros(4, 2, 1, dtype=torch.uint8), torch.ones(7, 2, 1, dtype=torch.int32)
+    grown = grown_routes(before_TLK, now_TLK)
+    assert grown[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1, 1] and grown.dtype == torch.uint8
 
 
 @pytest.mark.parametrize(

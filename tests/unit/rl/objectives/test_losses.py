@@ -1,6 +1,7 @@
 """Objectives against the papers' formulas in float64: values and gradients."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import tensor
 
 from mcore_rl.config.rl import LossConfig
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.rl.objectives.diagnostics import update_metrics
+from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.objectives.losses import policy_loss
 from tests.unit.rl.ragged import ALONE, CUT, batch, over_sequences, responses, tokens_of, with_gradient
 
@@ -529,6 +530,21 @@ def test_a_probability_of_zero_costs_its_own_token_only_and_is_counted(kind, sig
     assert metrics["policy/clamped_fraction"] == pytest.approx(1 / int(rows["mask"].sum()))
     assert 0 <= metrics["policy/ratio_variance"] < 1e18
     assert all(abs(value) < 1e18 for value in metrics.values())
+
+
+def test_the_mismatch_of_current_tokens_leaves_out_those_that_older_weights_sampled():
+    rows = batch()
+    is_stale_T = torch.arange(rows["mask"].numel()) % 3 == 0
+    result = policy_loss(replace(tokens_of(rows), is_stale_T=is_stale_T), LossConfig(), ALONE)
+    metrics = reduced(staleness_metrics(numbers(result.sums)))
+    mask = rows["mask"].flatten()
+    difference = (rows["old_logprobs"] - rows["rollout_logprobs"]).flatten()[mask & ~is_stale_T]
+    assert metrics == {
+        "rollout/stale_fraction": pytest.approx(int((mask & is_stale_T).sum()) / int(mask.sum())),
+        "rollout/mismatch_kl_current_nats": pytest.approx(float((difference.exp() - 1 - difference).mean())),
+    }
+    result = policy_loss(replace(tokens_of(rows), is_stale_T=mask), LossConfig(), ALONE)
+    assert reduced(staleness_metrics(numbers(result.sums))) == {"rollout/stale_fraction": 1}
 
 
 def test_nothing_is_clamped_in_an_ordinary_batch():
