@@ -1,6 +1,6 @@
 """Conversations of JSON lines as token arrays; every line that cannot be used is named."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import Chat, Conversation, EncodedConversation
-from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
+from mcore_rl.data.records import Record, RecordReader, beyond_max, filled, listed
 from mcore_rl.errors import DataError
 
 
@@ -46,7 +46,7 @@ class Examples:
 
 def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Examples:
     """Return the conversations of `paths`, in order; one DataError lists the lines that cannot be trained on."""
-    reader = _Reader(config, chat)
+    reader = ConversationReader(config, chat)
     ids, assistant_mask, source_ends = [], [], [0]
     for path in paths:
         for example in reader.read(path):
@@ -72,49 +72,29 @@ def read_examples(paths: Sequence[str], config: SFTDataConfig, chat: Chat) -> Ex
     )
 
 
-class _Reader:
-    """A reader that collects problems, so that a user can correct all of them at once."""
+class ConversationReader(RecordReader[EncodedConversation]):
+    """A reader of conversations as tokens, those that fit in a packed sequence."""
 
     def __init__(self, config: SFTDataConfig, chat: Chat) -> None:
-        self.config = config
-        self.chat = chat
-        self.problems: list[str] = []
-        self.refused: list[str] = []
-        self.num_skipped = 0
-
-    def read(self, path: str) -> Iterator[EncodedConversation]:
-        """Yield the conversations of one file that fit in a packed sequence."""
-        num_lines = 0
-        for record in read_records(path):
-            num_lines += 1
-            number = record.line
-            try:
-                example = self._example(record)
-            except DataError as error:
-                self.problems.append(f"{path}:{number}: {error}.")
-                continue
-            length = len(example.ids_T) - 1
-            if length <= self.config.seq_length:
-                yield example
-            elif self.config.too_long == "skip":
-                self.num_skipped += 1
-            else:
-                self.refused.append(
-                    f"{path}:{number}: {length} tokens, and data.seq_length={self.config.seq_length}. Raise it, or set "
-                    'data.too_long="skip".'
-                )
-        if not num_lines:
-            self.refused.append(f"{path} is empty. Give it lines with conversations, or leave it out.")
+        super().__init__("conversations", skips_long=config.too_long == "skip")
+        self._config = config
+        self._chat = chat
 
     def _example(self, record: Record) -> EncodedConversation:
         """Return the conversation of a record; a DataError without file and line when there is nothing to train on."""
         if record.entry is None:
             raise DataError(record.problem)
-        conversation = _conversation(record.entry, self.config)
-        example = self.chat.encode(conversation)
+        conversation = _conversation(record.entry, self._config)
+        example = self._chat.encode(conversation)
         if not any(example.assistant_mask_T[1:]):
             raise DataError("the assistant has no text in it, as this template renders it")
         return example
+
+    def _excess(self, example: EncodedConversation) -> str | None:
+        length = len(example.ids_T) - 1
+        if length <= self._config.seq_length:
+            return None
+        return f"{length} tokens, and data.seq_length={self._config.seq_length}. Raise it"
 
 
 def _conversation(entry: Mapping[str, Any], config: SFTDataConfig) -> Conversation:

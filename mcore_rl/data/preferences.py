@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, takewhile
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.data.chat import Chat, Conversation, Message
 from mcore_rl.data.packing import padded
-from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
+from mcore_rl.data.records import Record, RecordReader, beyond_max, filled, listed
 from mcore_rl.errors import DataError
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
@@ -125,7 +125,7 @@ def read_preferences(
         packed_length: Positions of a microbatch, which holds all answers of a group.
         length_multiple: Multiple of positions to which each sequence is padded there.
     """
-    reader = _Reader(config, chat, packed_length, length_multiple)
+    reader = PreferenceReader(config, chat, packed_length, length_multiple)
     ids, is_answer = [], []
     sequence_starts, pair_starts, source_ends = [0], [0], [0]
     pairs: list[tuple[int, int]] = []
@@ -169,46 +169,26 @@ def read_preferences(
     )
 
 
-class _Reader:
-    """A reader that collects problems, so that a user can correct all of them at once."""
+class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
+    """A reader of comparisons, each with its answers as tokens, those that fit in a microbatch."""
 
     def __init__(
         self, config: PreferenceDataConfig, chat: Chat, packed_length: int, length_multiple: int
     ) -> None:
-        self.config = config
-        self.chat = chat
-        self.packed_length = packed_length
-        self.length_multiple = length_multiple
-        self.problems: list[str] = []
-        self.refused: list[str] = []
-        self.num_skipped = 0
+        super().__init__("preferences", skips_long=config.too_long == "skip")
+        self._config = config
+        self._chat = chat
+        self._packed_length = packed_length
+        self._length_multiple = length_multiple
         self.num_skipped_ties = 0
 
-    def read(self, path: str) -> Iterator[tuple[Comparison, list[_Sequence]]]:
-        """Yield the comparisons of one file that fit in a microbatch, each with its answers as tokens."""
-        num_lines = 0
-        for record in read_records(path):
-            num_lines += 1
-            try:
-                comparison = self._without_ties(comparison_of(record, self.config))
-                if not comparison.pairs:
-                    continue
-                sequences = _encode(comparison, self.chat)
-            except DataError as error:
-                self.problems.append(f"{path}:{record.line}: {error}.")
-                continue
-            if (excess := self._excess(sequences)) is None:
-                yield comparison, sequences
-            elif self.config.too_long == "skip":
-                self.num_skipped += 1
-            else:
-                self.refused.append(f'{path}:{record.line}: {excess}, or set data.too_long="skip".')
-        if not num_lines:
-            self.refused.append(f"{path} is empty. Give it lines with preferences, or leave it out.")
+    def _example(self, record: Record) -> tuple[Comparison, list[_Sequence]] | None:
+        comparison = self._without_ties(comparison_of(record, self._config))
+        return (comparison, _encode(comparison, self._chat)) if comparison.pairs else None
 
     def _without_ties(self, comparison: Comparison) -> Comparison:
         """Return the comparison without its ties where they are to be left out, and count those."""
-        if self.config.ties == "train" or TIE not in comparison.probabilities:
+        if self._config.ties == "train" or TIE not in comparison.probabilities:
             return comparison
         rest = [index for index, known in enumerate(comparison.probabilities) if known != TIE]
         self.num_skipped_ties += len(comparison.pairs) - len(rest)
@@ -223,10 +203,10 @@ class _Reader:
             tuple(comparison.probabilities[i] for i in rest),
         )
 
-    def _excess(self, sequences: Sequence[_Sequence]) -> str | None:
-        """Return what is too long about a group and how to make room for it; None: it fits."""
+    def _excess(self, example: tuple[Comparison, list[_Sequence]]) -> str | None:
+        _, sequences = example
         longest = max(sequences, key=lambda sequence: len(sequence.ids_T))
-        limit = self.config.seq_length
+        limit = self._config.seq_length
         if len(longest.ids_T) > limit:
             num_prompt = len(longest.ids_T) - sum(longest.is_answer_T)
             if num_prompt >= limit:
@@ -234,11 +214,11 @@ class _Reader:
             else:
                 what = f"prompt and answer have {num_prompt} + {sum(longest.is_answer_T)} tokens"
             return f"{what}, and data.seq_length={limit}. Raise it"
-        total = sum(padded(len(sequence.ids_T), self.length_multiple) for sequence in sequences)
-        if total > self.packed_length:
+        total = sum(padded(len(sequence.ids_T), self._length_multiple) for sequence in sequences)
+        if total > self._packed_length:
             return (
                 f"its {len(sequences)} answers with their prompts have {total} tokens together, and a microbatch has "
-                f"{self.packed_length}. Raise data.tokens_per_microbatch"
+                f"{self._packed_length}. Raise data.tokens_per_microbatch"
             )
         return None
 

@@ -4,13 +4,15 @@ import gzip
 import importlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 from mcore_rl.errors import ConfigError, DataError
 
+T = TypeVar("T")
 HUB = "hub:"
 """Begins the name of a dataset of the hub: hub:NAME, hub:NAME:SPLIT, hub:NAME#CONFIG:SPLIT."""
 GZIP = b"\x1f\x8b"
@@ -113,6 +115,54 @@ def filled(template: str, entry: Mapping[str, Any]) -> str:
         return str(entry[match[2]])
 
     return PLACEHOLDER.sub(value, template)
+
+
+class RecordReader(ABC, Generic[T]):
+    """A reader of examples `T` that collects problems, so that a user can correct all of them at once."""
+
+    def __init__(self, plural: str, *, skips_long: bool) -> None:
+        """Prepare to read.
+
+        Args:
+            plural: What the lines are, for messages.
+            skips_long: Whether examples that are too long are counted and left out; else each is refused.
+        """
+        self._plural = plural
+        self._skips_long = skips_long
+        self.problems: list[str] = []
+        """File, line and reason of each line that is no example."""
+        self.refused: list[str] = []
+        """A sentence for each example that is too long, and for each empty file."""
+        self.num_skipped = 0
+
+    @abstractmethod
+    def _example(self, record: Record) -> T | None:
+        """Return the example of a record, None: it is left out; a DataError without file and line if it is none."""
+
+    @abstractmethod
+    def _excess(self, example: T) -> str | None:
+        """Return what is too long about an example and how to make room for it; None: it fits."""
+
+    def read(self, path: str) -> Iterator[T]:
+        """Yield the examples of one file that fit."""
+        num_lines = 0
+        for record in read_records(path):
+            num_lines += 1
+            try:
+                example = self._example(record)
+            except DataError as error:
+                self.problems.append(f"{path}:{record.line}: {error}.")
+                continue
+            if example is None:
+                continue
+            if (excess := self._excess(example)) is None:
+                yield example
+            elif self._skips_long:
+                self.num_skipped += 1
+            else:
+                self.refused.append(f'{path}:{record.line}: {excess}, or set data.too_long="skip".')
+        if not num_lines:
+            self.refused.append(f"{path} is empty. Give it lines with {self._plural}, or leave it out.")
 
 
 def beyond_max(bad_lines: Sequence[str], max_bad: int | None) -> Sequence[str]:

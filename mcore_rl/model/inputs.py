@@ -55,6 +55,32 @@ class LocalMicrobatch:
         return inputs
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedMicrobatch:
+    """One packed sequence with what an objective needs of it; the model reads `inputs`."""
+
+    inputs: LocalMicrobatch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows (1) and length of the packed sequence before context parallelism cuts it."""
+        return self.inputs.shape
+
+    @property
+    def routed_tokens(self) -> Tensor | int:
+        """Number of positions on this rank that are no padding."""
+        return self.inputs.routed_tokens
+
+    @property
+    def packed_spans(self) -> tuple[Tensor, int] | None:
+        """Index of each position's sequence, -1 at padding, and the number of spans."""
+        return self.inputs.packed_spans
+
+    def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
+        """Return the keyword arguments of a chunk's forward."""
+        return self.inputs.model_inputs(with_labels=with_labels)
+
+
 def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMicrobatch:
     """Return the part of `microbatch` that this rank's model reads; each packed sequence is cut by itself."""
     rows, length = microbatch.tokens_BS.shape

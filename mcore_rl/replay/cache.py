@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.parallel.agree import world_max
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.replay.codec import RouteCodec
@@ -50,9 +49,9 @@ class RouteLocations:
 class RoutingCache:
     """Routes by (policy version, sample), independent of microbatches, packing and mesh.
 
-    A rank keeps the positions that its routers saw in the pass that recorded them, for its own layers. `redistribute`
-    fetches what another layout of the same samples needs; replay/from_rollouts.py fills a cache with the routes of a
-    rollout engine.
+    A rank keeps the positions that its routers saw in the pass that recorded them, for its own layers. `receive`
+    replaces them by what another layout of the same samples needs; replay/from_rollouts.py fills a cache so with the
+    routes of a rollout engine.
 
     A route is kept as a code: the expert's index, plus `num_experts` where the expert had no room for the token
     (`model.moe.capacity_factor`), so that a dropped choice is imposed as a dropped choice.
@@ -180,17 +179,6 @@ class RoutingCache:
                 needed[sample] = NeededPositions(length, tokens.positions_of(index))
         return needed
 
-    def redistribute(self, version: int, layouts: Sequence[MicrobatchLayout], mesh: Mesh) -> None:
-        """Collective over the world: fetch what a pass over `layouts` needs from the ranks that have it.
-
-        Nothing is sent when no rank lacks anything.
-        """
-        needed = self.needed_positions(layouts, mesh)
-        lacks = not all(self._has(version, sample, positions) for sample, positions in needed.items())
-        # All ranks exchange or none does: a rank that has everything may have what another one lacks.
-        if world_max(int(lacks)):
-            self.receive(version, self.offers(version), needed, mesh.world)
-
     def receive(
         self,
         version: int,
@@ -211,25 +199,6 @@ class RoutingCache:
             )
             first += len(routes.position_n)
 
-    def offers(self, version: int) -> dict[int, OfferedRoutes]:
-        """Return the routes of a version that this rank can give to others."""
-        return {sample: self._offer(version, sample) for sample in self.samples(version)}
-
-    def _has(self, version: int, sample: int, needed: NeededPositions) -> bool:
-        cached = self._samples.get((version, sample))
-        return cached is not None and bool(torch.isin(needed.position_n, cached.position_n).all())
-
-    def _offer(self, version: int, sample: int) -> OfferedRoutes:
-        cached = self._samples[version, sample]
-        assert cached.checksum_l is not None, f"sample {sample}: its pass has not finished"
-        return OfferedRoutes(
-            num_tokens=cached.num_tokens,
-            layers=self.layers,
-            position_n=cached.position_n,
-            checksum_l=cached.checksum_l,
-            read=lambda index_n: self.codes(cached, index_n),
-        )
-
 
 def _rows(cached: CachedSample | None, length: int, position_n: Tensor) -> tuple[Tensor, str]:
     """Return the indices of positions in a cached sample, and why they cannot be read ("": they can)."""
@@ -243,7 +212,7 @@ def _rows(cached: CachedSample | None, length: int, position_n: Tensor) -> tuple
     if len(position_n) and (
         int(row_n.max()) >= len(cached.position_n) or not torch.equal(cached.position_n[row_n], position_n)
     ):
-        return row_n, "this rank has other positions of it than the pass needs; redistribute the cache first"
+        return row_n, "this rank has other positions of it than the pass needs"
     return row_n, ""
 
 

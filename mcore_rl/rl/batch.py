@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.packing import padded
 from mcore_rl.data.plan import PackingLimits
-from mcore_rl.model.inputs import LocalMicrobatch, localize
+from mcore_rl.model.inputs import PackedMicrobatch, localize
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.sequence import zigzag_spans
 from mcore_rl.rl.objectives.aggregation import BatchTotals
@@ -96,13 +96,12 @@ class TrainedSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyMicrobatch:
+class PolicyMicrobatch(PackedMicrobatch):
     """One packed sequence of samples: the `T` positions of it that this context-parallel rank has.
 
     Index t of a tensor `[T]` belongs to token t + 1, the one predicted at t.
     """
 
-    inputs: LocalMicrobatch
     samples: tuple[int, ...]
     """Indices in the rollout batch, in the order of the packed sequence."""
     spans: tuple[tuple[int, int], ...]
@@ -135,25 +134,6 @@ class PolicyMicrobatch:
     """Numbers that the critic's values are trained towards."""
     advantages_T: Tensor | None = None
     loss_weights_T: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows (1) and length of the packed sequence before context parallelism cuts it."""
-        return self.inputs.shape
-
-    @property
-    def routed_tokens(self) -> Tensor | int:
-        """Number of positions on this rank that are no padding."""
-        return self.inputs.routed_tokens
-
-    @property
-    def packed_spans(self) -> tuple[Tensor, int] | None:
-        """Index of each position's sample, -1 at padding, and the number of spans."""
-        return self.inputs.packed_spans
-
-    def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
-        """Return the keyword arguments of a chunk's forward."""
-        return self.inputs.model_inputs(with_labels=with_labels)
 
     def with_advantages(self, advantages: Mapping[int, Tensor], loss_weights_N: Tensor) -> "PolicyMicrobatch":
         """Return the microbatch with the advantage and the loss weight of each trained position, zeros elsewhere.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import lcm
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.data.plan import PackingLimits
 from mcore_rl.data.preference_batches import PackedPreferences, PreferenceOrder, pack_groups, plan_batch
 from mcore_rl.data.preferences import Preferences
-from mcore_rl.model.inputs import LocalMicrobatch, localize
+from mcore_rl.model.inputs import PackedMicrobatch, localize
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.parallel.schedule import Head, HeadOutput, run_pass
@@ -32,14 +32,13 @@ tokens, and the fast ones are for round numbers, there and on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreferenceMicrobatch:
+class PreferenceMicrobatch(PackedMicrobatch):
     """One packed sequence of `N` prompts with an answer, and `P` pairs of these; the `T` positions of it that this
     context-parallel rank has. Every context-parallel rank has all pairs. N and P may be 0.
 
     Index t of a tensor `[T]` belongs to token t + 1, the one predicted at t, but for `is_last_T`.
     """
 
-    inputs: LocalMicrobatch
     mask_T: Tensor
     """bool: positions that predict a token of an answer."""
     sequence_T: Tensor
@@ -58,25 +57,6 @@ class PreferenceMicrobatch:
     """Index in the Preferences of each sequence."""
     reference_logprobs_N: Tensor | None = None
     """float64: logprob of each whole answer under the reference model, in nats; None: no reference is used."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows (1) and length of the packed sequence before context parallelism cuts it."""
-        return self.inputs.shape
-
-    @property
-    def routed_tokens(self) -> Tensor | int:
-        """Number of positions on this rank that are no padding."""
-        return self.inputs.routed_tokens
-
-    @property
-    def packed_spans(self) -> tuple[Tensor, int] | None:
-        """Index of each position's sequence, -1 at padding, and the number of spans."""
-        return self.inputs.packed_spans
-
-    def model_inputs(self, *, with_labels: bool) -> dict[str, Any]:
-        """Return the keyword arguments of a chunk's forward."""
-        return self.inputs.model_inputs(with_labels=with_labels)
 
     def sequence_sums(self, values_T: Tensor, cp: Axis) -> Tensor:
         """Collective over `cp` (in the forward only): sum `[T]` over each whole sequence, float64 `[N]`.

@@ -223,15 +223,18 @@ class Run:
 
     def saved(self) -> dict[int, SavedRoutes]:
         """Return the routes of each sample that this rank has cached."""
+        cached = {
+            sample: self.cache.sample(self.version, sample) for sample in self.cache.samples(self.version)
+        }
         return {
             sample: SavedRoutes(
-                held.num_tokens,
-                held.layers,
-                held.position_n,
-                held.checksum_l,
-                held.read(torch.arange(len(held.position_n))),
+                routes.num_tokens,
+                self.cache.layers,
+                routes.position_n,
+                routes.checksum_l,
+                self.cache.codes(routes, torch.arange(len(routes.position_n))),
             )
-            for sample, held in self.cache.offers(self.version).items()
+            for sample, routes in cached.items()
         }
 
     def load(self, saved: Mapping[int, SavedRoutes]) -> None:
