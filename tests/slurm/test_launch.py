@@ -1,12 +1,13 @@
-"""`mcore-rl launch` and `mcore-rl jobs` as a user types them."""
+"""`mcore-rl launch`, `jobs` and `attach` as a user types them, and a node that fails again and again meanwhile."""
 
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.training import losses
+from tests.slurm.training import ends, job, losses, submit
 
 CLUSTER = """
 name = "throw-away"
@@ -36,8 +37,25 @@ nodes = 4
 [sft]
 config = "data/sft.toml"
 fields = ["run_dir=tuned", "train.steps=3", "checkpoint.load=launched", "checkpoint.load_optimizer=false",
-  "mesh.dp=auto"]
+  "mesh.dp=auto", "data.train=['answers.jsonl']"]
 nodes = 2
+[convert]
+arguments = ["export", "tuned", "exported"]
+"""
+ON_N2 = """
+import os, pathlib, signal, sys, time
+
+run = pathlib.Path(next(word for word in sys.argv if word.startswith("run_dir=")).partition("=")[2])
+node, attempt = os.environ["SLURMD_NODENAME"], run / f"ranks/{os.environ.get('SLURM_RESTART_COUNT', 0)}"
+attempt.mkdir(parents=True, exist_ok=True)
+(attempt / node).touch()
+while len(list(attempt.iterdir())) < 2:
+    time.sleep(0.1)
+if node == "n2":
+    os.kill(os.getpid(), signal.SIGKILL)
+if (attempt / "n2").exists():
+    time.sleep(60)
+(run / "DONE").touch()
 """
 
 
@@ -55,7 +73,27 @@ def folder(cluster: Cluster) -> Path:
     return cluster.shared
 
 
-def test_a_pipeline_is_shown_submitted_runs_to_its_end_and_is_told_of(cluster: Cluster, folder: Path) -> None:
+@dataclass(frozen=True)
+class Failing:
+    """A job on two nodes whose rank is killed whenever it runs on n2."""
+
+    id: str
+    run_dir: Path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def failing(cluster: Cluster) -> Failing:
+    """Submitted before all tests: it mostly waits to be requeued."""
+    (cluster.shared / "fails_on_n2.py").write_text(ON_N2)
+    script = job(cluster, "failing", module="fails_on_n2", starter="srun", max_attempts=4)
+    return Failing(submit(cluster, script), Path(script.run_dir))
+
+
+def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_stage_is_mended(
+    cluster: Cluster, folder: Path
+) -> None:
+    good = (cluster.shared / "data/chat.jsonl").read_text()
+    (folder / "answers.jsonl").write_text(good.replace('"line 6"', '"line 6', 1))
     words = (
         "launch",
         "pipeline.toml",
@@ -70,14 +108,36 @@ def test_a_pipeline_is_shown_submitted_runs_to_its_end_and_is_told_of(cluster: C
 
     launched = mcore_rl(cluster, *words)
     assert launched.returncode == 0, launched.stderr
-    pretrain, sft = launched.stdout.split()
+    pretrain, sft, convert = launched.stdout.split()
     assert cluster.job(sft)["Dependency"].startswith(f"afterok:{pretrain}")
     again = mcore_rl(cluster, *words)
     assert again.returncode == 2 and f'launched" is in use by job {pretrain}' in again.stderr
     assert {"PENDING", "RUNNING"} & set(mcore_rl(cluster, "jobs", "tuned").stdout.split())
+    cluster.until_state(pretrain, ["RUNNING"], 60)
+    last = cluster.hosts(pretrain)[-1]
+    attached = mcore_rl(
+        cluster, "attach", "launched", "--node", last, "--", "sh", "-c", "echo $SLURM_JOB_ID on $(hostname)"
+    )
+    assert attached.stdout == f"{pretrain} on {last}\n", attached.stderr
 
-    assert cluster.until_state(sft, ENDED, 600) == "COMPLETED"
+    # The seventh line of the data of the middle stage is broken: that stage fails, and the last one never starts.
+    assert cluster.until_state(sft, ENDED, 600) == "FAILED"
+    assert cluster.until_state(convert, ENDED, 60) == "CANCELLED"
     assert cluster.state(pretrain) == "COMPLETED"
+    cause = "DataError: answers.jsonl:7: not JSON"
+    log = (folder / f"tuned/logs/{sft}.log").read_text().splitlines()
+    assert "first cause: rank " in log[1] and cause in log[1], log
+    told = mcore_rl(cluster, "jobs", "tuned", "runs/pipeline/convert").stdout.splitlines()
+    assert cause in told[1] and f"not started: both-sft (job {sft}, " in told[2] and cause in told[2], told
+    (folder / "answers.jsonl").write_text(good)
+    trained = (folder / "launched/metrics.jsonl").read_bytes()
+    mended = mcore_rl(cluster, *words)
+    assert mended.returncode == 0 and "pretrain: finished and skipped" in mended.stderr, mended.stderr
+    sft, convert = mended.stdout.split()
+    assert cluster.until_state(convert, ENDED, 600) == "COMPLETED"
+    assert (folder / "launched/metrics.jsonl").read_bytes() == trained
+    assert (folder / "exported/model.safetensors").exists()
+
     assert list(losses(folder / "launched")) == list(range(1, 7)) and len(losses(folder / "tuned")) == 3
     assert (folder / "launched/launch/0/code/mcore_rl/run/pretrain.py").exists()
     script = (folder / "launched/launch/0/job.sbatch").read_text()
@@ -88,3 +148,22 @@ def test_a_pipeline_is_shown_submitted_runs_to_its_end_and_is_told_of(cluster: C
         ["launched", pretrain, "DONE", "1", "6"],
         ["tuned", sft, "DONE", "1", "3"],
     ]
+
+
+def test_a_node_that_fails_three_times_is_left_out_and_is_the_first_cause_each_time(
+    cluster: Cluster, failing: Failing
+) -> None:
+    assert cluster.until_state(failing.id, ENDED, 200) == "COMPLETED"
+    assert ends(failing.run_dir) == [("crash", "requeue")] * 3 + [("finished", "0")]
+    ended = cluster.job(failing.id)
+    assert (ended["ExcNodeList"], ended["Restarts"]) == ("n2", "3")
+    assert "n2" not in cluster.hosts(failing.id)
+    lines = (failing.run_dir / f"logs/{failing.id}.log").read_text().splitlines()
+    for attempt in range(3):
+        said = [line.partition(f"[{failing.id}.{attempt}] ")[2] for line in lines]
+        first, second = [line for line in said if line][:2]
+        assert (
+            first.startswith("on n[1-2], from step 0")
+            and second == "first cause: rank 1 on n2 was killed by SIGKILL"
+        )
+    assert any("n2 crashed in 3 of the last 10 attempts: it is excluded" in line for line in lines)
