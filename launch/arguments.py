@@ -102,7 +102,11 @@ def _slurm(job: argparse._ArgumentGroup) -> None:
 def _servers(servers: argparse._ArgumentGroup) -> None:
     servers.add_argument("--servers", type=positive, default=0, metavar="N", help="number of server nodes")
     servers.add_argument(
-        "--server-command", default="", metavar="LINE", help="command that runs on each server node"
+        "--server-command",
+        default="",
+        metavar="LINE",
+        help="command that runs on each server node (default: the servers of rl.engine.kind, whose addresses "
+        "rl.engine.urls gets)",
     )
     servers.add_argument(
         "--server-field",

@@ -107,11 +107,14 @@ class Component:
     """Name of lower-case letters and `_`; the program finds its hosts, separated by commas, in <NAME>_HOSTS."""
     nodes: int
     command: str
-    """Line of bash that runs once on each of its nodes."""
+    """Line of bash that runs once on each of its nodes; {python} stands for the Python of the job."""
     sbatch: tuple[str, ...] = ()
     """#SBATCH options of the component: `--gpus-per-node=8`, `--partition=...`."""
     program_arguments: tuple[str, ...] = ()
-    """Arguments that it adds to the program; {hosts} stands for its hosts, separated by commas."""
+    """Arguments that it adds to the program; {hosts} stands for its hosts, separated by commas, {urls} for the quoted
+    addresses of all ports."""
+    ports: int = 0
+    """Ports that each of its nodes listens on, from <NAME>_PORT on, which depends on the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

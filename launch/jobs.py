@@ -110,7 +110,7 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
         checkpoint=last_step(run),
         age_s=datetime.now(UTC).timestamp() - newest if newest else None,
         nodes=(job.nodes if job else "") or str(attempts[0].get("nodes", "") if attempts else ""),
-        why="; ".join(part for part in (reason, *warnings) if part),
+        why="; ".join(part for part in (reason, *_health_of_servers(run), *warnings) if part),
     )
 
 
@@ -168,6 +168,17 @@ def _why(
     elif last.get("event") == "start" and not (job and job.is_alive):
         reasons.append("its last attempt ended without a record: see logs/latest")
     return "; ".join(reasons)
+
+
+def _health_of_servers(run: Path) -> Iterator[str]:
+    """Yield how many inference servers have the weights, and which have not; nothing for a run without servers."""
+    try:
+        servers = json.loads((run / "servers" / "status.json").read_text(encoding="utf-8"))["servers"]
+        living = [entry["url"] for entry in servers if entry["is_serving"]]
+        silent = [entry["url"] for entry in servers if not entry["is_serving"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    yield f"servers {len(living)}/{len(servers)}{', without ' if silent else ''}{', '.join(silent)}"
 
 
 def _consequence(then: str) -> str:

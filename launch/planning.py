@@ -25,6 +25,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.pipeline import ConversionStage
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.errors import ConfigError
 
@@ -81,7 +82,7 @@ def plan_training(
     refuse(list(_unknown_fields(config, options)))
     run_dir = Path(config.run_dir).absolute()
     config = config.model_copy(update={"run_dir": str(run_dir), "checkpoint": _surviving(config.checkpoint)})
-    checked = check_training(PROGRAMS[program], config, cluster, nodes, allowances)
+    checked = check_training(PROGRAMS[program], _with_servers(config, options), cluster, nodes, allowances)
     folder = next_folder(run_dir)
     ranks = cluster.node.ranks_per_node
     gpus = cluster.node.gpus
@@ -98,7 +99,7 @@ def plan_training(
         signal_s=cluster.survival.signal_s,
         array=options.array,
         array_field=options.array_field,
-        components=_servers(cluster, options),
+        components=_servers(config, cluster, options, folder),
         bind=cluster.node.bind and cluster.slurm.exclusive,
         node_check=cluster.checks.node,
         gpus_per_node=gpus,
@@ -237,16 +238,59 @@ def _unknown_fields(config: RunConfig, options: JobOptions) -> Iterator[str]:
             yield f"{option} {key}: the config has no such field. {remedy}"
 
 
-def _servers(cluster: ClusterConfig, options: JobOptions) -> tuple[Component, ...]:
+def _with_servers(config: RunConfig, options: JobOptions) -> RunConfig:
+    """Return the config as the job completes it, for its checks: the addresses of servers are known when it starts."""
+    if not options.servers or not _is_served(config):
+        return config
+    assert isinstance(config, RlRunConfig)
+    if config.rl.engine.urls or config.rl.engine.count:
+        raise ConfigError(
+            f"--servers {options.servers} with rl.engine.count={config.rl.engine.count} and rl.engine.urls="
+            f"{list(config.rl.engine.urls)}: the job starts the servers and sets their addresses. Clear both."
+        )
+    urls = tuple(f"http://server{index}:20000" for index in range(options.servers))
+    engine = config.rl.engine.model_copy(update={"urls": urls})
+    return config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
+
+
+def _shared_transport(config: RlRunConfig) -> tuple[str, ...]:
+    """Return the field with a folder for weights that servers on other nodes see too, unless the config has one."""
+    engine = config.rl.engine
+    if engine.transport != "files" or engine.transport_dir is not None:
+        return ()
+    return (f"rl.engine.transport_dir={Path(config.run_dir) / 'servers' / 'weights'}",)
+
+
+def _is_served(config: RunConfig) -> bool:
+    return isinstance(config, RlRunConfig) and config.rl.engine.is_served
+
+
+def _servers(
+    config: RunConfig, cluster: ClusterConfig, options: JobOptions, folder: Path
+) -> tuple[Component, ...]:
     if not options.servers:
         if options.server_command or options.server_field:
             raise ConfigError(
                 "--server-command and --server-field need --servers N, the number of server nodes."
             )
         return ()
-    if not options.server_command:
+    command, ports = options.server_command, 0
+    arguments: tuple[str, ...] = (f"{options.server_field}={{hosts}}",) if options.server_field else ()
+    if not command and isinstance(config, RlRunConfig) and config.rl.engine.is_served:
+        size = config.rl.engine.tensor_parallel
+        if cluster.node.gpus % size:
+            raise ConfigError(
+                f"rl.engine.tensor_parallel={size} does not divide the {cluster.node.gpus} GPUs of a node of "
+                f"{cluster.name}. Set it to a divisor."
+            )
+        ports = max(1, cluster.node.gpus // size)
+        words = shlex.join(["serve", str(folder / "config.toml"), "--count", str(ports)])
+        command = f'exec {{python}} -m mcore_rl.run.cli {words} --port "$SERVER_PORT"'
+        arguments = ("rl.engine.urls=[{urls}]", *_shared_transport(config))
+    if not command:
         raise ConfigError(
-            f"--servers {options.servers} needs --server-command, the command that runs on them."
+            f"--servers {options.servers} needs --server-command, the command that runs on them, or "
+            'rl.engine.kind="vllm" or "sglang", whose servers the job starts.'
         )
     slurm = cluster.slurm
     named = {
@@ -261,9 +305,10 @@ def _servers(cluster: ClusterConfig, options: JobOptions) -> tuple[Component, ..
         Component(
             name="server",
             nodes=options.servers,
-            command=options.server_command,
+            command=command,
             sbatch=(*requested, *sbatch_options(cluster, cluster.node.gpus)),
-            program_arguments=(f"{options.server_field}={{hosts}}",) if options.server_field else (),
+            program_arguments=arguments,
+            ports=ports,
         ),
     )
 

@@ -64,6 +64,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/started_prompts",
         "rollout/mismatch_kl_current_nats",
     ),
+    "rl through servers": ("servers/*",),
     "rl with a critic": (
         "critic/*",
         "values/*",

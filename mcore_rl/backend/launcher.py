@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +45,13 @@ STAGE_FILE = "MCORE_RL_STAGE_FILE"
 """Environment variable with the file in which rank 0 tells `launch_local` that it trains, or stops as it was asked."""
 TRAINING, STOPPING = "training", "stopping"
 PR_SET_PDEATHSIG = 1
+OF_RANKS = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", FAILURES, STAGE_FILE, SECRET_FILE),
+    }
+)
+"""Environment variables of a rank, which other programs of torch would take for their own."""
 
 
 @dataclass(slots=True)
@@ -129,6 +136,34 @@ def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path
             _end(ranks)
             stage.unlink(missing_ok=True)
             secret.unlink(missing_ok=True)
+
+
+def start_server(
+    command: Sequence[str], settings: Mapping[str, str], defaults: Mapping[str, str], log: Path
+) -> "subprocess.Popen[bytes]":
+    """Start a process that is no rank of the run, in a process group of its own, so that Ctrl-C does not reach it.
+
+    Args:
+        command: Program and arguments.
+        settings: Environment variables that it gets beside those of this process, without those of a launcher.
+        defaults: Environment variables that it gets where this process has none of their names.
+        log: File to which its output is added.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            list(command),
+            env={**defaults, **inherited, **settings},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+
+def environment_variable(name: str) -> str | None:
+    """Return an environment variable that the user's config names; None where it is not set or empty."""
+    return os.environ.get(name) or None
 
 
 def raise_open_files() -> None:

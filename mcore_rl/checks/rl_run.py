@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mcore_rl.checks.engine import engine_violations
 from mcore_rl.checks.replay import replay_violations
 from mcore_rl.checks.rl import rl_violations
 from mcore_rl.checks.run import chat_violations, refuse, run_violations, schedule_violations
@@ -21,6 +22,7 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
         [
             *run_violations(config, world_size, config.packed_length, length_field),
             *rl_violations(config.rl),
+            *engine_violations(config),
             *replay_violations(config.replay, config.model),
             *chat_violations(config.data.tokenizer, config.data.chat_template, "prompts"),
             *_lengths(config),
@@ -133,10 +135,10 @@ def _texts(config: RlRunConfig, world_size: int) -> Iterator[str]:
 
 
 def _model(config: RlRunConfig) -> Iterator[str]:
-    if config.platform.layers == "te":
+    if config.platform.layers == "te" and not config.rl.engine.is_served:
         yield (
             'platform.layers="te": the rollout engine in this process runs on our layers, and a policy that trains on '
-            'others would not be the one that sampled. Set platform.layers="torch".'
+            'others would not be the one that sampled. Set platform.layers="torch", or rl.engine.kind="vllm".'
         )
     for name in ("attention_dropout", "hidden_dropout"):
         if rate := getattr(config.model, name):

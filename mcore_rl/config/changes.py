@@ -22,7 +22,10 @@ EXACT = (
 samples twice or never, and is no longer the run that it resumes. `numerics` is no field: the code decides it."""
 EVALUATED = ("data.valid", "data.test")
 """Fields in a section of EXACT that no training step reads."""
-NOT_COMPARED = ("run_dir", "checkpoint", "log", "train.hang_s", "platform.timeout_s", "data.cache_dir")
+NOT_COMPARED = (
+    *("run_dir", "checkpoint", "log", "train.hang_s", "platform.timeout_s", "data.cache_dir"),
+    "rl.engine.urls",
+)
 """Fields and sections that change no number of a training."""
 
 

@@ -6,7 +6,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl import RlConfig
-from mcore_rl.config.run import RunConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.config.section import Section
 
 
@@ -22,7 +22,8 @@ class RlDataConfig(Section):
 class RlRunConfig(RunConfig):
     """`mcore-rl rl`. Steps are optimizer steps here too: a rollout batch takes `updates_per_rollout` of them.
 
-    The policy generates and trains on the same layers, so platform.layers="auto" is "torch".
+    With rl.engine.kind="native" the policy generates and trains on the same layers, so platform.layers="auto" is
+    "torch"; with servers it trains on those that pretraining takes.
     """
 
     run_dir: str = "runs/rl"
@@ -30,6 +31,15 @@ class RlRunConfig(RunConfig):
     data: RlDataConfig = RlDataConfig()
     rl: RlConfig = RlConfig()
     replay: ReplayConfig = ReplayConfig()
+
+    @property
+    def platform_in_use(self) -> PlatformConfig:
+        """The section `platform`, with the layers that the rollout engine allows: its cache of keys and values in this
+        process needs our own attention, not TransformerEngine's.
+        """
+        if self.rl.engine.is_served:
+            return self.platform
+        return self.platform.model_copy(update={"layers": "torch"})
 
     @property
     def freezes_router(self) -> bool:

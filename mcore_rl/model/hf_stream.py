@@ -117,8 +117,10 @@ def iter_hf_weights(
     buckets: dict[str, list[_Target]] = {}
     for target in targets:
         buckets.setdefault(bucket_of(target.name), []).append(target)
+    # A replica beside the first has no shard of its own to take it from.
+    device = next(chunks[0].parameters()).device
     for name, members in buckets.items():
-        bucket = Bucket(name, _gathered(members, shards, mesh, to_rank))
+        bucket = Bucket(name, _gathered(members, shards, mesh, to_rank, device))
         yield bucket
         # The reader may still have the bucket while it asks for the next one.
         bucket.tensors.clear()
@@ -216,10 +218,14 @@ def _windows(shard: LocalShard, rank: int, index: int) -> Iterator[_Window]:
 
 @torch.no_grad()
 def _gathered(
-    targets: Sequence[_Target], shards: Sequence[LocalShard], mesh: Mesh, to_rank: int
+    targets: Sequence[_Target],
+    shards: Sequence[LocalShard],
+    mesh: Mesh,
+    to_rank: int,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Collective over the world: return the tensors on `to_rank`, {} on the others."""
-    rank, device = mesh.world.rank, shards[0].data.device
+    rank = mesh.world.rank
     tensors = {}
     if rank == to_rank:
         tensors = {

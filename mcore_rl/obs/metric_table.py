@@ -189,6 +189,20 @@ METRICS: dict[str, MetricRow] = {
     "pairs/chosen_longer_fraction": MetricRow(
         "fraction", MEAN, "Pairs of answers of different lengths whose longer one is the chosen one."
     ),
+    "servers/living": MetricRow("servers", LAST, "Inference servers that have the weights of this step."),
+    "servers/retried_requests": MetricRow(
+        "requests", SUM, "Requests that a server did not answer as it should, and another one got."
+    ),
+    "servers/update_s": MetricRow(
+        "s", MEAN, "Wall time of sending the weights to the servers, with the probe."
+    ),
+    "servers/update_bytes": MetricRow("bytes", MEAN, "Weights that are sent in an update."),
+    "servers/probe_nats": MetricRow(
+        "nats/token",
+        MAX,
+        "Largest difference of a logprob of fixed texts between a server and the trainer after an update (fp32), or "
+        "the mean difference (rl.engine.probe_tolerance).",
+    ),
     "rollout/mismatch_kl_nats": MetricRow(
         "nats/token", MEAN, "KL(rollout policy || old policy), estimator k3: the rollout-training mismatch."
     ),

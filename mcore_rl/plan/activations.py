@@ -26,15 +26,10 @@ INDEX_BYTES = 8
 def layers_of(config: RunConfig) -> Layers:
     """Return whose layers a run uses on GPUs: `auto` takes TransformerEngine to be installed there, as it should be.
 
-    Reinforcement learning runs on ours, which its rollout engine shares.
+    Reinforcement learning runs on ours where its rollout engine shares them.
     """
-    if (
-        isinstance(config, RlRunConfig)
-        or config.platform.layers == "torch"
-        or config.platform.device == "cpu"
-    ):
-        return "torch"
-    return "te"
+    platform = config.platform_in_use if isinstance(config, RlRunConfig) else config.platform
+    return "torch" if platform.layers == "torch" or platform.device == "cpu" else "te"
 
 
 @dataclass(frozen=True)

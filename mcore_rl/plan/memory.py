@@ -217,7 +217,11 @@ def _memory(
 
 
 def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
-    """Return the bytes of the native engine's cache, whose every slot has room for the longest sample."""
+    """Return the bytes of the native engine's cache, whose every slot has room for the longest sample; 0 with servers,
+    which have other GPUs.
+    """
+    if config.rl.engine.is_served:
+        return 0
     model, mesh = config.model, config.mesh
     element = 2 if config.platform.precision == "bf16" else 4
     replicas = world_size // mesh.model_parallel

@@ -13,6 +13,7 @@ from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.rl.batch import Minibatch
 from mcore_rl.rl.critic import critic_metrics
+from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
@@ -212,6 +213,11 @@ class RlTrainer(Trainer):
             *memory_metrics(state.platform.device),
             *self._waiting_metrics(),
         ]
+        engine = self.rollouts.engine
+        if isinstance(engine, ServedEngine):
+            metrics += engine.take_metrics()
+            for line in engine.take_lines():
+                self.log.message(line, step=state.progress.step)
         metrics += take_auxiliary_losses(state)
         if self._load is not None:
             metrics += self._load.gather(state.mesh).metrics()

@@ -249,6 +249,19 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a config, the number of servers on this machine, and their ports."""
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    _overrides(parser)
+    parser.add_argument("--count", type=positive, default=1, help="servers on this machine (default 1)")
+    parser.add_argument(
+        "--port",
+        type=positive,
+        default=8000,
+        help="port of the first server; each next one adds 1 (default 8000)",
+    )
+
+
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare an action, its folders, and how to go about it."""
     meanings = {
@@ -602,6 +615,14 @@ COMMANDS: dict[str, Command] = {
         example="mcore-rl probe runs/a --url http://node7:8000",
         add_arguments=probe_arguments,
         module="mcore_rl.run.probe",
+    ),
+    "serve": Command(
+        summary="Start the inference servers of an RL config on this machine, for rl.engine.urls of a training "
+        "elsewhere, and start them anew when they end. Their weights come from the training.",
+        example="mcore-rl serve qwen3_30b_a3b/gspo rl.engine.kind=vllm --count 4 --port 8000",
+        add_arguments=serve_arguments,
+        module="mcore_rl.run.serve",
+        config=RlRunConfig,
     ),
     "convert": Command(
         summary="Convert checkpoints between Hugging Face's and Megatron's formats, and prove that nothing was lost.",

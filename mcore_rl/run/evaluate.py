@@ -47,7 +47,7 @@ def evaluate(config: RlRunConfig) -> None:
     prompts = load_prompts(config)
     if not prompts.held_out:
         raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
-    settings = config.platform.model_copy(update={"layers": "torch", "recompute": "none"})
+    settings = config.platform_in_use.model_copy(update={"recompute": "none"})
     platform = platforms.start(settings)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
@@ -55,6 +55,7 @@ def evaluate(config: RlRunConfig) -> None:
     stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
     failures = FailureReport(_complain, folder=None)
     with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
+        rollouts.engine.update_weights(0)
         groups, statistics = evaluate_policy(rollouts, prompts.held_out, config.rl.eval)
         warning = rollouts.truncation_warning(groups, statistics)
     if platform.rank == 0:

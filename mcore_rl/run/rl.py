@@ -30,6 +30,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.rl.critic import Critic, critic_routes
+from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.environments.trial import try_environment
 from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.learner import Learner
@@ -60,8 +61,7 @@ def train(config: RlRunConfig) -> None:
     check_rl(config, world_size_of_launcher())
     prompts = load_prompts(config)
     text_source = read_texts(config, prompts.tokenizer)
-    # The engine's cache of keys and values needs our own attention, not TransformerEngine's.
-    platform = platforms.start(config.platform.model_copy(update={"layers": "torch"}))
+    platform = platforms.start(config.platform_in_use)
     if not is_done(config, platform):
         failed_at_start = on_rank_zero(lambda: try_reward_of(config, prompts))
         teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))
@@ -81,6 +81,9 @@ def train(config: RlRunConfig) -> None:
             if config.rl.rollout.max_staleness:
                 rollouts.flow = stack.enter_context(closing(make_flow(config, rollouts, run.state.progress)))
             rollouts.update_weights(run.state.progress.step)
+            if isinstance(rollouts.engine, ServedEngine):
+                for line in rollouts.engine.take_lines():
+                    run.log.message(line)
             # Ranks of one machine share its disk: each has a folder of its own.
             folder = run.folder.path / "routes" / str(platform.rank)
             with closing(PolicyRoutes(run.state, config, folder)) as routes:
@@ -147,6 +150,13 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             f"warning: {', '.join(set_cuts)}: tokens are sampled from a part of the distribution and trained on with "
             "their probabilities in the whole one, so that updates move probability to the tokens that were cut "
             "(see rollout/cut_kl_nats). Set top_k=none, top_p=1 and min_p=0 to train on what was sampled."
+        )
+    dtype, precision = config.rl.engine.dtype, config.platform.precision
+    if dtype not in ("auto", precision):
+        yield (
+            f'warning: rl.engine.dtype="{dtype}" with platform.precision="{precision}": servers sample with other '
+            "rounding than the trainer's, which rollout/mismatch_kl_nats measures. Set rl.loss.importance_sampling to "
+            "correct for it."
         )
     capacity_factor = config.model.moe.capacity_factor
     if config.model.is_moe and capacity_factor:

@@ -24,6 +24,7 @@ from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import AskingEngine, sampling_of
 from mcore_rl.rl.engines.make import make_engine
+from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.environments.make import environment_maker
 from mcore_rl.rl.environments.processes import EnvironmentWorkers
@@ -167,6 +168,8 @@ def open_rollouts(
         if runs_rewards(mesh):
             reward = stack.enter_context(Reward(rl.reward, max_new_tokens=rl.max_completion_tokens))
         engine, conversations = make_engine(config, chunks, mesh, tokenizer.decode), None
+        if isinstance(engine, ServedEngine):
+            stack.callback(engine.close)
         if rl.environment.name is not None:
             make, workers = on_every_rank(lambda: environment_maker(rl.environment)), None
             if runs_rewards(mesh):

@@ -1,16 +1,33 @@
 """The rollout engine that a config names."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from torch import nn
 
+from mcore_rl.backend.launcher import environment_variable
 from mcore_rl.config.extension import choose
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import Engine
+from mcore_rl.rl.engines.base import Capabilities, Engine, Sampling
+from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.native.engine import MegatronEngine
+from mcore_rl.rl.engines.served import ServedEngine
+from mcore_rl.rl.engines.server_api import ServerApi
+from mcore_rl.rl.engines.server_fleet import ServerFleet
+from mcore_rl.rl.engines.server_process import ServerProcess, served_length, server_command
+from mcore_rl.rl.engines.sglang_api import SglangApi
+from mcore_rl.rl.engines.vllm_api import VllmApi, logprobs_mode
+from mcore_rl.rl.sampling import Cut
 
 Decode = Callable[[Sequence[int]], str]
+VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "vllm": ((0, 32), (0, 34)),
+    "sglang": ((0, 5, 23), (0, 5, 24)),
+}
+"""First version of each kind of server that was run or read, and the first one that was not."""
 
 
 def native_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
@@ -20,8 +37,123 @@ def native_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
     return MegatronEngine(chunks, mesh, config.model, decode, config.rl.engine, gathers_routes=False)
 
 
+def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode) -> Engine:
+    """Engine whose completions come from servers; rank 0 starts those of rl.engine.count. They compute once
+    `update_weights` has given them weights.
+    """
+    engine, folder = config.rl.engine, servers_folder(config)
+    api_at = server_apis(config)
+    on_gpu = next(chunks[0].parameters()).is_cuda
+    fleet = None
+    if mesh.world.rank == 0:
+        if engine.transport_dir is not None:
+            Path(engine.transport_dir).mkdir(parents=True, exist_ok=True)
+        start = partial(start_server_of, config, folder, on_gpu=on_gpu) if engine.count else None
+        fleet = ServerFleet(engine, api_at, folder, start, partial(refuse_version, engine.kind))
+    return ServedEngine(
+        api_at,
+        fleet,
+        chunks,
+        mesh,
+        config.model,
+        decode,
+        engine,
+        capabilities=Capabilities(
+            max_tokens=served_length(config), routes=config.wants_engine_routes, seeded=False
+        ),
+        refusal=partial(refused_sampling, config),
+    )
+
+
+def servers_folder(config: RlRunConfig) -> Path:
+    """Return the folder of a run with its servers' logs and state."""
+    return Path(config.run_dir) / "servers"
+
+
+def start_server_of(config: RlRunConfig, folder: Path, index: int, *, on_gpu: bool) -> ServerProcess:
+    """Start server `index` of rl.engine.count; its log is servers/server_K.log in the run's folder."""
+    size = config.rl.engine.tensor_parallel
+    return ServerProcess(
+        lambda port: server_command(config, folder, port, on_gpu=on_gpu),
+        folder / f"server_{index}.log",
+        devices=config.rl.engine.devices[index * size : (index + 1) * size],
+    )
+
+
+def server_apis(config: RlRunConfig) -> Callable[[str], ServerApi]:
+    """Return the function from a server's address to its API.
+
+    Raises:
+        ConfigError: the variable rl.engine.api_key_env is not set.
+    """
+    engine, model = config.rl.engine, config.model
+    key = environment_variable(engine.api_key_env) if engine.api_key_env else None
+    if engine.api_key_env and key is None:
+        raise ConfigError(
+            f'rl.engine.api_key_env="{engine.api_key_env}", and this variable is not set where the run starts. Export '
+            "it, or clear the field."
+        )
+
+    def api_at(url: str) -> ServerApi:
+        http = HttpClient(url, api_key=key, ca_file=engine.ca_file)
+        if engine.kind == "vllm":
+            return VllmApi(
+                http,
+                vocab_size=model.vocab_size,
+                request_timeout_s=engine.request_timeout_s,
+                update_timeout_s=engine.update_timeout_s,
+            )
+        return SglangApi(
+            http,
+            vocab_size=model.vocab_size,
+            experts_per_token=model.moe.top_k,
+            request_timeout_s=engine.request_timeout_s,
+            update_timeout_s=engine.update_timeout_s,
+        )
+
+    return api_at
+
+
+def refuse_version(kind: str, api: ServerApi) -> None:
+    """Raise EngineError for a server whose software is of a version that was not tried: its answers may mean something
+    else, and its updates may be silently wrong.
+    """
+    version = api.version()
+    first, beyond = VERSIONS[kind]
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdecimal())
+    if not first <= numbers < beyond:
+        raise EngineError(
+            f"{api.url} is {kind} {version}; tried are versions from {_dotted(first)} to below {_dotted(beyond)}. "
+            "Install one of these."
+        )
+
+
+def refused_sampling(config: RlRunConfig, sampling: Sampling) -> str | None:
+    """Return why a server's logprobs would not be those at the sampling temperature before the cut; None: they are."""
+    rollout = config.rl.rollout
+    started = Cut(
+        temperature=rollout.temperature, top_k=rollout.top_k or 0, top_p=rollout.top_p, min_p=rollout.min_p
+    )
+    if config.rl.engine.kind == "sglang" or sampling.cut.temperature == 0.0:
+        return None
+    wanted = logprobs_mode(sampling)
+    is_any = sampling.cut.is_open and sampling.cut.temperature == 1.0
+    if is_any or wanted == logprobs_mode(Sampling(max_new_tokens=1, cut=started)):
+        return None
+    return (
+        f"a completion is asked for at {sampling.cut}, and the servers report the logprobs of {started}: a server has "
+        "one --logprobs-mode. Sample with temperature 1, or without top_k, top_p and min_p, everywhere."
+    )
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
 ENGINES: dict[str, Callable[[RlRunConfig, Sequence[nn.Module], Mesh, Decode], Engine]] = {
-    "native": native_engine
+    "native": native_engine,
+    "vllm": served_engine,
+    "sglang": served_engine,
 }
 
 

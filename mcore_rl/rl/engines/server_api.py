@@ -13,6 +13,9 @@ from mcore_rl.errors import EngineError
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.types import FinishReason, VersionSpan
 
+NO_VERSION = -1
+"""Version of the weights with which a server starts."""
+
 
 class ServerError(EngineError):
     """A server that did not do what it was asked: it refused, failed, gave an answer that cannot be right, or none in
@@ -159,13 +162,13 @@ def finite_logprobs(url: str, logprobs: Sequence[float]) -> list[float]:
 
 
 def version_spans(spans: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
-    """Return the spans that a server reports; versions are "v12", or another text before the first update, which is
-    version 0. Spans of equal versions that follow each other are one.
+    """Return the spans that a server reports. Versions are "v12", or another text before the first update, which is
+    NO_VERSION. Spans of equal versions that follow each other are one.
     """
     found: list[VersionSpan] = []
     for span in spans:
         name = str(span["version"])
-        version = int(name[1:]) if name[:1] == "v" and name[1:].isdecimal() else 0
+        version = int(name[1:]) if name[:1] == "v" and name[1:].isdecimal() else NO_VERSION
         start, end = int(span["start"]), int(span["end"])
         if found and found[-1].version == version and found[-1].end == start:
             start = found.pop().start

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Self
 import psutil
 import torch
 
+from mcore_rl.backend.process_tree import END_TREE, REQUESTS, supervise
 from mcore_rl.rl.workers.failure import FailedScore
-from mcore_rl.rl.workers.process_tree import END_TREE, REQUESTS, supervise
 
 GRACE_S = 1.0
 """Seconds after its time-out at which a worker that has not ended itself is killed."""

@@ -284,3 +284,14 @@ def test_a_damaged_checkpoint_that_the_last_start_passed_over_is_listed(run, slu
     assert listed(capsys, run.path)["a"]["why"] == "all 9 steps are done; warning: iter_7 is damaged"
     (run.path / "run.json").write_text("[")
     assert listed(capsys, run.path)["a"]["why"] == "all 9 steps are done"
+
+
+def test_the_health_of_a_runs_servers_is_in_its_line(run, slurm, capsys):
+    run.attempt("start")
+    servers = [
+        {"url": "http://n3:20000", "is_serving": True},
+        {"url": "http://n4:20000", "is_serving": False},
+    ]
+    (run.path / "servers").mkdir()
+    (run.path / "servers/status.json").write_text(json.dumps({"version": 3, "servers": servers}))
+    assert "servers 1/2, without http://n4:20000" in listed(capsys)["a"]["why"]

@@ -40,6 +40,7 @@ CASES = {
     "venv_grpo": ("example_venv", "qwen3_235b_a22b/grpo_r2.toml", 16, JobOptions()),
     "venv_array": ("example_venv", "qwen3_30b_a3b/gspo.toml", 4, ALL),
     "h100_servers": ("example_h100", "qwen3_30b_a3b/gspo.toml", 4, SERVERS),
+    "h100_rl_servers": ("example_h100", "qwen3_30b_a3b/gspo.toml", 4, JobOptions(servers=2)),
     "cpu_pretrain": ("example_cpu", "tiny_moe/pretrain.toml", 2, JobOptions()),
     "cpu_spares": ("example_cpu", "tiny_moe/pretrain.toml", 2, JobOptions()),
 }
@@ -64,7 +65,8 @@ def script(case):
     cluster, recipe, nodes, options = CASES[case]
     path = ROOT / "launch/recipes" / recipe
     program = kind_of(path)
-    config = load_config(PROGRAMS[program].config, path)
+    served = ["rl.engine.kind=vllm", "rl.engine.tensor_parallel=4"] if case == "h100_rl_servers" else []
+    config = load_config(PROGRAMS[program].config, path, served)
     own = ["survival.spares=1"] if case == "cpu_spares" else []
     settings = cluster_of(cluster, own)
     return render(plan_training(program, config, settings, nodes, options=options, allowances=allowances).job)

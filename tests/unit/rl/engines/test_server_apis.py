@@ -15,7 +15,7 @@ from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.served_routes import pick_layers
-from mcore_rl.rl.engines.server_api import ServerApi, ServerError
+from mcore_rl.rl.engines.server_api import NO_VERSION, ServerApi, ServerError
 from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi, logprobs_mode
 from mcore_rl.rl.sampling import Cut
@@ -59,7 +59,7 @@ def test_all_rules_of_sampling_are_sent_and_the_answer_is_read(server: FakeServe
     tokens = [0 if token >= VOCAB - 2 else token for token in tokens]
     assert made.tokens_T == tuple(tokens) and made.finish == "length"
     assert made.logprobs_T == pytest.approx([-math.log(VOCAB)] * 5)
-    assert made.versions == (VersionSpan(0, 0, 5),) and made.experts_TLK is None
+    assert made.versions == (VersionSpan(NO_VERSION, 0, 5),) and made.experts_TLK is None
     (body,) = server.bodies(GENERATE[server.kind])
     common = {"temperature": 0.7, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True, "stop_token_ids": [3, 9]}
     common["logit_bias"] = {"62": -100.0, "63": -100.0}

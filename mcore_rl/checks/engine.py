@@ -1,0 +1,155 @@
+"""Checks of the section `rl.engine`: that the run can use the servers, and that their numbers are those it needs."""
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from mcore_rl.config.rl import EngineConfig, RolloutConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.toml import toml_value
+
+NATIVE_FIELDS = ("slots", "step_tokens")
+"""Fields that the engine on the training modules alone reads."""
+PROBED_FAMILIES = ("qwen2_moe", "qwen3_moe")
+"""Families whose weights have been sent to a real server, each part alone, and proved by the probe."""
+OWN_ARGUMENTS = frozenset(
+    {
+        *("--model", "--model-path", "--served-model-name", "--load-format", "--host", "--port", "--dtype"),
+        *(
+            "--skip-tokenizer-init",
+            "--enable-scale-out",
+            "--max-model-len",
+            "--context-length",
+            "--logprobs-mode",
+        ),
+        *("--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--worker-extension-cls"),
+        *("--weight-transfer-config", "--enable-return-routed-experts", "--device", "--api-key"),
+    }
+)
+"""Arguments that are made of the config's fields."""
+
+
+def engine_violations(config: RlRunConfig) -> Iterator[str]:
+    """Yield one sentence for each reason why the completions of `config` cannot come from its engine."""
+    engine = config.rl.engine
+    yield from _unused(engine)
+    if engine.is_served:
+        yield from _servers(engine)
+        yield from _arguments(engine, config.platform.device)
+        yield from _logprobs(engine, config.rl.rollout, config.rl.eval.temperature)
+        yield from _model(config)
+
+
+def _unused(engine: EngineConfig) -> Iterator[str]:
+    """Check that no field is set that the engine does not read; one of the user's own may read any."""
+    if not engine.is_served and engine.kind != "native":
+        return
+    default = EngineConfig()
+    names = [name for name in EngineConfig.model_fields if name != "kind"]
+    names = [name for name in names if (name in NATIVE_FIELDS) == engine.is_served]
+    if changed := [name for name in names if getattr(engine, name) != getattr(default, name)]:
+        defaults = ", ".join(f"{name}={toml_value(getattr(default, name))}" for name in changed)
+        others = '"native"' if engine.is_served else '"vllm" or "sglang"'
+        yield (
+            f"{', '.join(f'rl.engine.{name}' for name in changed)}: rl.engine.kind={toml_value(engine.kind)} does not "
+            f"read this. Set {defaults}, the default, or kind to {others}."
+        )
+
+
+def _servers(engine: EngineConfig) -> Iterator[str]:
+    total = engine.count or len(engine.urls)
+    if bool(engine.count) == bool(engine.urls):
+        yield (
+            f"rl.engine.count={engine.count} with rl.engine.urls={toml_value(list(engine.urls))}: the servers of "
+            f'rl.engine.kind="{engine.kind}" are either started by the run or there already. Set one of the two.'
+        )
+    elif engine.min_servers > total:
+        yield f"rl.engine.min_servers={engine.min_servers} of {total} servers. Lower it."
+    for url in engine.urls:
+        try:
+            parts = urlsplit(url)
+            is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+        except ValueError:
+            is_right = False
+        if not is_right:
+            yield f'rl.engine.urls names "{url}", wanted an address as http://node7:8000. Correct it.'
+    if len(set(engine.urls)) < len(engine.urls):
+        yield f"rl.engine.urls={toml_value(list(engine.urls))} names a server twice. Take one out."
+    if engine.api_key_env and engine.count:
+        yield (
+            f'rl.engine.api_key_env="{engine.api_key_env}" with rl.engine.count={engine.count}: servers that the run '
+            "starts listen on their own machine alone and ask for no key. Clear it."
+        )
+    if engine.ca_file and not any(url.startswith("https://") for url in engine.urls):
+        yield f'rl.engine.ca_file="{engine.ca_file}", and no server of rl.engine.urls is https. Clear it.'
+
+
+def _arguments(engine: EngineConfig, device: str) -> Iterator[str]:
+    """Check how servers are started."""
+    if own := [argument for argument in engine.args if argument.split("=")[0] in OWN_ARGUMENTS]:
+        yield (
+            f"rl.engine.args names {', '.join(own)}, which the run sets by its own fields. Take it out, and set the "
+            "field."
+        )
+    wanted = engine.count * engine.tensor_parallel
+    if engine.devices and (len(engine.devices) != wanted or len(set(engine.devices)) != wanted):
+        yield (
+            f"rl.engine.devices={list(engine.devices)}: rl.engine.count={engine.count} servers of tensor_parallel="
+            f"{engine.tensor_parallel} take {wanted} different GPUs. Name as many."
+        )
+    if engine.devices and device == "cpu":
+        yield f'rl.engine.devices={list(engine.devices)} with platform.device="cpu". Clear it.'
+    if engine.transport == "nccl" and engine.kind == "sglang":
+        yield (
+            'rl.engine.transport="nccl" with rl.engine.kind="sglang": this broadcast is received by vLLM alone. Set '
+            'transport="files".'
+        )
+    if engine.transport_dir and engine.transport != "files":
+        yield f'rl.engine.transport_dir="{engine.transport_dir}" is not used by transport="nccl". Clear it.'
+
+
+def _logprobs(engine: EngineConfig, rollout: RolloutConfig, eval_temperature: float) -> Iterator[str]:
+    """Check that the servers can report logprobs at the sampling temperature, before the cut."""
+    cuts = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
+    off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+    named = ", ".join(f"rl.rollout.{name}={value}" for name, value in cuts.items() if value != off[name])
+    if not named:
+        return
+    if rollout.temperature != 1.0:
+        yield (
+            f'rl.rollout.temperature={rollout.temperature} with {named} and rl.engine.kind="{engine.kind}": a server '
+            "reports logprobs before the temperature, or after the cut, and the ratios need those in between. Set "
+            "temperature=1, or top_k=none, top_p=1 and min_p=0."
+        )
+    elif eval_temperature not in (0.0, 1.0):
+        yield (
+            f"rl.eval.temperature={eval_temperature} with {named}: the servers report logprobs at temperature 1 then. "
+            "Set rl.eval.temperature to 0 or 1."
+        )
+
+
+def _model(config: RlRunConfig) -> Iterator[str]:
+    engine, model = config.rl.engine, config.model
+    if model.family not in PROBED_FAMILIES:
+        yield (
+            f'model.family="{model.family}" with rl.engine.kind="{engine.kind}": weights of this family have not been '
+            f"proved on a server yet; they have of {', '.join(PROBED_FAMILIES)}. Set rl.engine.kind="
+            '"native".'
+        )
+    longest = config.rl.prompts.max_tokens + config.rl.max_completion_tokens
+    if engine.max_model_len != "auto" and not longest <= engine.max_model_len <= model.max_position:
+        yield (
+            f"rl.engine.max_model_len={engine.max_model_len}; wanted at least {longest}, the longest prompt "
+            f"with the longest completion, as a server cuts longer completions without a word, and at most "
+            f'model.max_position={model.max_position}. Set it to "auto".'
+        )
+    if (
+        config.wants_engine_routes
+        and engine.kind == "vllm"
+        and engine.count
+        and config.platform.device == "cpu"
+    ):
+        yield (
+            f'rl.engine.kind="vllm" on platform.device="cpu" with replay.kind="{config.replay.kind}"'
+            f"{', observe_rollout=true' if config.replay.observe_rollout else ''}: vLLM records no routes on CPUs. Set "
+            'replay.kind="r2", or rl.engine.kind="native".'
+        )

@@ -1,0 +1,145 @@
+"""The servers of a run, as its first rank sees them: started or found, waited for, replaced when they fail."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mcore_rl.config.rl import EngineConfig
+from mcore_rl.errors import EngineError
+from mcore_rl.files import write_atomically
+from mcore_rl.rl.engines.server_api import ServerApi, ServerError
+from mcore_rl.rl.engines.server_process import ServerProcess
+
+MAX_STARTS = 5
+"""Starts of a server in a run."""
+LOOK_S = 0.5
+STATUS_FILE = "status.json"
+
+
+def replacement_request(folder: Path, url: str) -> Path:
+    """Return the file by which a run asks `mcore-rl serve`, on another machine, to start a server anew.
+
+    Args:
+        folder: The folder of the run's servers, which both see.
+        url: The server's address.
+    """
+    parts = urlsplit(url)
+    return folder / "replace" / f"{parts.hostname}_{parts.port}"
+
+
+@dataclass(slots=True)
+class ServerFleet:
+    """All servers of a run. Used by one thread of rank 0 alone."""
+
+    config: EngineConfig
+    api_at: Callable[[str], ServerApi]
+    folder: Path
+    """Folder of the servers' logs and state."""
+    start: Callable[[int], ServerProcess] | None
+    """Starts server K of `count`; None: servers of `urls` are used."""
+    refuse: Callable[[ServerApi], None] = lambda api: None
+    """Raises EngineError for a server that cannot be used, such as one of another version."""
+    lines: list[str] = field(default_factory=list)
+    """Events for the log, oldest first; who logs them empties it."""
+    processes: list[ServerProcess] = field(default_factory=list)
+    _accepted: set[str] = field(default_factory=set)
+    """Servers that have been looked at once."""
+    _is_open: bool = False
+
+    def ready(self) -> list[str]:
+        """Return the addresses of the servers that answer; at first all are waited for, later `min_servers`.
+
+        Raises:
+            EngineError: too few answer in time, one ended before it ever answered, or one cannot be used.
+        """
+        if not self._is_open and self.start is not None:
+            self.processes = [self.start(index) for index in range(self.config.count)]
+        total = len(self.processes) or len(self.config.urls)
+        wanted = min(self.config.min_servers, total) if self._is_open else total
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while True:
+            self._look_at_processes()
+            urls = [process.url for process in self.processes] or list(self.config.urls)
+            ready = [url for url in urls if self.api_at(url).is_healthy()]
+            if len(ready) >= wanted:
+                break
+            if time.monotonic() > deadline:
+                raise EngineError(self._too_few(ready, wanted, [url for url in urls if url not in ready]))
+            time.sleep(LOOK_S)
+        for url in ready:
+            if url not in self._accepted:
+                self.refuse(self.api_at(url))
+                self._accept(url)
+        self._is_open = True
+        return ready
+
+    def replace(self, lost: dict[str, str]) -> None:
+        """Start servers that failed anew; of those of `urls` that is asked of `mcore-rl serve`, if it started them.
+
+        Args:
+            lost: Reason of the failure, by address.
+        """
+        for url, reason in lost.items():
+            process = next((one for one in self.processes if one.url == url), None)
+            if process is None:
+                request = replacement_request(self.folder, url)
+                request.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(request, f"{reason}\n")
+                self.lines.append(f"{url} is left out: {reason}")
+                continue
+            self._restart(process, reason)
+
+    def write_status(self, living: Sequence[str], version: int) -> None:
+        """Write which servers have the weights of `version`, for `mcore-rl jobs`."""
+        urls = [process.url for process in self.processes] or list(self.config.urls)
+        status = {
+            "version": version,
+            "servers": [{"url": url, "is_serving": url in living} for url in urls],
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / STATUS_FILE, json.dumps(status, indent=1) + "\n")
+
+    def close(self) -> None:
+        """End the servers that were started here."""
+        for process in self.processes:
+            process.close()
+
+    def _look_at_processes(self) -> None:
+        for process in self.processes:
+            if process.is_alive:
+                continue
+            if not self._is_open:
+                raise EngineError(f"the server {process.log.stem} {process.ending()}")
+            if process.num_starts < MAX_STARTS:
+                self._restart(process, "its process ended")
+
+    def _restart(self, process: ServerProcess, reason: str) -> None:
+        old = process.url
+        if process.num_starts >= MAX_STARTS:
+            process.close()
+            self.lines.append(f"{old} is not started again after {MAX_STARTS} starts: {reason}")
+            return
+        process.restart()
+        self.lines.append(
+            f"{old} failed and is started again as {process.url}, which gets the weights with the next update: "
+            f"{reason}"
+        )
+
+    def _accept(self, url: str) -> None:
+        """Let a server compute that an earlier run may have left paused."""
+        try:
+            self.api_at(url).resume()
+        except ServerError as error:
+            raise EngineError(f"{error}. Start the server anew.") from None
+        self._accepted.add(url)
+
+    def _too_few(self, ready: Sequence[str], wanted: int, silent: Sequence[str]) -> str:
+        logs = f"; see the logs in {self.folder}" if self.processes else ""
+        return (
+            f"{len(ready)} of {wanted} servers answer within rl.engine.start_timeout_s="
+            f"{self.config.start_timeout_s:g}; silent: {', '.join(silent)}{logs}. Raise the limit where they start "
+            "slowly."
+        )

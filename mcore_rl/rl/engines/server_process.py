@@ -1,0 +1,229 @@
+"""Inference servers as processes of this machine: their command, their start, and their end with what they start."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+import mcore_rl
+from mcore_rl.backend.launcher import environment_variable, free_port, start_server
+from mcore_rl.backend.process_tree import END_TREE
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.families import hf_config
+from mcore_rl.rl.engines.served_routes import FLAG
+from mcore_rl.rl.engines.vllm_api import MODEL
+
+SUPERVISOR = "mcore_rl.backend.supervisor"
+MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+"""Module that starts a server, by rl.engine.kind."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+BACKENDS = {"files": "mcore_files", "nccl": "mcore_broadcast"}
+"""Names under which vllm_worker.py registers the transports."""
+WORKER_MODULE = "vllm_worker.py"
+END_S = 15.0
+"""Seconds until a server's processes have to be gone."""
+TAIL_LINES = 15
+FEWEST_TOKENS = 64
+"""Length that a server holds at least: that of the texts of the probe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerCommand:
+    """How a server is started."""
+
+    command: tuple[str, ...]
+    settings: Mapping[str, str]
+    """Environment variables."""
+    defaults: Mapping[str, str]
+    """Environment variables that are set unless the user's environment has them."""
+    python_path: tuple[str, ...] = ()
+    """Folders from which its Python imports first."""
+
+
+def served_length(config: RlRunConfig) -> int:
+    """Return the largest number of tokens of prompt and completion together that the servers hold."""
+    if config.rl.engine.max_model_len != "auto":
+        return config.rl.engine.max_model_len
+    return min(max(config.longest_sample, FEWEST_TOKENS), config.model.max_position)
+
+
+def served_dtype(config: RlRunConfig) -> str:
+    """Return the name that servers have for the type of their weights."""
+    dtype = config.rl.engine.dtype
+    return DTYPES[config.platform.precision if dtype == "auto" else dtype]
+
+
+def model_folder(config: RlRunConfig, folder: Path) -> Path:
+    """Write what a server reads of the model, its config.json: the weights come with the first update."""
+    path = folder / "model"
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(hf_config(config.model) | {"torch_dtype": served_dtype(config)}, indent=1)
+    (path / "config.json").write_text(text, encoding="utf-8")
+    return path
+
+
+def worker_folder(folder: Path) -> Path:
+    """Write the folder from which vLLM's workers import `mcore_rl.vllm_worker`.
+
+    It holds this file of ours alone: on the path of an installed package vLLM would find the trainer's torch too.
+    """
+    package = folder / "python" / "mcore_rl"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    source = Path(mcore_rl.__file__).parent / WORKER_MODULE
+    (package / WORKER_MODULE).write_bytes(source.read_bytes())
+    return package.parent
+
+
+def server_command(
+    config: RlRunConfig, folder: Path, port: int, *, host: str = "127.0.0.1", on_gpu: bool
+) -> ServerCommand:
+    """Return the command of a server of `config`, after writing what it reads into `folder`.
+
+    Args:
+        config: The run's config.
+        folder: Folder of the run's servers.
+        port: Port on which the server listens.
+        host: Address on which it listens.
+        on_gpu: Whether the server computes on a GPU.
+    """
+    engine, model = config.rl.engine, model_folder(config, folder)
+    python_path: tuple[str, ...]
+    start = engine.command or (sys.executable, "-m", MODULES[engine.kind])
+    if engine.kind == "vllm":
+        arguments = _vllm_arguments(config, model, port, host, on_gpu=on_gpu)
+        settings = {
+            "VLLM_SERVER_DEV_MODE": "1",  # without it there are no routes for updates of weights
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        defaults = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        python_path = (str(worker_folder(folder)),)
+    else:
+        arguments = _sglang_arguments(config, model, port, host, on_gpu=on_gpu)
+        settings, defaults, python_path = {"HF_HUB_OFFLINE": "1"}, {}, ()
+    return ServerCommand(
+        command=(*start, *arguments, *engine.args),
+        settings=settings,
+        defaults={} if on_gpu else defaults,
+        python_path=python_path,
+    )
+
+
+def _vllm_arguments(config: RlRunConfig, model: Path, port: int, host: str, *, on_gpu: bool) -> list[str]:
+    rollout, engine = config.rl.rollout, config.rl.engine
+    is_cut = bool(rollout.top_k) or rollout.top_p < 1 or rollout.min_p > 0
+    return [
+        *("--model", str(model), "--served-model-name", MODEL, "--load-format", "dummy"),
+        *("--host", host, "--port", str(port), "--skip-tokenizer-init", "--enable-scale-out"),
+        *("--dtype", served_dtype(config), "--max-model-len", str(served_length(config))),
+        *("--tensor-parallel-size", str(engine.tensor_parallel)),
+        *("--logprobs-mode", "raw_logprobs" if is_cut else "processed_logprobs"),
+        *("--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
+        *("--weight-transfer-config", json.dumps({"backend": BACKENDS[engine.transport]})),
+        *([FLAG] if config.wants_engine_routes else []),
+        *([] if on_gpu else ["--enforce-eager"]),
+    ]
+
+
+def _sglang_arguments(config: RlRunConfig, model: Path, port: int, host: str, *, on_gpu: bool) -> list[str]:
+    engine = config.rl.engine
+    return [
+        *("--model-path", str(model), "--served-model-name", MODEL, "--load-format", "dummy"),
+        *("--host", host, "--port", str(port), "--skip-tokenizer-init"),
+        *("--dtype", served_dtype(config), "--context-length", str(served_length(config))),
+        *("--tp-size", str(engine.tensor_parallel)),
+        *([FLAG] if config.wants_engine_routes else []),
+        *([] if on_gpu else ["--device", "cpu"]),
+    ]
+
+
+class ServerProcess:
+    """A server that this process starts again when it is asked to; nothing of it outlives `close` or this process."""
+
+    def __init__(
+        self,
+        command: Callable[[int], ServerCommand],
+        log: Path,
+        *,
+        devices: Sequence[int] = (),
+        port: int | None = None,
+    ) -> None:
+        """Start the server.
+
+        Args:
+            command: Returns the command of a server that listens on a port.
+            log: File to which the server's output is added.
+            devices: GPUs of the server; empty: those that this process sees.
+            port: Port of the server; None: a free one of this machine, another one after a restart.
+        """
+        self.log = log
+        self._command, self._devices, self._fixed_port = command, tuple(devices), port
+        self.num_starts = 0
+        self._start()
+
+    @property
+    def url(self) -> str:
+        """Address of the server; another one after `restart`."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process that was started has not ended."""
+        return self._process.poll() is None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last start."""
+        return time.monotonic() - self._started_s
+
+    def ending(self) -> str:
+        """Return how the server ended, with the end of its log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-TAIL_LINES:]
+        return f"ended with status {self._process.poll()}; the end of {self.log}:\n" + "\n".join(lines)
+
+    def restart(self) -> None:
+        """End the server with all of its processes, and start it anew on another port."""
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the server with all of its processes: one that is broken may stay and answer nobody."""
+        if self.is_alive:
+            self._process.send_signal(END_TREE)
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                with suppress(psutil.NoSuchProcess):
+                    for child in psutil.Process(self._process.pid).children(recursive=True):
+                        child.kill()
+                self._process.kill()
+                self._process.wait()
+
+    def _start(self) -> None:
+        self._port = self._fixed_port or free_port()
+        found = self._command(self._port)
+        settings = dict(found.settings)
+        if self._devices:
+            settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._devices))
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        supervisor = (sys.executable, "-m", SUPERVISOR, str(os.getpid()))
+        # The supervisor imports this package by the path of this process; the server has a path of its own before it.
+        inherited = environment_variable("PYTHONPATH")
+        path = os.pathsep.join(filter(None, (*found.python_path, inherited)))
+        self._process = start_server(
+            (*supervisor, "env", f"PYTHONPATH={path}", *found.command), settings, found.defaults, self.log
+        )
+        self._started_s = time.monotonic()
+        self.num_starts += 1

@@ -1,0 +1,104 @@
+"""`mcore-rl serve`: the inference servers of an RL config on this machine, started anew when they end."""
+
+import argparse
+import signal
+import socket
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rl.engines.make import servers_folder
+from mcore_rl.rl.engines.server_fleet import replacement_request
+from mcore_rl.rl.engines.server_process import ServerCommand, ServerProcess, server_command
+
+GPU_DEVICE = Path("/dev/nvidiactl")
+EVERYWHERE = "0.0.0.0"
+LOOK_S = 1.0
+QUICK_S = 60.0
+"""A server that ends sooner than this after its start has not served."""
+MAX_QUICK_ENDS = 5
+"""Such ends of a server in a row after which it is given up."""
+
+
+class StopRequested(Exception):  # noqa: N818  # no error
+    """SIGTERM or SIGINT has arrived."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns 0 then, and 1 when a server was given up."""
+    config = load_config(RlRunConfig, Path(args.config), args.overrides)
+    engine = config.rl.engine
+    if not engine.is_served:
+        raise ConfigError(
+            f'rl.engine.kind="{engine.kind}" has no servers. Set rl.engine.kind="vllm" or "sglang".'
+        )
+    servers: list[ServerProcess] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        for index in range(args.count):
+            servers.append(_start(config, engine, index, args.port + index))
+            _write(f"{servers[-1].url}: started, its output is in {servers[-1].log}")
+        return _watch(config, servers)
+    except StopRequested:
+        return 0
+    finally:
+        for server in servers:
+            server.close()
+
+
+def _start(config: RlRunConfig, engine: EngineConfig, index: int, port: int) -> ServerProcess:
+    host, folder = socket.gethostname(), servers_folder(config)
+    on_gpu = config.platform.device == "cuda" or (config.platform.device == "auto" and GPU_DEVICE.exists())
+    size = engine.tensor_parallel
+    # Servers of several machines share the folder, and each writes its own files there.
+    of_host = folder / host
+    return ServerProcess(
+        partial(_command, config, of_host, on_gpu=on_gpu),
+        folder / f"{host}_{port}.log",
+        devices=range(index * size, (index + 1) * size) if on_gpu else (),
+        port=port,
+    )
+
+
+def _command(config: RlRunConfig, folder: Path, port: int, *, on_gpu: bool) -> ServerCommand:
+    return server_command(config, folder, port, host=EVERYWHERE, on_gpu=on_gpu)
+
+
+def _watch(config: RlRunConfig, servers: list[ServerProcess]) -> int:
+    """Start servers anew that end, or whose weights the training could not prove; returns 1 when one is given up."""
+    quick_ends = dict.fromkeys(range(len(servers)), 0)
+    since_s = time.time()
+    while True:
+        time.sleep(LOOK_S)
+        for index, server in enumerate(servers):
+            port = server.url.rsplit(":", 1)[1]
+            request = replacement_request(servers_folder(config), f"http://{socket.gethostname()}:{port}")
+            if not server.is_alive:
+                quick_ends[index] = quick_ends[index] + 1 if server.age_s < QUICK_S else 1
+                if quick_ends[index] >= MAX_QUICK_ENDS:
+                    _write(f"{server.url} {server.ending()}")
+                    return 1
+                reason = "it has ended"
+            elif request.exists() and request.stat().st_mtime > since_s:
+                reason = f"the training asks for it ({request.read_text(encoding='utf-8').strip()})"
+                request.unlink(missing_ok=True)
+            else:
+                continue
+            server.restart()
+            _write(f"{server.url}: started anew, as {reason}")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StopRequested
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,87 @@
+"""Reinforcement learning whose completions come from servers: the losses of the native engine, with its routes (R3)."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.backend.platform import start
+from mcore_rl.config.load import load_config
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.families import weight_map
+from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from tests.e2e.test_rl import COMPUTED, computed, rl_file  # noqa: F401  # a fixture
+from tests.emitted import assert_emitted
+from tests.fake_server import FakeServer
+from tests.forked import run_main
+from tests.generating import loaded
+from tests.served_model import ModelAnswers
+
+SMALL = (
+    *("mesh.tp=1", "mesh.ep=1", "train.steps=4", "train.global_batch=8", "train.eval_interval=4"),
+    *(
+        "checkpoint.interval=none",
+        "rl.rollout.prompts_per_step=4",
+        "rl.rollout.group_size=4",
+        "replay.kind=r3",
+    ),
+    *("rl.samples.interval=none", "rl.loss.kl_coeff=0", "rl.loss.reference_refresh_rollouts=none"),
+)
+NAMES = (*(name for name in COMPUTED if "reference" not in name), "rollout/mismatch_kl_nats")
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    start(PlatformConfig())
+    mesh = build_mesh(MeshConfig())
+    seed_ranks(1)
+    yield mesh
+    destroy_mesh()
+
+
+def test_losses_through_servers_are_those_of_the_native_engine(
+    rl_file: Path,  # noqa: F811
+    tmp_path: Path,
+    mesh: Mesh,
+) -> None:
+    """Two servers that begin with other weights; one of them breaks a completion, and its probe once."""
+    native = run_main("mcore_rl.run.rl", [rl_file, *SMALL])
+    assert native.returncode == 0, native.stderr
+    wanted = computed(tmp_path / "rl", NAMES)
+    assert len(wanted) == 5 and any(numbers.get("policy/loss") for numbers in wanted.values())
+
+    model = load_config(RlRunConfig, rl_file, SMALL).model
+    zeros = {name: torch.zeros(shape) for name, shape in weight_map(model).hf_shapes.items()}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(FakeServer(ModelAnswers(loaded(model, zeros, mesh), mesh, model, zeros)))
+            for _ in range(2)
+        ]
+        servers[0].faults = [
+            ("/inference/v1/generate", "null_logprob"),
+            ("/reset_prefix_cache", "no_success"),
+        ]
+        urls = json.dumps([server.url for server in servers])
+        engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", f"run_dir={tmp_path / 'served'}"]
+        run = run_main("mcore_rl.run.rl", [rl_file, *SMALL, *engine])
+        assert run.returncode == 0, run.stderr
+        found = computed(tmp_path / "served", NAMES)
+        assert found.keys() == wanted.keys()
+        for step, numbers in wanted.items():
+            assert found[step] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+        assert_emitted("rl through servers", tmp_path / "served")
+        assert f"{servers[0].url} is left out: reset of the caches" in run.stdout
+        # Each has computed a part of the completions.
+        assert min(len(server.bodies("/inference/v1/generate")) for server in servers) > 10
+        status = json.loads((tmp_path / "served/servers/status.json").read_text())
+        assert status["version"] == 4 and [one["is_serving"] for one in status["servers"]] == [True, True]
+
+        evaluated = run_main("mcore_rl.run.evaluate", [rl_file, *SMALL, *engine])
+        assert evaluated.returncode == 0, evaluated.stderr
+        result = json.loads(evaluated.stdout.splitlines()[-1])
+        assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)

@@ -1,0 +1,311 @@
+"""The served engine on one rank: the contract, the native engine's completions, and what it does when servers fail."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import EngineError
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.engines.base import Capabilities, Sampling
+from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.make import refuse_version, refused_sampling
+from mcore_rl.rl.engines.served import ServedEngine
+from mcore_rl.rl.engines.server_api import ServerApi
+from mcore_rl.rl.engines.server_fleet import ServerFleet
+from mcore_rl.rl.engines.sglang_api import SglangApi
+from mcore_rl.rl.engines.vllm_api import VllmApi
+from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.types import Completion
+from tests.fake_server import FakeServer, TableAnswers
+from tests.generating import engine_on, loaded, prompt_of, ragged_prompts, spelled
+from tests.hf_models import VOCAB, oracle
+from tests.served_model import ModelAnswers
+from tests.unit.rl.engines import contract
+
+GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
+EIGHT = Sampling(max_new_tokens=8, cut=Cut(temperature=0.7))
+
+
+@dataclass
+class Served:
+    """An engine on two fake servers, whose models begin with other weights than the policy's."""
+
+    engine: ServedEngine
+    servers: list[FakeServer]
+    chunks: list[nn.Module]
+    tensors: dict[str, Tensor]
+    fleet: ServerFleet
+
+    def completion(self, tokens: Sequence[int], sampling: Sampling = EIGHT, seed: int = 0) -> Completion:
+        return contract.one(self.engine, tuple(tokens), sampling, seed)
+
+    def asked(self, path: str) -> list[int]:
+        return [server.paths().count(path) for server in self.servers]
+
+
+@contextmanager
+def served(mesh: Mesh, folder: Path, kind: str = "vllm", **fields: object) -> Iterator[Served]:
+    theirs = oracle("qwen3_moe")
+    model = theirs.ours
+    chunks = loaded(model, theirs.tensors, mesh)
+    before = {name: torch.zeros_like(tensor) for name, tensor in theirs.tensors.items()}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                FakeServer(ModelAnswers(loaded(model, before, mesh), mesh, model, before), kind)
+            )
+            for _ in range(2)
+        ]
+        settings = {"kind": kind, "urls": tuple(server.url for server in servers), "request_timeout_s": 20.0}
+        config = EngineConfig(**(settings | {"start_timeout_s": 0.5, "requests": 8} | fields))
+
+        def api_at(url: str) -> ServerApi:
+            times = {"request_timeout_s": config.request_timeout_s, "update_timeout_s": 20.0}
+            if kind == "vllm":
+                return VllmApi(HttpClient(url), vocab_size=model.vocab_size, **times)
+            top_k = model.moe.top_k
+            return SglangApi(HttpClient(url), vocab_size=model.vocab_size, experts_per_token=top_k, **times)
+
+        fleet = ServerFleet(config, api_at, folder, None)
+        engine = ServedEngine(
+            api_at,
+            fleet,
+            chunks,
+            mesh,
+            model,
+            spelled,
+            config,
+            capabilities=Capabilities(max_tokens=64, routes=True, seeded=True),
+            refusal=lambda sampling: None,
+        )
+        try:
+            engine.update_weights(0)
+            yield Served(engine, servers, chunks, theirs.tensors, fleet)
+        finally:
+            engine.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_completions_are_the_native_engines_and_keep_the_contract(
+    kind: str, one_rank: Mesh, tmp_path: Path
+) -> None:
+    """Tokens, logprobs and routes; each server gets the same weights in an update, and prompts are spread."""
+    with served(one_rank, tmp_path, kind) as ours:
+        native = engine_on(ours.chunks, one_rank, oracle("qwen3_moe").ours)
+        prompts, seeds_PG = ragged_prompts(6, VOCAB), [[1, 2]] * 6
+        sampling = replace(EIGHT, with_routes=True, vocab_size=VOCAB - 3, stop_tokens=frozenset(range(9)))
+        wanted, found = (engine.generate(prompts, sampling, seeds_PG) for engine in (native, ours.engine))
+        for want, group in zip(wanted, found, strict=True):
+            for one, other in zip(want.completions, group.completions, strict=True):
+                assert (other.tokens_T, other.text, other.finish) == (one.tokens_T, one.text, one.finish)
+                assert other.logprobs_T == pytest.approx(one.logprobs_T, abs=2e-5)  # of other batches
+                assert other.versions == one.versions
+                assert one.experts_TLK is not None and other.experts_TLK is not None
+                assert torch.equal(other.experts_TLK, one.experts_TLK)
+        assert min(ours.asked(GENERATE[kind])) > 2
+        contract.check_all(ours.engine, VOCAB)
+
+
+def test_a_request_that_fails_is_made_by_the_other_server_with_the_same_seed(
+    one_rank: Mesh, tmp_path: Path
+) -> None:
+    with served(one_rank, tmp_path) as ours:
+        wanted = ours.completion((1, 2, 3), seed=5)
+        for fault in ("status_500", "close", "cut_short", "null_logprob"):
+            for server in ours.servers:
+                server.faults = [(GENERATE["vllm"], fault)] * (server is ours.servers[0])
+            prompts, seeds = [prompt_of((1, 2, 3), str(name)) for name in range(4)], [[5]] * 4
+            for group in ours.engine.generate(prompts, EIGHT, seeds):
+                assert group.completions[0].tokens_T == wanted.tokens_T
+        ours.servers[0].__exit__()
+        groups = ours.engine.generate(prompts, EIGHT, seeds)
+        assert [group.completions[0].tokens_T for group in groups] == [wanted.tokens_T] * 4
+        ours.engine.update_weights(1)
+        assert ours.fleet.lines == [] and "is left out" in " ".join(ours.engine.take_lines())
+        ours.servers[1].__exit__()
+        with pytest.raises(EngineError, match="no server is left that has the present weights"):
+            ours.engine.generate(prompts, EIGHT, seeds)
+
+
+def test_servers_that_all_fail_end_with_the_reasons(one_rank: Mesh, tmp_path: Path) -> None:
+    with served(one_rank, tmp_path) as ours:
+        for server in ours.servers:
+            server.faults = [(GENERATE["vllm"], "always status_500")]
+        with pytest.raises(EngineError, match=r"rl\.engine\.attempts=3 attempts.*status 500.*status 500"):
+            ours.completion((1, 2))
+        assert sum(ours.asked(GENERATE["vllm"])) - 2 * len(_probes(ours)) == 3
+
+
+def _probes(ours: Served) -> list[object]:
+    bodies = ours.servers[0].bodies(GENERATE["vllm"])
+    return [body for body in bodies if "prompt_logprobs" in body["sampling_params"]]
+
+
+def test_a_refusal_and_an_id_that_would_end_a_server_are_not_sent_again(
+    one_rank: Mesh, tmp_path: Path
+) -> None:
+    with served(one_rank, tmp_path) as ours:
+        before = sum(ours.asked(GENERATE["vllm"]))
+        for token in (VOCAB, -1):
+            with pytest.raises(
+                EngineError, match=rf"has the id {token}, and the model has the ids 0 to {VOCAB - 1}"
+            ):
+                ours.completion((1, token))
+        assert sum(ours.asked(GENERATE["vllm"])) == before
+        for server in ours.servers:
+            server.faults = [(GENERATE["vllm"], "refused")]
+        with pytest.raises(EngineError, match=r"status 400.*It was refused"):
+            ours.completion((1, 2))
+        assert sum(ours.asked(GENERATE["vllm"])) == before + 1
+
+
+def test_our_stop_strings_cut_what_a_server_without_a_tokenizer_sampled_after_them(
+    one_rank: Mesh, tmp_path: Path
+) -> None:
+    with served(one_rank, tmp_path) as ours:
+        whole = ours.completion((1, 2), replace(EIGHT, with_routes=True), 3)
+        string = f" {whole.tokens_T[3]} "
+        stopping = replace(EIGHT, with_routes=True, stop_strings=(string,))
+        cut = ours.completion((1, 2), stopping, 3)
+        native = engine_on(ours.chunks, one_rank, oracle("qwen3_moe").ours)
+        wanted = contract.one(native, (1, 2), stopping, 3)
+        assert (cut.tokens_T, cut.finish, cut.text) == (wanted.tokens_T, "stop", wanted.text)
+        assert cut.versions == wanted.versions and len(cut.tokens_T) < len(whole.tokens_T)
+        assert cut.experts_TLK is not None and wanted.experts_TLK is not None
+        assert torch.equal(cut.experts_TLK, wanted.experts_TLK)
+
+
+def test_a_server_without_the_weights_gets_no_request_until_an_update_has_proved_them(
+    one_rank: Mesh, tmp_path: Path
+) -> None:
+    """The probe finds a tensor that was left old although every answer was 200."""
+    with served(one_rank, tmp_path) as ours:
+        bad = ours.servers[1]
+        assert isinstance(bad.answers, ModelAnswers)
+        bad.answers.forgets = "model.layers.0.self_attn.o_proj.weight"
+        with torch.no_grad():
+            for parameter in ours.chunks[0].parameters():
+                parameter.mul_(1.05)
+        ours.engine.update_weights(1)
+        assert "does not have the trainer's weights" in " ".join(ours.engine.take_lines())
+        before = len(bad.bodies(GENERATE["vllm"]))
+        prompts = [prompt_of((1, 2, 3), str(name)) for name in range(8)]
+        groups = ours.engine.generate(prompts, EIGHT, [[1]] * 8)
+        assert {group.completions[0].policy_version for group in groups} == {1}
+        assert len(bad.bodies(GENERATE["vllm"])) == before
+        bad.answers.forgets = None
+        ours.engine.update_weights(2)
+        ours.engine.generate(prompts, EIGHT, [[1]] * 8)
+        metrics = {metric.name: metric.value for metric in ours.engine.take_metrics()}
+        assert metrics["servers/living"] == 2 and metrics["servers/probe_nats"] < 2e-4
+
+
+def test_too_few_servers_with_the_weights_end_the_run(one_rank: Mesh, tmp_path: Path) -> None:
+    with served(one_rank, tmp_path, min_servers=2) as ours:
+        ours.servers[0].faults = [("/finish_weight_update", "status_500")]
+        with pytest.raises(
+            EngineError, match=r"1 servers have the weights of version 1.*min_servers=2.*status 500"
+        ):
+            ours.engine.update_weights(1)
+
+
+def test_an_answer_during_an_update_counts_only_of_a_server_that_the_probe_has_proved(
+    one_rank: Mesh, tmp_path: Path
+) -> None:
+    with served(one_rank, tmp_path) as ours:
+        prompt, found = prompt_of((1, 2, 3)), list[Completion]()
+        asked = threading.Event()
+        for server in ours.servers:
+            server.before_answer = lambda _: asked.set()
+            server.computes.clear()  # as a pause before the update would
+        thread = threading.Thread(
+            target=lambda: found.extend(ours.engine.request_group(0, prompt, EIGHT, [4]).completions)
+        )
+        thread.start()
+        assert asked.wait(10)
+        first = next(server for server in ours.servers if server.running)
+        assert isinstance(first.answers, ModelAnswers)
+        with torch.no_grad():
+            for parameter in ours.chunks[0].parameters():
+                parameter.mul_(1.05)
+        first.answers.forgets = "model.layers.0.self_attn.o_proj.weight"
+        ours.engine.update_weights(1)
+        thread.join(20)
+        wanted = ours.completion((1, 2, 3), EIGHT, 4)
+        assert found[0].tokens_T == wanted.tokens_T and found[0].logprobs_T == pytest.approx(
+            wanted.logprobs_T
+        )
+        assert found[0].policy_version == 1
+
+
+def test_a_server_that_was_started_anew_at_its_address_is_not_believed(
+    one_rank: Mesh, tmp_path: Path
+) -> None:
+    with served(one_rank, tmp_path) as ours:
+        ours.servers[0].version = "default"
+        prompts = [prompt_of((1, 2, 3), str(name)) for name in range(6)]
+        groups = ours.engine.generate(prompts, EIGHT, [[1]] * 6)
+        assert {group.completions[0].policy_version for group in groups} == {0}
+        assert ours.engine._state.living == (ours.servers[1].url,)
+
+
+def test_close_ends_requests_in_progress(one_rank: Mesh, tmp_path: Path) -> None:
+    with served(one_rank, tmp_path) as ours:
+        errors = list[EngineError]()
+
+        def ask() -> None:
+            try:
+                ours.engine.request_group(0, prompt_of((1, 2)), EIGHT, [1, 2])
+            except EngineError as error:
+                errors.append(error)
+
+        for server in ours.servers:
+            server.delay_s = 30.0
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while sum(server.running.total() for server in ours.servers) < 2:
+            time.sleep(0.01)
+        ours.engine.close()
+        thread.join(10)
+        assert not thread.is_alive() and "closed" in str(errors[0])
+        with pytest.raises(EngineError, match="closed"):
+            ours.engine.request_group(0, prompt_of((1, 2)), EIGHT, [1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "version"), [("vllm", "0.31.9"), ("vllm", "0.34.0+cpu"), ("sglang", "0.5.24")]
+)
+def test_versions_that_were_not_tried_are_refused(kind: str, version: str) -> None:
+    with FakeServer(TableAnswers(), kind, software=version) as server:
+        api = VllmApi(HttpClient(server.url), vocab_size=8, request_timeout_s=5, update_timeout_s=5)
+        if kind == "sglang":
+            api = SglangApi(
+                HttpClient(server.url),
+                vocab_size=8,
+                experts_per_token=2,
+                request_timeout_s=5,
+                update_timeout_s=5,
+            )  # type: ignore[assignment]
+        with pytest.raises(
+            EngineError, match=rf"is {kind} {version.replace('+', '.')}; tried are versions from"
+        ):
+            refuse_version(kind, api)
+
+
+def test_logprobs_of_another_temperature_are_refused() -> None:
+    rollout = {"prompts": {"task": "arithmetic"}, "engine": {"kind": "vllm"}, "rollout": {"top_p": 0.9}}
+    cut = RlRunConfig.model_validate({"rl": rollout})
+    assert refused_sampling(cut, Sampling(max_new_tokens=1, cut=Cut(top_p=0.9))) is None
+    assert refused_sampling(cut, Sampling(max_new_tokens=1, cut=Cut(temperature=0.0))) is None
+    assert "one --logprobs-mode" in str(
+        refused_sampling(cut, Sampling(max_new_tokens=1, cut=Cut(temperature=0.7)))
+    )
