@@ -227,6 +227,20 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=positive, default=1, help="number of continuations (default 1)")
     parser.add_argument("--stream", action="store_true", help="show the text as it grows")
     parser.add_argument(
+        "--url",
+        help="ask this inference server, as http://node7:8000, which has weights of its own (mcore-rl probe); --run "
+        "names the model and its tokenizer",
+    )
+    parser.add_argument(
+        "--kind", choices=["vllm", "sglang"], default="vllm", help="--url: its software (default vllm)"
+    )
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="--url: environment variable with the key that it asks for"
+    )
+    parser.add_argument(
+        "--ca-file", metavar="FILE", help="--url: certificates by which an https server is known"
+    )
+    parser.add_argument(
         "--temperature", type=float, default=0.0, help="0: always the most likely token (default)"
     )
     parser.add_argument(

@@ -1,8 +1,10 @@
 """`mcore-rl generate`: texts of a trained model, on one process, whatever mesh it was trained on."""
 
 import argparse
+import secrets
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +16,19 @@ from mcore_rl.config.rl import EngineConfig
 from mcore_rl.data.chat import Conversation, load_chat
 from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.make import server_apis
 from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine
+from mcore_rl.rl.engines.server_api import ServedCompletion
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Problem, Prompt
 from mcore_rl.run.trained_model import TrainedModel, read_trained_model, run_of_checkpoint
+
+MAX_REQUESTS = 64
+"""Requests of a server at a time."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -36,14 +43,17 @@ def main(args: argparse.Namespace) -> int:
             )
         request = request_of(args, trained)
         stream = StreamedText(request) if args.stream else None
-        completions = continuations(args, trained, request, stream)
-        if stream is not None:
-            stream.end(request.text_of(completions[0].tokens_T))
+        if args.url is None:
+            texts_GT = [one.tokens_T for one in continuations(args, trained, request, stream)]
         else:
-            for index, completion in enumerate(completions, start=1):
+            texts_GT = [one.tokens_T for one in served_continuations(args, trained, request)]
+        if stream is not None:
+            stream.end(request.text_of(texts_GT[0]))
+        else:
+            for index, tokens_T in enumerate(texts_GT, start=1):
                 if args.n > 1:
                     sys.stdout.write(f"--- {index} of {args.n}\n")
-                sys.stdout.write(f"{request.shown}{request.text_of(completion.tokens_T)}\n")
+                sys.stdout.write(f"{request.shown}{request.text_of(tokens_T)}\n")
         platforms.stop()
     return 0
 
@@ -128,6 +138,42 @@ class StreamedText:
         sys.stdout.flush()
 
 
+def served_continuations(
+    args: argparse.Namespace, trained: TrainedModel, request: Request
+) -> tuple[ServedCompletion, ...]:
+    """Return `args.n` continuations as `continuations` does, by the server at `args.url` with its own weights."""
+    engine = EngineConfig(
+        kind=args.kind, urls=(args.url,), api_key_env=args.api_key_env, ca_file=args.ca_file
+    )
+    api, sampling = server_apis(engine, trained.model)(args.url), sampling_of_arguments(args, request)
+    beyond = [token for token in request.prompt_T if token >= trained.model.vocab_size]
+    if beyond:  # a server would end by it
+        raise DataError(
+            f"--prompt has the id {beyond[0]}, and the model has the ids 0 to {trained.model.vocab_size - 1}. Name the "
+            "model's own run."
+        )
+    name = secrets.token_hex(4)  # also of the cache of prefixes: the weights may be others than a moment ago
+    with ThreadPoolExecutor(min(args.n, MAX_REQUESTS)) as pool:
+        return tuple(
+            pool.map(
+                lambda index: api.generate(
+                    request.prompt_T, sampling, args.seed + index, salt=name, request_id=f"{name}-{index}"
+                ),
+                range(args.n),
+            )
+        )
+
+
+def sampling_of_arguments(args: argparse.Namespace, request: Request) -> Sampling:
+    """Return the rules of sampling that the arguments give."""
+    return Sampling(
+        max_new_tokens=args.tokens,
+        cut=Cut(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
+        stop_tokens=request.ends,
+        vocab_size=request.tokenizer.vocab_size,
+    )
+
+
 def continuations(
     args: argparse.Namespace, trained: TrainedModel, request: Request, listener: Listener | None
 ) -> tuple[Completion, ...]:
@@ -144,12 +190,7 @@ def continuations(
     engine.listener = listener
     problem = Problem(problem_id="--prompt", prompt=args.prompt, answer="")
     prompt = Prompt(problem=problem, tokens_T=request.prompt_T)
-    sampling = Sampling(
-        max_new_tokens=args.tokens,
-        cut=Cut(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p),
-        stop_tokens=request.ends,
-        vocab_size=request.tokenizer.vocab_size,
-    )
+    sampling = sampling_of_arguments(args, request)
     seeds_1G = [range(args.seed, args.seed + args.n)]
     return engine.generate([prompt], sampling, seeds_1G)[0].completions
 
@@ -166,6 +207,13 @@ def _run_of(checkpoint: Path) -> Path:
 def _check(args: argparse.Namespace) -> None:
     if args.run is None and args.checkpoint is None:
         raise ConfigError("There is nothing to generate with: give --run RUN_DIR, --checkpoint DIR, or both.")
+    if args.url is not None and (args.checkpoint is not None or args.stream or args.run is None):
+        raise ConfigError(
+            "--url asks a server with weights of its own: give it --run RUN_DIR for the model and its tokenizer, and "
+            "neither --checkpoint nor --stream."
+        )
+    if args.url is None and (args.api_key_env or args.ca_file):
+        raise ConfigError("--api-key-env and --ca-file are of a server, and --url is not given. Add it.")
     if args.chat and not args.prompt:
         raise ConfigError("--chat answers a prompt, and there is none. Give --prompt TEXT.")
     if args.system is not None and not args.chat:

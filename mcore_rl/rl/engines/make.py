@@ -8,6 +8,8 @@ from torch import nn
 
 from mcore_rl.backend.launcher import environment_variable
 from mcore_rl.config.extension import choose
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.parallel.mesh import Mesh
@@ -42,7 +44,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
     `update_weights` has given them weights.
     """
     engine, folder = config.rl.engine, servers_folder(config)
-    api_at = server_apis(config)
+    api_at = server_apis(engine, config.model)
     on_gpu = next(chunks[0].parameters()).is_cuda
     fleet = None
     if mesh.world.rank == 0:
@@ -80,13 +82,12 @@ def start_server_of(config: RlRunConfig, folder: Path, index: int, *, on_gpu: bo
     )
 
 
-def server_apis(config: RlRunConfig) -> Callable[[str], ServerApi]:
+def server_apis(engine: EngineConfig, model: ModelConfig) -> Callable[[str], ServerApi]:
     """Return the function from a server's address to its API.
 
     Raises:
         ConfigError: the variable rl.engine.api_key_env is not set.
     """
-    engine, model = config.rl.engine, config.model
     key = environment_variable(engine.api_key_env) if engine.api_key_env else None
     if engine.api_key_env and key is None:
         raise ConfigError(

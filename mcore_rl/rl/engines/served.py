@@ -170,12 +170,12 @@ class ServedEngine:
 
         def ready() -> list[str]:
             assert fleet is not None
-            fleet.replace(lost)
+            fleet.start_anew(lost)
             return fleet.ready()
 
         report = self._push_to(on_rank_zero(ready)).push(policy_version)
         if fleet is not None:
-            fleet.replace(dict(report.failed))
+            fleet.start_anew(dict(report.failed))
             fleet.write_status(report.living, policy_version)
             self._lines += fleet.lines
             fleet.lines.clear()

@@ -76,7 +76,7 @@ class ServerFleet:
         self._is_open = True
         return ready
 
-    def replace(self, lost: dict[str, str]) -> None:
+    def start_anew(self, lost: dict[str, str]) -> None:
         """Start servers that failed anew; of those of `urls` that is asked of `mcore-rl serve`, if it started them.
 
         Args:

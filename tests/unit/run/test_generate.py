@@ -26,6 +26,7 @@ from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.run.cli import main
 from mcore_rl.run.generate import Request, request_of
 from mcore_rl.run.trained_model import TrainedModel
+from tests.fake_server import FakeServer, TableAnswers
 
 TEXT = "the cat sat on the mat and the dog sat on the cat while nobody looked at 1984 letters "
 MODEL = ModelConfig(
@@ -212,3 +213,25 @@ def test_a_chat_begins_and_ends_as_transformers_has_it(chat_model: TrainedModel,
     marked = argparse.Namespace(chat=False, prompt="<|im_start|>the cat<|im_end|>", system=None)
     assert list(request_of(marked, chat_model).prompt_T) == theirs.encode(marked.prompt)
     assert request_of(marked, chat_model).ends == request.ends
+
+
+def test_a_server_is_asked_for_the_text_of_its_own_weights(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server's tokens come from a table, by the seed of each continuation and the prompt's first token."""
+    tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(run_dir / "tokens.model")))
+    prompt_T = tokenizer.encode_marked("the cat")
+    with FakeServer(TableAnswers(300)) as server:
+        words = ("--run", run_dir, "--prompt", "the cat", "--tokens", 6, "--n", 2, "--seed", 4)
+        shown = generate(capsys, *words, "--temperature", 1, "--url", server.url)
+        (first, second) = sorted(
+            server.bodies("/inference/v1/generate"), key=lambda b: b["sampling_params"]["seed"]
+        )
+    assert first["token_ids"] == second["token_ids"] == prompt_T
+    assert [body["sampling_params"]["seed"] for body in (first, second)] == [4, 5]
+    for seed in (4, 5):
+        tokens = [(seed * 7919 + t * 104729 + prompt_T[0]) % 300 for t in range(6)]
+        assert tokenizer.decode([*prompt_T, *tokens]) in shown
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "--run", str(run_dir), "--url", server.url, "--stream"])
+    assert "neither --checkpoint nor --stream" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_servers_start_are_replaced_when_they_fail_and_leave_nothing(tmp_path: P
         assert [process.url for process in fleet.processes] == [first, second]
         assert "started with --served-model-name policy" in (folder / "server_0.log").read_text()
         before = psutil.Process().children(recursive=True)
-        fleet.replace({first: "its probe failed"})
+        fleet.start_anew({first: "its probe failed"})
         wait_for(lambda: len(fleet.ready()) == 2)
         renewed = fleet.processes[0].url
         assert not api_at(first).is_healthy() and fleet.ready() == [renewed, second]
