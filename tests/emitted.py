@@ -86,6 +86,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "pairs/*longer_fraction",
         "data/pairs",
     ),
+    "rm of steps": ("steps/*",),
     "dpo": ("pairs/*_logprob", "pairs/chosen_loss_nats"),
     "rl with dynamic sampling": ("rollout/refills", "rollout/unused_groups", "rollout/cut_kl_nats"),
 }

@@ -9,7 +9,15 @@ from mcore_rl.config.dpo import DPOConfig
 
 def check_dpo(config: DPOConfig, world_size: int) -> None:
     """Raise a ConfigError that lists everything wrong with running `config` on `world_size` ranks, if anything is."""
-    refuse([*preference_violations(config, world_size), *_loss(config), *_model(config)])
+    refuse([*preference_violations(config, world_size), *_loss(config), *_model(config), *_data(config)])
+
+
+def _data(config: DPOConfig) -> Iterator[str]:
+    if config.data.has_steps:
+        yield (
+            'data.format="steps": labels of steps are for a process reward model (`mcore-rl rm`). Set it to "auto", '
+            "and name files of pairs."
+        )
 
 
 def _loss(config: DPOConfig) -> Iterator[str]:

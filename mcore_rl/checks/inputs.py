@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.dpo import DPOConfig
-from mcore_rl.config.extension import MODEL_PART
+from mcore_rl.config.extension import JUDGE_PART
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
@@ -51,8 +51,11 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
 
 def _scoring_models(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
     if isinstance(config, RlRunConfig):
+        for part in config.rl.reward.parts:
+            if part.startswith(JUDGE_PART):
+                yield "rl.reward.parts", Path(part.removeprefix(JUDGE_PART)), "the judge's template"
         for part in config.rl.reward.model_parts:
-            yield "rl.reward.parts", Path(part.removeprefix(MODEL_PART)), "the reward model"
+            yield "rl.reward.parts", Path(part.partition(":")[2]), "the reward model"
         if config.has_critic and config.rl.critic.load and not _has_checkpoints(Path(config.run_dir)):
             yield "rl.critic.load", Path(config.rl.critic.load), "the checkpoint"
 

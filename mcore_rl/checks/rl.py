@@ -2,11 +2,19 @@
 
 import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from mcore_rl.checks.run import weight_violations
 from mcore_rl.config.critic import CriticConfig
 from mcore_rl.config.distill import DistillConfig
-from mcore_rl.config.extension import MODEL_PART, is_extension
+from mcore_rl.config.extension import (
+    HTTP_PARTS,
+    JUDGE_PART,
+    MODEL_PARTS,
+    STEP_MODEL_PART,
+    is_extension,
+    server_url,
+)
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.ptx import PtxConfig
 from mcore_rl.config.rl import (
@@ -14,9 +22,11 @@ from mcore_rl.config.rl import (
     AdvantageConfig,
     CodeConfig,
     EnvironmentConfig,
+    JudgeConfig,
     LossConfig,
     PromptConfig,
     RewardConfig,
+    RewardServerConfig,
     RlConfig,
     RolloutConfig,
     UpdateConfig,
@@ -70,6 +80,7 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _parts(rl.reward)
     yield from _part_options(rl.reward)
     yield from _code(rl.reward)
+    yield from _servers(rl.reward)
     yield from _overlong(rl.reward, rl)
     yield from _environment(rl)
 
@@ -440,12 +451,19 @@ def _parts(reward: RewardConfig) -> Iterator[str]:
     if len(set(reward.parts)) < len(reward.parts):
         yield f"rl.reward.parts={list(reward.parts)} names a part twice. Take one out and change its weight."
     for part in reward.parts:
-        if part == MODEL_PART:
+        if part.startswith(HTTP_PARTS):
+            yield from _address(f'rl.reward.parts="{part}"', server_url(part))
+        elif part == JUDGE_PART:
+            yield f'rl.reward.parts names "{part}" without a file. Name the template of what the judge is asked.'
+        elif part.startswith(JUDGE_PART):
+            continue
+        elif part in MODEL_PARTS:
             yield f'rl.reward.parts names "{part}" without a path. Name a checkpoint or run of a reward model.'
         elif part not in NAMED_PARTS and part not in reward.model_parts and not is_extension(part):
             yield (
                 f'rl.reward.parts names "{part}". Name one of {", ".join(NAMED_PARTS)}, a reward model as '
-                "`model:PATH`, or a function of yours as `package.module:function`."
+                "`model:PATH` or `step_model:PATH`, a server as `http:URL` or `judge:FILE`, or a function of yours as "
+                "`package.module:function`."
             )
     if reward.correct not in (None, "auto", *reward.parts):
         yield (
@@ -467,6 +485,17 @@ def _part_options(reward: RewardConfig) -> Iterator[str]:
             f'model_store="{reward.model_store}" are of reward models, and rl.reward.parts={list(parts)} has none. '
             'Leave them at false and "host".'
         )
+    default = RewardConfig()
+    has_steps = any(part.startswith(STEP_MODEL_PART) for part in parts)
+    for name, is_read in (
+        ("step_separator", has_steps),
+        ("step_value", has_steps),
+        ("model_tokenizer", bool(reward.model_parts)),
+        ("model_chat_template", bool(reward.model_parts)),
+    ):
+        if not is_read and getattr(reward, name) != getattr(default, name):
+            what = "step_model:" if name.startswith("step") else "reward model"
+            yield f"rl.reward.{name} is not used: rl.reward.parts={list(parts)} has no {what}. Leave it out."
     for part, pattern in (("format", reward.format_pattern), ("regex", reward.regex_pattern)):
         if part in parts and not pattern:
             yield f'rl.reward.parts names "{part}", but rl.reward.{part}_pattern is not set. Set it.'
@@ -487,6 +516,30 @@ def _part_options(reward: RewardConfig) -> Iterator[str]:
         )
     elif high and low > high:
         yield f"rl.reward.length_min_tokens={low} is above length_max_tokens={high}. Lower it."
+
+
+def _address(name: str, url: str) -> Iterator[str]:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        yield f"{name} is no address of a server. Write http://HOST:PORT/PATH, without a query. Change it."
+
+
+def _servers(reward: RewardConfig) -> Iterator[str]:
+    judges = [part for part in reward.parts if part.startswith(JUDGE_PART)]
+    if not reward.served_parts:
+        reason = "rl.reward.parts names no server (http:URL, judge:FILE)"
+        yield from _unused(reward.server, RewardServerConfig(), "rl.reward.server", reason)
+    if not judges:
+        yield from _unused(
+            reward.judge, JudgeConfig(), "rl.reward.judge", "rl.reward.parts names no judge:FILE"
+        )
+        return
+    for name in ("url", "model"):
+        if getattr(reward.judge, name) is None:
+            yield f'rl.reward.parts names "{judges[0]}", and rl.reward.judge.{name} is not set. Set it.'
+    if reward.judge.url is not None:
+        yield from _address(f'rl.reward.judge.url="{reward.judge.url}"', reward.judge.url)
+    yield from _pattern("rl.reward.judge.score_pattern", reward.judge.score_pattern, groups=1)
 
 
 def _code(reward: RewardConfig) -> Iterator[str]:

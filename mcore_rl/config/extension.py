@@ -18,6 +18,16 @@ Choice = TypeVar("Choice")
 MODEL_PART = "model:"
 """Beginning of a part of `rl.reward.parts` that is a reward model, followed by its path; no module of this name is
 looked for there."""
+STEP_MODEL_PART = "step_model:"
+"""Beginning of a part that is a process reward model, which scores the ends of steps."""
+HTTP_PARTS = ("http:", "https:")
+"""Beginnings of a part that is a reward server."""
+JUDGE_PART = "judge:"
+"""Beginning of a part that is a language model on a server, followed by the template of what it is asked."""
+MODEL_PARTS = (MODEL_PART, STEP_MODEL_PART)
+SERVED_PARTS = (*HTTP_PARTS, JUDGE_PART)
+NO_EXTENSION = (*MODEL_PARTS, *SERVED_PARTS)
+"""Beginnings of parts of which none names a module."""
 
 
 def correct_part(correct: str | None, parts: Sequence[str]) -> str | None:
@@ -26,7 +36,15 @@ def correct_part(correct: str | None, parts: Sequence[str]) -> str | None:
     """
     if correct != "auto":
         return correct
-    return next((part for part in parts if not part.startswith(MODEL_PART)), None)
+    return next((part for part in parts if not part.startswith(NO_EXTENSION)), None)
+
+
+def server_url(part: str) -> str:
+    """Return the address of a reward server that a part names, as "http://node7:8000/score" or, with an address of its
+    own, "http:https://node7/score".
+    """
+    inner = part.partition(":")[2]
+    return inner if inner.startswith(("http://", "https://")) else part
 
 
 def is_extension(name: str) -> bool:
@@ -96,7 +114,7 @@ def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
             yield from (
                 (prefix + field, name)
                 for name in names
-                if is_extension(name) and not (field == "parts" and name.startswith(MODEL_PART))
+                if is_extension(name) and not (field == "parts" and name.startswith(NO_EXTENSION))
             )
 
 

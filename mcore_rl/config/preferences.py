@@ -23,12 +23,13 @@ class PreferenceDataConfig(Section):
     each entry begins anew, in another order, when it has been read; an empty list: every prompt once an epoch."""
     valid: tuple[str, ...] = ()
     """Data to evaluate on, in the same forms; an empty list: no evaluation."""
-    format: Literal["auto", "pair", "ranking", "hh"] = "auto"
+    format: Literal["auto", "pair", "ranking", "hh", "steps"] = "auto"
     """Form of a line; `pair`: {"prompt", "chosen", "rejected"} with texts or lists of {"role", "content"}, where the
     prompt may be left out: it is then what both sides begin with; `ranking`: {"prompt", "responses"}, each response
     before the ones that are worse, or with "scores"; `hh`: "chosen" and "rejected" as in Anthropic's HH-RLHF, each a
-    whole dialogue of "Human:" and "Assistant:"; `auto`: by the keys of each line, and `hh` where both sides begin
-    so."""
+    whole dialogue of "Human:" and "Assistant:"; `steps`: {"prompt", "completions", "labels"}, the steps of one answer
+    and whether each is right, for a process reward model; `auto`: by the keys of each line, and `hh` where both sides
+    begin so, but never `steps`."""
     prompt_field: Text = "prompt"
     """Field of a line with the prompt, a text or the turns of a chat; a line may lack it."""
     messages_field: Text = "messages"
@@ -42,6 +43,13 @@ class PreferenceDataConfig(Section):
     scores_field: Text = "scores"
     """Field of a line with a score for each answer of a ranking, higher is better; a line without it ranks its answers
     from best to worst. Equal scores are a tie."""
+    steps_field: Text = "completions"
+    """Field of a line with the steps of an answer, a list of texts, with format="steps"."""
+    labels_field: Text = "labels"
+    """Field of a line with a label for each step: true or false, the probability that it is right, or null, with which
+    the step is not trained on."""
+    step_separator: Text = "\n"
+    """Text between two steps of an answer. A step ends after it, and the last one with the answer."""
     tie_field: Text = "tie"
     """Field of a line that is true where neither answer is better."""
     margin_field: Text | None = "margin"
@@ -68,10 +76,15 @@ class PreferenceDataConfig(Section):
     """Positions of one forward pass, into which whole pairs are packed; `auto`: two of `seq_length`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether the data is answers with labelled steps, and no pairs."""
+        return self.format == "steps"
+
 
 class PreferenceRunConfig(RunConfig):
-    """A training on preferences: `train.global_batch` counts pairs; a batch is a few pairs larger where the answers to
-    its last prompt make more than one.
+    """A training on preferences: `train.global_batch` counts pairs, or answers with labelled steps; a batch is a few
+    pairs larger where the answers to its last prompt make more than one.
     """
 
     data: PreferenceDataConfig = PreferenceDataConfig()

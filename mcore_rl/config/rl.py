@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.critic import CriticConfig
+from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.distill import DistillConfig
-from mcore_rl.config.extension import MODEL_PART, Extension, correct_part
+from mcore_rl.config.extension import MODEL_PARTS, SERVED_PARTS, Extension, correct_part
 from mcore_rl.config.ptx import PtxConfig
 from mcore_rl.config.section import Probability, Seconds, Section, Text
 
@@ -193,20 +194,63 @@ ENVIRONMENT_PART = "environment"
 """Part of `rl.reward.parts` that is the sum of the rewards that the environment gave."""
 
 
+class RewardServerConfig(Section):
+    """Servers that give rewards, `http:URL` and `judge:FILE`: how each is asked by each replica of the model."""
+
+    batch_size: PositiveInt = 16
+    """Completions of one request to a reward server; a judge is asked about one at a time."""
+    concurrency: PositiveInt = 8
+    """Requests at a time."""
+    timeout_s: Seconds = 60.0
+    """Seconds for one request."""
+    retries: NonNegativeInt = 3
+    """Times that a request without an answer is repeated before its scores have failed; a request that the server calls
+    wrong (status 400 to 499 but 408 and 429) is not."""
+    retry_s: Seconds = 1.0
+    """Seconds before the first repetition; each further one waits twice as long."""
+    api_key_env: Text | None = None
+    """Name of the environment variable with the key that is sent as a bearer token; `none`: none is sent."""
+    ca_file: Text | None = None
+    """File of the certificates by which https servers are known; `none`: those of the system."""
+
+
+class JudgeConfig(Section):
+    """The part `judge:FILE`: a language model on an OpenAI-compatible server answers a question with a score. FILE is a
+    jinja template with `prompt`, `completion`, `answer`, `fields`, `num_tokens` and `is_truncated`.
+    """
+
+    url: Text | None = None
+    """Address of the server up to and with /v1; /chat/completions below it is asked."""
+    model: Text | None = None
+    """Name of the model on the server."""
+    temperature: NonNegativeFloat = 0.0
+    """Divisor of the judge's logits; at 0 it answers alike each time."""
+    max_tokens: PositiveInt = 512
+    """Most tokens of the judge's answer."""
+    score_pattern: Text = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
+    """Regular expression whose last match's first group in the answer is the score, a number."""
+    scale: PositiveFloat = 1.0
+    """Divisor of the score: 10 makes 0 to 1 of scores from 0 to 10."""
+
+
 class RewardConfig(Section):
     """Reward of a completion: a weighted sum of named parts, each between its own bounds."""
 
     parts: tuple[str | Extension, ...] = ("exact",)
     """Parts of the reward: `exact`, `positions`, `numeric`, `math`, `countdown`, `code`, `format`, `regex`, `length`,
     `environment` (the sum of the rewards of rl.environment; the other parts then score the last turn), your own
-    function as `module:function`, or a reward model as `model:PATH`, a checkpoint or run of `mcore-rl rm` with the
-    policy's tokenizer, which scores prompt and completion at the last token."""
+    function as `module:function`; `model:PATH`, a reward model (a checkpoint or run of `mcore-rl rm`), which scores
+    prompt and completion at the last token; `step_model:PATH`, a process reward model, which scores the ends of steps;
+    `http:URL` (`http://HOST:PORT/PATH`, or https), a reward server; `judge:FILE`, a language model on a server, asked
+    what the template says."""
     weights: tuple[float, ...] = ()
     """Weight of each part; an empty list: 1 each."""
     correct: Text | None = "auto"
     """Part that decides which completions are correct: those to which it gives 1 or more. Its weight may be 0; `auto`:
     the first part that is a rule or a function; `none`: no part decides, and no accuracy is reported."""
     code: CodeConfig = CodeConfig()
+    server: RewardServerConfig = RewardServerConfig()
+    judge: JudgeConfig = JudgeConfig()
     answer_pattern: Text | None = None
     """Regular expression whose last match's first group is the answer of a completion; `none`: all of its text."""
     format_pattern: Text | None = None
@@ -236,6 +280,17 @@ class RewardConfig(Section):
     begins with (RLIMIT_AS); a function that needs more gets a MemoryError; `none`: no limit."""
     workers: PositiveInt = 1
     """Processes of each replica that compute rewards."""
+    step_separator: Text = "\n"
+    """Text after which a step of a completion ends, with `step_model:`; as in the training of the model."""
+    step_value: Literal["probability", "score"] = "probability"
+    """Value of a step, with `step_model:`; `probability`: that the step is right, sigmoid(score); `score`:
+    the score."""
+    model_tokenizer: TokenizerConfig | None = None
+    """Tokenizer of the reward models; `none`: the one that their runs were trained with, or the policy's where that is
+    not known. Texts are tokenised again for a model with another one than the policy's."""
+    model_chat_template: Text | None = None
+    """Template that makes text of prompt and completion for reward models with a tokenizer of their own; `none`: the
+    one that their runs were trained with."""
     model_store: Literal["device", "host"] = "host"
     """Memory in which the weights of reward models wait for their passes: beside the policy, or main memory."""
     normalize_models: bool = False
@@ -244,8 +299,13 @@ class RewardConfig(Section):
 
     @property
     def model_parts(self) -> tuple[str, ...]:
-        """Parts that are reward models."""
-        return tuple(part for part in self.parts if part.startswith(MODEL_PART))
+        """Parts that are reward models, whole or of steps."""
+        return tuple(part for part in self.parts if part.startswith(MODEL_PARTS))
+
+    @property
+    def served_parts(self) -> tuple[str, ...]:
+        """Parts whose scores servers give."""
+        return tuple(part for part in self.parts if part.startswith(SERVED_PARTS))
 
     @property
     def correct_part(self) -> str | None:

@@ -41,6 +41,9 @@ class PackedPreferences:
     """Index in the Preferences of each sequence."""
     pairs: tuple[int, ...]
     """Index in the Preferences of each pair."""
+    step_labels_S: Tensor | None = None
+    """float32: probability that a step is right, at the last token of each labelled step, NaN elsewhere; None: no steps
+    are labelled."""
 
 
 class PreferenceOrder:
@@ -146,6 +149,7 @@ def pack_groups(
     mask_S = torch.zeros(length)
     is_padding_S = torch.ones(length, dtype=torch.bool)
     is_last_S = torch.zeros(length, dtype=torch.bool)
+    step_labels_S = torch.full((length,), torch.nan) if preferences.labels_T is not None else None
     answer_lengths = []
     begin = 0
     for place, (n, size, span) in enumerate(zip(sequences, sizes, spans, strict=True)):
@@ -160,6 +164,8 @@ def pack_groups(
         is_last_S[begin + size - 1] = True
         positions_S[begin : begin + span] = torch.arange(span)
         sequence_S[begin : begin + span] = place
+        if step_labels_S is not None and preferences.labels_T is not None:
+            step_labels_S[begin : begin + size] = torch.from_numpy(preferences.labels_T[whole])
         answer_lengths.append(int(is_answer_T.sum()))
         begin += span
     positions_S[begin:] = torch.arange(length - begin)
@@ -183,4 +189,5 @@ def pack_groups(
         probabilities_P=torch.from_numpy(preferences.probabilities_P[pairs]).float(),
         sequences=tuple(sequences),
         pairs=tuple(pairs),
+        step_labels_S=step_labels_S,
     )

@@ -15,6 +15,7 @@ from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.data.chat import Chat, Conversation, Message
 from mcore_rl.data.packing import padded
 from mcore_rl.data.records import Record, RecordReader, beyond_max, filled, listed
+from mcore_rl.data.steps import read_steps
 from mcore_rl.errors import DataError
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
@@ -28,6 +29,7 @@ TIE = 0.5
 class Preferences:
     """Comparisons as tokens. A group is a prompt with its answers that are compared with each other; a sequence is the
     prompt with one of them. A pair of a group names two sequences, so that an answer in several pairs is there once.
+    Where steps are labelled, a group is a prompt with one answer, which is counted as a pair of itself.
     """
 
     ids_T: NDArray[numpy.int32]
@@ -54,6 +56,9 @@ class Preferences:
     """Ties that were left out."""
     bad_lines: tuple[str, ...] = ()
     """File, line and reason of each line that was left out because it is no comparison."""
+    labels_T: NDArray[numpy.float32] | None = None
+    """Probability that a step is right, at the last token of each labelled step, and NaN elsewhere; None: answers are
+    compared, and no steps are labelled."""
 
     def __len__(self) -> int:
         """Return the number of groups."""
@@ -106,6 +111,8 @@ class _Sequence:
 
     ids_T: tuple[int, ...]
     is_answer_T: tuple[bool, ...]
+    labels: tuple[tuple[int, float], ...] = ()
+    """Last token and label of each labelled step."""
 
 
 def read_preferences(
@@ -126,7 +133,7 @@ def read_preferences(
         length_multiple: Multiple of positions to which each sequence is padded there.
     """
     reader = PreferenceReader(config, chat, packed_length, length_multiple)
-    ids, is_answer = [], []
+    ids, is_answer, labels = [], [], []
     sequence_starts, pair_starts, source_ends = [0], [0], [0]
     pairs: list[tuple[int, int]] = []
     margins: list[float] = []
@@ -137,6 +144,7 @@ def read_preferences(
             # Converted at once: as Python's numbers a million answers would not fit in memory.
             ids += [numpy.array(sequence.ids_T, numpy.int32) for sequence in sequences]
             is_answer += [numpy.array(sequence.is_answer_T, numpy.bool_) for sequence in sequences]
+            labels += [labels_of(sequence) for sequence in sequences]
             pairs += [(first + chosen, first + rejected) for chosen, rejected in comparison.pairs]
             margins += comparison.margins
             probabilities += comparison.probabilities
@@ -166,7 +174,16 @@ def read_preferences(
         num_skipped=reader.num_skipped,
         num_skipped_ties=reader.num_skipped_ties,
         bad_lines=tuple(reader.problems),
+        labels_T=numpy.concatenate(labels) if config.has_steps else None,
     )
+
+
+def labels_of(sequence: _Sequence) -> NDArray[numpy.float32]:
+    """Return the labels of a sequence's tokens, NaN where no labelled step ends."""
+    labels_T = numpy.full(len(sequence.ids_T), numpy.nan, numpy.float32)
+    for token, label in sequence.labels:
+        labels_T[token] = label
+    return labels_T
 
 
 class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
@@ -183,6 +200,8 @@ class PreferenceReader(RecordReader[tuple[Comparison, list[_Sequence]]]):
         self.num_skipped_ties = 0
 
     def _example(self, record: Record) -> tuple[Comparison, list[_Sequence]] | None:
+        if self._config.has_steps:
+            return _stepped(record, self._config, self._chat)
         comparison = self._without_ties(comparison_of(record, self._config))
         return (comparison, _encode(comparison, self._chat)) if comparison.pairs else None
 
@@ -366,6 +385,50 @@ def _hh_turns(text: str) -> list[Message]:
         {"role": HH_ROLES[mark[1]], "content": text[mark.end() : end].strip()}
         for mark, end in zip(marks, ends, strict=True)
     ]
+
+
+def _stepped(record: Record, config: PreferenceDataConfig, chat: Chat) -> tuple[Comparison, list[_Sequence]]:
+    """Return an answer with labelled steps, as a comparison with itself; a DataError where the line has none."""
+    entry = record.entry
+    if entry is None:
+        raise DataError(record.problem)
+    prompt = _prompt(entry, config)
+    if not prompt:
+        raise DataError(f'it has no prompt ("{config.prompt_field}" or "{config.messages_field}")')
+    steps, labels = entry.get(config.steps_field), entry.get(config.labels_field)
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
+        shown = _kind(entry, config.steps_field)
+        raise DataError(f'"{config.steps_field}" is {shown}, wanted a list of texts that are not empty')
+    if not isinstance(labels, list) or len(labels) != len(steps) or not all(map(_is_label, labels)):
+        shown = _kind(entry, config.labels_field)
+        raise DataError(
+            f'"{config.labels_field}" is {shown}, wanted {len(steps)} labels: true, false, null or a number from 0 to 1'
+        )
+    if all(label is None for label in labels):
+        raise DataError(f'"{config.labels_field}" has no label')
+    text = config.step_separator.join(steps)
+    ends, end = [], -len(config.step_separator)
+    for step in steps:
+        end += len(config.step_separator) + len(step)
+        ends.append(min(end + len(config.step_separator), len(text)))
+    reading = read_steps(chat, Conversation(messages=tuple(prompt)), text, ends)
+    sequence = _Sequence(
+        reading.ids_T,
+        reading.is_answer_T,
+        tuple(
+            (token, float(label))
+            for token, label in zip(reading.tokens, labels, strict=True)
+            if label is not None
+        ),
+    )
+    answer: Message = {"role": "assistant", "content": text}
+    return Comparison(Conversation(messages=tuple(prompt)), ((answer,),), ((0, 0),), (0.0,), (1.0,)), [
+        sequence
+    ]
+
+
+def _is_label(label: Any) -> bool:
+    return label is None or isinstance(label, bool) or (_is_number(label) and 0 <= label <= 1)
 
 
 def _encode(comparison: Comparison, chat: Chat) -> list[_Sequence]:

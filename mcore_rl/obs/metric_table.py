@@ -154,6 +154,17 @@ METRICS: dict[str, MetricRow] = {
         "Tokens whose probability ratio to the old policy, the reference or the rollout is above e^20, or of a "
         "probability 0: it is bounded there, without gradient.",
     ),
+    "steps/loss": MetricRow(
+        "nats", MEAN, "Cross entropy of a step's label, by a process reward model; eval/steps/ of data.valid."
+    ),
+    "steps/accuracy": MetricRow(
+        "1", MEAN, "Steps whose label the sign of the score gives, but for labels of 0.5."
+    ),
+    "steps/wrong_found_fraction": MetricRow("1", MEAN, "Steps labelled wrong whose score is below 0."),
+    "steps/right_fraction": MetricRow(
+        "1", MEAN, "Steps labelled right: accuracy of a model that likes every step."
+    ),
+    "steps/mean_probability": MetricRow("1", MEAN, "Probability that a step is right, by the model."),
     "pairs/loss": MetricRow(
         "nats/pair",
         MEAN,
@@ -508,7 +519,7 @@ def row_name(name: str) -> str:
     """
     key = re.sub(r"/layer_\d+/", "/layer_NN/", re.sub(r"^reward/part/.+", "reward/part/NAME", name))
     key = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", key)
-    key = re.sub(r"^eval/pairs/", "pairs/", key)
+    key = re.sub(r"^eval/(pairs|steps)/", r"\1/", key)
     if key not in METRICS:
         near = difflib.get_close_matches(key, METRICS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""

@@ -83,13 +83,20 @@ def _series_of(figure: Figure | Band, run: RunRecord, run_index: int) -> Iterato
 
 
 def _line_series(figure: Figure, run: RunRecord, run_index: int) -> Iterator[Chart]:
-    for line in figure.lines:
-        for name, label in _fitting(line, run):
+    found = [(line, _fitting(line, run)) for line in figure.lines]
+    if figure.needs_shares:
+        with_numbers = {line.share for line, names in found for name, _ in names if len(run.series(name))}
+        if with_numbers != {False, True}:
+            return
+    for line, names in found:
+        for name, label in names:
             series = run.series(name)
             if not len(series):
                 continue
             bins = binned(len(series))
             one = _series(series, bins, run_index, name) | {"label": label, "style": line.style}
+            if line.share:
+                one["share"] = True
             one["y"] = [rounded(mean) for mean in means(series.values, bins)]
             one["last"] = rounded(series.values[-1])
             if around := _around(line, series, run, bins):

@@ -15,6 +15,8 @@ class Line:
     style: Style = "solid"
     spread: str = ""
     """Metric that is added and subtracted, as a band around the line."""
+    share: bool = False
+    """Whether it is a share of 1 that is drawn on an axis of its own, at the right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Figure:
     """Whether the figure is also left out when all values are 0."""
     smooth: bool = True
     """Whether the reader's choice of smoothing applies; false where every value matters or none is noisy."""
+    needs_shares: bool = False
+    """Whether a run without both a share and another line has no part in the figure."""
     note: str = ""
     """Text below the title; empty: the text of the first metric in METRICS."""
 
@@ -61,6 +65,19 @@ LEARNING: tuple[Figure | Band, ...] = (
         "Parts of the reward",
         (Line("reward/part/*", "{}"),),
         note="Each part before its weight, mean over completions.",
+    ),
+    Figure(
+        "Rewards from models and accuracy",
+        (
+            Line("reward/part/model:*", "model {}"),
+            Line("reward/part/step_model:*", "steps {}"),
+            Line("reward/part/judge:*", "judge {}"),
+            Line("reward/part/http*", "http{}"),
+            Line("reward/accuracy", "accuracy, right axis", "dash", share=True),
+        ),
+        needs_shares=True,
+        note="What a model or a server thinks of the completions, before its weight, and how many are correct by "
+        "rl.reward.correct. A reward that rises while the accuracy falls is being hacked.",
     ),
     Figure(
         "Accuracy on pairs",

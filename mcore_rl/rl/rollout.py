@@ -3,7 +3,6 @@
 import hashlib
 import math
 import time
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from mcore_rl.rl.rewards.failures import (
 from mcore_rl.rl.rewards.from_model import RewardModels
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
+from mcore_rl.rl.rewards.steps import last_token_of
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.truncation import episodes_reason, truncation_reason
 from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
@@ -309,7 +309,7 @@ class Rollouts:
         groups = list(by_index.values())
         generated_s = time.perf_counter()
         # An error in the scoring of one replica is raised on all ranks, which would otherwise wait for it.
-        of_models = {} if self.models is None else self.models.scores(groups, are_counted=is_training)
+        of_models = {} if self.models is None else self.models.outcomes(groups, are_counted=is_training)
         scores = on_every_rank(lambda: self.reward(groups, of_models) if self.reward and groups else None)
         scored_s = time.perf_counter()
         local = _ReplicaScores()
@@ -444,12 +444,7 @@ def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequenc
     """
     start, stop = completion.sampled_spans[-1]
     tokens_T, num_before = completion.tokens_T[start:stop], completion.num_sampled - (stop - start)
-    if step.end >= len(completion.text):
-        return StepReward(num_before + len(tokens_T) - 1, step.value)
-    # A prefix's text grows with its tokens, so a bisection decodes few of them.
-    end = bisect_left(
-        range(len(tokens_T) - 1), step.end, key=lambda index: len(decode(tokens_T[: index + 1]))
-    )
+    end = last_token_of(tokens_T, completion.text, step.end, decode)
     return StepReward(num_before + end, step.value)
 
 

@@ -27,7 +27,7 @@ from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.run.preferences import load_preferences
 from mcore_rl.run.rollouts import load_prompts, open_rollouts
 from mcore_rl.train.preferences import pair_sums
-from mcore_rl.train.reward_model import RewardHead, calibration_table
+from mcore_rl.train.reward_model import calibration_table, reward_head
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,7 +89,7 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
             f"{stored.path} is of a language model, which has no scores. Name a checkpoint that `mcore-rl rm` made"
         )
     num_pairs, global_batch = valid.preferences.num_pairs, config.train.global_batch
-    head = RewardHead(mesh, config.rm)
+    head = reward_head(mesh, config)
     sums = pair_sums(
         chunks,
         valid,
@@ -100,9 +100,12 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
         global_batch=global_batch,
     )
     if platform.rank == 0:
-        result = {"checkpoint": str(stored.path), "pairs": int(sums["count"])}
+        has_steps = config.data.has_steps
+        result = {"checkpoint": str(stored.path), "steps" if has_steps else "pairs": int(sums["count"])}
         result |= reduced(head.metrics(sums))
-        sys.stdout.write(json.dumps(result | {"calibration": calibration_table(sums)}) + "\n")
+        if not has_steps:
+            result["calibration"] = calibration_table(sums)
+        sys.stdout.write(json.dumps(result) + "\n")
     platforms.stop()
 
 

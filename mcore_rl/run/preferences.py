@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy
+
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.mixture import refuse_empty_sources
@@ -44,10 +46,9 @@ def load_preferences(config: PreferenceRunConfig) -> PreferenceData:
 def describe_preferences(data: PreferenceData) -> str:
     """Return one line for the log: prompts, pairs, what was left out."""
     train = data.train.preferences
-    text = f"{train.num_pairs} pairs of answers to {len(train)} prompts"
+    text = _describe(train)
     if data.valid is not None:
-        valid = data.valid.preferences
-        text += f"; {valid.num_pairs} pairs of {len(valid)} prompts to evaluate on"
+        text += f"; {_describe(data.valid.preferences)} to evaluate on"
     if train.num_skipped:
         text += f"; {train.num_skipped} prompts were too long and are left out"
     if train.num_skipped_ties:
@@ -55,6 +56,13 @@ def describe_preferences(data: PreferenceData) -> str:
     if train.bad_lines:
         text += f"; {len(train.bad_lines)} bad lines are left out: {'; '.join(train.bad_lines[:SHOWN])}"
     return text
+
+
+def _describe(preferences: Preferences) -> str:
+    if preferences.labels_T is None:
+        return f"{preferences.num_pairs} pairs of answers to {len(preferences)} prompts"
+    num_steps = int((~numpy.isnan(preferences.labels_T)).sum())
+    return f"{len(preferences)} answers with {num_steps} labelled steps"
 
 
 def data_metrics(data: PreferenceData) -> list[Metric]:

@@ -47,6 +47,9 @@ from mcore_rl.run.rollouts import Prompts, load_prompts, make_flow, open_rollout
 from mcore_rl.run.trained_model import read_trained_model, refuse_other_tokenizer, run_of_checkpoint
 from mcore_rl.train.loop import Run
 
+OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+"""Fields of a model in which a critic's checkpoint cannot differ from the policy; the others are found in loading."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Train a policy on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
@@ -59,6 +62,7 @@ def train(config: RlRunConfig) -> None:
     """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
     # Everything that a user can get wrong comes first, before a model costs time.
     check_rl(config, world_size_of_launcher())
+    refuse_other_critic(config)
     prompts = load_prompts(config)
     text_source = read_texts(config, prompts.tokenizer)
     platform = platforms.start(config.platform_in_use)
@@ -172,6 +176,25 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             f'warning: rl.loss.kind="{config.rl.loss.kind}" on a mixture of experts without routing replay: after an '
             "update tokens go to other experts, and their ratios measure that too (see routes/changed_fraction); "
             'large models have not converged so (arXiv 2507.18071). Set replay.kind="r2" or "r3", or kind="gspo".'
+        )
+
+
+def refuse_other_critic(config: RlRunConfig) -> None:
+    """Raise a ConfigError where rl.critic.load is of a model with other layers than the policy's."""
+    own = Path(config.run_dir) / "checkpoints"
+    if not config.has_critic or config.rl.critic.load is None or (own.is_dir() and any(own.iterdir())):
+        return
+    path = find_checkpoint(Path(config.rl.critic.load))
+    stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
+    differing = [
+        f"{name} {getattr(stored, name)} instead of {getattr(config.model, name)}"
+        for name in OF_LAYERS
+        if getattr(stored, name) != getattr(config.model, name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"rl.critic.load={config.rl.critic.load} is of a model with {', '.join(differing)}: the critic has the "
+            "policy's layers. Name a checkpoint of the policy's model, or leave it out to start from the policy."
         )
 
 

@@ -12,7 +12,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.run.open_run import is_done, open_run
 from mcore_rl.run.preferences import data_metrics, describe_preferences, load_preferences
-from mcore_rl.train.reward_model import RewardHead, RewardModelTrainer
+from mcore_rl.train.reward_model import RewardModelTrainer, reward_head
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def train(config: RewardModelConfig) -> None:
         with open_run(config, platform) as run:
             run.log.message(describe_preferences(data))
             run.log.write_now(run.state.progress.step, data_metrics(data))
-            head = RewardHead(run.state.mesh, config.rm)
+            head = reward_head(run.state.mesh, config)
             RewardModelTrainer(run, config, head, train=data.train, valid=data.valid).run()
     platforms.stop()
 

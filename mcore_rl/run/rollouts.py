@@ -13,12 +13,11 @@ from mcore_rl.checkpoint.folder import check
 from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.extension import MODEL_PART
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import Chat, load_chat
 from mcore_rl.data.end_tokens import describe_ends, end_tokens
-from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
@@ -31,11 +30,20 @@ from mcore_rl.rl.environments.processes import EnvironmentWorkers
 from mcore_rl.rl.flow import GroupFlow
 from mcore_rl.rl.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
 from mcore_rl.rl.rewards.failures import FailureReport
-from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, RewardModelSource
+from mcore_rl.rl.rewards.from_model import (
+    OwnText,
+    Reader,
+    RewardModel,
+    RewardModels,
+    RewardModelSource,
+    step_reader,
+    text_reader,
+    whole_reader,
+)
 from mcore_rl.rl.rewards.score import ANSWER_PARTS, Reward
 from mcore_rl.rl.rollout import Rollouts, runs_rewards
 from mcore_rl.rl.types import Prompt
-from mcore_rl.run.trained_model import load_matching_tokenizer, refuse_other_tokenizer
+from mcore_rl.run.trained_model import load_matching_tokenizer, read_trained_model, run_of_checkpoint
 from mcore_rl.train.state import Progress
 
 
@@ -100,33 +108,96 @@ def load_reward_models(
     sources = on_rank_zero(
         lambda: [reward_model_source(part, config, tokenizer) for part in reward.model_parts]
     )
-    models = [RewardModel(source, config, mesh, platform) for source in sources]
-    return RewardModels(models, mesh, normalize=reward.normalize_models)
+    readers = on_every_rank(
+        lambda: [reader_of(source, reward.step_separator, tokenizer) for source in sources]
+    )
+    models = [
+        RewardModel(source, read, config, mesh, platform)
+        for source, read in zip(sources, readers, strict=True)
+    ]
+    return RewardModels(models, mesh, normalize=reward.normalize_models, step_value=reward.step_value)
 
 
 def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) -> RewardModelSource:
     """Return the model that a part `model:PATH` names, after all checks that need no weights."""
-    path = find_checkpoint(Path(part.removeprefix(MODEL_PART)))
+    path = find_checkpoint(Path(part.partition(":")[2]))
     field = f'rl.reward.parts="{part}"'
-    refuse_other_tokenizer(tokenizer, str(path), "rl.reward.parts")
     model = ModelConfig.model_validate_json(json.dumps(check(path).model))
     if model.head != "score":
         raise ConfigError(
             f"{field}: {path} is of a language model, which gives no score. Name a checkpoint of a reward model, as "
             "`mcore-rl rm` trains."
         )
-    if model.vocab_size != config.model.vocab_size:
-        raise ConfigError(
-            f"{field} has {model.vocab_size} tokens, the policy {config.model.vocab_size}: it would read other tokens "
-            "than the policy writes. Name a reward model with the policy's tokenizer."
-        )
+    own_text = _own_text(part, path, model, config, tokenizer)
     refuse(
         [
             f"{field}: {violation}"
             for violation in mesh_violations(model, config.mesh, config.packed_length, "the policy's")
         ]
     )
-    return RewardModelSource(part=part, path=path, model=model)
+    return RewardModelSource(part=part, path=path, model=model, own_text=own_text)
+
+
+def _own_text(
+    part: str, path: Path, model: ModelConfig, config: RlRunConfig, tokenizer: Tokenizer
+) -> OwnText | None:
+    """Return tokenizer and template of a reward model where they are not the policy's, by `rl.reward.model_tokenizer`
+    or the run that trained it; None: it reads the policy's tokens.
+    """
+    reward, field = config.rl.reward, f'rl.reward.parts="{part}"'
+    folder = run_of_checkpoint(path)
+    trained = read_trained_model(folder) if folder is not None and (folder / "checkpoints").is_dir() else None
+    theirs = reward.model_tokenizer
+    if theirs is None and trained is not None and trained.tokenizer.path is not None:
+        # Nothing is known of a tokenizer that is gone.
+        theirs = trained.tokenizer if Path(trained.tokenizer.path).exists() else None
+    own = load_tokenizer(theirs) if theirs is not None else tokenizer
+    if theirs is None or own.digest == tokenizer.digest:
+        if model.vocab_size != config.model.vocab_size:
+            raise ConfigError(
+                f"{field} has {model.vocab_size} tokens, the policy {config.model.vocab_size}, and nothing says which "
+                "tokenizer it was trained with: it would read other tokens than the policy writes. Name its tokenizer "
+                "in rl.reward.model_tokenizer, and its template in rl.reward.model_chat_template."
+            )
+        if reward.model_chat_template is not None:
+            raise ConfigError(
+                f'rl.reward.model_chat_template="{reward.model_chat_template}" is not used: {field} has the policy\'s '
+                "tokenizer, and reads the policy's tokens as they are. Leave it out."
+            )
+        return None
+    if own.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer {theirs.path} has {own.vocab_size} tokens, {field} {model.vocab_size}. Name in "
+            "rl.reward.model_tokenizer the one that the model was trained with."
+        )
+    if config.rl.environment.name is not None:
+        raise ConfigError(
+            f"{field} has a tokenizer of its own, and conversations with rl.environment are not tokenised again. Name "
+            "a reward model with the policy's tokenizer."
+        )
+    template = reward.model_chat_template or (trained.chat_template if trained is not None else None)
+    if template is None:
+        raise ConfigError(
+            f"{field} has a tokenizer of its own, and nothing says which template it was trained with. Set "
+            "rl.reward.model_chat_template."
+        )
+    load_chat(template, own, theirs.path)
+    return OwnText(theirs, template)
+
+
+def reader_of(source: RewardModelSource, separator: str, tokenizer: Tokenizer) -> Reader:
+    """Return how a reward model reads completions: in the policy's tokens, or as text in tokens of its own.
+
+    Args:
+        source: the reward model.
+        separator: text after which a step ends, where the model scores steps.
+        tokenizer: the policy's tokenizer.
+    """
+    if source.own_text is not None:
+        config, template = source.own_text
+        chat = load_chat(template, load_tokenizer(config), config.path)
+        return text_reader(chat, separator if source.scores_steps else None)
+    return step_reader(separator, tokenizer.decode) if source.scores_steps else whole_reader
 
 
 def make_flow(config: RlRunConfig, rollouts: Rollouts, progress: Progress) -> GroupFlow:

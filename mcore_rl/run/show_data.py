@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from itertools import accumulate, groupby
 from pathlib import Path
 
+import numpy
+
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.kinds import READERS
@@ -28,6 +30,8 @@ from mcore_rl.run.rollouts import load_prompts
 from mcore_rl.run.sft import describe_data, packed_train
 from mcore_rl.run.trained_model import load_matching_tokenizer
 
+SHOWN_OF_STEP = 40
+"""Characters that are shown before the end of a labelled step."""
 TRAINED = ("⟦", "⟧")
 """Signs around the tokens that a loss is computed for, where it is not for all."""
 
@@ -135,6 +139,13 @@ def _comparisons(config: PreferenceRunConfig, count: int) -> Iterator[str]:
             ids, is_answer = preferences.ids_T[span].tolist(), preferences.is_answer_T[span].tolist()
             yield f"\n--- prompt {group}, answer {number}: {len(ids)} tokens, {sum(is_answer)} of the answer"
             yield marked(tokenizer, ids, is_answer)
+            if preferences.labels_T is not None:
+                labels = preferences.labels_T[span]
+                for token in numpy.flatnonzero(~numpy.isnan(labels)).tolist():
+                    text = readable(tokenizer, ids[: token + 1])
+                    yield f"right with probability {labels[token]:g} up to: …{text[-SHOWN_OF_STEP:]!r}"
+        if preferences.labels_T is not None:
+            continue
         pairs = range(*preferences.pair_starts_G[group : group + 2].tolist())
         for pair in pairs:
             chosen, rejected = (preferences.pairs_P2[pair] - first).tolist()

@@ -57,6 +57,9 @@ class PreferenceMicrobatch(PackedMicrobatch):
     """Index in the Preferences of each sequence."""
     reference_logprobs_N: Tensor | None = None
     """float64: logprob of each whole answer under the reference model, in nats; None: no reference is used."""
+    labels_T: Tensor | None = None
+    """float32: probability that a step is right, at the position of its last token, NaN elsewhere; None: no steps are
+    labelled."""
 
     def sequence_sums(self, values_T: Tensor, cp: Axis) -> Tensor:
         """Collective over `cp` (in the forward only): sum `[T]` over each whole sequence, float64 `[N]`.
@@ -115,6 +118,7 @@ def localize_preferences(
         probabilities_P=packed.probabilities_P.to(device, non_blocking=True),
         sequences=packed.sequences,
         reference_logprobs_N=reference_N,
+        labels_T=on_this_rank(packed.step_labels_S) if packed.step_labels_S is not None else None,
     )
 
 

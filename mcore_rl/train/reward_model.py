@@ -139,6 +139,40 @@ def calibration_table(sums: dict[str, float]) -> list[dict[str, float]]:
     ]
 
 
+def step_losses(scores_T: Tensor, labels_T: Tensor, *, label_smoothing: float) -> Tensor:
+    """Return the cross entropy of each step's label in nats, `[T]`: of the probability sigmoid(score) that the step is
+    right (arXiv 2305.20050); 0 where the label is NaN.
+
+    Args:
+        scores_T: Score at each position.
+        labels_T: Probability that the step which ends there is right; NaN where none ends.
+        label_smoothing: Probability that a label is wrong.
+    """
+    # A NaN must not reach the product: its gradient would be NaN too.
+    right_T = (1 - label_smoothing) * labels_T.nan_to_num(0.5) + label_smoothing * (
+        1 - labels_T.nan_to_num(0.5)
+    )
+    losses_T = -right_T * logsigmoid(scores_T) - (1 - right_T) * logsigmoid(-scores_T)
+    return losses_T.where(~labels_T.isnan(), 0.0)
+
+
+def step_statistics(scores_T: Tensor, labels_T: Tensor) -> dict[str, Tensor]:
+    """Return the sums from which `StepRewardHead.metrics` computes, float64 scalars; `labels_T` as in `step_losses`."""
+    is_step_T = ~labels_T.isnan()
+    scores, labels = scores_T[is_step_T].double(), labels_T[is_step_T].double()
+    is_decided, is_right = labels != 0.5, labels > 0.5
+    hits = (scores > 0) == is_right
+    return {
+        "count": is_step_T.double().sum(),
+        "right": is_right.double().sum(),
+        "decided": is_decided.double().sum(),
+        "hits": (hits & is_decided).double().sum(),
+        "wrong": (labels < 0.5).double().sum(),
+        "wrong_found": (hits & (labels < 0.5)).double().sum(),
+        "probability": torch.sigmoid(scores).sum(),
+    }
+
+
 def _std(total: float, squares: float, count: float) -> float:
     mean = total / count
     variance = squares / count - mean * mean
@@ -194,6 +228,51 @@ class RewardHead:
         return list(reward_metrics(sums))
 
 
+class StepRewardHead:
+    """Computes the cross entropy of the labels of steps from the score at the last token of each."""
+
+    wants_losses = False
+
+    def __init__(self, config: RewardModelSection) -> None:
+        self._config = config
+
+    def count(self, microbatch: PreferenceMicrobatch) -> Tensor:
+        """Return the number of labelled steps that end on this rank's positions."""
+        assert microbatch.labels_T is not None
+        return (~microbatch.labels_T.isnan()).sum().to(torch.int)
+
+    def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
+        """Return the loss from scores `[1, T, 1]` of one microbatch, and output sums over its steps."""
+        assert microbatch.labels_T is not None
+        scores_T = output[0, :, 0].double()
+        losses_T = step_losses(
+            scores_T, microbatch.labels_T.double(), label_smoothing=self._config.label_smoothing
+        )
+        outputs = step_statistics(scores_T.detach(), microbatch.labels_T)
+        outputs["loss"] = losses_T.detach().sum()
+        return HeadOutput(loss=losses_T.sum(), count=self.count(microbatch), outputs=outputs)
+
+    def metrics(self, sums: dict[str, float]) -> list[Metric]:
+        """Return the metrics `steps/*` of a training step or an evaluation from the world's sums of the outputs."""
+        if not sums["count"]:
+            return []
+        metrics = [
+            Metric("steps/loss", sums["loss"], sums["count"]),
+            Metric("steps/right_fraction", sums["right"], sums["count"]),
+            Metric("steps/mean_probability", sums["probability"], sums["count"]),
+        ]
+        if sums["decided"]:
+            metrics.append(Metric("steps/accuracy", sums["hits"], sums["decided"]))
+        if sums["wrong"]:
+            metrics.append(Metric("steps/wrong_found_fraction", sums["wrong_found"], sums["wrong"]))
+        return metrics
+
+
+def reward_head(mesh: Mesh, config: RewardModelConfig) -> RewardHead | StepRewardHead:
+    """Return the head of the loss that the config's data is for: pairs, or labelled steps."""
+    return StepRewardHead(config.rm) if config.data.has_steps else RewardHead(mesh, config.rm)
+
+
 class RewardModelTrainer(PreferenceTrainer):
     """Training of a reward model, whose scores are shifted after the last step."""
 
@@ -201,13 +280,13 @@ class RewardModelTrainer(PreferenceTrainer):
         self,
         run: Run,
         config: RewardModelConfig,
-        head: RewardHead,
+        head: RewardHead | StepRewardHead,
         *,
         train: PreferenceSource,
         valid: PreferenceSource | None,
     ) -> None:
         super().__init__(run, head, train=train, valid=valid)
-        self._shift_by = config.rm.shift
+        self._shifts = config.shifts_scores
 
     def run(self) -> None:
         """Train as `Trainer.run` does. Scores are not shifted during training, also where a run is prolonged."""
@@ -216,7 +295,7 @@ class RewardModelTrainer(PreferenceTrainer):
         super().run()
 
     def _evaluate(self, *, is_last: bool) -> None:
-        if is_last and self._shift_by == "chosen":
+        if is_last and self._shifts:
             # A run that was killed after its last save begins here, with the shift that it saved.
             set_shift(self.state, 0.0)
             state, train = self.state, self.state.config.train

@@ -129,6 +129,43 @@ def loaded_as_policy(path: Path) -> None:
         destroy_mesh()
 
 
+def test_a_process_reward_model_learns_from_labels_of_steps(folder: Path) -> None:
+    """A step is right when its word is one of three; the steps of an answer are of one or two words."""
+    draw = random.Random(1)
+    for name, count in (("steps_train", 240), ("steps_valid", 40)):
+        lines = []
+        for _ in range(count):
+            words = draw.choices(WORDS[:6], k=draw.randint(1, 4))
+            steps = [" ".join([*draw.choices(WORDS, k=draw.randint(0, 1)), word]) for word in words]
+            labels = [word in WORDS[:3] for word in words]
+            lines.append(json.dumps({"prompt": draw.choice(WORDS), "completions": steps, "labels": labels}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    config = config_of(folder, "steps")
+    data = config.data.model_copy(
+        update={
+            "train": (str(folder / "steps_train.jsonl"),),
+            "valid": (str(folder / "steps_valid.jsonl"),),
+            "format": "steps",
+        }
+    )
+    config = config.model_copy(update={"data": data})
+    run_ranks(rm.train, 2, config)
+    assert_emitted("rm of steps", folder / "steps")
+    records = [one for one in read_records(folder / "steps/metrics.jsonl") if "event" not in one]
+    wanted = {name: value for one in records for name, value in one.items() if name.startswith("eval/steps/")}
+    assert next(one["steps/loss"] for one in records if "steps/loss" in one) == pytest.approx(
+        0.6931471805599453
+    )
+    assert wanted["eval/steps/accuracy"] > 0.9 > 0.6 > wanted["eval/steps/right_fraction"]
+    # On another mesh, from the checkpoint; nothing was shifted.
+    result = json.loads(run_ranks(evaluated, 1, config.model_copy(update={"mesh": MeshConfig()}))[0])
+    assert result["steps"] == sum(
+        len(json.loads(line)["labels"]) for line in (folder / "steps_valid.jsonl").read_text().splitlines()
+    )
+    for name, value in wanted.items():
+        assert result[name.removeprefix("eval/")] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
 def test_a_reward_model_that_is_killed_resumes_bit_equal_and_scores_chosen_answers_0(folder: Path) -> None:
     straight, killed = config_of(folder, "straight"), config_of(folder, "killed")
     run_ranks(rm.train, 2, straight)

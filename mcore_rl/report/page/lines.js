@@ -33,8 +33,13 @@ function lineLabels(chart) {
   }));
 }
 
+/** Returns the text of a value of a series: of its chart's unit, or of a share on the right axis. */
+function wordsOf(value, series, chart) {
+  return series.share ? words(value, "1", true) : words(value, chart.unit, chart.percent);
+}
+
 function lastWords(series, chart) {
-  const format = (value) => words(value, chart.unit, chart.percent);
+  const format = (value) => wordsOf(value, series, chart);
   if (series.y.length) return format(series.last);
   return `${format(series.low[series.low.length - 1])} … ${format(series.high[series.high.length - 1])}`;
 }
@@ -77,13 +82,13 @@ function isLogarithmic(shown) {
 function linesOf(chart, shown) {
   const [perUnit] = xUnit(shown);
   const logarithmic = isLogarithmic(shown);
-  const positive = shown.flatMap((series) => [...series.y, ...(series.low || [])]).filter((value) => value > 0);
+  const positive = shown.filter((series) => !series.share).flatMap((series) => [...series.y, ...(series.low || [])]).filter((value) => value > 0);
   const floor = positive.reduce((least, value) => Math.min(least, value), Infinity);
   const [tables, lines, bands] = [[], [{}], []];
   const add = (series, ys, options) => {
     const xs = series[VIEW.axis].map((value) => value / perUnit);
-    tables.push([xs, logarithmic ? ys.map((value) => (value > 0 ? value : null)) : ys]);
-    lines.push({ spanGaps: true, width: 1.8, points: { show: false }, ...options });
+    tables.push([xs, logarithmic && !series.share ? ys.map((value) => (value > 0 ? value : null)) : ys]);
+    lines.push({ scale: series.share ? "share" : "y", spanGaps: true, width: 1.8, points: { show: false }, ...options });
     return lines.length - 1;
   };
   for (const series of shown) {
@@ -91,7 +96,7 @@ function linesOf(chart, shown) {
     const stroke = `rgb(${own})`;
     if (series.low) {
       const edge = series.y.length ? { stroke: "transparent", width: 0 } : { stroke, width: 1.2 };
-      const low = logarithmic ? series.low.map((value) => Math.max(value, floor)) : series.low;
+      const low = logarithmic && !series.share ? series.low.map((value) => Math.max(value, floor)) : series.low;
       const at = [add(series, series.high, edge), add(series, low, edge)];
       bands.push({ series: at, fill: `rgba(${own},.16)` });
     }
@@ -128,6 +133,7 @@ function lineOptions(plot, figure, chart, shown, labels, drawn) {
     scales: {
       x: { time: false, range: (_, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
       y: { distr: drawn.logarithmic ? 3 : 1, range },
+      share: { range: [0, 1] },
     },
     axes: [
       { ...common, grid: { show: false }, label: unit, labelSize: 16, size: 24, space: 60, values: (_, found) => found.map((value) => words(value, "", false)) },
@@ -137,6 +143,14 @@ function lineOptions(plot, figure, chart, shown, labels, drawn) {
         splits: drawn.logarithmic ? undefined : (_, axis, low, high) => unitTicks(low, high, 4, chart.unit),
         values: (_, found) => found.map(show),
       },
+      ...(shown.some((series) => series.share) ? [{
+        ...common,
+        scale: "share",
+        side: 1,
+        size: 46,
+        grid: { show: false },
+        values: (_, found) => found.map((value) => words(value, "1", true)),
+      }] : []),
     ],
     series: drawn.lines,
     bands: drawn.bands,
@@ -187,7 +201,6 @@ function nearest(sorted, value) {
 /** Shows the values under the pointer, in the chart that it is on; the other charts show the cursor's line. */
 function followPointer(plot, made, chart, shown, labels) {
   const box = tip(plot);
-  const format = (value) => words(value, chart.unit, chart.percent);
   const [perUnit] = xUnit(shown);
   made.over.addEventListener("pointermove", (event) => {
     const bounds = plot.getBoundingClientRect();
@@ -200,6 +213,7 @@ function followPointer(plot, made, chart, shown, labels) {
     const room = 0.03 * (made.scales.x.max - made.scales.x.min) * perUnit;
     const here = found.filter((one) => one.away <= closest.away + room);
     const rows = here.map(({ series, at }) => {
+      const format = (value) => wordsOf(value, series, chart);
       const range = series.low ? `${format(series.low[at])} … ${format(series.high[at])}` : "";
       const value = series.y.length ? format(series.y[at]) + (range ? ` (${range})` : "") : range;
       return [runClass(series.run), labels.get(series), value];

@@ -1,28 +1,59 @@
 """Rewards from a model with a scalar head: whole batches of completions, scored by passes on the ranks that train."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm, sqrt
+from math import lcm
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mcore_rl.backend.platform import Platform
+from mcore_rl.config.data import TokenizerConfig
+from mcore_rl.config.extension import STEP_MODEL_PART
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
+from mcore_rl.data.steps import read_steps, step_ends
+from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.frozen_model import FrozenModel, WaitingBytes
 from mcore_rl.rl.objectives.heads import ValueHead
-from mcore_rl.rl.types import Group
+from mcore_rl.rl.rewards.interface import TextStep
+from mcore_rl.rl.rewards.steps import last_token_of
+from mcore_rl.rl.rewards.worker import Outcome, Score
+from mcore_rl.rl.types import Completion, Group
+from mcore_rl.rl.workers.failure import FailedScore
 
 LENGTH_MULTIPLE = 64
 """Packed sequences are padded to a multiple of this, as those of the policy are."""
+
+
+class Reading(NamedTuple):
+    """A prompt with a completion as a reward model reads it."""
+
+    tokens_T: tuple[int, ...]
+    positions: tuple[int, ...]
+    """Tokens at which scores are read, rising; the last one is the last token."""
+    ends: tuple[int, ...] = ()
+    """Characters of the completion up to the end of each step, where the steps are scored."""
+
+
+Reader = Callable[[Group, Completion], Reading | None]
+"""Function that returns how a completion of a group is read; None where it has no step."""
+
+
+class OwnText(NamedTuple):
+    """The tokenizer of a reward model, and its template, as `data.chat_template` names one."""
+
+    tokenizer: TokenizerConfig
+    template: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,30 +61,95 @@ class RewardModelSource:
     """A reward model that the config names, before it is built."""
 
     part: str
-    """Name of the part of the reward, `model:PATH`."""
+    """Name of the part of the reward, `model:PATH` or `step_model:PATH`."""
     path: Path
     model: ModelConfig
     """Model of the checkpoint, which has a scalar head."""
+    own_text: OwnText | None
+    """Tokenizer and template of the model; None: it reads the policy's tokens."""
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether it scores the ends of steps, and not whole completions."""
+        return self.part.startswith(STEP_MODEL_PART)
+
+
+def whole_reader(group: Group, completion: Completion) -> Reading:
+    """Read a completion in the policy's own tokens, and its score at the last one."""
+    tokens_T = (*group.prompt.tokens_T, *completion.tokens_T)
+    return Reading(tokens_T, (len(tokens_T) - 1,))
+
+
+def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reader:
+    """Return the reader of a completion in the policy's own tokens, with a score at the end of each step."""
+
+    def read(group: Group, completion: Completion) -> Reading | None:
+        if not completion.num_sampled:
+            return None
+        # The text is that of the last turn, where a completion has several.
+        start, stop = completion.sampled_spans[-1]
+        first, tokens_T = len(group.prompt.tokens_T) + start, completion.tokens_T[start:stop]
+        positions: dict[int, int] = {}
+        for end in step_ends(completion.text, separator):
+            # Of two steps that end in one token the later one is scored.
+            positions[first + last_token_of(tokens_T, completion.text, end, decode)] = end
+        if not positions:
+            return None
+        return Reading(
+            (*group.prompt.tokens_T, *completion.tokens_T), tuple(positions), tuple(positions.values())
+        )
+
+    return read
+
+
+def text_reader(chat: Chat, separator: str | None) -> Reader:
+    """Return the reader of a completion as text, in the tokens and the template of the reward model.
+
+    Args:
+        chat: the reward model's template and tokenizer.
+        separator: text after which a step ends; None: the score is of the whole.
+    """
+
+    def read(group: Group, completion: Completion) -> Reading | None:
+        problem, text = group.prompt.problem, completion.text
+        prompt = Conversation(
+            messages=tuple(problem.messages) or ({"role": "user", "content": problem.prompt},)
+        )
+        ends = [len(text)] if separator is None else step_ends(text, separator)
+        if separator is None:
+            answer = {"role": "assistant", "content": text}
+            ids_T = chat.encode(Conversation(messages=(*prompt.messages, answer))).ids_T
+            return Reading(ids_T, (len(ids_T) - 1,))
+        if not ends:
+            return None
+        # Blank lines at the end belong to the last step.
+        answered = read_steps(chat, prompt, text, [*ends[:-1], len(text)])
+        return Reading(answered.ids_T, answered.tokens, tuple(ends))
+
+    return read
 
 
 class RewardModel:
-    """A model that scores completions at their last token. Every method is collective over the world.
+    """A model that scores completions at their last token, or at the last tokens of their steps. Every method is
+    collective over the world.
 
     It is cut over the policy's mesh, has no gradients and no optimizer, and routes freely.
     """
 
     def __init__(
-        self, source: RewardModelSource, config: RlRunConfig, mesh: Mesh, platform: Platform
+        self, source: RewardModelSource, read: Reader, config: RlRunConfig, mesh: Mesh, platform: Platform
     ) -> None:
         """Build the model and load its weights.
 
         Args:
             source: the model and its checkpoint.
+            read: how it reads completions.
             config: the run's config, whose `rl.reward.model_store` says where weights wait between passes.
             mesh: the policy's mesh.
             platform: the platform of this rank.
         """
-        self.part = source.part
+        self.source = source
+        self._read = read
         self._mesh, self._device = mesh, platform.device
         self._frozen = FrozenModel(
             source.model,
@@ -64,15 +160,8 @@ class RewardModel:
             waits_on_host=config.rl.reward.model_store == "host",
         )
         self._head = ValueHead()
-        longest = -(-(config.longest_sample + 1) // mesh.config.zigzag) * mesh.config.zigzag
-        multiple = config.packed_multiple
-        self._limits = PackingLimits(
-            max_tokens=-(-max(config.packed_length, longest) // multiple) * multiple,
-            multiple=lcm(multiple, LENGTH_MULTIPLE),
-            sample_multiple=mesh.config.zigzag,
-            microbatch_multiple=mesh.pp.size if mesh.config.vpp > 1 else 1,
-            is_fixed=mesh.pp.size > 1,
-        )
+        self._packed_length = max(config.packed_length, config.longest_sample + 1)
+        self._multiple = lcm(config.packed_multiple, LENGTH_MULTIPLE)
         self._dp_ranks = [0] * mesh.dp_cp.size
         dist.all_gather_object(self._dp_ranks, mesh.dp.rank, group=mesh.dp_cp.group)
 
@@ -81,68 +170,129 @@ class RewardModel:
         """Bytes of its weights on this rank between passes."""
         return self._frozen.waiting_bytes
 
+    def outcomes(self, groups: Sequence[Group]) -> list[Outcome]:
+        """Return a score of each completion of this replica, or the reason why it has none, in order."""
+        readings = [self._reading(group, completion) for group in groups for completion in group.completions]
+        read = [one for one in readings if isinstance(one, Reading)]
+        scores = iter(self._scores(read))
+        return [self._outcome(one, next(scores)) if isinstance(one, Reading) else one for one in readings]
+
+    def _reading(self, group: Group, completion: Completion) -> Reading | FailedScore:
+        """Return how a completion is read, or the reason why it cannot be."""
+        try:
+            reading = self._read(group, completion)
+        except DataError as error:
+            return FailedScore(
+                "raised", f"the reward model's template or tokenizer: {error}", error="DataError"
+            )
+        if reading is None:
+            return FailedScore("bad_steps", "the completion has no step")
+        if len(reading.tokens_T) > (limit := self.source.model.max_position):
+            text = f"the text has {len(reading.tokens_T)} tokens, the reward model reads {limit}"
+            return FailedScore("raised", text, error="DataError")
+        return reading
+
+    def _outcome(self, reading: Reading, scores: Sequence[float]) -> Outcome:
+        if not all(map(math.isfinite, scores)):
+            return FailedScore(
+                "not_finite", f"the reward model gave {scores[-1] if len(scores) == 1 else scores}"
+            )
+        if not reading.ends:
+            return Score(scores[0])
+        steps = tuple(TextStep(end, score) for end, score in zip(reading.ends, scores, strict=True))
+        return Score(sum(scores), steps)
+
     @torch.no_grad()
-    def scores(self, groups: Sequence[Group]) -> Tensor:
-        """Return the scores of this replica's completions, float64 `[P, G]`, each of prompt and completion together."""
+    def _scores(self, readings: Sequence[Reading]) -> list[list[float]]:
+        """Return the scores of this replica's texts at the positions of each."""
         mesh, device = self._mesh, self._device
-        own = [
-            (*group.prompt.tokens_T, *completion.tokens_T)
-            for group in groups
-            for completion in group.completions
-        ]
-        lengths_of_ranks: list[list[int]] = [[]] * mesh.dp_cp.size
-        dist.all_gather_object(lengths_of_ranks, [len(tokens) for tokens in own], group=mesh.dp_cp.group)
-        # A score is read at the last token, which must enter the layers: what follows it here is only a label.
+        # Scores are read from the first position on to the last token, which must enter the layers: what follows it
+        # here is only a label. So the "prompt" ends with the first position.
+        own = [(one.positions[0] + 1, len(one.tokens_T) - one.positions[0]) for one in readings]
+        of_ranks: list[list[tuple[int, int]]] = [[]] * mesh.dp_cp.size
+        dist.all_gather_object(of_ranks, own, group=mesh.dp_cp.group)
         shapes = dict(
             enumerate(
                 SampleShape(
-                    replica_rank=rank, num_prompt_tokens=length, num_completion_tokens=1, is_trained=True
+                    replica_rank=rank, num_prompt_tokens=begin, num_completion_tokens=count, is_trained=True
                 )
-                for rank, lengths in enumerate(lengths_of_ranks)
-                for length in lengths
+                for rank, lengths in enumerate(of_ranks)
+                for begin, count in lengths
             )
         )
         if not shapes:
-            return torch.zeros(len(groups), 0, dtype=torch.float64)
-        first = sum(map(len, lengths_of_ranks[: mesh.dp_cp.rank]))
+            return []
+        first = sum(map(len, of_ranks[: mesh.dp_cp.rank]))
         samples = {
             first + index: TrainedSample(
-                tokens_T=torch.tensor([*tokens, tokens[-1]]),
-                num_prompt_tokens=len(tokens),
-                rollout_logprobs_C=torch.zeros(1),
+                tokens_T=torch.tensor([*one.tokens_T, one.tokens_T[-1]]),
+                num_prompt_tokens=begin,
+                rollout_logprobs_C=torch.zeros(count),
                 is_trained=True,
             )
-            for index, tokens in enumerate(own)
+            for index, (one, (begin, count)) in enumerate(zip(readings, own, strict=True))
         }
         lengths_N = [shapes[index].num_positions for index in range(len(shapes))]
-        (plan,) = plan_minibatches(lengths_N, 1, mesh.dp.size, self._limits)
+        limits = self._limits(max(lengths_N))
+        (plan,) = plan_minibatches(lengths_N, 1, mesh.dp.size, limits)
         wanted = [plan.samples_of(rank) for rank in self._dp_ranks]
         here = exchange_samples(samples, shapes, wanted, mesh.dp_cp, device)
         microbatches = [
-            make_microbatch(here, indices, self._limits, mesh.cp, device)
+            make_microbatch(here, indices, limits, mesh.cp, device)
             for indices in plan.microbatches[mesh.dp.rank]
         ]
         with self._frozen.installed(), evaluating(self._frozen.chunks):
             outputs = run_pass(self._frozen.chunks, microbatches, self._head, backward=False)
-        scores_N = torch.zeros(len(shapes), dtype=torch.float64, device=device)
+        # One number for each position from the first one on, of all texts end to end.
+        counts_N = torch.tensor([shapes[index].num_completion_tokens for index in range(len(shapes))])
+        begins_N = counts_N.cumsum(0) - counts_N
+        firsts_N = torch.tensor([shapes[index].num_prompt_tokens - 1 for index in range(len(shapes))])
+        scores_C = torch.zeros(int(counts_N.sum()), dtype=torch.float64, device=device)
         if mesh.is_last_stage:
+            offsets_N = (begins_N - firsts_N).to(device)
             for one, output in zip(microbatches, outputs, strict=True):
                 indices_N = torch.tensor(one.samples, dtype=torch.int64, device=device)
-                scores_N[indices_N[one.sequence_T[one.mask_T]]] = output["values"][one.mask_T].double()
-            # Each sample's last token is on one rank, and 0 on the others.
-            dist.all_reduce(scores_N, group=mesh.dp_cp.group)
+                of_T = indices_N[one.sequence_T[one.mask_T]]
+                places_T = offsets_N[of_T] + one.inputs.position_ids_Bs[0][one.mask_T]
+                scores_C[places_T] = output["values"][one.mask_T].double()
+            # Each position is on one rank, and 0 on the others.
+            dist.all_reduce(scores_C, group=mesh.dp_cp.group)
         if mesh.pp.size > 1:
-            dist.broadcast(scores_N, group=mesh.pp.group, group_src=mesh.pp.size - 1)
-        group_size = len(groups[0].completions) if groups else 0
-        return scores_N[first : first + len(own)].view(len(groups), group_size).cpu()
+            dist.broadcast(scores_C, group=mesh.pp.group, group_src=mesh.pp.size - 1)
+        scores_C = scores_C.cpu()
+        return [
+            scores_C[[int(begins_N[first + index]) + p - one.positions[0] for p in one.positions]].tolist()
+            for index, one in enumerate(readings)
+        ]
+
+    def _limits(self, longest: int) -> PackingLimits:
+        """Return the lengths of packed sequences that hold the longest text of all replicas."""
+        mesh = self._mesh
+        zigzag = mesh.config.zigzag
+        length = max(self._packed_length, -(-longest // zigzag) * zigzag)
+        return PackingLimits(
+            max_tokens=-(-length // self._multiple) * self._multiple,
+            multiple=self._multiple,
+            sample_multiple=zigzag,
+            microbatch_multiple=mesh.pp.size if mesh.config.vpp > 1 else 1,
+            is_fixed=mesh.pp.size > 1,
+        )
 
 
 class RewardModels:
     """The parts of the reward that are models. Every method is collective over the world."""
 
-    def __init__(self, models: Sequence[RewardModel], mesh: Mesh, *, normalize: bool) -> None:
-        """Take the models, and whether their scores are normalised by the mean and deviation of all scores so far."""
+    def __init__(
+        self, models: Sequence[RewardModel], mesh: Mesh, *, normalize: bool, step_value: str = "probability"
+    ) -> None:
+        """Take the models.
+
+        Args:
+            normalize: whether scores of whole completions are normalised by the mean and deviation of all so far.
+            step_value: rl.reward.step_value.
+        """
         self._models = models
+        self._step_value = step_value
         self._mesh = mesh
         self._normalizes = normalize
         self.moments: dict[str, list[float]] = {}
@@ -153,8 +303,8 @@ class RewardModels:
         """Bytes of each reward model on this rank between passes."""
         return [model.waiting_bytes for model in self._models]
 
-    def scores(self, groups: Sequence[Group], *, are_counted: bool) -> Mapping[str, Tensor]:
-        """Return by part the scores `[P, G]` of this replica's completions, normalised where that is asked for.
+    def outcomes(self, groups: Sequence[Group], *, are_counted: bool) -> Mapping[str, list[Outcome]]:
+        """Return by part the scores of this replica's completions in order, normalised where that is asked for.
 
         Args:
             groups: this replica's completions.
@@ -162,23 +312,28 @@ class RewardModels:
         """
         found = {}
         for model in self._models:
-            scores_PG = model.scores(groups)
-            if self._normalizes:
+            part, outcomes = model.source.part, model.outcomes(groups)
+            if model.source.scores_steps:
+                if self._step_value == "probability":
+                    outcomes = [_with_probabilities(one) for one in outcomes]
+            elif self._normalizes:
                 if are_counted:
-                    self._count(model.part, scores_PG.flatten())
-                count, mean, squares = self.moments.get(model.part, [0.0, 0.0, 0.0])
+                    self._count(part, [one.value for one in outcomes if isinstance(one, Score)])
+                count, mean, squares = self.moments.get(part, [0.0, 0.0, 0.0])
                 # Without two different scores there is no scale yet.
-                deviation = sqrt(squares / (count - 1)) if count > 1 and squares > 0 else 1.0
-                scores_PG = (scores_PG - mean) / deviation
-            found[model.part] = scores_PG
+                deviation = math.sqrt(squares / (count - 1)) if count > 1 and squares > 0 else 1.0
+                outcomes = [
+                    Score((one.value - mean) / deviation) if isinstance(one, Score) else one
+                    for one in outcomes
+                ]
+            found[part] = outcomes
         return found
 
-    def _count(self, part: str, scores_N: Tensor) -> None:
-        """Take in the finite scores of all replicas, in the order of the ranks, so that all ranks add alike."""
-        gathered: list[list[float]] = [[]] * self._mesh.dp_cp.size
-        dist.all_gather_object(gathered, scores_N.tolist(), group=self._mesh.dp_cp.group)
-        scores_N = torch.tensor([score for scores in gathered for score in scores], dtype=torch.float64)
-        scores_N = scores_N[scores_N.isfinite()]
+    def _count(self, part: str, scores: Sequence[float]) -> None:
+        """Take in the scores of all replicas, in the order of the ranks, so that all ranks add alike."""
+        gathered: list[Sequence[float]] = [[]] * self._mesh.dp_cp.size
+        dist.all_gather_object(gathered, scores, group=self._mesh.dp_cp.group)
+        scores_N = torch.tensor([score for one in gathered for score in one], dtype=torch.float64)
         if not len(scores_N):
             return
         before, mean, squares = self.moments.get(part, [0.0, 0.0, 0.0])
@@ -187,3 +342,12 @@ class RewardModels:
         # Chan's update: the sums of squares about both means, and what their distance adds.
         squares += (scores_N - new_mean).square().sum().item() + shift**2 * before * more / count
         self.moments[part] = [count, mean + shift * more / count, squares]
+
+
+def _with_probabilities(outcome: Outcome) -> Outcome:
+    """Return the score with the probability that each step is right in the place of its score."""
+    if isinstance(outcome, FailedScore) or outcome.steps is None:
+        return outcome
+    # Written so that no score overflows.
+    steps = tuple(TextStep(end, 0.5 * (1 + math.tanh(value / 2))) for end, value in outcome.steps)
+    return Score(sum(step.value for step in steps), steps)

@@ -18,6 +18,7 @@ from mcore_rl.rl.rewards import rules
 from mcore_rl.rl.rewards.code import code_function
 from mcore_rl.rl.rewards.failures import FailedPart
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
+from mcore_rl.rl.rewards.served import served_parts
 from mcore_rl.rl.rewards.worker import Job, Outcome, RewardWorkers, Score
 from mcore_rl.rl.types import Completion, Group, Problem
 from mcore_rl.rl.workers.failure import FailedScore
@@ -81,7 +82,8 @@ class Reward:
         self._config = config
         self._max_new_tokens = max_new_tokens
         self._weights = config.weights or (1.0,) * len(config.parts)
-        others = (*config.model_parts, ENVIRONMENT_PART)
+        self._served = served_parts(config)
+        others = (*config.model_parts, *self._served, ENVIRONMENT_PART)
         self._functions = [name for name in config.parts if name not in others]
         # Modules are imported before the processes are forked, so that an error is raised here.
         functions = [part_function(name, config) for name in self._functions]
@@ -102,26 +104,29 @@ class Reward:
         """End the worker processes."""
         self._workers.close()
 
-    def __call__(self, groups: Sequence[Group], of_models: Mapping[str, Tensor] | None = None) -> Scores:
+    def __call__(
+        self, groups: Sequence[Group], of_models: Mapping[str, Sequence[Outcome]] | None = None
+    ) -> Scores:
         """Return the rewards of all completions; the groups are of one size.
 
         Args:
             groups: the completions.
-            of_models: scores `[P, G]` of each part that is a reward model.
+            of_models: outcome of each completion, in order, of each part that is a reward model.
         """
         names = self._config.parts
         pairs = [(group.prompt.problem, completion) for group in groups for completion in group.completions]
         inputs = [_reward_input(problem, completion) for problem, completion in pairs]
         jobs = [Job(function, one) for one in inputs for function in range(len(self._functions))]
         of_functions: Iterator[Outcome] = iter(self._workers.run(jobs))
-        scored_N = {name: scores_PG.flatten().tolist() for name, scores_PG in (of_models or {}).items()}
+        of_servers = {name: part.outcomes(inputs) for name, part in self._served.items()}
+        of_others = {**(of_models or {}), **of_servers}
 
         def outcome_of(name: str, index: int) -> Outcome:
             if name in self._functions:
                 return next(of_functions)
             if name == ENVIRONMENT_PART:
                 return _environment_outcome(pairs[index][1])
-            return _model_outcome(scored_N[name][index])
+            return of_others[name][index]
 
         outcomes = [outcome_of(name, index) for index in range(len(inputs)) for name in names]
         scores: list[Score] = []
@@ -191,12 +196,6 @@ def _environment_outcome(completion: Completion) -> Outcome:
     episode = completion.episode
     assert episode is not None, "a part of the reward is the environment's, and there was none"
     return Score(episode.reward) if episode.failure is None else episode.failure
-
-
-def _model_outcome(score: float) -> Outcome:
-    return (
-        Score(score) if math.isfinite(score) else FailedScore("not_finite", f"the reward model gave {score}")
-    )
 
 
 def part_function(name: str, config: RewardConfig) -> RewardFunction:

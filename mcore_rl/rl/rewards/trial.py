@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from mcore_rl.config.rl import RewardConfig
+from mcore_rl.errors import TrainingError
 from mcore_rl.rl.rewards.failures import FailedPart, failing_part
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.types import Completion, Group, Prompt, single_version
@@ -52,9 +53,18 @@ def try_reward(
 
 
 def refuse_failing_trial(scores: Scores, config: RewardConfig) -> None:
-    """Raise a TrainingError for a part of which every score failed, unless rl.reward.max_failed_fraction=1."""
+    """Raise a TrainingError for a part of which every score failed, unless rl.reward.max_failed_fraction=1; for a
+    server always: one that is down before the start is no failure on the way.
+    """
     num_failed = Counter(failed.part for failed in scores.failures)
     num_scores = scores.rewards_PG.numel()
+    for part in config.served_parts:
+        if num_failed[part] == num_scores:
+            first = next(failed for failed in scores.failures if failed.part == part)
+            raise TrainingError(
+                f'rl.reward.parts "{part}" gave no score for any of {num_scores} reference answers, before the start: '
+                f"{first.failure.text}. Start the server, or correct the address, the key or the template."
+            )
     if config.max_failed_fraction < 1 and max(num_failed.values(), default=0) == num_scores:
         raise failing_part(
             num_failed, num_scores, scores.failures, "of a trial on reference answers, before the start"

@@ -66,12 +66,14 @@ def _apply(functions: Sequence[RewardFunction], job: Job) -> Outcome:
 
 def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
     with CaughtException() as guard:
-        return _outcome(function(scored), len(scored.completion))
+        return outcome_of(function(scored), len(scored.completion))
     return guard.failure(__file__)
 
 
-def _outcome(returned: Any, num_characters: int) -> Outcome:
-    """Return the score that a function's result stands for, for a text of so many characters."""
+def outcome_of(returned: Any, num_characters: int) -> Outcome:
+    """Return the score that a function's result stands for, for a text of so many characters; TypeError or ValueError
+    where it stands for none.
+    """
     reason = ""
     if isinstance(returned, Mapping):
         returned, reason = _named(returned)

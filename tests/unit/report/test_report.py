@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from mcore_rl.config.evaluation import evaluation_conditions
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import DataError
 from mcore_rl.obs.metrics import Metric
@@ -306,3 +307,28 @@ def test_the_config_is_on_the_page_as_it_was(page, runs):
     parser.feed(page)
     text = (runs[2].path / "config.toml").read_text()
     assert text.strip() in parser.seen and tomllib.loads(text)["rl"]["loss"]["kind"] == "gspo"
+
+
+def test_rewards_from_models_are_drawn_beside_the_accuracy_where_a_run_has_both(tmp_path):
+    """A run whose reward rises while its answers get worse, one with a rule alone, one with a model alone."""
+    rates = {"hacked": ("model:runs/rm", "exact"), "rule": ("exact",), "blind": ("judge:a.jinja",)}
+    for name, parts in rates.items():
+        run_dir = write_run(tmp_path, RlRunConfig(run_dir=name), 1)
+        lines = [
+            {"step": step, "time": 100.0 + step, **{f"reward/part/{part}": 2.0 * step for part in parts}}
+            | ({"reward/accuracy": 0.4 - 0.1 * step} if "exact" in parts else {})
+            for step in range(1, 5)
+        ]
+        (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    runs = read_runs([tmp_path / name for name in rates])
+    drawn = [
+        one
+        for one in charts.line_charts(LEARNING, runs, range(3))
+        if one["title"] == "Rewards from models and accuracy"
+    ]
+    (chart,) = drawn
+    assert [(one["run"], one["metric"], one.get("share", False), one["y"]) for one in chart["series"]] == [
+        (0, "reward/part/model:runs/rm", False, [2, 4, 6, 8]),
+        (0, "reward/accuracy", True, [0.3, 0.2, 0.1, 0]),
+    ]
+    assert not chart["percent"]

@@ -1,15 +1,18 @@
 """Reward models: the scores of whole batches, their normalisation, and what is refused."""
 
 import json
+import math
 import statistics
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
 
 from mcore_rl.backend.platform import start
-from mcore_rl.checkpoint.weights import save_weights
+from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
@@ -18,9 +21,12 @@ from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels
+from mcore_rl.rl.rewards.from_model import RewardModel, RewardModels, whole_reader
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.types import Completion, Group, single_version
+from mcore_rl.rl.rewards.worker import Outcome, Score
+from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+from mcore_rl.rl.workers.failure import FailedScore
+from mcore_rl.run.rl import refuse_other_critic
 from mcore_rl.run.rollouts import load_reward_models, reward_model_source
 from tests.generating import prompt_of
 from tests.tiny_models import TINY
@@ -84,6 +90,10 @@ def checkpoint(one_rank: Mesh, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, torch.stack(alone).view(3, 2)
 
 
+def values(outcomes: list[Outcome]) -> Tensor:
+    return torch.tensor([one.value for one in outcomes if isinstance(one, Score)], dtype=torch.float64)
+
+
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_packed_scores_are_those_of_each_completion_alone(
     store: str, checkpoint: tuple[Path, Tensor], one_rank: Mesh
@@ -92,12 +102,109 @@ def test_packed_scores_are_those_of_each_completion_alone(
     config = config_of(path, f"rl.reward.model_store={store}")
     platform = start(PlatformConfig())
     source = reward_model_source(f"model:{path}", config, Tokenizer.__new__(Tokenizer))
-    model = RewardModel(source, config, one_rank, platform)
+    model = RewardModel(source, whole_reader, config, one_rank, platform)
     for _ in range(2):
-        scores_PG = model.scores(groups())
+        scores_PG = values(model.outcomes(groups())).view(3, 2)
         assert (scores_PG - alone_PG).abs().max() < 2e-6
     assert scores_PG.std() > 0.1
-    assert model.scores([]).shape == (0, 0)
+    assert model.outcomes([]) == []
+
+
+def stepped(text: str, tokens_T: tuple[int, ...]) -> Group:
+    completion = Completion(
+        text=text,
+        tokens_T=tokens_T,
+        logprobs_T=(0.0,) * len(tokens_T),
+        versions=single_version(0, len(tokens_T)),
+        finish="stop",
+    )
+    return Group(prompt=prompt_of([20, 21], "p"), completions=(completion,))
+
+
+def score_of(path: Path, mesh: Mesh, tokens: list[int]) -> float:
+    """The score of a text alone, at its last token, by a model that is built and read anew."""
+    (chunk,) = build_model(MODEL.scored, mesh, start(PlatformConfig()), PlatformConfig())
+    load_weights([chunk], mesh, MODEL.scored, path)
+    with torch.no_grad():
+        scores = chunk.eval()(torch.tensor([tokens]), torch.arange(len(tokens))[None], None)
+    return float(scores[0, -1, 0])
+
+
+@pytest.mark.parametrize("value", ["score", "probability"])
+def test_the_score_of_a_step_is_that_of_the_text_up_to_its_end(
+    value: str, checkpoint: tuple[Path, Tensor], one_rank: Mesh
+) -> None:
+    path, _ = checkpoint
+    part = f"step_model:{path}"
+    config = config_of(path, f"rl.reward.parts=['{part}']", f"rl.reward.step_value={value}")
+    tokenizer = mock.create_autospec(Tokenizer, instance=True)
+    tokenizer.decode = lambda tokens: "".join("\n" if token == 10 else chr(97 + token) for token in tokens)
+    models = load_reward_models(config, tokenizer, one_rank, start(PlatformConfig()))
+    assert models is not None
+    every = [stepped("fg\n\nhi\nj", (5, 6, 10, 10, 7, 8, 10, 9)), stepped("d", (3, 1)), stepped("\n", (10,))]
+    outcomes = models.outcomes(every, are_counted=True)[part]
+    ends = [
+        [(4, [5, 6, 10, 10]), (7, [5, 6, 10, 10, 7, 8, 10]), (8, [5, 6, 10, 10, 7, 8, 10, 9])],
+        [(1, [3, 1])],
+    ]
+    for outcome, wanted in zip(outcomes, ends, strict=False):
+        assert isinstance(outcome, Score) and outcome.steps is not None
+        scores = [score_of(path, one_rank, [20, 21, *tokens]) for _, tokens in wanted]
+        if value == "probability":
+            scores = [1 / (1 + math.exp(-score)) for score in scores]
+        assert [step.end for step in outcome.steps] == [end for end, _ in wanted]
+        assert [step.value for step in outcome.steps] == pytest.approx(scores, abs=2e-6)
+        assert outcome.value == pytest.approx(sum(scores), abs=5e-6)
+    assert outcomes[2] == FailedScore("bad_steps", "the completion has no step")
+
+
+def test_texts_are_tokenised_again_for_a_model_with_a_tokenizer_of_its_own(
+    checkpoint: tuple[Path, Tensor], one_rank: Mesh, tmp_path: Path
+) -> None:
+    path, _ = checkpoint
+    words = ["<unk>", "<end>", "ask", "one", "two", "long"]
+    own = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    )
+    own.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    own.add_special_tokens(["<end>"])
+    own.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    named = f"rl.reward.model_tokenizer={{kind='huggingface',path='{tmp_path}'}}"
+    policy = mock.create_autospec(Tokenizer, instance=True)
+    policy.digest, policy.vocab_size = "another", 120
+    problem = Problem(problem_id="p", prompt="ask", answer="", fields={})
+    texts = ["one\ntwo", "long " * MODEL.max_position]
+    completions = tuple(
+        Completion(
+            text=text, tokens_T=(7, 8), logprobs_T=(0.0, 0.0), versions=single_version(0, 2), finish="stop"
+        )
+        for text in texts
+    )
+    group = Group(prompt=Prompt(problem=problem, tokens_T=(99,)), completions=completions)
+    whole, steps = f"model:{path}", f"step_model:{path}"
+    with pytest.raises(ConfigError, match=r"Set rl.reward.model_chat_template"):
+        reward_model_source(whole, config_of(path, named), policy)
+    config = config_of(
+        path,
+        named,
+        f"rl.reward.parts=['{whole}','{steps}']",
+        "rl.reward.model_chat_template=raw",
+        "rl.reward.step_value=score",
+    )
+    models = load_reward_models(config, policy, one_rank, start(PlatformConfig()))
+    assert models is not None
+    found = models.outcomes([group], are_counted=True)
+    first, both = score_of(path, one_rank, [2, 3]), score_of(path, one_rank, [2, 3, 4, 1])
+    assert found[whole][0].value == pytest.approx(both, abs=2e-6)  # type: ignore[union-attr]
+    assert [step.value for step in found[steps][0].steps] == pytest.approx([first, both], abs=2e-6)  # type: ignore[union-attr]
+    assert [step.end for step in found[steps][0].steps] == [4, 7]  # type: ignore[union-attr]
+    too_long = found[whole][1]
+    assert isinstance(too_long, FailedScore)
+    assert (
+        too_long.text
+        == f"the text has {MODEL.max_position + 2} tokens, the reward model reads {MODEL.max_position}"
+    )
 
 
 def test_scores_are_normalised_by_all_those_of_the_training_so_far(
@@ -108,12 +215,12 @@ def test_scores_are_normalised_by_all_those_of_the_training_so_far(
     models = load_reward_models(config, Tokenizer.__new__(Tokenizer), one_rank, start(PlatformConfig()))
     assert isinstance(models, RewardModels)
     every = groups()
-    models.scores(every[:2], are_counted=True)
-    models.scores(every, are_counted=False)
-    got_PG = models.scores(every[2:], are_counted=True)[f"model:{path}"]
+    models.outcomes(every[:2], are_counted=True)
+    models.outcomes(every, are_counted=False)
+    got = models.outcomes(every[2:], are_counted=True)[f"model:{path}"]
     seen = alone_PG.flatten().tolist()
     wanted = [(score - statistics.fmean(seen)) / statistics.stdev(seen) for score in seen[4:]]
-    assert got_PG.flatten().tolist() == pytest.approx(wanted, abs=1e-5)
+    assert values(got).tolist() == pytest.approx(wanted, abs=1e-5)
     assert models.moments[f"model:{path}"][0] == 6
     # As a checkpoint saves them.
     assert json.loads(json.dumps(models.moments)) == models.moments
@@ -128,8 +235,12 @@ def test_a_reward_is_the_weighted_sum_of_models_and_functions_and_the_function_d
     reward_config = config.rl.reward.model_copy(update={"length_max_tokens": 4})
     scores_PG = alone_PG.clone()
     scores_PG[0, 0] = torch.nan
+    outcomes: list[Outcome] = [
+        FailedScore("not_finite", "nan"),
+        *map(Score, scores_PG.flatten().tolist()[1:]),
+    ]
     with Reward(reward_config, max_new_tokens=12) as reward:
-        scores = reward(groups(), {part: scores_PG})
+        scores = reward(groups(), {part: outcomes})
     lengths = scores.parts["length"]
     wanted_PG = 2.0 * scores_PG + 0.5 * lengths
     assert torch.equal(scores.rewards_PG.isnan(), wanted_PG.isnan())
@@ -145,7 +256,10 @@ def test_a_language_model_and_another_vocabulary_are_refused(one_rank: Mesh, tmp
         chunks = build_model(model, one_rank, start(platform), platform)
         save_weights(chunks, one_rank, model, tmp_path / name)
     tokenizer = Tokenizer.__new__(Tokenizer)
-    for name, reason in (("logits", "gives no score"), ("small", "99 tokens, the policy 120")):
+    for name, reason in (
+        ("logits", "gives no score"),
+        ("small", "99 tokens, the policy 120, and nothing says which"),
+    ):
         path = tmp_path / name
         with pytest.raises(ConfigError, match=reason):
             reward_model_source(f"model:{path}", config_of(path), tokenizer)
@@ -161,3 +275,33 @@ def test_the_conditions_of_an_accuracy_name_the_part_that_decides_it() -> None:
         ({"parts": ["length"], "correct": None}, None),
     ):
         assert evaluation_conditions({"rl": {"reward": reward}})["correct_by"] == decides
+
+
+def test_a_critic_of_another_family_or_size_is_refused_before_work(one_rank: Mesh, tmp_path: Path) -> None:
+    settings = PlatformConfig()
+    other = TINY["deepseek_v3"].model_copy(update={"mtp_layers": 0})
+    small = MODEL.model_copy(update={"num_layers": 1})
+    for name, model in (
+        ("other", other.scored),
+        ("small", small.scored),
+        ("same", MODEL.scored),
+        ("policy", MODEL),
+    ):
+        save_weights(
+            build_model(model, one_rank, start(settings), settings), one_rank, model, tmp_path / name
+        )
+
+    def config(name: str) -> RlRunConfig:
+        words = ["rl.advantage.kind=gae", f"rl.critic.load={tmp_path / name}", f"run_dir={tmp_path / 'run'}"]
+        return config_of(tmp_path, *words)
+
+    for name in ("same", "policy"):
+        refuse_other_critic(config(name))
+    with pytest.raises(
+        ConfigError, match=r"a model with family deepseek_v3 instead of qwen3_moe.*Name a checkpoint"
+    ):
+        refuse_other_critic(config("other"))
+    with pytest.raises(
+        ConfigError, match=rf"a model with num_layers 1 instead of {MODEL.num_layers}: the critic"
+    ):
+        refuse_other_critic(config("small"))

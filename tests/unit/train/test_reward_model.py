@@ -7,13 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.config.rm import RewardModelSection
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.train.reward_model import (
     NUM_BINS,
+    StepRewardHead,
     calibration_table,
     pair_losses,
     pair_statistics,
     reward_metrics,
+    step_losses,
+    step_statistics,
 )
 
 CHOSEN = [1.5, -0.25, 3.0, 40.0, -750.0]
@@ -120,3 +124,43 @@ def test_a_model_of_one_score_for_all_has_the_accuracy_of_a_coin() -> None:
     found = reduced(reward_metrics(sums))
     assert (found["pairs/accuracy"], found["pairs/reward_std"]) == (0.5, 0)
     assert "pairs/length_correlation" not in found
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("count", [1, 7])
+def test_losses_and_gradients_of_steps_equal_the_closed_form_and_other_tokens_have_none(
+    smoothing: float, count: int
+) -> None:
+    scores = [0.75, -3.0, 800.0, -800.0, 0.0, 2.5, -1.25][:count]
+    labels = [1.0, 1.0, 0.0, 0.25, math.nan, 0.0, math.nan][:count]
+    scores_T = tensor(scores).requires_grad_()
+    losses_T = step_losses(scores_T, tensor(labels), label_smoothing=smoothing)
+    losses_T.sum().backward()
+    assert scores_T.grad is not None
+    for score, label, loss, slope in zip(
+        scores, labels, losses_T.tolist(), scores_T.grad.tolist(), strict=True
+    ):
+        if math.isnan(label):
+            assert (loss, slope) == (0.0, 0.0)
+            continue
+        right = label * (1 - smoothing) + (1 - label) * smoothing
+        assert loss == pytest.approx(
+            right * softplus(-score) + (1 - right) * softplus(score), rel=1e-12, abs=1e-9
+        )
+        assert slope == pytest.approx(sigmoid(score) - right, rel=1e-12, abs=1e-9)
+
+
+def test_metrics_of_steps_are_those_of_the_labelled_ones() -> None:
+    scores_T = tensor([2.0, -1.0, 0.5, -0.5, 9.0, -9.0])
+    labels_T = tensor([1.0, 1.0, 0.0, 0.0, math.nan, 0.5])
+    sums = {name: value.item() for name, value in step_statistics(scores_T, labels_T).items()}
+    found = reduced(StepRewardHead(RewardModelSection()).metrics(sums | {"loss": 10.0}))
+    assert found == pytest.approx(
+        {
+            "steps/loss": 2.0,
+            "steps/right_fraction": 2 / 5,
+            "steps/mean_probability": sum(map(sigmoid, [2.0, -1.0, 0.5, -0.5, -9.0])) / 5,
+            "steps/accuracy": 2 / 4,
+            "steps/wrong_found_fraction": 1 / 2,
+        }
+    )

@@ -1,0 +1,243 @@
+"""Rewards from servers: batches, repetitions, failures by policy; answers come from the standard library's server."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.rl import JudgeConfig, RewardConfig, RewardServerConfig
+from mcore_rl.errors import ConfigError, TrainingError
+from mcore_rl.obs.metrics import reduced
+from mcore_rl.rl.rewards.failures import refuse_failing_parts
+from mcore_rl.rl.rewards.interface import TextStep
+from mcore_rl.rl.rewards.score import Reward, Scores
+from mcore_rl.rl.rewards.trial import try_reward
+from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+
+QUICK = {"retry_s": 0.001, "timeout_s": 5.0}
+
+
+class Server:
+    """Answers each request by a function of its body and its number, and records what it was sent."""
+
+    def __init__(self) -> None:
+        self.reply: Callable[[Any, int], tuple[int, Any]] = lambda body, number: (500, {})
+        self.requests: list[tuple[str, Any, str | None]] = []
+        lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    outer.requests.append((self.path, body, self.headers["Authorization"]))
+                    number = len(outer.requests)
+                status, answer = outer.reply(body, number)
+                text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+def group(*texts: str) -> Group:
+    problem = Problem(problem_id="p", prompt="2+3=", answer="5", fields={"level": 1})
+    completions = tuple(
+        Completion(
+            text=text,
+            tokens_T=(1,) * len(text),
+            logprobs_T=(0.0,) * len(text),
+            versions=single_version(0, len(text)),
+            finish="stop",
+        )
+        for text in texts
+    )
+    return Group(prompt=Prompt(problem=problem, tokens_T=(1,)), completions=completions)
+
+
+def scored(config: RewardConfig, *texts: str) -> Scores:
+    with Reward(config, max_new_tokens=8) as reward:
+        return reward([group(*texts)])
+
+
+def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> None:
+    forms: dict[str, Any] = {
+        "a": 0.5,
+        "bb": [2, "good"],
+        "ccc": {"score": 3, "why": "long"},
+        "dddd": [[2, 1.0], [4, 0.25]],
+        "e": None,
+        "f": float("nan"),
+        "g": "one",
+    }
+    server.reply = lambda body, _: (200, {"scores": [forms[one["completion"]] for one in body["samples"]]})
+    part = f"{server.url}/score"
+    config = RewardConfig(
+        parts=("exact", part), correct=part, server=RewardServerConfig(batch_size=3, **QUICK)
+    )
+    scores = scored(config, *forms)
+    assert scores.parts[part][0].tolist()[:4] == [0.5, 2.0, 3.0, 1.25]
+    assert scores.parts[part][0].isnan().tolist() == [False] * 4 + [True] * 3
+    assert scores.steps_PG[0][3] == (TextStep(2, 1.0), TextStep(4, 0.25))
+    assert [reasons.get(part) for reasons in scores.reasons_PG[0][:3]] == [None, "good", "why: long"]
+    assert [failed.failure.kind for failed in scores.failures] == ["raised", "not_finite", "raised"]
+    assert scores.correct_PG is not None and scores.correct_PG[0].tolist()[:4] == [0, 1, 1, 1]
+    assert sorted(len(body["samples"]) for _, body, _ in server.requests) == [1, 3, 3]
+    assert {path for path, _, _ in server.requests} == {"/score"}
+    sample = next(
+        one for _, body, _ in server.requests for one in body["samples"] if one["completion"] == "bb"
+    )
+    assert sample == {
+        "prompt": "2+3=",
+        "completion": "bb",
+        "answer": "5",
+        "num_tokens": 2,
+        "is_truncated": False,
+        "fields": {"level": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("replies", "num_requests", "reason"),
+    [
+        ([(503, {}), (200, b"not json"), (200, {"scores": [1.0, 2.0]})], 3, None),
+        ([(200, {"scores": [1.0]}), (429, {}), (200, {"scores": [1.0, 2.0]})], 3, None),
+        ([(500, {"error": "full"})] * 3, 3, "status 500"),
+        ([(200, {"points": 1})] * 3, 3, "the answer to 2 samples is {'points': 1}"),
+        # What is wrong with the request is not mended by asking again.
+        ([(401, {"error": "who?"})], 1, "status 401"),
+    ],
+)
+def test_a_request_is_repeated_and_then_its_scores_have_failed(
+    server: Server, replies: list[tuple[int, Any]], num_requests: int, reason: str | None
+) -> None:
+    server.reply = lambda _, number: replies[number - 1]
+    config = RewardConfig(parts=(server.url,), server=RewardServerConfig(retries=2, **QUICK))
+    scores = scored(config, "a", "b")
+    assert len(server.requests) == num_requests
+    if reason is None:
+        assert scores.rewards_PG.tolist() == [[1.0, 2.0]]
+        return
+    assert scores.rewards_PG.isnan().all()
+    assert [failed.failure.error for failed in scores.failures] == ["ServerError"] * 2
+    assert reason in scores.failures[0].failure.text
+    counted = reduced(scores.metrics())
+    assert (counted["reward/errors_raised"], counted["reward/unscored_completions"]) == (2, 2)
+
+
+def test_a_server_that_goes_down_in_the_middle_is_counted_by_policy_and_costs_its_waiting_once(
+    server: Server,
+) -> None:
+    server.reply = lambda body, _: (200, {"scores": [1.0] * len(body["samples"])})
+    settings = RewardServerConfig(batch_size=1, concurrency=1, retries=3, **QUICK)
+    config = RewardConfig(parts=("exact", server.url), error_value=-1.0, server=settings)
+    with Reward(config, max_new_tokens=8) as reward:
+        before = reward([group("5", "6")])
+        server.reply = lambda _, number: (503, {})
+        server.requests.clear()
+        after = reward([group("5", "6", "7")])
+    assert before.rewards_PG.tolist() == [[2.0, 1.0]]
+    assert after.rewards_PG.tolist() == [[0.0, -1.0, -1.0]]
+    assert len(server.requests) == 4 + 1 + 1
+    with pytest.raises(TrainingError, match=r"failed for 3 of 3 completions"):
+        refuse_failing_parts({server.url: 3}, 3, after.failures, 0.9)
+
+
+@pytest.mark.parametrize("max_failed_fraction", [0.9, 1.0])
+def test_a_server_that_is_down_at_the_start_is_refused_before_work(
+    server: Server, max_failed_fraction: float
+) -> None:
+    url = f"{server.url}/score"
+    server.close()
+    settings = RewardServerConfig(retries=1, **QUICK)
+    config = RewardConfig(parts=("exact", url), max_failed_fraction=max_failed_fraction, server=settings)
+    with pytest.raises(TrainingError) as caught:
+        try_reward(config, 8, [group("5").prompt] * 2, lambda text: [1] * len(text))
+    assert f'rl.reward.parts "{url}" gave no score for any of 4 reference answers, before the start' in str(
+        caught.value
+    )
+    assert "Connection refused" in str(caught.value)
+    assert "Start the server" in str(caught.value)
+
+
+def test_a_key_comes_from_the_environment_and_is_needed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.reply = lambda body, _: (200, {"scores": [1.0] * len(body["samples"])})
+    settings = RewardServerConfig(api_key_env="MY_REWARD_KEY", **QUICK)
+    config = RewardConfig(parts=(server.url,), server=settings)
+    monkeypatch.delenv("MY_REWARD_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r'api_key_env="MY_REWARD_KEY", and this variable is not set'):
+        scored(config, "a")
+    monkeypatch.setenv("MY_REWARD_KEY", "secret")
+    assert scored(config, "a").rewards_PG.tolist() == [[1.0]]
+    assert server.requests[0][2] == "Bearer secret"
+    assert "secret" not in config.model_dump_json()
+
+
+def test_a_judge_is_asked_by_a_template_and_its_last_score_counts(server: Server, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    template = tmp_path / "judge.jinja"
+    template.write_text(
+        "Question: {{ prompt }} Answer: {{ completion }} of level {{ fields.level }}. Score 0 to 10?"
+    )
+    part = f"judge:{template}"
+
+    def reply(body: Any, _: int) -> tuple[int, Any]:
+        text = body["messages"][0]["content"]
+        said = "no idea" if "bad" in text else "Score: 3. On reflection: score **7.5**"
+        return 200, {"choices": [{"message": {"role": "assistant", "content": said}}]}
+
+    server.reply = reply
+    judge = JudgeConfig(url=f"{server.url}/v1", model="big", scale=10.0, max_tokens=32)
+    config = RewardConfig(parts=(part,), judge=judge, server=RewardServerConfig(**QUICK))
+    scores = scored(config, "5", "bad")
+    assert scores.rewards_PG[0, 0].item() == 0.75
+    assert scores.reasons_PG[0][0] == {part: "Score: 3. On reflection: score **7.5**"}
+    assert scores.correct_part is None
+    (failed,) = scores.failures
+    assert failed.failure.text == "no score in the judge's answer: 'no idea'"
+    path, body, _ = min(server.requests, key=lambda one: len(one[1]["messages"][0]["content"]))
+    assert path == "/v1/chat/completions"
+    assert body == {
+        "model": "big",
+        "messages": [{"role": "user", "content": "Question: 2+3= Answer: 5 of level 1. Score 0 to 10?"}],
+        "temperature": 0.0,
+        "max_tokens": 32,
+    }
+
+
+def test_a_template_that_cannot_be_read_is_refused_and_one_that_names_too_much_fails(
+    server: Server, tmp_path
+) -> None:  # type: ignore[no-untyped-def]
+    template = tmp_path / "judge.jinja"
+    judge = JudgeConfig(url=f"{server.url}/v1", model="big")
+    config = RewardConfig(parts=(f"judge:{template}",), judge=judge, server=RewardServerConfig(**QUICK))
+    template.write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"the template cannot be read"):
+        scored(config, "5")
+    for text in ("{{ wrong_name }}", "{{ prompt.__class__.__mro__ }}"):
+        template.write_text(text)
+        with pytest.raises(TrainingError, match=r"gave no score for any of 4 reference answers.*template"):
+            try_reward(config, 8, [group("5").prompt] * 2, lambda text: [1] * len(text))
+    assert not server.requests
