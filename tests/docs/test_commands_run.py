@@ -24,7 +24,7 @@ GROUPS = (
     ("docs/concepts.md", "docs/replay.md", "docs/report.md", "docs/extending.md"),
     ("docs/conversion.md",),
     ("docs/gsm8k.md",),
-    ("docs/rlhf.md",),
+    ("docs/rlhf.md", "docs/rewards.md"),
 )
 QUICKSTART_STEPS = 4
 ALONE = "mesh.tp=1 mesh.ep=1"

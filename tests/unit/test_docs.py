@@ -82,14 +82,15 @@ def test_a_command_is_one_and_its_config_can_run(command):
 
 @pytest.mark.parametrize("command", ALL)
 def test_what_this_machine_cannot_run_is_marked(command):
-    """On a GPU, under a launcher, submitted, or with a model that no laptop holds; the others are run by tests/docs."""
+    """On a GPU, under a launcher, submitted, or with a server or model that no laptop has; tests/docs runs the rest."""
     words = command.words
     of_cluster = [["mcore-rl", name] for name in ("launch", "jobs", "attach")]
     wants_cluster = words[0] in NEEDS_MORE or words[:2] in of_cluster
     trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rm", "dpo", "rl", "eval")
     is_large = trains and "tiny_moe" not in words[2]
     wants_gpu = "platform.precision=bf16" in words or words == ["make", "gpu"]
-    assert command.is_marked == (wants_cluster or is_large or wants_gpu)
+    wants_server = "--url" in words
+    assert command.is_marked == (wants_cluster or is_large or wants_gpu or wants_server)
 
 
 def templates():
