@@ -115,6 +115,7 @@ def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> 
         "num_tokens": 2,
         "is_truncated": False,
         "fields": {"level": 1},
+        "messages": [],
     }
 
 
