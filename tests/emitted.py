@@ -1,7 +1,7 @@
 """Which test run emits which metrics of the table, so that a row which nothing emits fails a test.
 
-A run of tests/e2e that exists anyway calls `assert_emitted`; tests/unit/obs/test_emitted.py asserts that the runs and
-ONLY_ON_CUDA together cover the table.
+A run of tests/e2e that exists anyway calls `assert_emitted`, and tests/unit/rl/test_reward.py asserts the scores of an
+environment; tests/unit/obs/test_emitted.py asserts that the runs and ONLY_ON_CUDA together cover the table.
 """
 
 from fnmatch import fnmatchcase
@@ -39,7 +39,11 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/importance_sampling_masked_fraction",
         "routes/*",
         "rollout_routes/*",
-        "reward/*",
+        "reward/[!e]*",
+        "reward/errors",
+        "reward/errors_[!bt]*",
+        "reward/errors_bad_steps",
+        "reward/errors_timeout",
         "rl/*",
         "eval/accuracy",
         "eval/prompts",
@@ -57,6 +61,7 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "time/reference_s",
         "time/eval_s",
     ),
+    "scores of an environment": ("reward/errors_bad_reply", "reward/errors_template"),
     "rl with an environment": ("environment/*", "time/environment_s"),
     "rl ahead": (
         "rollout/stale*",

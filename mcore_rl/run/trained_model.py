@@ -36,7 +36,7 @@ def read_trained_model(folder: Path) -> TrainedModel:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Give --run the run_dir of a training."
+            f"{path} cannot be read: {error.strerror}. Name the run_dir of a training."
         ) from None
     return TrainedModel(
         model=section_of_run(ModelConfig, tables.get("model", {}), "model"),

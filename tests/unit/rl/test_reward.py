@@ -25,6 +25,7 @@ from mcore_rl.rl.rewards.worker import Job, RewardWorkers
 from mcore_rl.rl.rollout import token_step, token_steps
 from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
 from mcore_rl.rl.workers.failure import MAX_TEXT, MAX_TRACEBACK, FailedScore
+from tests.emitted import rows_of
 
 OWN = """
 import time
@@ -285,7 +286,8 @@ def test_the_environments_rewards_are_a_part_and_its_failures_are_counted():
         )
 
     problem = Problem(problem_id="p", prompt="?", answer="abcd")
-    completions = (held(0.5), held(-1.5), held(0.0, FailedScore("timeout", "too late")))
+    kinds = ("timeout", "bad_reply", "template")
+    completions = (held(0.5), held(-1.5), *(held(0.0, FailedScore(kind, "no")) for kind in kinds))
     one = Group(prompt=Prompt(problem=problem, tokens_T=(1,)), completions=completions)
     for error_value, of_failed in ((None, None), (-3.0, 1.0 + 2.0 * -3.0)):
         config = RewardConfig(parts=("exact", "environment"), weights=(1.0, 2.0), error_value=error_value)
@@ -293,16 +295,17 @@ def test_the_environments_rewards_are_a_part_and_its_failures_are_counted():
             scores = reward([one])
         rewards = scores.rewards_PG[0].tolist()
         assert rewards[:2] == [1.0 + 2.0, 1.0 - 2.0]
-        assert math.isnan(rewards[2]) if of_failed is None else rewards[2] == of_failed
+        assert all(math.isnan(reward) if of_failed is None else reward == of_failed for reward in rewards[2:])
         assert [(failed.part, failed.failure.kind) for failed in scores.failures] == [
-            ("environment", "timeout")
+            ("environment", kind) for kind in kinds
         ]
         # Of the sound ones the turns are steps of their own: here is what the text earned.
         whole = [sum(step.value for step in steps) for steps in scores.steps_PG[0]]
-        assert whole == [1.0, 1.0, 0.0 if of_failed is None else of_failed]
-        assert reduced(scores.metrics())["reward/part/environment"] == pytest.approx(
-            0.0 if error_value is None else -1.0
-        )
+        assert whole == [1.0, 1.0, *[0.0 if of_failed is None else of_failed] * 3]
+        metrics = reduced(scores.metrics())
+        # Turns are worth 1, -1, and -3 where a failure has a value.
+        assert metrics["reward/part/environment"] == pytest.approx(0.0 if error_value is None else -9 / 5)
+        assert rows_of("scores of an environment") <= set(metrics)
 
 
 def test_completions_near_the_length_limit_lose():

@@ -158,7 +158,7 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
         (["--run", "RUN", "--chat"], "--chat answers a prompt"),
         (["--run", "RUN", "--chat", "--prompt", "?"], "a .model file has no chat template"),
         (["--run", "RUN", "--system", "Be kind."], "--system is a turn of a chat"),
-        (["--run", "RUN/checkpoints"], "Give --run the run_dir of a training"),
+        (["--run", "RUN/checkpoints"], "Name the run_dir of a training"),
         (["--checkpoint", "/"], "Name the folder of a run"),
     ],
 )
