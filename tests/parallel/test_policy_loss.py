@@ -39,9 +39,9 @@ def on_a_part(cp):
         leaf = rows["logprobs"].requires_grad_()
         whole = tokens_of(rows, config.aggregation_in_use)
         mine = {
-            name: getattr(whole, name).unflatten(0, (-1, PADDED))[:, part].flatten()
+            name: values_T.unflatten(0, (-1, PADDED))[:, part].flatten()
             for name in whole.__slots__
-            if name.endswith("_T")
+            if name.endswith("_T") and (values_T := getattr(whole, name)) is not None
         }
         tokens = type(whole)(**mine, lengths_N=whole.lengths_N)
         loss = policy_loss(tokens, config, cp)
