@@ -21,10 +21,12 @@ from mcore_rl.rl.frozen_model import FrozenModel
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
-from mcore_rl.rl.rewards.from_model import RewardModel, RewardModelSource
+from mcore_rl.rl.rewards.from_model import Reading, RewardModel, RewardModelSource, whole_reader
+from mcore_rl.rl.rewards.worker import Score
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.teachers import Teachers
 from mcore_rl.rl.texts import Texts
+from mcore_rl.rl.types import Completion, Group
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
@@ -127,12 +129,25 @@ def conversations(config: RlRunConfig) -> PackedSequences:
 def scores_of(
     rollout: Rollout, critic: TrainState, config: RlRunConfig, folder: Path
 ) -> dict[int, list[float]]:
-    """On a rank: the scores of this replica's groups, by index, by a reward model with the critic's weights."""
+    """On a rank: the scores of this replica's groups, by index, by a reward model with the critic's weights: of each
+    completion that at its last token, and those at every second token before.
+    """
     path = save_weights(critic.chunks, critic.mesh, critic.config.model, folder / "scores")
-    source = RewardModelSource(part="model:rm", path=path, model=critic.config.model)
-    model = RewardModel(source, config, critic.mesh, critic.platform)
-    scores_PG = model.scores(list(rollout.groups.values()))
-    return dict(zip(rollout.groups, scores_PG.tolist(), strict=True))
+    source = RewardModelSource(part="step_model:rm", path=path, model=critic.config.model, own_text=None)
+
+    def every_second(group: Group, completion: Completion) -> Reading:
+        tokens_T = whole_reader(group, completion).tokens_T
+        positions = range(len(tokens_T) - 1, len(group.prompt.tokens_T) - 1, -2)[::-1]
+        return Reading(tokens_T, tuple(positions), tuple(range(1, len(positions) + 1)))
+
+    model = RewardModel(source, every_second, config, critic.mesh, critic.platform)
+    outcomes = iter(model.outcomes(list(rollout.groups.values())))
+    found = {}
+    for index, group in rollout.groups.items():
+        scores = [next(outcomes) for _ in group.completions]
+        assert all(isinstance(one, Score) and one.steps for one in scores), scores
+        found[index] = [step.value for one in scores for step in one.steps]  # type: ignore[union-attr]
+    return found
 
 
 def numbers(report: StepReport) -> dict[str, float]:
