@@ -138,7 +138,8 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
         told_by(config_of("qwen3_moe", MESHES[mesh], replay=replay), "qwen3_moe", tmp_path), reference
     )
     free = alone("qwen3_moe", folder)
-    assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-4), "routes were not imposed"
+    # Ten times what meshes may differ by.
+    assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-5), "routes were not imposed"
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
