@@ -74,7 +74,10 @@ def test_the_example_of_every_command_is_valid(name, monkeypatch, capsys):
     program, *words = shlex.split(COMMANDS[name].example)
     assert program == "mcore-rl" and split_name(words)[0] == name
     words = split_name(words)[1]
-    parser_of(name).parse_intermixed_args(words)
+    args = parser_of(name).parse_intermixed_args(words)
+    if name == "serve":
+        # The servers are those of a training's rl.engine.urls.
+        words = [args.config, *args.overrides, 'rl.engine.urls=["http://node7:8000"]']
     if name == "study":
         study = load_config(StudyConfig, Path(words[0]), words[1:])
         assert len(list(plan(study))) == 12, "four arms, three seeds"
