@@ -31,7 +31,9 @@ def test_this_package_conforms(meshes: tuple[str, ...]) -> None:
     assert not found.failures
     verdicts = {(row.group, row.case, row.mesh): row.verdict for row in found.rows}
     assert len(verdicts) == 1 + 18 * len(meshes) + len(FAULTS)
-    assert all(verdicts["faults", fault, meshes[-1]] == "refused" for fault in FAULTS)
+    refused = {fault for fault in FAULTS if verdicts["faults", fault, meshes[-1]] == "refused"}
+    # With pp2-vpp2 a chunk has one layer, of which there is no other order.
+    assert refused == set(FAULTS[1:] if meshes[-1] == "pp2-vpp2" else FAULTS)
     for mesh in meshes:
         for damage in ("an expert twice", "an expert out of range", "one token short", "one layer short"):
             assert verdicts["damage", damage, mesh] == "refused"
