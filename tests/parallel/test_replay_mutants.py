@@ -72,5 +72,6 @@ def test_no_fault_that_moves_a_number_is_silent(which: str) -> None:
     doubled = [row for row in rows if row.mutant.name == "an expert twice in every imposed set"]
     assert all("imposed routes name an expert twice" in row.error for row in doubled if row.mesh == "tp2-ep2")
     assert doubled[-1].mesh == "tp2-ep2"
-    caught = [row for row in rows if row.verdict != "harmless"]
-    assert {row.mutant.name for row in caught} == {r.mutant.name for r in rows if not r.mutant.is_harmless}
+    # One that changes nothing on one rank may be an error where experts lie on several.
+    harmless = {row.mutant.name for row in rows if row.verdict == "harmless"}
+    assert harmless == {row.mutant.name for row in rows if row.mutant.is_harmless}
