@@ -192,9 +192,9 @@ def probe_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
+        choices=["auto", "fp32", "bf16", "fp16"],
         default="auto",
-        help="type of the server's weights; auto: the run's (default)",
+        help="type of the server's weights, as rl.engine.dtype; auto: the run's (default)",
     )
     parser.add_argument(
         "--tolerance",

@@ -76,8 +76,7 @@ def main(args: argparse.Namespace) -> int:
         ours = probe.logprobs()
         server = _server(args, trained.model)
         theirs = [server.prompt_logprobs(tokens) for tokens in probe.sequences]
-        is_fp32 = settings.precision == "fp32" and args.dtype in ("auto", "float32")
-        limit = probe_limit(is_fp32=is_fp32, tolerance=args.tolerance)
+        limit = probe_limit(is_fp32=settings.precision == "fp32", dtype=args.dtype, tolerance=args.tolerance)
         found = difference_of(ours, theirs)
         replaced = None if older is None else _weights(older, trained.model, mesh, platform, settings)
         lines = list(_groups(chunks, probe, ours, theirs, replaced))

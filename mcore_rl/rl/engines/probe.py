@@ -59,14 +59,18 @@ class ProbeLimit:
         return difference.largest if self.statistic == "largest" else difference.mean
 
 
-def probe_limit(*, is_fp32: bool, tolerance: float | None = None) -> ProbeLimit:
-    """Return the limit for a server and a trainer that both compute in fp32, or do not; `tolerance` replaces its
-    number.
+def probe_limit(*, is_fp32: bool, dtype: str = "auto", tolerance: float | None = None) -> ProbeLimit:
+    """Return the limit of the difference between a server and a trainer.
+
+    Args:
+        is_fp32: Whether the trainer computes in fp32.
+        dtype: Type of the server's weights, as `rl.engine.dtype` names it; `auto`: the trainer's.
+        tolerance: Replaces the limit's number.
 
     Seen on vLLM 0.32: 5e-6 at most in fp32; in bf16 0.26 at most and 0.017 in the mean, while each kind of broken
     update gave 0.5 or more in the mean of unrelated weights.
     """
-    if is_fp32:
+    if is_fp32 and dtype in ("auto", "fp32"):
         return ProbeLimit("largest", 2e-4 if tolerance is None else tolerance)
     return ProbeLimit("mean", 0.1 if tolerance is None else tolerance)
 

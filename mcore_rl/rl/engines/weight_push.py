@@ -83,7 +83,8 @@ class WeightPush:
         self._device = next(chunks[0].parameters()).device
         trained_in_fp32 = all(p.dtype == torch.float32 for chunk in chunks for p in chunk.parameters())
         self._limit = probe_limit(
-            is_fp32=trained_in_fp32 and engine.dtype in ("auto", "float32"),
+            is_fp32=trained_in_fp32,
+            dtype=engine.dtype,
             tolerance=None if engine.probe_tolerance == "auto" else engine.probe_tolerance,
         )
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -252,6 +252,11 @@ def test_more_sequences_are_taken_until_all_experts_are_reached(one_rank: Mesh) 
 
 def test_a_limit_is_of_the_largest_difference_in_fp32_and_of_the_mean_in_bf16() -> None:
     fp32, bf16 = probe_limit(is_fp32=True), probe_limit(is_fp32=False)
+    by_dtype = {
+        dtype: probe_limit(is_fp32=True, dtype=dtype)
+        for dtype in get_args(EngineConfig.model_fields["dtype"].annotation)
+    }
+    assert by_dtype == {"auto": fp32, "fp32": fp32, "bf16": bf16, "fp16": bf16}
     assert fp32.holds(ProbeDifference(1.9e-4, 1.0)) and not fp32.holds(ProbeDifference(2.1e-4, 0.0))
     assert bf16.holds(ProbeDifference(0.4, 0.02)) and not bf16.holds(ProbeDifference(0.4, 0.11))
     assert not probe_limit(is_fp32=True, tolerance=1e-6).holds(ProbeDifference(1e-5, 0.0))
