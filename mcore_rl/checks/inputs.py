@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.distill import SELF
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.extension import JUDGE_PART
 from mcore_rl.config.preferences import PreferenceDataConfig
@@ -47,6 +48,7 @@ def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
             yield f"data.{split}", Path(file), "the file"
     yield from _prompt_files(config)
     yield from _scoring_models(config)
+    yield from _teachers_and_texts(config)
 
 
 def _scoring_models(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
@@ -58,6 +60,21 @@ def _scoring_models(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
             yield "rl.reward.parts", Path(part.partition(":")[2]), "the reward model"
         if config.has_critic and config.rl.critic.load and not _has_checkpoints(Path(config.run_dir)):
             yield "rl.critic.load", Path(config.rl.critic.load), "the checkpoint"
+
+
+def _teachers_and_texts(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+    if isinstance(config, RlRunConfig):
+        distill, ptx = config.rl.distill, config.rl.ptx
+        if distill.teacher not in (None, SELF):
+            yield "rl.distill.teacher", Path(str(distill.teacher)), "the checkpoint"
+        for tag, path in distill.teachers.items():
+            if path != SELF:
+                yield f"rl.distill.teachers.{tag}", Path(path), "the checkpoint"
+        yield from (
+            ("rl.ptx.files", Path(file), "the file") for file in ptx.files if not file.startswith("hub:")
+        )
+        for prefix in ptx.tokens:
+            yield from (("rl.ptx.tokens", Path(prefix + ending), "the file") for ending in (".bin", ".idx"))
 
 
 def _has_checkpoints(run_dir: Path) -> bool:

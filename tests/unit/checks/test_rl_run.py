@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.checks.inputs import absent_inputs, inputs_of
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
@@ -86,3 +87,24 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
 def test_what_is_not_what_its_name_says_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_rl(config(*overrides), 2)
+
+
+def test_teachers_and_texts_that_are_not_there_are_named_with_the_other_files() -> None:
+    gone = config(
+        "rl.distill.teacher=gone/teacher",
+        'rl.distill.teachers={mathematics="gone/other", own="self"}',
+        'rl.ptx.files=["gone/chat.jsonl"]',
+        'rl.ptx.tokens=["gone/books"]',
+    )
+    fields = [
+        (name, str(path)) for name, path, _ in inputs_of(gone) if name.startswith(("rl.distill", "rl.ptx"))
+    ]
+    assert fields == [
+        ("rl.distill.teacher", "gone/teacher"),
+        ("rl.distill.teachers.mathematics", "gone/other"),
+        ("rl.ptx.files", "gone/chat.jsonl"),
+        ("rl.ptx.tokens", "gone/books.bin"),
+        ("rl.ptx.tokens", "gone/books.idx"),
+    ]
+    sentences = "\n".join(absent_inputs(gone))
+    assert all(f"{name} names" in sentences and path in sentences for name, path in fields)
