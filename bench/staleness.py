@@ -1,10 +1,11 @@
 """What staleness costs and saves: GRPO and GSPO with rl.rollout.max_staleness 0, 1 and 4 on a digit task.
 
     python -m bench.staleness                         all arms over three seeds
-    python -m bench.staleness --seeds 1 --rollouts 20 a part of them; runs that are done are not run again
+    python -m bench.staleness --seeds 1 --rollouts 10 a part of them; runs that are done are not run again
 
-A Qwen3-MoE of 2 layers and 8 experts (0.1 M parameters) learns from random weights to answer a string of 2 digits with
-the digits in reverse: the reward is the share of positions that are right. Completions come from
+A Qwen3-MoE of 2 layers and 8 experts (0.1 M parameters) learns to answer a string of 2 digits with the digits in
+reverse: the reward is the share of positions that are right. It is fine-tuned before, for SFT_STEPS steps, until some
+of them are. Completions come from
 bench/copied_engine.py, which sleeps `--delay-s` seconds for each 4 tokens of a completion in place of a server that
 computes elsewhere: with max_staleness=0 training waits for it, otherwise it goes on meanwhile. The wall time is that
 of rollout batches without the first one, the reward the mean of the last fifth of them.
@@ -34,8 +35,9 @@ LOSSES = {
     "gspo": ["rl.loss.kind=gspo", "rl.loss.importance_sampling=sequence_truncate"],
 }
 STALENESS = (0, 1, 4)
+SFT_STEPS, UPDATES = 8, 2
 RESULTS = Path(__file__).parent / "results" / "staleness.json"
-CONFIG = """
+MODEL = """
 [model]
 family = "qwen3_moe"
 num_layers = 2
@@ -55,14 +57,34 @@ aux_loss_coeff = 0.0
 chat_template = "raw"
 tokenizer = { kind = "huggingface", path = "FOLDER/tokenizer" }
 [optim]
-lr = 2e-3
 schedule = "constant"
 weight_decay = 0.0
+[checkpoint]
+interval = "none"
+"""
+SFT = """
+extends = "model.toml"
+run_dir = "FOLDER/sft"
+[data]
+train = ["FOLDER/sft.jsonl"]
+seq_length = 64
+[optim]
+lr = 1e-2
+[train]
+steps = SFT_STEPS
+global_batch = 8
+eval_batches = "none"
+"""
+RL = """
+extends = "model.toml"
+[checkpoint]
+load = "FOLDER/sft"
+load_optimizer = false
+[optim]
+lr = 1e-3
 [train]
 global_batch = 64
 eval_interval = "none"
-[checkpoint]
-interval = "none"
 [replay]
 kind = "r3"
 [rl.engine]
@@ -81,6 +103,8 @@ max_new_tokens = 4
 parts = ["positions"]
 [rl.samples]
 interval = "none"
+[rl.eval]
+num_prompts = 1
 """
 MEANS = {
     "staleness": "rollout/staleness",
@@ -90,6 +114,18 @@ MEANS = {
     "rollout_s": "rl/step_s",
 }
 """Column -> metric whose mean over the rollout batches but the first is reported."""
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the tokenizer, the examples of all strings of 2 digits, and the configs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder / "tokenizer")
+    for name, text in (("model", MODEL), ("sft", SFT), ("rl", RL)):
+        text = text.replace("FOLDER", str(folder)).replace("SFT_STEPS", str(SFT_STEPS))
+        (folder / f"{name}.toml").write_text(text)
+    pairs = (f"{number:02}" for number in range(100))
+    lines = (json.dumps({"prompt": f"{digits}=", "response": digits[::-1]}) for digits in pairs)
+    (folder / "sft.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -135,6 +171,16 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 yield f"| `{loss}`, {staleness} | {' | '.join(cells)} |"
 
 
+def run_program(name: str, *words: object, delay_s: float = 0.0) -> None:
+    """Run a program of training without its log, which is in its folder."""
+    subprocess.run(
+        [sys.executable, "-m", f"mcore_rl.run.{name}", *map(str, words)],
+        env=os.environ | {"COPIED_ENGINE_DELAY_S": str(delay_s)},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+
+
 def main() -> None:
     """Run each arm that is not done, then write all rows and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -142,28 +188,24 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="file of the rows")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--rollouts", type=int, default=60, help="rollout batches of a run")
-    parser.add_argument("--delay-s", type=float, default=0.5, help="seconds of each 4 tokens of a completion")
+    parser.add_argument("--rollouts", type=int, default=30, help="rollout batches of a run")
+    parser.add_argument("--delay-s", type=float, default=4.0, help="seconds of each 4 tokens of a completion")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    config = args.folder / "staleness.toml"
-    config.write_text(CONFIG.replace("FOLDER", str(args.folder.absolute())))
-    write_tokenizer(args.folder / "tokenizer")
+    folder = args.folder.absolute()
+    write_inputs(folder)
+    if not (folder / "sft" / "DONE").exists():
+        run_program("sft", folder / "sft.toml")
     rows = []
     for seed in args.seeds:
         for loss in args.losses:
             for staleness in STALENESS:
-                run_dir = args.folder / f"{loss}-{staleness}-{seed}"
+                run_dir = folder / f"{loss}-{staleness}-{seed}"
                 if not (run_dir / "DONE").exists():
-                    subprocess.run(
-                        [
-                            *(sys.executable, "-m", "mcore_rl.run.rl", str(config), f"run_dir={run_dir}"),
-                            *(f"train.seed={seed}", f"train.steps={2 * args.rollouts}", *LOSSES[loss]),
-                            f"rl.rollout.max_staleness={staleness}",
-                        ],
-                        env=os.environ | {"COPIED_ENGINE_DELAY_S": str(args.delay_s)},
-                        stdout=subprocess.DEVNULL,
-                        check=True,
+                    run_program(
+                        *("rl", folder / "rl.toml", f"run_dir={run_dir}", f"train.seed={seed}"),
+                        *(f"train.steps={UPDATES * args.rollouts}", *LOSSES[loss]),
+                        f"rl.rollout.max_staleness={staleness}",
+                        delay_s=args.delay_s,
                     )
                 rows.append(row_of(run_dir, loss, staleness, seed))
                 written = {
