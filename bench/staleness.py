@@ -5,21 +5,23 @@
 
 A Qwen3-MoE of 2 layers and 8 experts (0.1 M parameters) learns to answer a string of 2 digits with the digits in
 reverse: the reward is the share of positions that are right. It is fine-tuned before, for SFT_STEPS steps, until some
-of them are. Completions come from
-bench/copied_engine.py, which sleeps `--delay-s` seconds for each 4 tokens of a completion in place of a server that
-computes elsewhere: with max_staleness=0 training waits for it, otherwise it goes on meanwhile. The wall time is that
-of rollout batches without the first one, the reward the mean of the last fifth of them.
+of them are. Completions come from bench/copied_engine.py, which sleeps `--delay-s` seconds for each 4 tokens of a
+completion in place of a server that computes elsewhere: with max_staleness=0 training waits for it, otherwise it goes
+on meanwhile. The wall time is that of rollout batches without the first one, the reward the mean of the last fifth of
+them.
 """
 
 import argparse
 import datetime
+import importlib
 import json
+import multiprocessing
 import os
 import platform
 import string
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
@@ -83,7 +85,7 @@ load_optimizer = false
 [optim]
 lr = 1e-3
 [train]
-global_batch = 64
+global_batch = 32
 eval_interval = "none"
 [replay]
 kind = "r3"
@@ -97,7 +99,7 @@ largest = 2
 max_tokens = 8
 [rl.rollout]
 prompts_per_step = 8
-group_size = 16
+group_size = 8
 max_new_tokens = 4
 [rl.reward]
 parts = ["positions"]
@@ -172,13 +174,24 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def run_program(name: str, *words: object, delay_s: float = 0.0) -> None:
-    """Run a program of training without its log, which is in its folder."""
-    subprocess.run(
-        [sys.executable, "-m", f"mcore_rl.run.{name}", *map(str, words)],
-        env=os.environ | {"COPIED_ENGINE_DELAY_S": str(delay_s)},
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
+    """Run a program of training, in a process that begins with torch and Megatron in memory; its log is in its folder.
+
+    Raises:
+        SystemExit: the program failed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mcore_rl.run.rl", "mcore_rl.run.sft", "torch._dynamo"])
+    process = context.Process(target=_program, args=(name, [str(word) for word in words], str(delay_s)))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{name} ended with status {process.exitcode}")
+
+
+def _program(name: str, words: Sequence[str], delay_s: str) -> None:
+    os.environ["COPIED_ENGINE_DELAY_S"] = delay_s
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        sys.exit(importlib.import_module(f"mcore_rl.run.{name}").main(words))
 
 
 def main() -> None:
@@ -188,7 +201,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="file of the rows")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--rollouts", type=int, default=30, help="rollout batches of a run")
+    parser.add_argument("--rollouts", type=int, default=20, help="rollout batches of a run")
     parser.add_argument("--delay-s", type=float, default=4.0, help="seconds of each 4 tokens of a completion")
     args = parser.parse_args()
     folder = args.folder.absolute()
