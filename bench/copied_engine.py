@@ -102,6 +102,10 @@ class CopiedEngine:
             completions=tuple(one for one in completions.values() if one is not None),
         )
 
+    def of_this_stage(self, group: Group) -> Group:
+        """Return the group: there is one stage."""
+        return group
+
     def _parts(
         self, prompt: Prompt, befores: Sequence[Completion | None], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Completion]:

@@ -5,8 +5,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,17 +155,28 @@ def held(
     ends: Sequence[int] = (),
 ) -> list[Group]:
     """Conversations about `prompts`, with seeds that depend on their problems."""
-    tokenizer, chat = chat_of(config, folder)
+    tokenizer, _ = chat_of(config, folder)
+    with conversations_of(config, engine, folder, mesh) as conversations:
+        rules = sampling(config, tokenizer, ends, with_routes=with_routes)
+        return conversations.hold(prompts, rules, [seeds_of(one, group_size) for one in prompts])
+
+
+def seeds_of(prompt: Prompt, group_size: int = 2) -> list[int]:
+    return [int(prompt.problem.problem_id) * 10 + g for g in range(group_size)]
+
+
+@contextmanager
+def conversations_of(
+    config: RlRunConfig, engine: Engine, folder: Path, mesh: Mesh
+) -> Iterator[Conversations]:
+    """Conversations with environments of the config, whose processes end on leaving."""
+    _, chat = chat_of(config, folder)
     with ExitStack() as stack:
         workers = None
         if runs_rewards(mesh):
             environment = config.rl.environment
             workers = stack.enter_context(EnvironmentWorkers(environment_maker(environment), environment))
-        conversations = Conversations(config, engine, chat, mesh, workers)
-        seeds_PG = [[int(one.problem.problem_id) * 10 + g for g in range(group_size)] for one in prompts]
-        return conversations.hold(
-            prompts, sampling(config, tokenizer, ends, with_routes=with_routes), seeds_PG
-        )
+        yield Conversations(config, engine, chat, mesh, workers)
 
 
 def sampling(

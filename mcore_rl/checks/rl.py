@@ -418,11 +418,6 @@ def _staleness(rl: RlConfig) -> Iterator[str]:
             f"{field} with rl.rollout.dynamic_sampling=true: a rollout batch is refilled after its rewards are known, "
             "when the groups of later ones are in progress already. Set one of them to 0 or false."
         )
-    if rl.environment.name is not None:
-        yield (
-            f'{field} with rl.environment.name="{rl.environment.name}", whose conversations are held turn by turn on '
-            "all ranks, between updates. Set max_staleness=0, or leave the environment out."
-        )
     is_corrected = rl.loss.importance_sampling != "none" or rl.loss.kind == "kimi_k2"
     if rl.update.old_logprobs == "rollout":
         if staleness > 1:

@@ -17,7 +17,7 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.batch import SampleShape, TrainedSample
-from mcore_rl.rl.engines.base import Engine, Sampling
+from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.flow import GroupFlow, own_positions
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
@@ -259,6 +259,7 @@ class Rollouts:
             sampling,
             waited_s=generation_s,
             generation_s=generation_s,
+            environment_s=None if self.conversations is None else self.conversations.environment_s,
             is_training=is_training,
         )
 
@@ -281,12 +282,16 @@ class Rollouts:
     ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
         """Take the rollout batch of the prompts from `cursor` on out of `flow`, and score it as it is."""
         start_s = time.perf_counter()
-        groups, period_s = flow.take(cursor)
+        taken_groups, period_s = flow.take(cursor)
+        assert isinstance(self.engine, AskingEngine)
+        groups = [self.engine.of_this_stage(group) for group in taken_groups]
         taken = self._scored(
             dict(zip(flow.own_positions, groups, strict=True)),
             self.sampling,
             waited_s=time.perf_counter() - start_s,
             generation_s=period_s,
+            # Environments answer while the policy trains: they are no part of the time that it waited.
+            environment_s=None,
             is_training=True,
         )
         return *taken[:2], [*taken[2], *self._flow_metrics(flow, groups)]
@@ -298,6 +303,7 @@ class Rollouts:
         *,
         waited_s: float,
         generation_s: float,
+        environment_s: float | None,
         is_training: bool,
     ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
         """Score this replica's groups, by index, as `generate_and_score` returns them.
@@ -305,6 +311,8 @@ class Rollouts:
         Args:
             waited_s: seconds that the policy waited for the groups.
             generation_s: seconds in which as many tokens are generated.
+            environment_s: seconds of `waited_s` that environments took; None: not known.
+            is_training: whether the scores of reward models count in what normalises them.
         """
         groups = list(by_index.values())
         generated_s = time.perf_counter()
@@ -323,11 +331,7 @@ class Rollouts:
                 *scores.metrics(),
                 *_rollout_metrics(summaries, waited_s, generation_s),
                 *_cut_metrics(groups, sampling.cut),
-                *(
-                    []
-                    if self.conversations is None
-                    else _episode_metrics(groups, self.conversations.environment_s)
-                ),
+                *([] if self.conversations is None else _episode_metrics(groups, environment_s)),
                 Metric("time/reward_s", scored_s - generated_s),
             ]
             local = _ReplicaScores(
@@ -511,8 +515,8 @@ def _cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:
         yield Metric("rollout/cut_kl_nats", -sum(kept_T), len(kept_T))
 
 
-def _episode_metrics(groups: Sequence[Group], environment_s: float) -> Iterator[Metric]:
-    """Yield metrics of conversations with an environment, which took `environment_s` seconds for its part."""
+def _episode_metrics(groups: Sequence[Group], environment_s: float | None) -> Iterator[Metric]:
+    """Yield metrics of conversations with an environment, which took `environment_s` seconds for its part, if known."""
     completions = [one for group in groups for one in group.completions]
     episodes = [one.episode for one in completions if one.episode is not None]
     count = len(episodes)
@@ -521,7 +525,8 @@ def _episode_metrics(groups: Sequence[Group], environment_s: float) -> Iterator[
     ends = Counter(one.end for one in episodes)
     for end in get_args(EpisodeEnd):
         yield Metric(f"environment/ended_{end}_fraction", ends[end], count)
-    yield Metric("time/environment_s", environment_s)
+    if environment_s is not None:
+        yield Metric("time/environment_s", environment_s)
 
 
 def _rollout_metrics(summaries: Sequence[GroupSummary], waited_s: float, generation_s: float) -> list[Metric]:

@@ -206,11 +206,12 @@ def make_flow(config: RlRunConfig, rollouts: Rollouts, progress: Progress) -> Gr
     if not isinstance(engine, AskingEngine):
         raise ConfigError(
             f'rl.rollout.max_staleness={rollout.max_staleness} with rl.engine.kind="{config.rl.engine.kind}", which '
-            "has no `asks` and `request_group` (rl.engines.base.AskingEngine) to generate while the policy trains. "
-            "Give it these, or set max_staleness=0."
+            "has no `asks`, `request_group` and `of_this_stage` (rl.engines.base.AskingEngine) to generate while the "
+            "policy trains. Give it these, or set max_staleness=0."
         )
+    request = engine.request_group if rollouts.conversations is None else rollouts.conversations.hold_group
     return GroupFlow(
-        lambda index, prompt: engine.request_group(index, prompt, rollouts.sampling, rollouts.seeds(index)),
+        lambda index, prompt: request(index, prompt, rollouts.sampling, rollouts.seeds(index)),
         rollouts.prompts,
         rollouts.mesh,
         asks=engine.asks,

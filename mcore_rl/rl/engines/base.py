@@ -91,7 +91,11 @@ class AskingEngine(Engine, Protocol):
         """Return the group of a prompt, with a completion for each seed; not collective, and safe to call from several
         threads, also while `update_weights` or `generate` runs. Raises EngineError where no server gives it.
         """
-        ...
+
+    def of_this_stage(self, group: Group) -> Group:
+        """Return a group of `request_group`, whose completions have the routes of all layers, with those of this
+        pipeline stage's layers alone.
+        """
 
 
 def check_request(

@@ -7,9 +7,10 @@ by those that the chat template puts between it and the next one.
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +21,17 @@ from mcore_rl.data.chat import Conversation as Messages
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, world_max
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import Engine, Sampling
+from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
 from mcore_rl.rl.environments.interface import Message
 from mcore_rl.rl.environments.processes import Answer, EnvironmentCall, EnvironmentWorkers
 from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Group, Prompt, Turn, VersionSpan
 from mcore_rl.rl.workers.failure import FailedScore
 
 T = TypeVar("T")
+Generate = Callable[[Sequence[Prompt], Sampling, Sequence[Sequence[int]]], list[Group]]
+"""Function that samples a turn of each seed of each prompt: `Engine.generate`, or one with its arguments."""
+ByEnvironments = Callable[[Callable[[EnvironmentWorkers], T]], T]
+"""Function that lets the environments do something, and returns the outcome."""
 TRUNCATED: tuple[EpisodeEnd, ...] = ("length", "turns", "context")
 """Ends of conversations that a limit has cut."""
 
@@ -97,7 +102,9 @@ class _Record:
 
 
 class Conversations:
-    """Holds conversations with environments over any engine. Every method is collective over the world."""
+    """Holds conversations with environments over any engine: on all ranks together (`hold`), or one group on the
+    rank that asks servers (`hold_group`).
+    """
 
     def __init__(
         self,
@@ -129,7 +136,8 @@ class Conversations:
     def hold(
         self, prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
     ) -> list[Group]:
-        """Hold a conversation for each seed of each prompt, and return a group for each prompt, both in order.
+        """Collective over the world: hold a conversation for each seed of each prompt, and return a group for each
+        prompt, both in order.
 
         A turn has the tokens so far as its prompt, and at most `sampling.max_new_tokens` tokens. The first turn of a
         conversation has its seed, a later one a hash of the seed and the turn.
@@ -140,30 +148,84 @@ class Conversations:
             seeds_PG: a seed for each completion.
         """
         self.environment_s = 0.0
+        return self._hold(
+            prompts, sampling, seeds_PG, self._engine.generate, self._by_environments, world_max
+        )
+
+    def hold_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
+        """Return the group of prompt `index`, whose conversations `hold` would hold alike; their turns wait for each
+        other, and for no other group.
+
+        Not collective; threads of the rank that asks may call it at the same time, also while the policy trains, or its
+        new weights go to the servers: a conversation goes on with these from its next token on.
+
+        Raises:
+            EngineError: no server gives a turn.
+        """
+        engine, workers = self._engine, self._workers
+        assert isinstance(engine, AskingEngine) and workers is not None, (
+            "only the rank that asks holds groups"
+        )
+        with ThreadPoolExecutor(len(seeds_G), f"turn-{index}") as threads:
+
+            def generate(
+                prompts: Sequence[Prompt], sampling: Sampling, seeds_PG: Sequence[Sequence[int]]
+            ) -> list[Group]:
+                return list(
+                    threads.map(
+                        lambda one, seeds: engine.request_group(index, one, sampling, seeds),
+                        prompts,
+                        seeds_PG,
+                    )
+                )
+
+            [group] = self._hold(
+                [prompt], sampling, [seeds_G], generate, lambda action: action(workers), lambda count: count
+            )
+        return group
+
+    def _hold(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seeds_PG: Sequence[Sequence[int]],
+        generate: Generate,
+        by_environments: ByEnvironments[Any],
+        most_open: Callable[[int], int],
+    ) -> list[Group]:
+        """Hold conversations, as `hold` does.
+
+        Args:
+            prompts: this replica's problems.
+            sampling: rules of each turn.
+            seeds_PG: a seed for each completion.
+            generate: samples turns.
+            by_environments: lets the environments begin and answer.
+            most_open: returns, of the number of conversations that are open here, the largest one of all that
+                generate together.
+        """
         drafts = [
             _Draft(group=p, index=g, seed=seed)
             for p, seeds in enumerate(seeds_PG)
             for g, seed in enumerate(seeds)
         ]
         records = [_Record() for _ in drafts]
-        tokens_of_prompts = self._by_environments(
-            lambda workers: self._begin(workers, prompts, drafts, records)
-        )
+        tokens_of_prompts = by_environments(lambda workers: self._begin(workers, prompts, drafts, records))
         begun = [
             Prompt(problem=prompt.problem, tokens_T=tokens_T)
             for prompt, tokens_T in zip(prompts, tokens_of_prompts, strict=True)
         ]
         requests: Mapping[int, Sequence[int]] = dict.fromkeys(range(len(drafts)), ())
         # Replicas that share experts generate together: those without an open conversation do so without prompts.
-        while world_max(len(requests)):
+        while most_open(len(requests)):
             for index, tokens in requests.items():
                 drafts[index].insert(tokens)
             answered = list(requests)
-            self._generate(begun, sampling, [drafts[index] for index in answered])
-            requests = self._by_environments(
+            _generate(generate, begun, sampling, [drafts[index] for index in answered])
+            requests = by_environments(
                 partial(self._answer, drafts=drafts, records=records, indices=answered, sampling=sampling)
             )
-        records = self._by_environments(lambda _: records)
+        records = by_environments(lambda _: records)
         completions: list[list[Completion]] = [[] for _ in prompts]
         for draft, record in zip(drafts, records, strict=True):
             completions[draft.group].append(_completion(draft, record))
@@ -214,21 +276,6 @@ class Conversations:
                 continue
             record.messages, record.state = list(messages), outcome.state
         return [starts[p][1] if p in starts else prompt.tokens_T for p, prompt in enumerate(prompts)]
-
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, drafts: Sequence[_Draft]) -> None:
-        """Sample the next turn of each draft; those with the same tokens so far are completions of one prompt."""
-        by_prompt: dict[tuple[int, tuple[int, ...]], list[_Draft]] = {}
-        for draft in drafts:
-            tokens_T = (*prompts[draft.group].tokens_T, *draft.tokens_T)
-            by_prompt.setdefault((draft.group, tokens_T), []).append(draft)
-        groups = self._engine.generate(
-            [Prompt(problem=prompts[group].problem, tokens_T=tokens_T) for group, tokens_T in by_prompt],
-            sampling,
-            [[turn_seed(draft.seed, len(draft.spans)) for draft in same] for same in by_prompt.values()],
-        )
-        for same, group in zip(by_prompt.values(), groups, strict=True):
-            for draft, completion in zip(same, group.completions, strict=True):
-                draft.add(completion)
 
     def _answer(
         self,
@@ -306,6 +353,24 @@ class Conversations:
         if is_mark and tokens_T[-1] not in self._chat.turn_end_ids:
             return self._engine.decode(tokens_T)
         return draft.newest.text
+
+
+def _generate(
+    generate: Generate, prompts: Sequence[Prompt], sampling: Sampling, drafts: Sequence[_Draft]
+) -> None:
+    """Sample the next turn of each draft; those with the same tokens so far are completions of one prompt."""
+    by_prompt: dict[tuple[int, tuple[int, ...]], list[_Draft]] = {}
+    for draft in drafts:
+        tokens_T = (*prompts[draft.group].tokens_T, *draft.tokens_T)
+        by_prompt.setdefault((draft.group, tokens_T), []).append(draft)
+    groups = generate(
+        [Prompt(problem=prompts[group].problem, tokens_T=tokens_T) for group, tokens_T in by_prompt],
+        sampling,
+        [[turn_seed(draft.seed, len(draft.spans)) for draft in same] for same in by_prompt.values()],
+    )
+    for same, group in zip(by_prompt.values(), groups, strict=True):
+        for draft, completion in zip(same, group.completions, strict=True):
+            draft.add(completion)
 
 
 def prompt_tokens(chat: Chat, start: Answer, max_tokens: int) -> tuple[int, ...]:

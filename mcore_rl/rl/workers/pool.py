@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -58,6 +59,9 @@ class WorkerPool:
         self._grace_s = grace_s
         self._max_memory_gib = max_memory_gib
         self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        """Lock of the two below, and of starts: a process that two threads fork at a time would have both pipes."""
+        self._is_closed = False
         self._idle = [self._start() for _ in range(workers)]
 
     def __enter__(self) -> Self:
@@ -67,21 +71,25 @@ class WorkerPool:
         self.close()
 
     def close(self) -> None:
-        """End the processes."""
-        while self._idle:
-            self._idle.pop().stop(PATIENCE_S)
+        """End the processes; those that other threads are waiting for end with their jobs."""
+        with self._changed:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.stop(PATIENCE_S)
 
     def run(self, jobs: Sequence[Any]) -> list[Any]:
         """Return what `work` returned for each job, in order; a FailedScore for one that took too long or whose process
-        died.
+        died. Several threads may call it at the same time: the processes are shared between them.
         """
         outcomes: list[Any] = [FailedScore("died", "not done")] * len(jobs)
         waiting = list(reversed(range(len(jobs))))
         busy: dict[Connection, _Busy] = {}
         while waiting or busy:
-            while waiting and self._idle:
+            # With jobs of its own in progress a thread waits for these, without any for a process.
+            while waiting and (idle := self._take(waits=not busy)) is not None:
                 index = waiting.pop()
-                worker = self._hand(jobs[index])
+                worker = self._hand(idle, jobs[index])
                 busy[worker.pipe] = _Busy(worker, index, time.monotonic() + self._timeout_s + self._grace_s)
             patience = max(0.0, min(one.deadline for one in busy.values()) - time.monotonic())
             ready = set(wait(list(busy), timeout=patience))
@@ -92,9 +100,23 @@ class WorkerPool:
                     outcomes[one.job_index] = self._collect(one.worker, is_late)
         return outcomes
 
-    def _hand(self, job: Any) -> "_Worker":
-        """Give the job to an idle worker and return the worker; one that died since its last job is replaced."""
-        worker = self._idle.pop()
+    def _take(self, *, waits: bool) -> "_Worker | None":
+        """Return an idle worker; None where there is none and `waits` is false."""
+        with self._changed:
+            if waits:
+                self._changed.wait_for(lambda: self._idle)
+            return self._idle.pop() if self._idle else None
+
+    def _give_back(self, worker: "_Worker") -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._idle.append(worker)
+                self._changed.notify()
+                return
+        worker.stop(PATIENCE_S)
+
+    def _hand(self, worker: "_Worker", job: Any) -> "_Worker":
+        """Give the job to a worker and return the worker; one that died since its last job is replaced."""
         try:
             worker.pipe.send(job)
         except OSError:
@@ -108,31 +130,34 @@ class WorkerPool:
         try:
             if worker.pipe.poll():
                 outcome = worker.pipe.recv()
-                self._idle.append(worker)
+                self._give_back(worker)
                 return outcome
         except (EOFError, OSError):
             is_late = False
         status = worker.stop(0.0 if is_late else PATIENCE_S)
-        self._idle.append(self._start())
+        self._give_back(self._start())
         if is_late or status == -signal.SIGALRM:
             return FailedScore("timeout", f"no answer within {self._timeout_s} s")
         return FailedScore("died", f"the process ended with status {status}")
 
     def _start(self) -> "_Worker":
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
-        serve = partial(_serve, theirs, self._work, self._timeout_s, self._max_memory_gib)
-        process = context.Process(target=_start_serving, args=(serve, theirs, ours, os.getpid()), daemon=True)
-        collects = gc.isenabled()
-        gc.disable()  # until the child has set aside what it inherits, perhaps tensors on a GPU
-        with warnings.catch_warnings():
-            # Python 3.12 warns of locks that other threads may hold; a worker takes none of theirs.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-        if collects:
-            gc.enable()
-        theirs.close()
-        return _Worker(process, ours)
+        with self._changed:
+            context = multiprocessing.get_context("fork")
+            ours, theirs = context.Pipe()
+            serve = partial(_serve, theirs, self._work, self._timeout_s, self._max_memory_gib)
+            process = context.Process(
+                target=_start_serving, args=(serve, theirs, ours, os.getpid()), daemon=True
+            )
+            collects = gc.isenabled()
+            gc.disable()  # until the child has set aside what it inherits, perhaps tensors on a GPU
+            with warnings.catch_warnings():
+                # Python 3.12 warns of locks that other threads may hold; a worker takes none of theirs.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            if collects:
+                gc.enable()
+            theirs.close()
+            return _Worker(process, ours)
 
 
 @dataclass(frozen=True, slots=True)

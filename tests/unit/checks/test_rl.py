@@ -67,6 +67,8 @@ def violations(words):
         "rollout.max_staleness=4 engine.kind=my.module:engine loss.kind=gspo loss.importance_sampling=sequence_mask",
         "rollout.max_staleness=1 engine.kind=my.module:engine update.old_logprobs=rollout",
         "rollout.max_staleness=2 engine.kind=my.module:engine loss.kind=kimi_k2 advantage.kind=mean",
+        "rollout.max_staleness=1 engine.kind=my.module:engine loss.importance_sampling=mask prompts.task=seeds "
+        "environment.name=guessing reward.parts=[environment]",
     ],
 )
 def test_these_settings_are_fine(words):
@@ -93,11 +95,6 @@ def test_these_settings_are_fine(words):
             "refilled after its rewards",
         ),
         ("update.old_logprobs=rollout loss.importance_sampling=truncate", "every weight is 1"),
-        (
-            "rollout.max_staleness=1 engine.kind=my.module:engine loss.importance_sampling=mask prompts.task=seeds "
-            "environment.name=guessing reward.parts=[environment]",
-            "held turn by turn",
-        ),
         ("prompts.task=sorting prompts.files=[a]", "not read"),
         ("prompts.task=sorting prompts.file_weights=[1]", "has 1 weights for 0 files in rl.prompts.files"),
         ("prompts.task=file prompts.files=[a,b] prompts.file_weights=[1]", "has 1 weights for 2 files"),

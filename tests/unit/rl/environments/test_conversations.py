@@ -1,8 +1,12 @@
 """Conversations with environments on one rank: their tokens, masks, logprobs and routes, their ends and failures."""
 
 import dataclasses
+import threading
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +20,18 @@ from mcore_rl.rl.batch import TrainedSample, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
 from mcore_rl.rl.objectives.heads import LogprobHead
-from mcore_rl.rl.types import Completion, Episode
-from tests.conversing import END, LETTERS, chat_of, config_of, held, problems, sampling
+from mcore_rl.rl.types import Completion, Episode, Group, Prompt
+from tests.conversing import (
+    END,
+    LETTERS,
+    chat_of,
+    config_of,
+    conversations_of,
+    held,
+    problems,
+    sampling,
+    seeds_of,
+)
 from tests.hf_models import VOCAB, Oracle
 
 SIX = problems(*"123456")
@@ -184,6 +198,75 @@ def test_an_environment_that_fails_or_floods_ends_its_own_conversation_only(
         if episode_of(one).end == "failed"
     }
     assert met == set(FAULTS)
+
+
+class Asking:
+    """An engine of servers in one: the native engine, which threads ask one after the other."""
+
+    asks = True
+
+    def __init__(self, native: MegatronEngine, after: int | None = None) -> None:
+        self.native, self.lock, self.left = native, threading.Lock(), after
+        """Requests until the weights are updated; None: they are not."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+    def request_group(self, index: int, prompt: Prompt, sampling: Sampling, seeds_G: Sequence[int]) -> Group:
+        with self.lock:
+            if self.left == 0:
+                self.native.update_weights(7)
+            self.left = None if self.left is None else self.left - 1
+            return self.native.generate([prompt], sampling, [seeds_G])[0]
+
+    def of_this_stage(self, group: Group) -> Group:
+        return group
+
+
+def test_groups_that_are_held_while_the_policy_trains_are_those_that_are_held_between_updates(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    """Eight threads share two processes, of which some die; a failure ends its own conversation only."""
+    config = config_of(theirs.ours, name="tests.conversing:Faulty", max_turns=3, workers=2)
+    prompts = problems("1", "raise", "2", "die", "3", "refuse", "die", "")
+    wanted = held(config, engine, folder, one_rank, prompts, with_routes=True)
+    rules = sampling(config, chat_of(config, folder)[0], with_routes=True)
+    with (
+        conversations_of(config, Asking(engine), folder, one_rank) as conversations,
+        ThreadPoolExecutor(len(prompts)) as threads,
+    ):
+        found = threads.map(
+            lambda one: conversations.hold_group(0, one, rules, seeds_of(one)), reversed(prompts)
+        )
+    for group, other in zip(reversed(list(found)), wanted, strict=True):
+        assert group.prompt == other.prompt
+        for one, want in zip(group.completions, other.completions, strict=True):
+            assert (one.tokens_T, one.finish, episode_of(one)) == (
+                want.tokens_T,
+                want.finish,
+                episode_of(want),
+            )
+            assert one.logprobs_T == pytest.approx(want.logprobs_T, abs=2e-5)
+            assert one.experts_TLK is not None and want.experts_TLK is not None
+            assert torch.equal(one.experts_TLK, want.experts_TLK)
+
+
+def test_a_conversation_that_goes_on_after_an_update_has_the_versions_of_its_turns(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh
+) -> None:
+    config = config_of(theirs.ours)
+    rules = sampling(config, chat_of(config, folder)[0])
+    try:
+        with conversations_of(config, Asking(engine, after=1), folder, one_rank) as conversations:
+            [prompt] = problems("")
+            [one] = conversations.hold_group(0, prompt, rules, [4]).completions
+        first_end = episode_of(one).turns[0].end
+        assert [(span.version, span.start, span.end) for span in one.versions] == [
+            (0, 0, first_end),
+            (7, first_end, len(one.tokens_T)),
+        ]
+    finally:
+        engine.update_weights(0)
 
 
 def episode_of(completion: Completion) -> Episode:
