@@ -11,9 +11,9 @@ from pathlib import Path
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.plan.memory import BUFFER_BYTES, GIB, models_on_ranks
+from mcore_rl.plan.memory import GIB, models_on_ranks
 from mcore_rl.plan.routes import routes_of_rank
-from mcore_rl.plan.weights import Weights, weights_by_stage
+from mcore_rl.plan.weights import FP32_BYTES, Weights, weights_by_stage
 
 STATE_BYTES = 12
 """Bytes of a weight's optimizer state in a checkpoint, fp32 in every precision: the weight and two moments."""
@@ -57,7 +57,7 @@ def disk_of(config: RunConfig) -> Disk:
     saves = -(-config.train.steps // (config.checkpoint.interval or config.train.steps))
     keep = config.checkpoint.keep
     return Disk(
-        checkpoint=weights.total * (element + STATE_BYTES) + weights.buffers * BUFFER_BYTES,
+        checkpoint=weights.total * (element + STATE_BYTES) + weights.fp32_buffers * FP32_BYTES,
         num_checkpoints=saves if keep == "all" else min(saves, keep + 1),
         samples=_samples(config) if isinstance(config, RlRunConfig) else 0,
         routes=_routes(config) if isinstance(config, RlRunConfig) else 0,

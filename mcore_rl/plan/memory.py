@@ -31,8 +31,6 @@ GRADIENT_BYTES = 4
 """Bytes of a weight's gradient, which Megatron accumulates in fp32."""
 STATE_BYTES = {"bf16": 12, "fp32": 8}
 """Bytes of optimizer state for a weight, by precision: two fp32 moments, and with bf16 an fp32 master copy."""
-BUFFER_BYTES = 4
-"""Bytes of a number in a router's buffers, which stay fp32."""
 FP8_COPIES_BYTES = 2
 """Bytes of the 8-bit copies of a weight and of its transpose that TransformerEngine keeps."""
 
@@ -195,24 +193,23 @@ def _memory(
     logits = layer.tokens * config.model.padded_vocab_size // mesh.tp * (element + 4 + 4)
     on_device = [(one, weights) for one, weights in models if not one.on_host]
     trained = sum((weights for one, weights in on_device if one.trains), start=Weights())
+    trained_dense = trained.dense - (trained.router if config.freezes_router else 0)
     present = sum((weights for _, weights in on_device), start=Weights())
     routes = RouteBytes()
     if isinstance(config, RlRunConfig):
         routes = routes_of_rank(config, world_size, stage)
     return Memory(
         stage=stage,
-        weights=present.total * (element + fp8) + present.buffers * BUFFER_BYTES,
-        gradients=trained.total * GRADIENT_BYTES,
-        optimizer=trained.dense * state // copies + trained.expert * state // expert_copies,
+        weights=present.bytes(element) + present.total * fp8,
+        gradients=(trained_dense + trained.expert) * GRADIENT_BYTES,
+        optimizer=trained_dense * state // copies + trained.expert * state // expert_copies,
         activations=kept,
         recomputed=recomputed,
         logits=heads * logits,
         rollout_cache=_rollout_cache(config, stage, world_size) if isinstance(config, RlRunConfig) else 0,
         routes=routes.device,
         host_routes=routes.host,
-        host=sum(
-            weights.total * element + weights.buffers * BUFFER_BYTES for one, weights in models if one.on_host
-        ),
+        host=sum(weights.bytes(element) for one, weights in models if one.on_host),
     )
 
 

@@ -7,6 +7,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import family_of
 from mcore_rl.families.family import Family
 
+FP32_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -16,14 +18,35 @@ class Weights:
     """Number of weights of attention, norms, dense MLPs, shared experts, routers and embeddings: on dp * cp ranks."""
     expert: int = 0
     """Number of weights of routed experts: on expert_dp ranks."""
+    router: int = 0
+    """Number of the routers' weights, which are counted among the dense ones too."""
+    fp32_buffers: int = 0
+    """Numbers that no gradient trains, fp32 in every precision: experts' biases, the shift of scores."""
     buffers: int = 0
-    """Number of fp32 numbers of routers that no gradient trains: expert biases, and the load that moves them."""
+    """Numbers that no gradient trains, in the type of the weights: the load of each expert since the last step, YaRN's
+    cosines and sines. They are not saved."""
 
     def __add__(self, other: "Weights") -> "Weights":
-        return Weights(self.dense + other.dense, self.expert + other.expert, self.buffers + other.buffers)
+        return Weights(
+            self.dense + other.dense,
+            self.expert + other.expert,
+            self.router + other.router,
+            self.fp32_buffers + other.fp32_buffers,
+            self.buffers + other.buffers,
+        )
 
     def __mul__(self, count: int) -> "Weights":
-        return Weights(self.dense * count, self.expert * count, self.buffers * count)
+        return Weights(
+            self.dense * count,
+            self.expert * count,
+            self.router * count,
+            self.fp32_buffers * count,
+            self.buffers * count,
+        )
+
+    def bytes(self, element: int) -> int:
+        """Return the bytes of weights of `element` bytes, and of the buffers beside them."""
+        return (self.total + self.buffers) * element + self.fp32_buffers * FP32_BYTES
 
     @property
     def total(self) -> int:
@@ -40,9 +63,14 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     ]
     embedding = Weights(dense=model.padded_vocab_size * model.hidden_size // mesh.tp)
     stages[0] += embedding
+    if not family_of(model).is_latent:
+        # Each chunk has its own.
+        tables = _yarn_tables(model, int(model.head_dim * model.rope.fraction)) * mesh.vpp
+        stages = [stage + tables for stage in stages]
     hidden = model.hidden_size
     if model.head == "score":
-        stages[-1] += Weights(dense=2 * hidden)  # the last norm and the head, which every rank has whole
+        # The last norm and the head, which every rank has whole, and the shift of scores.
+        stages[-1] += Weights(dense=2 * hidden, fp32_buffers=1)
         return stages
     # The last stage has its own copy where the output is tied to it, or an MTP layer needs it.
     if mesh.pp > 1 and (model.tied_embeddings or model.mtp_layers):
@@ -91,8 +119,10 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weig
     hidden, moe, family = model.hidden_size, model.moe, family_of(model)
     attention = _latent_attention(model, mesh.tp) if family.is_latent else _attention(model, family, mesh.tp)
     dense = attention + 2 * hidden  # the two norms
+    # Each layer of latent attention has its own.
+    tables = _yarn_tables(model, model.mla.qk_rope_head_dim if family.is_latent else 0)
     if not is_moe:
-        return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp)
+        return Weights(dense + 3 * hidden * model.ffn_hidden_size // mesh.tp) + tables
     biases = family.has_linear_bias
     router = moe.num_experts * (hidden + (1 if biases else 0))
     shared_gate = hidden if family.has_shared_expert_gate else 0
@@ -100,11 +130,20 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weig
     expert = 3 * hidden * moe.ffn_hidden_size // mesh.etp + (
         (2 * moe.ffn_hidden_size + hidden) if biases else 0
     )
-    return Weights(
-        dense + router + shared,
-        moe.num_experts // mesh.ep * expert,
-        2 * moe.num_experts if moe.expert_bias else 0,
+    return (
+        Weights(
+            dense + router + shared,
+            moe.num_experts // mesh.ep * expert,
+            router,
+            *(moe.num_experts if moe.expert_bias else 0 for _ in ("bias", "load")),
+        )
+        + tables
     )
+
+
+def _yarn_tables(model: ModelConfig, width: int) -> Weights:
+    """Return a table of the cosines and one of the sines of YaRN, for heads of `width` that are turned."""
+    return Weights(buffers=2 * model.rope.original_length * width if model.rope.scaling == "yarn" else 0)
 
 
 def _attention(model: ModelConfig, family: Family, tp: int) -> int:

@@ -414,6 +414,12 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="try every mesh, micro-batch and kind of recomputation, and list those that fit and are fast",
     )
     what.add_argument("--rank", type=rank, metavar="R", help="what this one rank is, and has")
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="also build Megatron's modules of the first, middle and last stage (of one rank with --rank), without "
+        "GPUs and without their memory, and show where the closed forms differ; takes seconds, and torch",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan as JSON")
     parser.add_argument(
         "--timeline",

@@ -3,8 +3,12 @@
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
+from mcore_rl.backend.without_gpus import run_without_gpus
 from mcore_rl.checks.cluster import check_cluster, placement
 from mcore_rl.checks.programs import PROGRAMS, Program
 from mcore_rl.checks.run import refuse
@@ -15,6 +19,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.files import write_atomically
 from mcore_rl.plan.estimate import Estimate, estimate, place_of, timeline_of
+from mcore_rl.plan.exact import Exact, exact_lines
 from mcore_rl.plan.memory import GIB
 from mcore_rl.plan.ranks import view_of_rank
 from mcore_rl.plan.search import Place, nearest, search, shortlist
@@ -53,15 +58,21 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigError(_refusal(config, program, place))
         return 0
     plan = checked_estimate(config, program, place)
+    if args.rank is not None and args.rank >= place.world_size:
+        raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {place.world_size - 1}.")
+    exact = _exact(args, kind, plan) if args.exact else None
     if args.rank is not None:
-        if args.rank >= place.world_size:
-            raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {place.world_size - 1}.")
         view = view_of_rank(config.model, config.mesh, args.rank, place.world_size, place.ranks_per_node)
         _write(rank_lines(plan, view))
-        return 0
-    _write(estimate_lines(plan))
+    else:
+        _write(estimate_lines(plan))
+    if exact is not None:
+        _write(exact_lines(exact, plan.stages, config.platform))
     if args.json:
-        write_atomically(args.json, json.dumps(as_json(plan), indent=1) + "\n")
+        values = as_json(plan) | ({} if exact is None else {"exact": asdict(exact)})
+        write_atomically(args.json, json.dumps(values, indent=1) + "\n")
+    if args.rank is not None:
+        return 0
     if args.timeline:
         write_atomically(args.timeline, _timeline(plan))
     if not plan.fits:
@@ -82,6 +93,23 @@ def checked_estimate(config: RunConfig, program: Program, place: Place) -> Estim
             f"on {place.world_size} ranks:\n{error}\n{_nearest(config, program, place)}"
         ) from None
     return estimate(config, program, place)
+
+
+def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
+    """Return what Megatron's own modules of `--rank`, or of the first, middle and last stage, take; it needs torch."""
+    pp, world = plan.config.mesh.pp, plan.place.world_size
+    ranks = [args.rank]
+    if args.rank is None:
+        # Stages are runs of consecutive ranks.
+        ranks = [stage * world // pp for stage in sorted({0, pp // 2, pp - 1})]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "exact.json")
+        words = [args.config, *args.overrides, "--program", kind, "--world", world, "--output", output]
+        run_without_gpus("mcore_rl.run.exact", [*words, "--ranks", *ranks])
+        values = json.loads(output.read_text())
+    if "refused" in values:
+        raise ConfigError(values["refused"])
+    return Exact.from_json(values)
 
 
 def _timeline(plan: Estimate) -> str:

@@ -22,6 +22,7 @@ FLOORS = (
     ("checkpoint",),
     ("convert", "train"),
     ("rl",),
+    ("fake_world",),
     ("report",),
     ("run",),
     ("api",),
@@ -31,7 +32,18 @@ FLOORS = (
 LIGHT = {"errors", "files", "checksums", "config", "families", "checks", "plan", "report"}
 """Packages that answer without torch: help pages, login nodes and the report import them."""
 REPORT_READS = {"errors", "files", "config", "plan", "obs", "report"}
-MEGATRON_PACKAGES = {"backend", "parallel", "replay", "data", "model", "checkpoint", "convert", "train", "rl"}
+MEGATRON_PACKAGES = {
+    "backend",
+    "parallel",
+    "replay",
+    "data",
+    "model",
+    "checkpoint",
+    "convert",
+    "train",
+    "rl",
+    "fake_world",
+}
 COMPAT = "mcore_rl.backend.patches.table"
 FRAGMENTS = {"Of", "What", "That", "See", "So"}
 HEAVY = {"torch", "megatron", "transformers", "numpy", "transformer_engine"}

@@ -9,13 +9,13 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.fake_world.groups import fake_rank
 from mcore_rl.families import FAMILIES, family_of
 from mcore_rl.model import transformer_config
 from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.cpu import attention as cpu_attention
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.plan.activations import LayerActivations
-from tests.fake_worlds import fake_rank
 from tests.ranks import run_ranks
 
 LENGTH = 64

@@ -23,7 +23,7 @@ QWEN3 = RECIPES / "qwen3_30b_a3b" / "pretrain.toml"
 
 def saved_numbers(weights):
     """Of a router's two buffers a checkpoint has one: the bias, and not the load since the last step."""
-    return weights.total + weights.buffers // 2
+    return weights.total + weights.fp32_buffers
 
 
 def config(*overrides, path=QWEN3):

@@ -12,9 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.fake_world.groups import fake_rank
 from mcore_rl.plan.schedule import chunks_in_flight, most_kept, schedule
 from mcore_rl.plan.simulate import DeadlockError, simulate, simulate_units, timeline_svg
-from tests.fake_worlds import fake_rank
 from tests.ranks import run_ranks
 
 SHAPES = ((4, 1, 8), (4, 1, 2), (8, 1, 8), (4, 2, 8), (4, 2, 4), (4, 4, 8), (8, 3, 16), (2, 2, 4))

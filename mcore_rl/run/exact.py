@@ -1,0 +1,43 @@
+"""The part of `mcore-rl plan --exact` that needs torch and Megatron: run/plan.py starts it where no GPU is seen."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.load import load_config
+from mcore_rl.errors import McoreRlError
+from mcore_rl.fake_world.rank import bytes_of_rank
+from mcore_rl.files import write_atomically
+from mcore_rl.plan.exact import Exact
+
+
+def main(argv: Sequence[str]) -> int:
+    """Build the ranks that the arguments ask for, and write what was counted as JSON: an Exact, or what was refused."""
+    args = _arguments().parse_args(argv)
+    try:
+        config = load_config(PROGRAMS[args.program].config, args.config, args.overrides)
+        ranks = [bytes_of_rank(config, rank, args.world) for rank in args.ranks]
+        written = asdict(Exact(ranks=ranks))
+    except McoreRlError as error:
+        written = {"refused": str(error)}
+    write_atomically(args.output, json.dumps(written))
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--program", required=True)
+    parser.add_argument("--world", type=int, required=True)
+    parser.add_argument("--ranks", type=int, nargs="+", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

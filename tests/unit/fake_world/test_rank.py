@@ -1,0 +1,152 @@
+"""The closed form of a rank's bytes against Megatron's own modules, buffers and optimizer of that rank."""
+
+from functools import cache
+
+import pytest
+
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.config.load import kind_of, load_config
+from mcore_rl.config.recipes import RECIPES, recipe_files
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.fake_world.groups import fake_platform, fake_rank
+from mcore_rl.fake_world.meta import on_meta
+from mcore_rl.fake_world.rank import buildable, bytes_of_rank, storage_bytes
+from mcore_rl.model.build import build_model
+from mcore_rl.plan.memory import memory_by_stage
+from mcore_rl.rl.engines.native.decoder import Decoder
+from tests.ranks import run_ranks
+from tests.tiny_models import TINY
+
+MESHES = [
+    *((family, "bf16", {"tp": 2, "ep": 2, "pp": 4}, 8, 0) for family in ("qwen3_moe", "deepseek_v3", "qwen2_moe")),
+    ("gpt_oss", "fp32", {"pp": 2, "ep": 2, "tp": 2}, 4, 0),
+    ("deepseek_v3", "bf16", {"pp": 2, "vpp": 2, "ep": 4, "etp": 2, "tp": 2}, 16, 0),
+    ("deepseek_v3", "bf16", {"pp": 4, "tp": 1}, 4, 1),
+    ("qwen3_moe", "bf16", {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 3}, 2, 0),
+    ("deepseek_v3", "bf16", {"pp": 2, "vpp": 2, "pp_layout": "balanced"}, 2, 1),
+    ("qwen3_moe", "bf16", {"pp": 2, "vpp": 2, "pp_layout": (2, 1, 1, 0)}, 2, 0),
+    ("llama", "fp32", {"pp": 4, "tp": 2}, 8, 0),
+    ("qwen3_moe-score", "bf16", {"tp": 2, "pp": 2, "ep": 2}, 4, 0),
+    ("gpt_oss-score", "bf16", {"pp": 2}, 2, 0),
+    ("olmoe", "bf16", {"tp": 2, "cp": 2, "ep": 4}, 4, 0),
+]  # fmt: skip
+NOTHING = {"weights": 0, "gradients": 0, "optimizer": 0, "main memory": 0}
+
+
+def config_of(family, precision, mesh, mtp_layers):
+    family, _, head = family.partition("-")
+    model = TINY[family].model_copy(update={"mtp_layers": mtp_layers} if mtp_layers else {})
+    if family == "gpt_oss":
+        model = model.model_copy(update={"tied_embeddings": True})
+    if head:
+        model = model.model_copy(update={"head": head})
+    config = load_config(PretrainConfig, None, [f"platform.precision={precision}", "mesh.dp=auto"])
+    return config.model_copy(
+        update={"model": model, "mesh": config.mesh.model_copy(update=mesh)}
+    )  # fmt: skip
+
+
+@cache
+def recipe(name):
+    path = recipe_files(RECIPES)[name]
+    program = PROGRAMS[kind_of(path, ())]
+    return program, load_config(program.config, path)
+
+
+def recipes_of(*kinds):
+    files = {name: path for name, path in recipe_files(RECIPES).items() if not name.endswith("/model")}
+    return [name for name, path in files.items() if kind_of(path, ()) in kinds]
+
+
+def built(config, world, ranks):
+    return [bytes_of_rank(config, rank, world) for rank in ranks]
+
+
+def excesses(config, world, seq_length, ranks):
+    """What the closed form has more than each rank, and the gaps between its weights."""
+    stages = memory_by_stage(config, world, seq_length)
+    counted = run_ranks(built, 1, config, world, ranks)[0]
+    return [(one.excess(stages[one.stage], config.platform), one.gaps) for one in counted]
+
+
+@pytest.mark.parametrize("case", MESHES, ids=lambda case: "-".join(map(str, case[:3])))
+def test_every_stage_of_every_mesh_has_the_bytes_that_megatron_builds(case):
+    *shape, world, mtp_layers = case
+    config, pp = config_of(*shape, mtp_layers), shape[2].get("pp", 1)
+    # The last rank of each stage, whose experts and heads are the last ones.
+    ranks = [(stage + 1) * world // pp - 1 for stage in range(pp)]
+    for excess, gaps in excesses(config, world, 64, ranks):
+        assert excess | {"optimizer": 0} == NOTHING
+        # Gaps make the shares of the first ranks larger, by no more than they are long.
+        assert abs(excess["optimizer"]) <= 12 * gaps
+
+
+@pytest.mark.matrix(
+    "deepseek_v3/pretrain",
+    "mixtral_8x7b/pretrain",
+    "qwen3_235b_a22b/grpo_r2",
+    "tiny_moe/ppo",
+)
+@pytest.mark.parametrize("name", recipes_of(*PROGRAMS))
+def test_a_recipe_has_the_bytes_that_megatron_builds_on_its_first_middle_and_last_stage(name):
+    program, config = recipe(name)
+    world, pp = config.mesh.smallest_world, config.mesh.pp
+    program.check(config, world)
+    ranks = [stage * world // pp for stage in sorted({0, pp // 2, pp - 1})]
+    for excess, gaps in excesses(config, world, program.seq_length(config), ranks):
+        assert excess | {"optimizer": 0} == NOTHING
+        assert abs(excess["optimizer"]) <= 12 * gaps and (gaps == 0 or name.startswith("tiny_moe"))
+
+
+def test_a_rank_of_16384_has_the_bytes_of_the_closed_form():
+    config = recipe("deepseek_v3/pretrain")[1]
+    for excess, gaps in excesses(config, 16384, 4096, [0, 8192]):
+        assert (excess, gaps) == (NOTHING, 0)
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_the_shares_of_an_odd_number_of_ranks_are_together_the_whole_state(world):
+    config = config_of("llama", "bf16", {}, 0)
+    counted = run_ranks(built, 1, config, world, range(world))[0]
+    (one,) = memory_by_stage(config, 1, 64)
+    assert len({rank.optimizer for rank in counted}) > 1 and counted[0].gaps > 0
+    assert sum(rank.optimizer for rank in counted) == one.optimizer
+    assert all(rank.weights - 2 * rank.gaps == one.weights for rank in counted)
+
+
+def test_routers_that_are_frozen_have_neither_gradients_nor_a_state():
+    words = ("rl.freeze_router=true", "model.moe.aux_loss_coeff=0", "platform.precision=bf16")
+    frozen = load_config(RlRunConfig, recipe_files(RECIPES)["tiny_moe/gspo"], words)
+    free = load_config(RlRunConfig, recipe_files(RECIPES)["tiny_moe/gspo"], words[1:])
+    (frozen_excess, _), (free_excess, _) = (excesses(config, 2, 64, [0])[0] for config in (frozen, free))
+    assert frozen_excess["weights"] == frozen_excess["gradients"] == free_excess["gradients"] == 0
+    numbers = [memory_by_stage(config, 2, 64)[0].gradients // 4 for config in (free, frozen)]
+    moe = free.model.moe
+    assert numbers[0] - numbers[1] == sum(free.model.moe_layers) * moe.num_experts * free.model.hidden_size
+
+
+def cache_bytes(config):
+    """Bytes of the caches of keys and values of the native engine on a rank of each stage."""
+    found, world = [], config.mesh.smallest_world
+    slots = min(config.rl.engine.slots, config.rollout_size * config.mesh.model_parallel // world)
+    for stage in range(config.mesh.pp):
+        with fake_rank(config.mesh, stage * world // config.mesh.pp, world) as mesh, on_meta():
+            platform = fake_platform(config.platform, mesh)
+            chunks = build_model(buildable(config.model), mesh, platform, config.platform)
+            decoder = Decoder(chunks, mesh, slots, config.longest_sample, with_routes=False)
+            found.append(
+                storage_bytes(tensor for chunk in decoder._caches for pair in chunk for tensor in pair)
+            )
+    return found
+
+
+@pytest.mark.matrix("tiny_moe/kimi_k2", "deepseek_v3/grpo_r2")
+@pytest.mark.parametrize("name", recipes_of("rl"))
+def test_the_rollout_cache_is_that_of_the_engine(name):
+    program, config = recipe(name)
+    if config.rl.engine.is_served:
+        engine = config.rl.engine.model_copy(update={"kind": "native"})
+        config = config.model_copy(update={"rl": config.rl.model_copy(update={"engine": engine})})
+    planned = memory_by_stage(config, config.mesh.smallest_world, program.seq_length(config))
+    assert [stage.rollout_cache for stage in planned] == run_ranks(cache_bytes, 1, config)[0]
