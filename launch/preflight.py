@@ -187,6 +187,12 @@ def _too_large(plan: Estimate, program: Program, cluster: ClusterConfig) -> list
         return []
     found = search(plan.config, program, plan.place)
     near = nearest_text(plan.config, nearest(found, plan.config, program, plan.place), plan.place)
+    if not plan.fits_main_memory:
+        return [
+            f"{plan.fullest_node_bytes / GIB:,.0f} GiB would wait in a node's main memory, but {cluster.name} has "
+            f"{plan.place.host_bytes / GIB:,.0f} (node.memory_gib). Use more nodes, offload less (optim."
+            f"offload_fraction, replay.store), or submit it nevertheless (--force). {near}"
+        ]
     return [
         f"the estimate is {plan.fullest.describe()}, but a GPU of {cluster.name} has {plan.place.room_bytes / GIB:.0f} "
         f"GiB for it (node.gpu_memory_gib={node.gpu_memory_gib:g} - reserved_gib={node.reserved_gib:g}). Use more "

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from mcore_rl.checks.engine import engine_violations
 from mcore_rl.checks.replay import replay_violations
 from mcore_rl.checks.rl import rl_violations
-from mcore_rl.checks.run import chat_violations, refuse, run_violations, schedule_violations
+from mcore_rl.checks.run import (
+    chat_violations,
+    offload_violations,
+    refuse,
+    run_violations,
+    schedule_violations,
+)
 from mcore_rl.config.rl_run import RlRunConfig
 
 MAX_DISTANCE = 100_000
@@ -113,6 +119,7 @@ def _critic(config: RlRunConfig) -> Iterator[str]:
             f"rl.critic.warmup_rollouts={critic.warmup_rollouts} are all of train.steps={config.train.steps}, of which "
             f"a rollout batch takes {updates}: the policy would not be trained. Lower it, or raise train.steps."
         )
+    yield from offload_violations(critic.optim, config.platform, "rl.critic.optim")
     yield from schedule_violations(
         critic.optim,
         config.critic_steps,

@@ -50,6 +50,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from _world(mesh, model, world_size)
     yield from schedule_violations(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
+    yield from offload_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
     yield from _allowed_changes(config)
@@ -196,6 +197,16 @@ def schedule_violations(
                 f"({field}.wsd_decay_steps={optim.wsd_decay_steps}) do not both fit before {name}={end}. "
                 "Shorten one of them."
             )
+
+
+def offload_violations(optim: OptimConfig, platform: PlatformConfig, field: str = "optim") -> Iterator[str]:
+    """Yield what is wrong with state of the optimizer in section `field` that lies in main memory."""
+    if optim.offload_fraction and platform.precision != "bf16":
+        yield (
+            f'{field}.offload_fraction={optim.offload_fraction:g} with platform.precision="{platform.precision}": '
+            "Megatron's hybrid optimizer makes fp32 weights of 16-bit ones, and cannot load a checkpoint where the "
+            'weights are fp32 already. Set platform.precision="bf16", or offload_fraction=0.'
+        )
 
 
 def weight_violations(

@@ -166,7 +166,8 @@ class ModelConfig(Section):
     @property
     def moe_layers(self) -> tuple[bool, ...]:
         """One flag per layer, true where it routes tokens to experts."""
-        return tuple(self.is_moe and i >= self.moe.first_dense_layers for i in range(self.num_layers))
+        dense = min(self.moe.first_dense_layers, self.num_layers) if self.is_moe else self.num_layers
+        return (False,) * dense + (True,) * (self.num_layers - dense)
 
     @property
     def layers_alike(self) -> bool:

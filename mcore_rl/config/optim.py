@@ -1,8 +1,8 @@
 """The optimizer and its schedule."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.section import Probability, Section
 
@@ -38,3 +38,9 @@ class OptimConfig(Section):
     """Apply weight decay to the query and key norms too."""
     clip_grad: PositiveFloat | None = 1.0
     """Largest global L2 norm of the gradient, to which larger ones are scaled; `none`: no clipping."""
+    offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the optimizer's state (fp32 weights and moments) that lies in main memory, where the processor
+    updates it (Megatron's hybrid optimizer): 16 bytes of main memory for each weight of a rank's share. It needs
+    platform.precision = "bf16"."""
+    offload_overlap: bool = True
+    """With `offload_fraction`, gradients and weights travel while the processor updates others."""

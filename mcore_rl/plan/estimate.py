@@ -10,7 +10,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.activations import layers_of
 from mcore_rl.plan.device import device_of
-from mcore_rl.plan.memory import GIB, Memory, memory_by_stage
+from mcore_rl.plan.memory import GIB, Memory, main_memory_of_fullest_node, memory_by_stage
 from mcore_rl.plan.parts import Workload, workload_of
 from mcore_rl.plan.rates import Span, span_of_step
 from mcore_rl.plan.schedule import chunks_in_flight
@@ -71,8 +71,18 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits into the device's memory for tensors."""
-        return self.fullest.total <= self.place.room_bytes
+        """Whether every stage fits into the device's memory for tensors, and what waits in main memory there."""
+        return self.fullest.total <= self.place.room_bytes and self.fits_main_memory
+
+    @property
+    def fits_main_memory(self) -> bool:
+        """Whether what waits in main memory fits there."""
+        return self.fullest_node_bytes <= self.place.host_bytes
+
+    @property
+    def fullest_node_bytes(self) -> int:
+        """Bytes of main memory of the node whose ranks need most."""
+        return main_memory_of_fullest_node(self.stages, self.place.world_size, self.place.ranks_per_node)
 
 
 def place_of(cluster: ClusterConfig, world_size: int) -> Place:
@@ -83,6 +93,7 @@ def place_of(cluster: ClusterConfig, world_size: int) -> Place:
         ranks_per_node=node.ranks_per_node,
         room_bytes=(node.gpu_memory_gib - node.reserved_gib) * GIB if node.gpus else inf,
         device=device_of(cluster),
+        host_bytes=inf if node.memory_gib == "all" else node.memory_gib * GIB,
     )
 
 

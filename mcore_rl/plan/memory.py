@@ -31,6 +31,8 @@ GRADIENT_BYTES = 4
 """Bytes of a weight's gradient, which Megatron accumulates in fp32."""
 STATE_BYTES = {"bf16": 12, "fp32": 8}
 """Bytes of optimizer state for a weight, by precision: two fp32 moments, and with bf16 an fp32 master copy."""
+OFFLOADED_BYTES = 16
+"""Bytes of main memory for an offloaded weight: fp32 weight, two moments, and the gradient."""
 FP8_COPIES_BYTES = 2
 """Bytes of the 8-bit copies of a weight and of its transpose that TransformerEngine keeps."""
 
@@ -58,6 +60,13 @@ class Memory:
     """Main memory that the rank takes for weights of models that wait there, such as the reference policy."""
     host_routes: int = 0
     """Page-locked main memory of routes and router scores."""
+    host_optimizer: int = 0
+    """Main memory of the rank's offloaded optimizer state, and of the gradients that the processor reads."""
+
+    @property
+    def main_memory(self) -> int:
+        """Bytes of main memory of the rank."""
+        return self.host + self.host_routes + self.host_optimizer
 
     @property
     def permanent(self) -> int:
@@ -87,6 +96,13 @@ class Memory:
         return f"{self.total / GIB:.1f} GiB on a rank of pipeline stage {self.stage} ({text})"
 
 
+def main_memory_of_fullest_node(stages: Sequence[Memory], world_size: int, ranks_per_node: int) -> int:
+    """Return the bytes of main memory of the node whose ranks need most; ranks of a stage are neighbours."""
+    ranks_per_stage = world_size // len(stages)
+    needed = [stages[rank // ranks_per_stage].main_memory for rank in range(world_size)]
+    return max(sum(needed[first : first + ranks_per_node]) for first in range(0, world_size, ranks_per_node))
+
+
 def memory_of_fullest_rank(config: RunConfig, world_size: int, seq_length: int) -> Memory:
     """Return the memory of a rank of the stage that needs most; config and world size must have passed the checks."""
     return max(memory_by_stage(config, world_size, seq_length), key=lambda memory: memory.total)
@@ -103,17 +119,31 @@ class ModelOnRanks:
     """Whether it has gradients and optimizer state."""
     on_host: bool = False
     """Whether its weights wait in main memory and take no room of their own on the device."""
+    offload_fraction: float = 0.0
+    """Fraction of its optimizer state that lies in main memory."""
 
 
 def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
     """Return every model that a run has on its ranks, the one with the largest activations first."""
     policy = isinstance(config, RlRunConfig)
-    models = [ModelOnRanks(name="policy" if policy else "model", model=config.model)]
+    models = [
+        ModelOnRanks(
+            name="policy" if policy else "model",
+            model=config.model,
+            offload_fraction=config.optim.offload_fraction,
+        )
+    ]
     if isinstance(config, RlRunConfig) and config.rl.loss.kl_coeff:
         # Its weights are swapped into the policy's modules for a pass, tensor by tensor.
         models.append(ModelOnRanks(name="reference", model=config.model, trains=False, on_host=True))
-    if isinstance(config, RlRunConfig) and config.has_critic:
-        models.append(ModelOnRanks(name="critic", model=config.model.scored))
+    if config.critic_optim is not None:
+        models.append(
+            ModelOnRanks(
+                name="critic",
+                model=config.model.scored,
+                offload_fraction=config.critic_optim.offload_fraction,
+            )
+        )
     if isinstance(config, RlRunConfig):
         waits = config.rl.reward.model_store == "host"
         # Taken to be of the policy's size: their own is known when their checkpoints are read.
@@ -132,30 +162,71 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
     return models
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parts of an estimate that the mesh alone decides, for each pipeline stage."""
+
+    kinds: list[dict[bool, int]]
+    """Number of layers with experts (True) and without (False)."""
+    chunks: list[list[range]]
+    """Indices of the layers of each chunk."""
+    weights: list[list[Weights]]
+    """Weights of each model on the ranks."""
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """Return the layout of a run's models over its mesh."""
+    models = [one.model for one in models_on_ranks(config)]
+    # Models with the same head are alike.
+    by_head = {model.head: weights_by_stage(model, config.mesh) for model in models}
+    return Layout(
+        kinds=layer_kinds_by_stage(config.model, config.mesh),
+        chunks=layers_by_chunk(config.model, config.mesh),
+        weights=[by_head[model.head] for model in models],
+    )
+
+
 def memory_by_stage(config: RunConfig, world_size: int, seq_length: int) -> list[Memory]:
     """Return the memory of one rank of each pipeline stage, for sequences of `seq_length` tokens."""
-    models = models_on_ranks(config)
-    weights = [weights_by_stage(one.model, config.mesh) for one in models]
-    layer = LayerActivations(
-        config.model,
-        config.mesh,
-        config.platform,
-        config.train.micro_batch * seq_length // config.mesh.cp,
-        layers_of(config),
-    )
-    sizes = {is_moe: LayerBytes.of(layer, is_moe) for is_moe in set(config.model.moe_layers)}
-    return [
-        _memory(
-            config,
-            world_size,
-            stage,
-            kinds,
-            [(one, by_stage[stage]) for one, by_stage in zip(models, weights, strict=True)],
-            layer,
-            sizes,
+    stages = StageMemory(config, world_size, seq_length, layout_of(config))
+    return [stages.of(stage) for stage in range(config.mesh.pp)]
+
+
+class StageMemory:
+    """The memory of a rank of any pipeline stage; a search asks only for as many stages as decide."""
+
+    def __init__(self, config: RunConfig, world_size: int, seq_length: int, layout: Layout) -> None:
+        self.config, self.world_size, self.layout = config, world_size, layout
+        self.models = models_on_ranks(config)
+        self.layer = LayerActivations(
+            config.model,
+            config.mesh,
+            config.platform,
+            config.train.micro_batch * seq_length // config.mesh.cp,
+            layers_of(config),
         )
-        for stage, kinds in enumerate(layer_kinds_by_stage(config.model, config.mesh))
-    ]
+        self.sizes = {is_moe: LayerBytes.of(self.layer, is_moe) for is_moe in set(config.model.moe_layers)}
+
+    def of(self, stage: int) -> Memory:
+        """Return the memory of a rank of `stage`."""
+        weights = [by_stage[stage] for by_stage in self.layout.weights]
+        models = list(zip(self.models, weights, strict=True))
+        return _memory(self.config, self.world_size, stage, self.layout, models, self.layer, self.sizes)
+
+    def on_node(self, ranks_per_node: int) -> int:
+        """Return the bytes of main memory of the node whose ranks need most."""
+        stages = [self.of(stage) for stage in range(self.config.mesh.pp)]
+        return main_memory_of_fullest_node(stages, self.world_size, ranks_per_node)
+
+    def fullest(self, limit_bytes: float) -> Memory:
+        """Return the memory of the stage that needs most, or of the first that is found to need more than the limit."""
+        last = self.config.mesh.pp - 1
+        fullest = self.of(0)
+        for stage in (last, *range(1, last)) if last else ():
+            if fullest.total > limit_bytes:
+                return fullest
+            fullest = max(fullest, self.of(stage), key=lambda memory: memory.total)
+        return fullest
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +246,14 @@ def _memory(
     config: RunConfig,
     world_size: int,
     stage: int,
-    kinds: dict[bool, int],
+    layout: Layout,
     models: Sequence[tuple[ModelOnRanks, Weights]],
     layer: LayerActivations,
     sizes: dict[bool, LayerBytes],
 ) -> Memory:
     mesh, precision = config.mesh, config.platform.precision
     element = layer.element
-    kept, recomputed = _activations(config, stage, kinds, layer, sizes, world_size)
+    kept, recomputed = _activations(config, stage, layout, layer, sizes, world_size)
     copies = world_size // (mesh.tp * mesh.pp)
     expert_copies = max(1, world_size // (mesh.etp * mesh.ep * mesh.pp))
     state = STATE_BYTES[precision]
@@ -195,6 +266,15 @@ def _memory(
     trained = sum((weights for one, weights in on_device if one.trains), start=Weights())
     trained_dense = trained.dense - (trained.router if config.freezes_router else 0)
     present = sum((weights for _, weights in on_device), start=Weights())
+    shares = [
+        (
+            one.offload_fraction,
+            weights.dense - (weights.router if config.freezes_router else 0),
+            weights.expert,
+        )
+        for one, weights in on_device
+        if one.trains
+    ]
     routes = RouteBytes()
     if isinstance(config, RlRunConfig):
         routes = routes_of_rank(config, world_size, stage)
@@ -202,7 +282,14 @@ def _memory(
         stage=stage,
         weights=present.bytes(element) + present.total * fp8,
         gradients=(trained_dense + trained.expert) * GRADIENT_BYTES,
-        optimizer=trained_dense * state // copies + trained.expert * state // expert_copies,
+        optimizer=sum(
+            int((1 - fraction) * (dense * state // copies + expert * state // expert_copies))
+            for fraction, dense, expert in shares
+        ),
+        host_optimizer=sum(
+            int(fraction * OFFLOADED_BYTES * (dense // copies + expert // expert_copies))
+            for fraction, dense, expert in shares
+        ),
         activations=kept,
         recomputed=recomputed,
         logits=heads * logits,
@@ -236,7 +323,7 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
 def _activations(
     config: RunConfig,
     stage: int,
-    kinds: dict[bool, int],
+    layout: Layout,
     layer: LayerActivations,
     sizes: dict[bool, LayerBytes],
     world_size: int,
@@ -247,7 +334,7 @@ def _activations(
         config.train.global_batch * mesh.model_parallel // (config.train.micro_batch * world_size)
     )
     is_moe = model.moe_layers
-    kinds, has_mtp = dict(kinds), stage == mesh.pp - 1 and model.mtp_layers > 0
+    kinds, has_mtp = dict(layout.kinds[stage]), stage == mesh.pp - 1 and model.mtp_layers > 0
     if has_mtp:
         kinds[is_moe[-1]] = kinds.get(is_moe[-1], 0) + model.mtp_layers
     group = config.platform.recompute_layers if config.platform.recompute == "full" else 0
@@ -263,7 +350,10 @@ def _activations(
         recomputed = max((sizes[kind].whole - sizes[kind].kept for kind in kinds), default=0)
     if mesh.pp_layout is None:
         return kept(kinds) * chunks_in_flight(mesh, stage, num_microbatches) // mesh.vpp, recomputed
-    chunks = [Counter(is_moe[layer] for layer in layers) for layers in layers_by_chunk(model, mesh)[stage]]
+    chunks = [Counter(is_moe[layer] for layer in layers) for layers in layout.chunks[stage]]
     if has_mtp:
         chunks[-1][is_moe[-1]] += model.mtp_layers
-    return most_kept(mesh, stage, num_microbatches, [kept(chunk) for chunk in chunks]), recomputed
+    sizes_of_chunks = [kept(chunk) for chunk in chunks]
+    if len(set(sizes_of_chunks)) == 1:
+        return chunks_in_flight(mesh, stage, num_microbatches) * sizes_of_chunks[0], recomputed
+    return most_kept(mesh, stage, num_microbatches, sizes_of_chunks), recomputed

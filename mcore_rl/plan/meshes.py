@@ -79,6 +79,31 @@ def with_choice(config: RunConfig, mesh: MeshConfig, way: Way) -> RunConfig:
     )
 
 
+def relaxed(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the config with more of what may wait in main memory there, where it is on the device: the routes of
+    replay first, which cost little, then the state of the optimizer, then both.
+    """
+    routes = None
+    if isinstance(config, RlRunConfig) and config.model.is_moe and config.replay.store == "device":
+        routes = config.model_copy(update={"replay": config.replay.model_copy(update={"store": "pinned"})})
+        yield routes
+    if config.optim.offload_fraction or config.platform.precision != "bf16":
+        return
+    for one in (config, routes):
+        if one is not None:
+            yield _offloaded(one)
+
+
+def _offloaded(config: RunConfig) -> RunConfig:
+    whole = {"offload_fraction": 1.0}
+    update: dict[str, Any] = {"optim": config.optim.model_copy(update=whole)}
+    if isinstance(config, RlRunConfig) and config.has_critic:
+        critic = config.rl.critic
+        critic = critic.model_copy(update={"optim": critic.optim.model_copy(update=whole)})
+        update["rl"] = config.rl.model_copy(update={"critic": critic})
+    return config.model_copy(update=update)
+
+
 def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, Any]:
     """Return the fields that a search changes and that differ between two configs."""
     pairs = [
@@ -90,6 +115,13 @@ def changed_fields(old: RunConfig, new: RunConfig) -> dict[str, Any]:
         if name == "recompute" or new.platform.recompute == "selective"
     ]
     pairs.append(("train.micro_batch", old.train.micro_batch, new.train.micro_batch))
+    pairs.append(("optim.offload_fraction", old.optim.offload_fraction, new.optim.offload_fraction))
+    if isinstance(old, RlRunConfig) and isinstance(new, RlRunConfig):
+        critics = old.rl.critic.optim, new.rl.critic.optim
+        pairs.append(
+            ("rl.critic.optim.offload_fraction", critics[0].offload_fraction, critics[1].offload_fraction)
+        )
+        pairs.append(("replay.store", old.replay.store, new.replay.store))
     return {key: after for key, before, after in pairs if before != after}
 
 

@@ -66,6 +66,10 @@ class Workload:
     """Whether the experts' exchange overlaps with another microbatch's computation."""
     overlap_dp: bool = True
     """Whether gradients are reduced during the backward pass."""
+    offload_fraction: float = 0.0
+    """Fraction of the optimizer's state that lies in main memory."""
+    offload_overlap: bool = True
+    """Whether offloaded gradients and weights travel while the processor updates others."""
     imbalance: float = 1.0
     """Tokens of the fullest rank's experts, as a multiple of the mean."""
     rates: Rates = field(default_factory=Rates)
@@ -134,6 +138,8 @@ def workload_of(config: RunConfig, device: Device, world_size: int, seq_length: 
         recompute_modules=platform.recompute_modules if platform.recompute == "selective" else (),
         deepep=config.model.is_moe and config.model.moe.dispatcher == "deepep",
         overlap_dp=config.mesh.overlap_grad_reduce,
+        offload_fraction=config.optim.offload_fraction,
+        offload_overlap=config.optim.offload_overlap,
     )
 
 

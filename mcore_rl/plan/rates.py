@@ -35,6 +35,11 @@ class Rates:
     """Seconds more for each expert of the rank."""
     host_fp8_s: float = 10e-6
     """Seconds more for each expert whose inputs are cast to 8 bits."""
+    host_memory_gbytes_per_s: float = 40.0
+    """Share of the main memory's bandwidth that each rank's Adam reaches on the processor, in 10^9 bytes per second: a
+    guess (an eighth of 320 on a node of two processors), in no published run."""
+    host_link_gbytes_per_s: float = 25.0
+    """Bandwidth between a device and main memory, in 10^9 bytes per second: a guess (PCIe 4 x16 at 80 %)."""
     hidden: float = 0.50
     """Fraction of the experts' exchange that is hidden where it overlaps with another microbatch's computation."""
     fixed_s: float = 30e-3
@@ -51,6 +56,7 @@ SENSITIVITIES = {
     "free NVLink": {"link": inf, "link_latency_s": 0.0},
     "a free network": {"nic": inf, "nic_latency_s": 0.0},
     "a free host": {"host_layer_s": 0.0, "host_expert_s": 0.0, "host_fp8_s": 0.0},
+    "a free main memory": {"host_memory_gbytes_per_s": inf, "host_link_gbytes_per_s": inf},
     "free attention": {"attention": inf, "attention_backward": inf},
 }
 """The terms that a step is computed without, one after the other, to find what limits it."""

@@ -1,7 +1,7 @@
 """Every mesh of a run on so many ranks that passes the checks and fits, by predicted speed."""
 
 from dataclasses import dataclass, field
-from math import log2
+from math import inf, isinf, log2
 from typing import Any
 
 from mcore_rl.checks.cluster import placement
@@ -10,8 +10,8 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.device import Device
-from mcore_rl.plan.memory import Memory, memory_of_fullest_rank
-from mcore_rl.plan.meshes import changed_fields, meshes, ways_to_keep, with_choice
+from mcore_rl.plan.memory import Memory, StageMemory, layout_of
+from mcore_rl.plan.meshes import changed_fields, meshes, relaxed, ways_to_keep, with_choice
 from mcore_rl.plan.parts import LayerTimes, Workload, layer_times, workload_of
 from mcore_rl.plan.step import step
 
@@ -60,16 +60,37 @@ class Place:
     """Memory of a device for tensors."""
     device: Device | None
     """Device; None or one without bandwidths: nothing is predicted of time."""
+    host_bytes: float = inf
+    """Main memory of a node; inf: not known."""
 
 
 def search(config: RunConfig, program: Program, place: Place) -> Search:
-    """Return all combinations that the program's checks accept and that fit, in an order that does not change."""
+    """Return all combinations that the program's checks accept and that fit, in an order that does not change.
+
+    Where none fits, the same with what may wait in main memory there: routes of replay, state of the optimizer.
+    """
+    result = _search(config, program, place)
+    for other in relaxed(config):
+        if result.choices or not result.too_large:
+            break
+        more = _search(other, program, place)
+        result = Search(
+            tried=result.tried + more.tried,
+            refused=result.refused + more.refused,
+            too_large=result.too_large + more.too_large,
+            choices=more.choices,
+        )
+    return result
+
+
+def _search(config: RunConfig, program: Program, place: Place) -> Search:
     result, ways = Search(), ways_to_keep(config)
     seq_length = program.seq_length(config)
     layers: dict[tuple[Any, ...], dict[bool, LayerTimes]] = {}
     for mesh in meshes(config, place.world_size, place.ranks_per_node, seq_length):
         result.tried += len(ways)
         accepted: dict[int, bool] = {}
+        layout = None
         for way in ways:
             chosen = with_choice(config, mesh, way)
             if way.micro_batch not in accepted:
@@ -78,8 +99,13 @@ def search(config: RunConfig, program: Program, place: Place) -> Search:
             if not accepted[way.micro_batch]:
                 result.refused += 1
                 continue
-            memory = memory_of_fullest_rank(chosen, place.world_size, seq_length)
-            if memory.total > place.room_bytes:
+            layout = layout or layout_of(chosen)
+            stages = StageMemory(chosen, place.world_size, seq_length, layout)
+            memory = stages.fullest(place.room_bytes)
+            is_too_large = memory.total > place.room_bytes
+            if not is_too_large and memory.main_memory and not isinf(place.host_bytes):
+                is_too_large = stages.on_node(place.ranks_per_node) > place.host_bytes
+            if is_too_large:
                 result.too_large += 1
                 continue
             seconds = None

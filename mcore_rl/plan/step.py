@@ -13,6 +13,9 @@ LEAST_EXPOSED = 0.1
 STATE_MOVED_BYTES = 4 + 3 * 8 + 2
 """Bytes that Adam moves for a weight of its share: gradient, three fp32 numbers read and written, the new weight."""
 
+TRAVELLING_BYTES = 4 + 2
+"""Bytes of an offloaded weight on its way: the fp32 gradient to main memory, the 16-bit weight back."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
@@ -104,12 +107,24 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
         reduce = max(reduce - hidden, LEAST_EXPOSED * reduce)
         gather = max(gather - hidden / 3, LEAST_EXPOSED * gather)
     share = weights.dense / dense_dp + weights.expert / expert_dp
-    return {
+    on_device = share * (1 - work.offload_fraction)
+    parts = {
         "gradients": reduce,
         "parameters": gather,
-        "optimizer": roof.moved(share * STATE_MOVED_BYTES) + roof.moved(4.0 * weights.total),
+        "optimizer": roof.moved(on_device * STATE_MOVED_BYTES) + roof.moved(4.0 * weights.total),
         "start and end": work.rates.fixed_s,
     }
+    if work.offload_fraction:
+        parts["optimizer in main memory"] = _offloaded(work, share - on_device)
+    return parts
+
+
+def _offloaded(work: Workload, weights: float) -> float:
+    """Return the seconds in which the processor updates a rank's offloaded weights."""
+    rates = work.rates
+    update = weights * STATE_MOVED_BYTES / (rates.host_memory_gbytes_per_s * 1e9)
+    travel = weights * TRAVELLING_BYTES / (rates.host_link_gbytes_per_s * 1e9)
+    return max(update, travel) if work.offload_overlap else update + travel
 
 
 def tokens_per_s(work: Workload, seconds: float) -> float:

@@ -31,6 +31,12 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
     if plan.fullest.host_routes:
         each = plan.fullest.host_routes * plan.place.ranks_per_node / GIB
         yield f"        main memory for routes (replay.store): {each:,.1f} GiB a node"
+    if plan.fullest.host_optimizer:
+        each = plan.fullest.host_optimizer * plan.place.ranks_per_node / GIB
+        yield f"        main memory for the optimizer (optim.offload_fraction): {each:,.0f} GiB a node"
+    if not plan.fits_main_memory:
+        each, there = plan.fullest_node_bytes / GIB, plan.place.host_bytes / GIB
+        yield f"        DOES NOT FIT: {each:,.0f} GiB of main memory in all, and node.memory_gib={there:,.0f}"
     if plan.step is None:
         device = plan.place.device
         name = "node.device is not set" if device is None else f"no bandwidths of {device.name} are known"
@@ -146,6 +152,10 @@ def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
         slower = choice.seconds / shown[0].seconds - 1
         text += f", {_seconds(choice.seconds)} s" + (f", {slower:.0%} slower" if slower > 0.005 else "")
     given_up = []
+    if config.optim.offload_fraction:
+        given_up.append("the processor updates the weights")
+    if isinstance(config, RlRunConfig) and config.model.is_moe and config.replay.store != "device":
+        given_up.append("routes wait in main memory")
     if config.platform.recompute != "none":
         modules = "+".join(config.platform.recompute_modules)
         given_up.append(f"recomputes {'all' if config.platform.recompute == 'full' else modules}")
@@ -162,8 +172,6 @@ def nearest_text(config: RunConfig, choices: list[Choice], place: Place) -> str:
         text = (
             "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
         )
-        if isinstance(config, RlRunConfig) and config.model.is_moe and config.replay.store == "device":
-            text += ', or let routes wait in main memory (replay.store="pinned")'
         return f"{text}."
     lines = ["The nearest that pass the checks and fit (lines for the config, or for the command):"]
     for choice in choices:

@@ -78,7 +78,8 @@ def weights_by_stage(model: ModelConfig, mesh: MeshConfig) -> list[Weights]:
     if not model.tied_embeddings:
         stages[-1] += embedding
     # The last norm is beside the last layer where layers of multi-token prediction come after it.
-    beside = max(range(mesh.pp), key=lambda stage: max(layers_by_stage(model, mesh)[stage], default=-1))
+    by_stage = layers_by_stage(model, mesh)
+    beside = max(range(mesh.pp), key=lambda stage: max(by_stage[stage], default=-1))
     stages[beside if model.mtp_layers else -1] += Weights(dense=hidden)
     for _ in range(model.mtp_layers):
         projection = 2 * hidden * hidden // mesh.tp

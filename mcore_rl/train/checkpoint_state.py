@@ -20,6 +20,7 @@ from mcore_rl.checkpoint.weights import (
 )
 from mcore_rl.checkpoint.write import describe_mesh
 from mcore_rl.errors import CheckpointError
+from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_loaded_step
 from mcore_rl.train.random_states import random_states, reseed, restore_random_states
 from mcore_rl.train.state import Progress, TrainState
 
@@ -62,12 +63,14 @@ def full_state(state: TrainState) -> dict[str, Any]:
 def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Collective over the mesh: return the weights and the optimizer's state of one model as they are, as shards."""
     settle_weights(state.chunks)
-    _initialize_optimizer(state)
+    initialize_moments(state.optimizer)
     weights = weights_state(state.chunks, state.mesh)
     # A copy, because Megatron's optimizer adds to the dict that it is given.
     moments = state.optimizer.sharded_state_dict(
         dict(weights), is_loading=False, metadata=sharding_metadata(state.mesh)
     )
+    for part in _parts(state, moments):
+        part["optimizer"]["param_groups"] = saved_groups(part["optimizer"]["param_groups"])
     return weights, moments
 
 
@@ -84,6 +87,7 @@ def _critic_state(critic: TrainState) -> dict[str, Any]:
 
 def _wanted(state: TrainState, stored: StoredCheckpoint) -> dict[str, Any]:
     """Collective over the mesh: return the weights' and the optimizer's shards to be filled from a checkpoint."""
+    initialize_moments(state.optimizer)
     wanted = without_absent_extras(weights_state(state.chunks, state.mesh), stored)
     wanted["optimizer"] = state.optimizer.sharded_state_dict(
         dict(wanted), is_loading=True, metadata=sharding_metadata(state.mesh)
@@ -136,11 +140,7 @@ def _refuse_without_critic(stored: StoredCheckpoint) -> None:
 def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
     """Load moments, main weights, step count and position in the schedule; settings are those of the config."""
     inner = state.optimizer.chained_optimizers
-    parts = (
-        [loaded["optimizer"]]
-        if len(inner) == 1
-        else [loaded["optimizer"][index] for index in range(len(inner))]
-    )
+    parts = _parts(state, loaded["optimizer"])
     # Megatron would take rates, betas and decay from the checkpoint's parameter groups, or fail to find its own there.
     groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
     steps = [{"step": group["step"]} for group in groups if "step" in group]
@@ -152,15 +152,15 @@ def _put_optimizer(state: TrainState, loaded: dict[str, Any]) -> None:
         ]
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
+    settle_loaded_step(state.optimizer)
     state.schedule.num_steps = 0  # Megatron adds the checkpoint's number to it
     state.schedule.load_state_dict(loaded["opt_param_scheduler"])
 
 
-def _initialize_optimizer(state: TrainState) -> None:
-    """Make zero moments where no step has made any: Megatron cannot save moments that do not exist."""
-    for optimizer in state.optimizer.chained_optimizers:
-        if not optimizer.is_stub_optimizer:
-            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+def _parts(state: TrainState, optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Return the states of the optimizers that Megatron chains, one for each; it does not number a single one."""
+    count = len(state.optimizer.chained_optimizers)
+    return [optimizer] if count == 1 else [optimizer[index] for index in range(count)]
 
 
 def _random_shard(state: TrainState, states: dict[str, Any] | None) -> ShardedObject:

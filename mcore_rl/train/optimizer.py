@@ -1,9 +1,11 @@
 """Megatron's distributed Adam and its learning-rate schedule from a config."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from torch import nn
@@ -34,6 +36,11 @@ def build_optimizer(
         params_dtype=platform.dtype,
         use_distributed_optimizer=True,
         overlap_param_gather=mesh.overlap_param_gather,
+        optimizer_cpu_offload=config.offload_fraction > 0,
+        optimizer_offload_fraction=config.offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=config.offload_overlap,
+        # Without it the fp32 weights stay on the device, beside their copies in main memory.
+        use_precision_aware_optimizer=config.offload_fraction > 0,
         # A constant scale of 1 changes no gradient; it turns on Megatron's check for gradients that are not finite.
         loss_scale=1.0,
     )
@@ -42,6 +49,51 @@ def build_optimizer(
     )
     overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
     return get_megatron_optimizer(settings, list(chunks), config_overrides=overrides)
+
+
+def initialize_moments(optimizer: MegatronOptimizer) -> None:
+    """Make zero moments where no step has made any: Megatron cannot save moments that do not exist, and would step with
+    random gradients to make those of an offloaded optimizer.
+    """
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            _initialize_offloaded(part.optimizer)
+        else:
+            part.init_state_fn(part.optimizer, part.config)
+
+
+def _initialize_offloaded(optimizer: HybridDeviceOptimizer) -> None:
+    for inner in optimizer.sub_optimizers:
+        for group in inner.param_groups:
+            for param in group["params"]:
+                state = inner.state[param]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+                    if inner is not optimizer.gpu_optimizer:
+                        state["step"] = torch.zeros((), dtype=torch.float32)  # as torch's AdamW keeps it
+    optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def saved_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer as a checkpoint holds them: without the classes that a hybrid
+    optimizer has among its settings.
+    """
+    return [{name: value for name, value in group.items() if not isinstance(value, type)} for group in groups]
+
+
+def settle_loaded_step(optimizer: MegatronOptimizer) -> None:
+    """Leave the count of steps after a load to the optimizers that count: a hybrid one gives its groups' count to its
+    parts at every step, so that a loaded one would never grow on the device.
+    """
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer or not isinstance(part.optimizer, HybridDeviceOptimizer):
+            continue
+        steps = [group.pop("step") for group in part.optimizer.param_groups if "step" in group]
+        if steps and part.optimizer.gpu_optimizer is not None:
+            for group in part.optimizer.gpu_optimizer.param_groups:
+                group["step"] = steps[0]
 
 
 def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:

@@ -102,6 +102,20 @@ def test_a_resumed_run_is_bit_equal(model: ModelConfig, mesh: MeshConfig, tmp_pa
     assert resumed[1].source == tmp_path / "parts/checkpoints/iter_0000002"
 
 
+def test_an_offloaded_optimizer_is_bit_equal_to_that_of_the_device_and_reads_its_checkpoints(
+    tmp_path: Path,
+) -> None:
+    """Half of the state is the processor's, of another Adam; a resume gives each half its count of steps."""
+    mesh = MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
+    whole = run(config_of(tmp_path / "whole", SMALL, mesh, "bf16"), until=5, save_at=[2])
+    config = config_of(tmp_path / "half", SMALL, mesh, "bf16", load=str(tmp_path / "whole"))
+    half = config.model_copy(update={"optim": config.optim.model_copy(update={"offload_fraction": 0.5})})
+    losses = run(half, until=3, save_at=[3]).losses | run(half, until=5).losses
+    assert losses == {step: whole.losses[step] for step in (3, 4, 5)}
+    back = run(config_of(tmp_path / "back", SMALL, mesh, "bf16", load=str(tmp_path / "half")), until=5)
+    assert back.losses == {step: whole.losses[step] for step in (4, 5)}
+
+
 def test_moments_are_those_of_their_parameter_with_padding_between_buckets(tmp_path: Path) -> None:
     """Megatron saves a neighbour's values then, and on loading gives each parameter what was saved for it."""
     odd = SMALL.model_copy(update={"hidden_size": 72})

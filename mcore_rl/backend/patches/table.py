@@ -18,6 +18,7 @@ import torch
 from mcore_rl.backend.adam import FusedAdam
 from mcore_rl.backend.cpu import torch_standins as cpu
 from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS, scaled_in_place
+from mcore_rl.backend.cpu.offload import weights_count_as_on_device
 from mcore_rl.backend.patches import foreign_files, replacements
 from mcore_rl.backend.patches.found import Found, find_packages
 from mcore_rl.backend.patches.mtp_loss import mtp_losses_as_sums
@@ -122,6 +123,12 @@ PATCHES_WITHOUT_CUDA: tuple[Patch, ...] = (
         reason="without CUDA it is queued and never runs: the tracker of random states never switches",
     ),
     Patch(
+        symbol="megatron.core.optimizer.cpu_offloading.hybrid_optimizer:"
+        "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
+        replace=weights_count_as_on_device,
+        reason="only weights that call themselves CUDA's are offloaded, and a step fails with the others",
+    ),
+    Patch(
         symbol="megatron.core.tensor_parallel.random:_get_share_storage",
         replace=replacements.copied_storage,
         versions=("0.19",),
@@ -154,6 +161,14 @@ PATCHES_WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
         cause="no TransformerEngine",
         reason="the name is undefined without TransformerEngine and read with moe_router_dtype",
         until="it is defined as None",
+    ),
+    Patch(
+        symbol="megatron.core.optimizer.optimizer_config:is_te_min_version",
+        replace=lambda _: lambda *_args, **_kwargs: False,
+        cause="no TransformerEngine",
+        reason="0.16 compares the version of a package that is not there, None, when state of the optimizer is "
+        "offloaded",
+        until="no TransformerEngine is older than any",
     ),
     Patch(
         symbol="megatron.core.transformer.multi_latent_attention:HAVE_TE",

@@ -263,6 +263,12 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "platform.device=cpu platform.layers=te", 1, 'platform.layers="te" needs CUDA'),
         ("llama", "platform.device=cpu platform.fp8=hybrid", 1, 'platform.fp8="hybrid" needs CUDA'),
         ("llama", "platform.layers=torch platform.fp8=hybrid", 1, "needs TransformerEngine"),
+        (
+            "llama",
+            "optim.offload_fraction=0.5",
+            1,
+            'optim.offload_fraction=0.5 with platform.precision="fp32"',
+        ),
         ("gpt_oss", "platform.batch_invariant=true", 1, "has neither sinks nor dropout"),
         (
             "llama",

@@ -9,6 +9,8 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.disk import disk_warning
+from mcore_rl.plan.estimate import estimate, place_of
+from mcore_rl.plan.memory import GIB
 from tests.unit.launch.conftest import ROOT
 
 RECIPES = ROOT / "launch/recipes"
@@ -18,6 +20,17 @@ FILES = sorted(
 LARGE = ("qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b", "deepseek_v3")
 BARE = ["container.kind=none", "container.image=none", "container.mounts=[]", "container.options=[]"]
 H100 = load_config(ClusterConfig, ROOT / "launch/clusters/example_h100.toml", BARE)
+ONE_GPU = load_config(ClusterConfig, ROOT / "launch/clusters/example_1gpu.toml")
+FIT_PEOPLE = (
+    "qwen3_30b_a3b/grpo_r2_1node",
+    "qwen3_30b_a3b/sft_1node",
+    "olmoe_1b_7b/grpo_r2",
+    "olmoe_1b_7b/grpo_r2_1gpu",
+    "olmoe_1b_7b/sft",
+    "olmoe_1b_7b/sft_1gpu",
+    "moonlight_16b_a3b/grpo_r2",
+    "moonlight_16b_a3b/sft",
+)
 NODES = {"deepseek_v3_small/pretrain": 2, "llama3_8b/pretrain": 1}
 
 
@@ -28,11 +41,34 @@ def name_of(path):
 def documented_nodes(path):
     """`gspo.toml` is run on as many nodes as what it extends."""
     text = path.read_text()
-    found = re.search(r"(\d+) nodes of 8 GPUs of 80 GB", text)
+    found = re.search(r"\b(\d+) (?:nodes? of 8 GPUs|GPU) of 80 GB", text)
     if found or name_of(path) in NODES:
         return int(found[1]) if found else NODES[name_of(path)]
     base = re.search('^extends = "(.*)"', text, re.MULTILINE)[1]
     return documented_nodes(path.with_name(base))
+
+
+def cluster_of(path):
+    return ONE_GPU if path.stem.endswith("_1gpu") else H100
+
+
+@pytest.mark.parametrize("name", FIT_PEOPLE)
+def test_rl_and_fine_tuning_of_small_models_fit_on_one_node_or_one_gpu_with_room_to_spare(name):
+    path = RECIPES / f"{name}.toml"
+    cluster, (program, config) = cluster_of(path), load(path)
+    assert documented_nodes(path) == 1
+    plan = estimate(config, program, place_of(cluster, cluster.node.ranks_per_node))
+    assert plan.fits and plan.fullest.total <= 0.85 * plan.place.room_bytes
+    stated = re.search(r"(\d+) GiB of main memory, .* takes (\d+)", comment_of(path))
+    assert bool(stated) == bool(config.optim.offload_fraction)
+    if stated:
+        assert plan.fullest_node_bytes <= int(stated[1]) * GIB
+        assert round(plan.fullest.host_optimizer * plan.place.ranks_per_node / GIB) == int(stated[2])
+
+
+def comment_of(path):
+    lines = path.read_text().splitlines()
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
 
 def load(path):
@@ -44,7 +80,8 @@ def load(path):
 def test_every_recipe_passes_the_preflight_on_the_nodes_that_it_names(path, home):
     program, config = load(path)
     promised = frozenset(file.absolute() for _, file, _ in inputs_of(config))
-    checked = check_training(program, config, H100, documented_nodes(path), Allowances(promised=promised))
+    cluster = cluster_of(path)
+    checked = check_training(program, config, cluster, documented_nodes(path), Allowances(promised=promised))
     # How much room the disk of this machine has says nothing about the recipe.
     warnings = set(checked.warnings) - {disk_warning(config)}
     assert all("over the network" in warning for warning in warnings), warnings

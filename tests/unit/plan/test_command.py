@@ -55,7 +55,8 @@ def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
     with pytest.raises(ConfigError) as raised:
         run(["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1"])
     assert "82.3 of 73.6 GiB: DOES NOT FIT" in capsys.readouterr().out
-    assert 'let routes wait in main memory (replay.store="pinned")' in str(raised.value)
+    assert '\n  mesh.pp=2 mesh.ep=4 replay.store="pinned"\n' in str(raised.value)
+    assert "routes wait in main memory" in str(raised.value)
     pinned = "replay.store=pinned"
     with pytest.raises(ConfigError) as raised:
         run(["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", pinned])
@@ -133,3 +134,22 @@ def test_a_cluster_without_a_device_still_gets_memory_and_schedule(capsys, tmp_p
     # 2 microbatches on 2 equal stages: (pp - 1) / (m + pp - 1).
     assert "bubble  33.3% of the schedule, if a backward pass takes twice a forward pass" in plain
     assert "2 of 2 microbatches, time in layers' forward passes" in (tmp_path / "step.svg").read_text()
+
+
+def test_what_fits_on_no_mesh_is_answered_by_state_of_the_optimizer_in_main_memory(capsys):
+    words = ["qwen3_30b_a3b/ppo", "--cluster", H100, "--nodes", "1"]
+    with pytest.raises(ConfigError) as raised:
+        run(["plan", *words])
+    fields = next(line for line in str(raised.value).splitlines() if "critic.optim" in line).split()
+    assert {"optim.offload_fraction=1.0", "rl.critic.optim.offload_fraction=1.0"} <= set(fields)
+    capsys.readouterr()
+    memory = next(
+        line for line in lines_of(capsys, *words, *fields) if "main memory for the optimizer" in line
+    )
+    # 16 bytes for each weight of two models, of which one has a scalar in the place of 151,936 logits.
+    experts, layer = (
+        48 * 128 * 3 * 2048 * 768,
+        48 * (2 * 2048 * (4096 + 512) + 2 * 2048 + 2 * 128 + 128 * 2048),
+    )
+    weights = 2 * (experts + layer + 2048 * (151936 + 1)) + 2048 * 151936
+    assert int(memory.split()[-4].replace(",", "")) == pytest.approx(weights * 16 / 2**30, rel=0.02)

@@ -190,3 +190,13 @@ def test_the_message_names_the_stage_and_the_parts():
     assert memory.describe().startswith(
         f"{memory.total / GIB:.1f} GiB on a rank of pipeline stage 0 (weights 8.2, "
     )
+
+
+@pytest.mark.parametrize("fraction", [0.25, 1.0])
+def test_offloaded_state_of_the_optimizer_takes_main_memory_and_none_of_the_device(fraction):
+    plain = memory_of_fullest_rank(config(), 16, 4096)
+    moved = memory_of_fullest_rank(config(f"optim.offload_fraction={fraction}"), 16, 4096)
+    weights = plain.optimizer // 12
+    assert moved.optimizer == pytest.approx(12 * weights * (1 - fraction), abs=1)
+    assert moved.host_optimizer == moved.main_memory == pytest.approx(16 * weights * fraction, abs=16)
+    assert plain.total - moved.total == plain.optimizer - moved.optimizer

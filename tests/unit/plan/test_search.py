@@ -1,4 +1,5 @@
 import functools
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -91,7 +92,9 @@ def test_the_nearest_change_little_and_fit():
     where = place(8)
     assert memory_of_fullest_rank(config, 8, program.seq_length(config)).total > where.room_bytes
     near = nearest(searched("qwen3_30b_a3b/grpo_r2", 8, overrides=PINNED), config, program, where)
-    assert not searched("qwen3_30b_a3b/grpo_r2", 8).choices
+    assert {choice.config.replay.store for choice in searched("qwen3_30b_a3b/grpo_r2", 8).choices} == {
+        "pinned"
+    }
     assert all(choice.memory.total <= where.room_bytes for choice in near)
     layouts = {(choice.mesh.tp, choice.mesh.pp, choice.mesh.ep, choice.mesh.cp) for choice in near}
     assert 0 < len(near) <= 3 and len(layouts) == len(near)
@@ -108,3 +111,15 @@ def test_a_world_of_16384_is_searched():
     program, config = load("deepseek_v3/pretrain", "train.global_batch=16384")
     found = search(config, program, place(16384))
     assert found.choices and shortlist(found, program, place(16384))
+
+
+def test_main_memory_that_is_known_and_too_small_is_no_room_for_what_waits_there():
+    program, config = load("qwen3_30b_a3b/grpo_r2")
+    where = place(8)
+    # 16 bytes for each of 30.5e9 weights are 455 GiB.
+    for host_gib, waiting in ((400, None), (500, 1.0)):
+        narrow = replace(where, room_bytes=60 * GIB, host_bytes=host_gib * GIB)
+        fractions = {
+            choice.config.optim.offload_fraction for choice in search(config, program, narrow).choices
+        }
+        assert fractions == ({waiting} if waiting else set())
