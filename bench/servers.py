@@ -2,10 +2,10 @@
 
     make venv-vllm && python -m bench.servers            GRPO and GSPO, 30 rollout batches each with both engines
 
-The start is that of bench.learning: a Qwen3-MoE of 7 M parameters, fine-tuned for 150 steps. The servers, on CPUs, are
-started by each run. bench/results/servers.json gets, under `runs`, the reward of each rollout batch and the largest
-difference between the engine's and the trainer's logprob of any token. That is the proof that a server samples from the
-weights that train: a curve alone has the noise of other samples. Runs that are done are not run again.
+The task and the model are those of bench/digits.py, with heads of a width that vLLM has on CPUs. Each run starts its
+servers. bench/results/servers.json gets, under `runs`, the reward of each rollout batch and the largest difference
+between the engine's and the trainer's logprob of any token. That is the proof that a server samples from the weights
+that train: a curve alone has the noise of other samples. Runs that are done are not run again.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rl_folder import program, write_inputs
+from bench.digits import UPDATES, run_program, write_inputs
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 
-SFT_STEPS, UPDATES = 150, 2
+SHAPE = ["model.head_dim=32"]
 KINDS, ENGINES = ("grpo", "gspo"), ("native", "vllm")
 PYTHON = Path(".venv-vllm/bin/python")
 RESULTS = Path(__file__).parent / "results" / "servers.json"
@@ -33,8 +33,7 @@ def engine_fields(engine: str, python: Path, urls: Sequence[str]) -> list[str]:
     else:
         command = [str(python.absolute()), "-m", "vllm.entrypoints.openai.api_server"]
         servers = ["rl.engine.count=2", f"rl.engine.command={json.dumps(command)}"]
-    # rl.toml sets the native engine's slots, which servers do not have.
-    return ["rl.engine.kind=vllm", "rl.engine.slots=64", *servers]
+    return ["rl.engine.kind=vllm", *servers]
 
 
 def curve(run_dir: Path) -> dict[str, Any]:
@@ -63,25 +62,23 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=30, help="rollout batches of a run")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
-    folder, start = args.folder.absolute(), f"sft-{SFT_STEPS}"
+    folder = args.folder.absolute()
     write_inputs(folder)
-    if not (folder / start / "DONE").exists():
-        program(folder, ["sft", "sft.toml", f"run_dir={start}", f"train.steps={SFT_STEPS}"])
+    if not (folder / "sft" / "DONE").exists():
+        run_program("sft", folder / "sft.toml", *SHAPE)
     for kind in args.kinds:
         for engine in ENGINES:
             name = f"{kind}_{engine}"
             if not (folder / name / "DONE").exists():
-                fields = [
-                    f"rl.loss.kind={kind}",
-                    f"run_dir={name}",
+                run_program(
+                    *("rl", folder / "rl.toml", f"run_dir={folder / name}", f"rl.loss.kind={kind}", *SHAPE),
                     f"train.steps={args.rollouts * UPDATES}",
-                    f"checkpoint.load={start}",
                     *engine_fields(engine, args.python, args.urls),
-                ]
-                program(folder, ["rl", "rl.toml", *fields])
+                )
             record = json.loads(args.output.read_text()) if args.output.exists() else {}
             record.setdefault("runs", {"command": "python -m bench.servers"})
-            record["runs"][name] = {"date": datetime.date.today().isoformat()} | curve(folder / name)
+            date = datetime.datetime.now(datetime.UTC).date().isoformat()
+            record["runs"][name] = {"date": date} | curve(folder / name)
             args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -3,32 +3,24 @@
     python -m bench.staleness                         all arms over three seeds
     python -m bench.staleness --seeds 1 --rollouts 10 a part of them; runs that are done are not run again
 
-A Qwen3-MoE of 2 layers and 8 experts (0.1 M parameters) learns to answer a string of 2 digits with the digits in
-reverse: the reward is the share of positions that are right. It is fine-tuned before, for SFT_STEPS steps, until some
-of them are. Completions come from bench/copied_engine.py, which sleeps `--delay-s` seconds for each 4 tokens of a
-completion in place of a server that computes elsewhere: with max_staleness=0 training waits for it, otherwise it goes
-on meanwhile. The wall time is that of rollout batches without the first one, the reward the mean of the last fifth of
-them.
+The task and the model are those of bench/digits.py. Completions come from bench/copied_engine.py, which sleeps
+`--delay-s` seconds for each 4 tokens of a completion in place of a server that computes elsewhere: with max_staleness=0
+training waits for it, otherwise it goes on meanwhile. The wall time is that of rollout batches without the first one,
+the reward the mean of the last fifth of them.
 """
 
 import argparse
 import datetime
-import importlib
 import json
-import multiprocessing
 import os
 import platform
-import string
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
+from bench.digits import UPDATES, run_program, write_inputs
 from bench.learning import cell, commit
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 
@@ -37,77 +29,8 @@ LOSSES = {
     "gspo": ["rl.loss.kind=gspo", "rl.loss.importance_sampling=sequence_truncate"],
 }
 STALENESS = (0, 1, 4)
-SFT_STEPS, UPDATES = 8, 2
+ENGINE = ["rl.engine.kind=bench.copied_engine:copied_engine", "rl.engine.slots=16", "replay.kind=r3"]
 RESULTS = Path(__file__).parent / "results" / "staleness.json"
-MODEL = """
-[model]
-family = "qwen3_moe"
-num_layers = 2
-hidden_size = 64
-num_heads = 4
-num_kv_heads = 2
-head_dim = 16
-vocab_size = 12
-vocab_multiple = 4
-max_position = 64
-[model.moe]
-num_experts = 8
-top_k = 2
-ffn_hidden_size = 32
-aux_loss_coeff = 0.0
-[data]
-chat_template = "raw"
-tokenizer = { kind = "huggingface", path = "FOLDER/tokenizer" }
-[optim]
-schedule = "constant"
-weight_decay = 0.0
-[checkpoint]
-interval = "none"
-"""
-SFT = """
-extends = "model.toml"
-run_dir = "FOLDER/sft"
-[data]
-train = ["FOLDER/sft.jsonl"]
-seq_length = 64
-[optim]
-lr = 1e-2
-[train]
-steps = SFT_STEPS
-global_batch = 8
-eval_batches = "none"
-"""
-RL = """
-extends = "model.toml"
-[checkpoint]
-load = "FOLDER/sft"
-load_optimizer = false
-[optim]
-lr = 1e-3
-[train]
-global_batch = 32
-eval_interval = "none"
-[replay]
-kind = "r3"
-[rl.engine]
-kind = "bench.copied_engine:copied_engine"
-slots = 16
-[rl.prompts]
-task = "reversing"
-smallest = 2
-largest = 2
-max_tokens = 8
-[rl.rollout]
-prompts_per_step = 8
-group_size = 8
-max_new_tokens = 4
-[rl.reward]
-parts = ["positions"]
-[rl.samples]
-interval = "none"
-[rl.eval]
-num_prompts = 1
-"""
 MEANS = {
     "staleness": "rollout/staleness",
     "stale_fraction": "rollout/stale_fraction",
@@ -116,30 +39,6 @@ MEANS = {
     "rollout_s": "rl/step_s",
 }
 """Column -> metric whose mean over the rollout batches but the first is reported."""
-
-
-def write_inputs(folder: Path) -> None:
-    """Write the tokenizer, the examples of all strings of 2 digits, and the configs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder / "tokenizer")
-    for name, text in (("model", MODEL), ("sft", SFT), ("rl", RL)):
-        text = text.replace("FOLDER", str(folder)).replace("SFT_STEPS", str(SFT_STEPS))
-        (folder / f"{name}.toml").write_text(text)
-    pairs = (f"{number:02}" for number in range(100))
-    lines = (json.dumps({"prompt": f"{digits}=", "response": digits[::-1]}) for digits in pairs)
-    (folder / "sft.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of digits, "=" and an end."""
-    characters = ["<end>", *string.digits, "="]
-    ids = {character: number for number, character in enumerate(characters)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="="))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 
 
 def row_of(run_dir: Path, loss: str, staleness: int, seed: int) -> dict[str, Any]:
@@ -173,27 +72,6 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 yield f"| `{loss}`, {staleness} | {' | '.join(cells)} |"
 
 
-def run_program(name: str, *words: object, delay_s: float = 0.0) -> None:
-    """Run a program of training, in a process that begins with torch and Megatron in memory; its log is in its folder.
-
-    Raises:
-        SystemExit: the program failed.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mcore_rl.run.rl", "mcore_rl.run.sft", "torch._dynamo"])
-    process = context.Process(target=_program, args=(name, [str(word) for word in words], str(delay_s)))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"{name} ended with status {process.exitcode}")
-
-
-def _program(name: str, words: Sequence[str], delay_s: str) -> None:
-    os.environ["COPIED_ENGINE_DELAY_S"] = delay_s
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        sys.exit(importlib.import_module(f"mcore_rl.run.{name}").main(words))
-
-
 def main() -> None:
     """Run each arm that is not done, then write all rows and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -217,8 +95,8 @@ def main() -> None:
                     run_program(
                         *("rl", folder / "rl.toml", f"run_dir={run_dir}", f"train.seed={seed}"),
                         *(f"train.steps={UPDATES * args.rollouts}", *LOSSES[loss]),
-                        f"rl.rollout.max_staleness={staleness}",
-                        delay_s=args.delay_s,
+                        *(f"rl.rollout.max_staleness={staleness}", *ENGINE),
+                        environment={"COPIED_ENGINE_DELAY_S": str(args.delay_s)},
                     )
                 rows.append(row_of(run_dir, loss, staleness, seed))
                 written = {

@@ -7,8 +7,10 @@ from mcore_rl.config.rl import EngineConfig, RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.toml import toml_value
 
-NATIVE_FIELDS = ("slots", "step_tokens")
+NATIVE_FIELDS = ("step_tokens",)
 """Fields that the engine on the training modules alone reads."""
+SHARED_FIELDS = ("kind", "slots")
+"""Fields that all engines read."""
 PROBED_FAMILIES = ("qwen2_moe", "qwen3_moe")
 """Families whose weights have been sent to a real server, each part alone, and proved by the probe."""
 OWN_ARGUMENTS = frozenset(
@@ -23,6 +25,7 @@ OWN_ARGUMENTS = frozenset(
         ),
         *("--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--worker-extension-cls"),
         *("--weight-transfer-config", "--enable-return-routed-experts", "--device", "--api-key"),
+        *("--max-num-seqs", "--max-running-requests"),
     }
 )
 """Arguments that are made of the config's fields."""
@@ -44,7 +47,7 @@ def _unused(engine: EngineConfig) -> Iterator[str]:
     if not engine.is_served and engine.kind != "native":
         return
     default = EngineConfig()
-    names = [name for name in EngineConfig.model_fields if name != "kind"]
+    names = [name for name in EngineConfig.model_fields if name not in SHARED_FIELDS]
     names = [name for name in names if (name in NATIVE_FIELDS) == engine.is_served]
     if changed := [name for name in names if getattr(engine, name) != getattr(default, name)]:
         defaults = ", ".join(f"{name}={toml_value(getattr(default, name))}" for name in changed)

@@ -81,6 +81,9 @@ class RolloutConfig(Section):
     """Further rollouts of one step with `dynamic_sampling`; after them it trains on the groups it has."""
 
 
+NATIVE_SLOTS = 64
+
+
 class EngineConfig(Section):
     """Computation of completions, in this process or by inference servers: it changes speed and memory, not what is
     sampled from.
@@ -90,9 +93,10 @@ class EngineConfig(Section):
     """Engine; `native`: the modules that train; `vllm` and `sglang`: servers, started by the run (`count`) or before it
     (`urls`), which get the new weights after every rollout batch; `module:name`: a function of your own with the
     arguments of rl.engines.make.native_engine."""
-    slots: PositiveInt = 64
-    """Completions in progress at a time on each replica of the model, with `native`; each holds keys and values of the
-    longest."""
+    slots: PositiveInt | Literal["auto"] = "auto"
+    """Most completions in progress at a time: with `native` on each replica of the model, where each takes keys and
+    values of the longest; with servers on each one that is started (--max-num-seqs, --max-running-requests); `auto`:
+    64, or as many as the server chooses."""
     step_tokens: PositiveInt = 2048
     """Most tokens of one step, with `native`: one of each completion in progress, and parts of prompts."""
     count: NonNegativeInt = 0
@@ -138,6 +142,11 @@ class EngineConfig(Section):
     """Name of the environment variable with the key that servers ask for (--api-key); `none`: they ask for none."""
     ca_file: Text | None = None
     """File of the certificates by which https servers of `urls` are known; `none`: those of the system."""
+
+    @property
+    def native_slots(self) -> int:
+        """Completions in progress at a time on each replica of the model, with `native`."""
+        return NATIVE_SLOTS if self.slots == "auto" else self.slots
 
     @property
     def is_served(self) -> bool:

@@ -310,7 +310,7 @@ def _rollout_cache(config: RlRunConfig, stage: int, world_size: int) -> int:
     element = 2 if config.platform.precision == "bf16" else 4
     replicas = world_size // mesh.model_parallel
     # One slot more takes the keys and values of padding, which no token reads.
-    slots = min(config.rl.engine.slots, -(-config.rollout_size // replicas)) + 1
+    slots = min(config.rl.engine.native_slots, -(-config.rollout_size // replicas)) + 1
     if family_of(model).is_latent:
         mla = model.mla
         widths = model.num_heads // mesh.tp * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)

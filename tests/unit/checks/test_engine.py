@@ -7,7 +7,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from tests.unit.checks.test_rl_run import config
 
-KIND = ("model.family=qwen3_moe", "rl.engine.kind=vllm", "rl.engine.slots=64")
+KIND = ("model.family=qwen3_moe", "rl.engine.kind=vllm")
 SERVED = (*KIND, "rl.engine.count=2")
 AT_URLS = (*KIND, "rl.engine.urls=['http://n1:80','http://n2:80']")
 
@@ -19,6 +19,7 @@ def served(*overrides: str, base: tuple[str, ...] = SERVED) -> RlRunConfig:
 def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_layers() -> None:
     check_rl(served(), 2)
     check_rl(served("rl.engine.kind=sglang", "rl.engine.devices=[4,5]"), 2)
+    check_rl(served("rl.engine.slots=128"), 2)
     check_rl(served("rl.rollout.temperature=0.7"), 2)
     check_rl(served("rl.rollout.top_p=0.9"), 2)
     check_rl(served("replay.kind=r3", base=AT_URLS), 2)
@@ -36,8 +37,8 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
             r'rl\.engine\.count: rl\.engine\.kind="native" does not read this.*"vllm" or',
         ),
         (
-            ["rl.engine.slots=8"],
-            r'rl\.engine\.slots: rl\.engine\.kind="vllm" does not read this\. Set slots=64, .*"native"',
+            ["rl.engine.step_tokens=8"],
+            r'rl\.engine\.step_tokens: rl\.engine\.kind="vllm" does not read this\. Set step_tokens=2048, .*"native"',
         ),
         (["rl.engine.count=0"], r"are either started by the run or there already"),
         (["rl.engine.urls=['http://n1:80']"], r"are either started by the run or there already"),
@@ -50,6 +51,10 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
         (["rl.engine.count=0", "rl.engine.urls=['http://n1:1','http://n1:1']"], r"names a server twice"),
         (["rl.engine.api_key_env=KEY"], r"ask for no key"),
         (["rl.engine.ca_file=x"], r"no server of rl\.engine\.urls is https"),
+        (
+            ["rl.engine.args=['--max-num-seqs=3']"],
+            r"rl\.engine\.args names --max-num-seqs=3, which the run sets",
+        ),
         (["rl.engine.args=['--port=3']"], r"rl\.engine\.args names --port=3, which the run sets"),
         (["rl.engine.devices=[1]"], r"2 servers of tensor_parallel=1 take 2 different GPUs"),
         (["rl.engine.devices=[1,2]", "platform.device=cpu"], r'with platform\.device="cpu"'),

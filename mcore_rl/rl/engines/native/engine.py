@@ -48,8 +48,8 @@ class MegatronEngine:
         self.mesh, self.model, self.decode = mesh, model, decode
         self.policy_version = 0
         self.listener: Listener | None = None
-        self._chunks, self._num_slots = list(chunks), config.slots
-        self._step_tokens = max(config.step_tokens, config.slots + 1)
+        self._chunks, self._num_slots = list(chunks), config.native_slots
+        self._step_tokens = max(config.step_tokens, self._num_slots + 1)
         self._gathers_routes = gathers_routes
         self._has_experts = model.moe.num_experts > 0
         # Replicas that share experts must step together: an idle one computes a token that nobody reads.
