@@ -201,6 +201,9 @@ def probe_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="limit of the difference in nats; default: 2e-4 for the largest in fp32, else 0.1 for the mean",
     )
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the key that the server asks for"
+    )
     parser.add_argument("--ca-file", metavar="FILE", help="certificates by which an https server is known")
 
 

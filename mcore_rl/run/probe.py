@@ -17,16 +17,15 @@ from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
-from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.make import server_apis
 from mcore_rl.rl.engines.probe import Probe, ProbeDifference, ProbeLimit, difference_of, probe_limit
 from mcore_rl.rl.engines.server_api import ServerApi
-from mcore_rl.rl.engines.sglang_api import SglangApi
-from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.run.trained_model import read_trained_model
 
 GROUPS: Mapping[str, re.Pattern[str]] = {
@@ -64,6 +63,7 @@ def main(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{args.run} is a run of a reward model, which has no logits. Name a run of a policy."
             )
+        server = _server(args, trained.model)
         checkpoint = find_checkpoint(args.checkpoint or args.run)
         older = args.older or _checkpoint_before(checkpoint)
         settings = trained.platform.model_copy(update={"recompute": "none", "layers": "torch", "fp8": "none"})
@@ -74,7 +74,6 @@ def main(args: argparse.Namespace) -> int:
         load_weights(chunks, mesh, trained.model, checkpoint)
         probe = Probe(chunks, mesh, trained.model)
         ours = probe.logprobs()
-        server = _server(args, trained.model)
         theirs = [server.prompt_logprobs(tokens) for tokens in probe.sequences]
         limit = probe_limit(is_fp32=settings.precision == "fp32", dtype=args.dtype, tolerance=args.tolerance)
         found = difference_of(ours, theirs)
@@ -86,18 +85,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _server(args: argparse.Namespace, model: ModelConfig) -> ServerApi:
-    http = HttpClient(args.url, ca_file=args.ca_file)
-    if args.kind == "vllm":
-        return VllmApi(
-            http, vocab_size=model.vocab_size, request_timeout_s=TIMEOUT_S, update_timeout_s=TIMEOUT_S
-        )
-    return SglangApi(
-        http,
-        vocab_size=model.vocab_size,
-        experts_per_token=model.moe.top_k,
+    engine = EngineConfig(
+        kind=args.kind,
+        urls=(args.url,),
+        api_key_env=args.api_key_env,
+        ca_file=args.ca_file,
         request_timeout_s=TIMEOUT_S,
         update_timeout_s=TIMEOUT_S,
     )
+    return server_apis(engine, model)(args.url)
 
 
 def _checkpoint_before(checkpoint: Path) -> Path | None:

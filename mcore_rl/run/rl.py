@@ -86,6 +86,7 @@ def train(config: RlRunConfig) -> None:
                 rollouts.flow = stack.enter_context(closing(make_flow(config, rollouts, run.state.progress)))
             rollouts.update_weights(run.state.progress.step)
             if isinstance(rollouts.engine, ServedEngine):
+                rollouts.engine.on_event = run.log.message
                 for line in rollouts.engine.take_lines():
                     run.log.message(line)
             # Ranks of one machine share its disk: each has a folder of its own.

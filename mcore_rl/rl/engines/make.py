@@ -91,8 +91,8 @@ def server_apis(engine: EngineConfig, model: ModelConfig) -> Callable[[str], Ser
     key = environment_variable(engine.api_key_env) if engine.api_key_env else None
     if engine.api_key_env and key is None:
         raise ConfigError(
-            f'rl.engine.api_key_env="{engine.api_key_env}", and this variable is not set where the run starts. Export '
-            "it, or clear the field."
+            f"the key of the servers is to be read from the environment variable {engine.api_key_env}, which is not "
+            "set here. Export it, or clear rl.engine.api_key_env or --api-key-env."
         )
 
     def api_at(url: str) -> ServerApi:

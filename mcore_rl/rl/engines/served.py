@@ -93,6 +93,8 @@ class ServedEngine:
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
         self._names = (f"{mesh.world.rank}-{number}" for number in itertools.count())
         self._push: tuple[list[str], WeightPush] | None = None
+        self.on_event: Callable[[str], None] | None = None
+        """Called at once with a line for the log, by any thread, when a server is lost; None: nobody listens."""
         self._metrics: list[Metric] = []
         self._lines: list[str] = []
 
@@ -297,9 +299,15 @@ class ServedEngine:
                 if state.is_closed:
                     raise EngineError("the engine was closed while completions were in progress")
                 state.num_retries += 1
-                if not is_living and server in state.living:
+                if is_lost := not is_living and server in state.living:
                     state.living = tuple(url for url in state.living if url != server)
                     state.lost[server] = reasons[server]
+            if is_lost and self.on_event is not None:
+                self.on_event(
+                    f"{server} is lost, {len(state.living)} are left: {reasons[server]}. Its completions are asked of "
+                    "the others"
+                )
+            with state.lock:
                 if not state.living:
                     raise EngineError(_no_server(state.lost))
                 others = [url for url in state.living if url not in reasons] or list(state.living)

@@ -114,3 +114,17 @@ def test_a_server_that_is_not_there_is_named(run: Run, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         main(["probe", str(run.folder), "--url", "http://127.0.0.1:9"])
     assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_server_that_asks_for_a_key_gets_the_one_of_the_variable(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = Scores(lambda tokens: run.logprobs[""][tuple(tokens)])
+    with FakeServer(scores, api_key="secret") as server:
+        words = ["probe", str(run.folder), "--url", server.url, "--api-key-env", "SERVER_KEY"]
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert "environment variable SERVER_KEY, which is not set" in capsys.readouterr().err
+        monkeypatch.setenv("SERVER_KEY", "secret")
+        assert main(words) == 0
+    assert "secret" not in capsys.readouterr().out

@@ -80,8 +80,11 @@ def test_the_command_follows_the_sampling_the_device_and_the_kind(tmp_path: Path
     words = list(cut.command)
     assert words[words.index("--logprobs-mode") + 1] == "raw_logprobs" and words[-1] == "--enforce-eager"
     assert cut.defaults["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    many = server_command(config_of(tmp_path, "rl.engine.slots=9"), tmp_path / "s", 1, on_gpu=True).command
+    assert many[many.index("--max-num-seqs") + 1] == "9"
     other = config_of(
-        tmp_path, "rl.engine.kind=sglang", "rl.engine.dtype=bf16", "rl.engine.tensor_parallel=4"
+        *(tmp_path, "rl.engine.kind=sglang", "rl.engine.dtype=bf16", "rl.engine.tensor_parallel=4"),
+        "rl.engine.slots=9",
     )
     assert server_command(other, tmp_path / "s", 1, on_gpu=True).command[2:] == (
         *(
@@ -93,7 +96,7 @@ def test_the_command_follows_the_sampling_the_device_and_the_kind(tmp_path: Path
             "dummy",
         ),
         *("--host", "127.0.0.1", "--port", "1", "--skip-tokenizer-init", "--dtype", "bfloat16"),
-        *("--context-length", "128", "--tp-size", "4"),
+        *("--context-length", "128", "--tp-size", "4", "--max-running-requests", "9"),
     )
 
 
