@@ -10,6 +10,7 @@ from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.extension import (
     HTTP_PARTS,
     JUDGE_PART,
+    MODEL_PART,
     MODEL_PARTS,
     STEP_MODEL_PART,
     is_extension,
@@ -322,6 +323,11 @@ def _distill(rl: RlConfig) -> Iterator[str]:
         yield (
             f'rl.distill.self_refresh_rollouts={distill.self_refresh_rollouts}: no teacher is "self". Set it to "none".'
         )
+    if distill.has_self and distill.store == "file":
+        yield (
+            'rl.distill.store="file" with the teacher "self", whose weights change places with the policy\'s. Set '
+            '"host".'
+        )
     if distill.use == "advantage" and rl.loss.kind in ("gspo", "kimi_k2"):
         yield (
             f'rl.distill.use="advantage" with rl.loss.kind="{rl.loss.kind}", which has one advantage a sequence. Set '
@@ -362,6 +368,11 @@ def _kl(loss: LossConfig) -> Iterator[str]:
             yield (
                 f"rl.loss.reference_refresh_rollouts={loss.reference_refresh_rollouts}, but rl.loss.kl_coeff=0: "
                 'there is no reference. Set kl_coeff, or this to "none".'
+            )
+        if loss.reference_store != "host":
+            yield (
+                f'rl.loss.reference_store="{loss.reference_store}", but rl.loss.kl_coeff=0: there is no reference. Set '
+                'kl_coeff, or this to "host".'
             )
         return
     if loss.kl_in == "loss" and loss.kl_estimator == "k1" and loss.kl_gradient == "estimator":
@@ -479,6 +490,11 @@ def _part_options(reward: RewardConfig) -> Iterator[str]:
             f"rl.reward.normalize_models={toml_value(reward.normalize_models)} and "
             f'model_store="{reward.model_store}" are of reward models, and rl.reward.parts={list(parts)} has none. '
             'Leave them at false and "host".'
+        )
+    elif reward.normalize_models and not any(part.startswith(MODEL_PART) for part in parts):
+        yield (
+            f"rl.reward.normalize_models=true, and rl.reward.parts={list(parts)} has process reward models alone, whose "
+            'scores of steps are not normalised. Leave it at false; rl.reward.step_value="probability" gives them a scale.'
         )
     default = RewardConfig()
     has_steps = any(part.startswith(STEP_MODEL_PART) for part in parts)

@@ -25,6 +25,13 @@ EVALUATED = ("data.valid", "data.test")
 NOT_COMPARED = (
     *("run_dir", "checkpoint", "log", "train.hang_s", "platform.timeout_s", "data.cache_dir"),
     "rl.engine.urls",
+    *(
+        "rl.update.store",
+        "rl.critic.store",
+        "rl.loss.reference_store",
+        "rl.reward.model_store",
+        "rl.distill.store",
+    ),
 )
 """Fields and sections that change no number of a training."""
 

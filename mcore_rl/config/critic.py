@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.section import Section, Text
+from mcore_rl.config.section import Section, Store, Text
 
 
 class CriticConfig(Section):
@@ -23,6 +23,10 @@ class CriticConfig(Section):
     2503.01491). Their optimizer steps count in train.steps."""
     replay: Literal["none", "r2"] = "none"
     """Routes of the critic's updates; `r2`: those of its pass for values; `none`: its routers choose anew."""
+    store: Store = "device"
+    """Memory in which the critic's weights and optimizer state wait between its passes and updates; its gradients then
+    have memory in updates alone. `host`: main memory (on CPUs nothing moves); `file`: a file without a name in the
+    run's folder."""
     clip_value: PositiveFloat | None = 0.2
     """Distance from the value at the rollout beyond which a new value gains nothing (1707.06347); `none`: no limit."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"

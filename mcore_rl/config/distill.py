@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from mcore_rl.config.section import Section, Text
+from mcore_rl.config.section import Section, Store, Text
 
 SELF = "self"
 """Name of the teacher that is the policy's own earlier self."""
@@ -30,8 +30,9 @@ class DistillConfig(Section):
     """Coefficient of the KL; rl.advantage.kind="zero" leaves the teacher alone."""
     self_refresh_rollouts: PositiveInt | None = None
     """Rollout batches after which the teacher `self` becomes the policy as it is then; `none`: never."""
-    store: Literal["device", "host"] = "host"
-    """Memory in which the teachers' weights wait for their passes: beside the policy, or main memory."""
+    store: Store = "host"
+    """Memory in which the teachers' weights wait for their passes: beside the policy, main memory, or a file without a
+    name in the run's folder, which `self` cannot be in."""
 
     @property
     def paths(self) -> tuple[str, ...]:

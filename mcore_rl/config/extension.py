@@ -94,17 +94,21 @@ def load_extensions(config: Section) -> dict[str, str]:
     """Import everything of the user's own that `config` names, so that errors come before ranks cost time.
 
     Returns:
-        SHA-256 (hexadecimal) of the source file of each `module:name`, for the record of the run; "" without a file.
+        SHA-256 (hexadecimal) of the source file of each `module:name` and of the template of each `judge:FILE`, for the
+        record of the run; "" without a file.
     """
     hashes = {}
     for field, name in sorted(_named(config, "")):
-        source = inspect.getsourcefile(inspect.unwrap(load_extension(field, name)))
+        if name.startswith(JUDGE_PART):
+            source: str | None = name.removeprefix(JUDGE_PART)
+        else:
+            source = inspect.getsourcefile(inspect.unwrap(load_extension(field, name)))
         hashes[name] = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
     return hashes
 
 
 def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted field, name) for each extension in `section` and in the sections inside."""
+    """Yield (dotted field, name) for each extension, or template of a judge, in `section` and in the sections inside."""
     for field, info in type(section).model_fields.items():
         value = getattr(section, field)
         if isinstance(value, Section):
@@ -114,7 +118,11 @@ def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
             yield from (
                 (prefix + field, name)
                 for name in names
-                if is_extension(name) and not (field == "parts" and name.startswith(NO_EXTENSION))
+                if (
+                    name.startswith(JUDGE_PART)
+                    if field == "parts" and name.startswith(NO_EXTENSION)
+                    else is_extension(name)
+                )
             )
 
 

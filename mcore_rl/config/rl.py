@@ -10,7 +10,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.extension import MODEL_PARTS, SERVED_PARTS, Extension, correct_part
 from mcore_rl.config.ptx import PtxConfig
-from mcore_rl.config.section import Probability, Seconds, Section, Text
+from mcore_rl.config.section import Probability, Seconds, Section, Store, Text
 
 LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo"]
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
@@ -300,11 +300,12 @@ class RewardConfig(Section):
     model_chat_template: Text | None = None
     """Template that makes text of prompt and completion for reward models with a tokenizer of their own; `none`: the
     one that their runs were trained with."""
-    model_store: Literal["device", "host"] = "host"
-    """Memory in which the weights of reward models wait for their passes: beside the policy, or main memory."""
+    model_store: Store = "host"
+    """Memory in which the weights of reward models wait for their passes: beside the policy, main memory, or a file
+    without a name in the run's folder."""
     normalize_models: bool = False
-    """Subtract from the scores of reward models the mean of all their scores so far in the run, and divide by their
-    standard deviation; both are saved with each checkpoint."""
+    """Subtract from the scores of reward models (`model:`) the mean of all their scores so far in the run, and divide
+    by their standard deviation; both are saved with each checkpoint."""
 
     @property
     def model_parts(self) -> tuple[str, ...]:
@@ -474,6 +475,8 @@ class LossConfig(Section):
     `gae` and `reinforce_plus_plus` it is taken from the reward of each token, as in PPO (2203.02155)."""
     reference_refresh_rollouts: PositiveInt | None = None
     """Rollout batches after which the reference becomes the policy (iterative GRPO); `none`: never."""
+    reference_store: Literal["device", "host"] = "host"
+    """Memory in which the reference's weights wait for their pass: beside the policy, or main memory."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the mean entropy of the next token over the whole vocabulary, which is raised."""
     importance_sampling: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "none"
@@ -525,6 +528,10 @@ class UpdateConfig(Section):
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Source of the old policy's logprobs: a training pass under the weights of the rollout, or the rollout itself,
     which saves that pass and leaves the engine's rounding in the ratio."""
+    store: Store = "device"
+    """Memory in which the policy's optimizer state waits between its updates; its gradients then have memory in updates
+    alone, and its weights stay on the device. `host`: main memory (on CPUs nothing moves); `file`: a file without a
+    name in the run's folder."""
 
 
 class EvalConfig(Section):

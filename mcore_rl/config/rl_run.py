@@ -7,7 +7,7 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl import RlConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Section, Store
 
 
 class RlDataConfig(Section):
@@ -70,6 +70,16 @@ class RlRunConfig(RunConfig):
     def critic_optim(self) -> OptimConfig | None:
         """Optimizer of the critic; None: there is no critic."""
         return self.rl.critic.optim if self.has_critic else None
+
+    @property
+    def update_store(self) -> Store:
+        """Memory in which the policy's gradients and optimizer state wait between its updates."""
+        return self.rl.update.store
+
+    @property
+    def critic_store(self) -> Store:
+        """Memory in which the critic waits between its passes and updates."""
+        return self.rl.critic.store
 
     @property
     def critic_epochs(self) -> int:

@@ -8,7 +8,7 @@ from mcore_rl.config.data import DataConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.section import Seconds, Section, Seed, Text
+from mcore_rl.config.section import Seconds, Section, Seed, Store, Text
 
 
 class PlatformConfig(Section):
@@ -141,6 +141,16 @@ class RunConfig(Section):
     def critic_steps(self) -> int:
         """Optimizer steps of the critic in the whole run."""
         return 0
+
+    @property
+    def update_store(self) -> Store:
+        """Memory in which gradients and optimizer state wait between updates."""
+        return "device"
+
+    @property
+    def critic_store(self) -> Store:
+        """Memory in which the critic waits between its passes and updates."""
+        return "device"
 
     @property
     def freezes_router(self) -> bool:

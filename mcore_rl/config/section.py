@@ -1,7 +1,7 @@
 """The base of every config section, and the types of its fields."""
 
 import types
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,8 @@ Seconds = Annotated[float, Field(ge=0.001, le=31_536_000)]
 """A duration from a millisecond to a year: clocks and collectives take no shorter and no longer ones."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed of 32 bits, which is what numpy takes."""
+Store = Literal["device", "host", "file"]
+"""Memory in which something waits: on the device, in main memory, or in a file."""
 Text = Annotated[str, Field(min_length=1)]
 """A text that is not empty; what may be unset is `Text | None`."""
 

@@ -472,6 +472,15 @@ METRICS: dict[str, MetricRow] = {
     "memory/waiting_host_bytes": MetricRow(
         "bytes", LAST, "Weights of reference, teachers and reward models that wait in main memory."
     ),
+    "memory/waiting_file_bytes": MetricRow(
+        "bytes", LAST, "Weights of teachers and reward models that wait in a file."
+    ),
+    "memory/moved_bytes": MetricRow(
+        "bytes",
+        LAST,
+        "Weights and optimizer state of policy and critic that were copied between the device and rl.update.store and "
+        "rl.critic.store, per rollout batch and rank.",
+    ),
     "memory/device_bytes": MetricRow("bytes", LAST, "Device memory in tensors."),
     "memory/peak_device_bytes": MetricRow("bytes", MAX, "Largest device memory in tensors so far."),
     "memory/device_reserved_bytes": MetricRow(
@@ -506,6 +515,7 @@ METRICS: dict[str, MetricRow] = {
         MEAN,
         "Passes that divide the mismatches by their routes (replay.split_interval), per rollout batch.",
     ),
+    "time/moves_s": MetricRow("s", MEAN, "Copies of memory/moved_bytes, per rollout batch."),
     "time/eval_s": MetricRow("s", LAST, "One evaluation."),
     "time/checkpoint_s": MetricRow("s", LAST, "Part of a save that the training loop waited for."),
 }

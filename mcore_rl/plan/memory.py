@@ -14,6 +14,7 @@ from mcore_rl.config.distill import SELF
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.section import Store
 from mcore_rl.families import family_of
 from mcore_rl.plan.activations import LayerActivations, layers_of
 from mcore_rl.plan.routes import RouteBytes, routes_of_rank
@@ -57,11 +58,17 @@ class Memory:
     routes: int = 0
     """Routes and router scores of a rollout batch that wait on the device."""
     host: int = 0
-    """Main memory that the rank takes for weights of models that wait there, such as the reference policy."""
+    """Main memory that the rank takes for what waits there, such as the weights of the reference policy."""
     host_routes: int = 0
     """Page-locked main memory of routes and router scores."""
     host_optimizer: int = 0
     """Main memory of the rank's offloaded optimizer state, and of the gradients that the processor reads."""
+    rollout_models: int = 0
+    """Weights, gradients and optimizer states on the device in a rollout."""
+    scoring_models: int = 0
+    """The same in the passes without gradient, with the largest of the models that come to the device for them."""
+    saving_models: int = 0
+    """The same while a checkpoint is written or read."""
 
     @property
     def main_memory(self) -> int:
@@ -70,14 +77,20 @@ class Memory:
 
     @property
     def permanent(self) -> int:
-        """Bytes that are in use all the time."""
+        """Bytes of weights, gradients and optimizer states in the update of which they are most; without a `store` in
+        which some of them wait, they are in use all the time.
+        """
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Largest number of bytes in use at one time."""
-        passes = max(self.activations + self.recomputed + self.logits, self.rollout_cache)
-        return self.permanent + self.routes + passes
+        """Largest number of bytes in use at one time: in an update, a rollout, a scoring pass, or a save."""
+        return self.routes + max(
+            self.permanent + self.activations + self.recomputed + self.logits,
+            self.rollout_models + self.rollout_cache,
+            self.scoring_models,
+            self.saving_models,
+        )
 
     def describe(self) -> str:
         """Return the total and its parts in GiB, for messages."""
@@ -117,48 +130,71 @@ class ModelOnRanks:
     model: ModelConfig
     trains: bool = True
     """Whether it has gradients and optimizer state."""
-    on_host: bool = False
-    """Whether its weights wait in main memory and take no room of their own on the device."""
     offload_fraction: float = 0.0
     """Fraction of its optimizer state that lies in main memory."""
+    store: Store = "device"
+    """Memory in which its weights wait, and in training its optimizer state."""
+    weights_stay: bool = False
+    """Whether the weights are on the device whatever the store."""
+    is_swapped: bool = False
+    """Whether its weights take the place of the policy's in a pass, tensor by tensor, and no room of their own."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether something of it waits in main memory."""
+        return self.store == "host"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether its weights are on the device all the time."""
+        return self.weights_stay or self.store == "device"
 
 
 def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
     """Return every model that a run has on its ranks, the one with the largest activations first."""
-    policy = isinstance(config, RlRunConfig)
+    if not isinstance(config, RlRunConfig):
+        return [
+            ModelOnRanks(name="model", model=config.model, offload_fraction=config.optim.offload_fraction)
+        ]
+    rl = config.rl
     models = [
         ModelOnRanks(
-            name="policy" if policy else "model",
+            name="policy",
             model=config.model,
             offload_fraction=config.optim.offload_fraction,
+            store=rl.update.store,
+            weights_stay=True,
         )
     ]
-    if isinstance(config, RlRunConfig) and config.rl.loss.kl_coeff:
-        # Its weights are swapped into the policy's modules for a pass, tensor by tensor.
-        models.append(ModelOnRanks(name="reference", model=config.model, trains=False, on_host=True))
+    if rl.loss.kl_coeff:
+        store = rl.loss.reference_store
+        models.append(
+            ModelOnRanks(name="reference", model=config.model, trains=False, store=store, is_swapped=True)
+        )
     if config.critic_optim is not None:
         models.append(
             ModelOnRanks(
                 name="critic",
                 model=config.model.scored,
                 offload_fraction=config.critic_optim.offload_fraction,
+                store=rl.critic.store,
             )
         )
-    if isinstance(config, RlRunConfig):
-        waits = config.rl.reward.model_store == "host"
-        # Taken to be of the policy's size: their own is known when their checkpoints are read.
-        models += [
-            ModelOnRanks(name=part, model=config.model.scored, trains=False, on_host=waits)
-            for part in config.rl.reward.model_parts
-        ]
-        waits = config.rl.distill.store == "host"
-        models += [
-            # The policy's earlier self is swapped into its modules, as the reference is.
-            ModelOnRanks(
-                name=f"teacher {path}", model=config.model, trains=False, on_host=waits or path == SELF
-            )
-            for path in config.rl.distill.paths
-        ]
+    # Taken to be of the policy's size: their own is known when their checkpoints are read.
+    models += [
+        ModelOnRanks(name=part, model=config.model.scored, trains=False, store=rl.reward.model_store)
+        for part in rl.reward.model_parts
+    ]
+    models += [
+        ModelOnRanks(
+            name=f"teacher {path}",
+            model=config.model,
+            trains=False,
+            store=rl.distill.store,
+            is_swapped=path == SELF,
+        )
+        for path in rl.distill.paths
+    ]
     return models
 
 
@@ -242,6 +278,16 @@ class LayerBytes:
         return cls(kept=layer.kept(is_moe), whole=sum(layer.all_parts(is_moe).values()))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateBytes:
+    """Bytes on the device in the update of one of the trained models."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    logits: int
+
+
 def _memory(
     config: RunConfig,
     world_size: int,
@@ -262,41 +308,83 @@ def _memory(
     heads = (1 + config.model.mtp_layers) if has_logits else 0
     # The output layer's result, its fp32 copy for the loss, and the gradient in fp32.
     logits = layer.tokens * config.model.padded_vocab_size // mesh.tp * (element + 4 + 4)
-    on_device = [(one, weights) for one, weights in models if not one.on_host]
-    trained = sum((weights for one, weights in on_device if one.trains), start=Weights())
-    trained_dense = trained.dense - (trained.router if config.freezes_router else 0)
-    present = sum((weights for _, weights in on_device), start=Weights())
-    shares = [
-        (
-            one.offload_fraction,
-            weights.dense - (weights.router if config.freezes_router else 0),
-            weights.expert,
-        )
-        for one, weights in on_device
-        if one.trains
+
+    def weights_bytes(weights: Weights) -> int:
+        return weights.bytes(element) + weights.total * fp8
+
+    def dense_trained(weights: Weights) -> int:
+        return weights.dense - (weights.router if config.freezes_router else 0)
+
+    def gradient_bytes(weights: Weights) -> int:
+        return (dense_trained(weights) + weights.expert) * GRADIENT_BYTES
+
+    def state_bytes(one: ModelOnRanks, weights: Weights) -> int:
+        both = dense_trained(weights) * state // copies + weights.expert * state // expert_copies
+        return int((1 - one.offload_fraction) * both)
+
+    # What of each model is on the device whatever is being done, and what comes for a phase.
+    always = sum(weights_bytes(weights) for one, weights in models if one.has_weights)
+    visitors = [
+        weights_bytes(weights) for one, weights in models if not one.has_weights and not one.is_swapped
     ]
+    trained = [(one, weights) for one, weights in models if one.trains]
+    updates = []
+    for updated, weights in trained:
+        resident = [each for each in trained if each[0] is updated or each[0].store == "device"]
+        updates.append(
+            UpdateBytes(
+                weights=always + (0 if updated.has_weights else weights_bytes(weights)),
+                gradients=sum(gradient_bytes(each) for _, each in resident),
+                optimizer=sum(state_bytes(*each) for each in resident),
+                logits=heads * logits if updated.model.head == "logits" else 0,
+            )
+        )
+    fullest = max(
+        updates, key=lambda update: update.weights + update.gradients + update.optimizer + update.logits
+    )
+    lasting = always + sum(
+        gradient_bytes(weights) + state_bytes(one, weights)
+        for one, weights in trained
+        if one.store == "device"
+    )
+    waiting = sum(
+        (0 if one.weights_stay else weights.bytes(element)) + (state_bytes(one, weights) if one.trains else 0)
+        for one, weights in models
+        if one.on_host
+    )
+    is_rl = isinstance(config, RlRunConfig)
     routes = RouteBytes()
     if isinstance(config, RlRunConfig):
         routes = routes_of_rank(config, world_size, stage)
     return Memory(
         stage=stage,
-        weights=present.bytes(element) + present.total * fp8,
-        gradients=(trained_dense + trained.expert) * GRADIENT_BYTES,
-        optimizer=sum(
-            int((1 - fraction) * (dense * state // copies + expert * state // expert_copies))
-            for fraction, dense, expert in shares
-        ),
+        weights=fullest.weights,
+        gradients=fullest.gradients,
+        optimizer=fullest.optimizer,
         host_optimizer=sum(
-            int(fraction * OFFLOADED_BYTES * (dense // copies + expert // expert_copies))
-            for fraction, dense, expert in shares
+            int(
+                one.offload_fraction
+                * OFFLOADED_BYTES
+                * (dense_trained(weights) // copies + weights.expert // expert_copies)
+            )
+            for one, weights in trained
         ),
         activations=kept,
         recomputed=recomputed,
-        logits=heads * logits,
+        logits=fullest.logits,
         rollout_cache=_rollout_cache(config, stage, world_size) if isinstance(config, RlRunConfig) else 0,
         routes=routes.device,
         host_routes=routes.host,
-        host=sum(weights.bytes(element) for one, weights in models if one.on_host),
+        host=waiting,
+        rollout_models=lasting if is_rl else 0,
+        scoring_models=lasting + max(visitors, default=0) if is_rl else 0,
+        saving_models=always
+        + sum(
+            state_bytes(one, weights)
+            + (0 if one.has_weights else weights_bytes(weights))
+            + (gradient_bytes(weights) if one.store == "device" else 0)
+            for one, weights in trained
+        ),
     )
 
 

@@ -28,6 +28,8 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
         each = plan.fullest.host * plan.place.ranks_per_node / GIB
         names = " and ".join(one.name for one in models_on_ranks(plan.config) if one.on_host)
         yield f"        main memory for the {names}: {each:,.0f} GiB a node"
+    if phases := phases_text(plan):
+        yield f"        {phases}"
     if plan.fullest.host_routes:
         each = plan.fullest.host_routes * plan.place.ranks_per_node / GIB
         yield f"        main memory for routes (replay.store): {each:,.1f} GiB a node"
@@ -86,6 +88,17 @@ def memory_text(plan: Estimate) -> str:
     if stage.rollout_cache:
         text += f"; in a rollout, instead of activations, a cache of {_gib(stage.rollout_cache)}"
     return text
+
+
+def phases_text(plan: Estimate) -> str:
+    """Return what models take in each phase on the fullest stage; empty where nothing that is trained waits."""
+    stage = plan.fullest
+    if all(one.store == "device" for one in models_on_ranks(plan.config) if one.trains):
+        return ""
+    return (
+        f"models by phase: rollout {_gib(stage.rollout_models)}, scoring passes {_gib(stage.scoring_models)}, update "
+        f"{_gib(stage.permanent)}, checkpoint {_gib(stage.saving_models)} GiB"
+    )
 
 
 def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
@@ -172,6 +185,8 @@ def nearest_text(config: RunConfig, choices: list[Choice], place: Place) -> str:
         text = (
             "No mesh of this model fits on these ranks: use more nodes, shorter sequences or a smaller batch"
         )
+        if isinstance(config, RlRunConfig) and config.has_critic and config.rl.critic.store == "device":
+            text += ', or let the critic wait in main memory (rl.critic.store="host")'
         return f"{text}."
     lines = ["The nearest that pass the checks and fit (lines for the config, or for the command):"]
     for choice in choices:

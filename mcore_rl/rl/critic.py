@@ -48,6 +48,10 @@ class Critic:
         Args:
             policy: the policy's chunks, which it starts from without `rl.critic.load`; its head is then new.
         """
+        with self.state.residence.for_saving():
+            return self._begin(policy)
+
+    def _begin(self, policy: Sequence[nn.Module]) -> str:
         config, model = self._config, self.state.config.model
         if config.rl.critic.load is None:
             _copy_layers(policy, self.state.chunks)
@@ -68,21 +72,25 @@ class Critic:
         chunks, valued = self.state.chunks, []
         if self._routes is not None:
             self._routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
-        for one in minibatches:
-            if one.num_samples:
-                with evaluating(chunks), self._recording(one.microbatches) as routing:
-                    outputs = run_pass(chunks, one.microbatches, self._head, backward=False, routing=routing)
-                one = one.with_numbers("values_T", [output["values"] for output in outputs])
-            valued.append(one)
+        with self.state.residence.for_passes():
+            for one in minibatches:
+                if one.num_samples:
+                    with evaluating(chunks), self._recording(one.microbatches) as routing:
+                        outputs = run_pass(
+                            chunks, one.microbatches, self._head, backward=False, routing=routing
+                        )
+                    one = one.with_numbers("values_T", [output["values"] for output in outputs])
+                valued.append(one)
         return valued
 
     def update(self, minibatches: Sequence[Minibatch], returns: Mapping[int, Tensor]) -> list[StepReport]:
         """Take an optimizer step towards the returns on each minibatch with a trained token, `critic_epochs` times."""
         reports = []
-        for minibatch in [one for one in minibatches if one.totals.num_tokens] * self._epochs:
-            microbatches = [one.with_returns(returns) for one in minibatch.microbatches]
-            with self._imposing(microbatches) as routing:
-                reports.append(train_step(self.state, microbatches, self._loss_head, routing=routing))
+        with self.state.residence.for_updates():
+            for minibatch in [one for one in minibatches if one.totals.num_tokens] * self._epochs:
+                microbatches = [one.with_returns(returns) for one in minibatch.microbatches]
+                with self._imposing(microbatches) as routing:
+                    reports.append(train_step(self.state, microbatches, self._loss_head, routing=routing))
         return reports
 
     def take_metrics(self) -> list[Metric]:

@@ -256,6 +256,10 @@ class Learner:
         rollouts = self.state.progress.step // self.config.updates_per_rollout
         return self.critic is not None and rollouts < self.config.rl.critic.warmup_rollouts
 
+    def updating(self) -> AbstractContextManager[None]:
+        """Have what the policy's updates need on the device inside, so that it is moved once for all of them."""
+        return nullcontext() if self.critic_warms_up else self.state.residence.for_updates()
+
     def pass_over(self) -> None:
         """Count an optimizer step in which the policy stays as it is."""
         self.state.progress.step += 1
@@ -297,6 +301,7 @@ class Learner:
             )
         mixed: list[PolicyMicrobatch | LocalMicrobatch] = [*microbatches, *texts]
         with (
+            self.state.residence.for_updates(),
             self.routes.update(mixed, is_old_policy=minibatch.is_on_policy) as routing,
             self._proving(is_imposed=is_imposed),
         ):

@@ -1,4 +1,4 @@
-"""The reference policy: other weights for the policy's own modules, kept in main memory."""
+"""The reference policy: other weights for the policy's own modules, in main memory or on the device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mcore_rl.checkpoint.folder import delete, saved_steps
 from mcore_rl.checkpoint.weights import load_weights, save_weights
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.section import Store
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained
 from mcore_rl.model.build import unwrap
@@ -34,6 +35,7 @@ class Reference:
         checkpoints: Path,
         *,
         needed_by: str = "rl.loss.kl_coeff",
+        store: Store = "host",
     ) -> None:
         """Copy the policy's weights as they are now.
 
@@ -44,12 +46,14 @@ class Reference:
             folder: Folder of saved references, from which a run that resumes reads them.
             checkpoints: Folder of the run's checkpoints: what each of them needs stays.
             needed_by: The field that asks for it.
+            store: Where the copy waits: "host", page-locked where the device is CUDA's, or "device".
         """
         self.chunks = list(chunks)
         self._needed_by = needed_by
         self._mesh, self._model, self._folder, self._checkpoints = mesh, model, folder, checkpoints
         settle_weights(self.chunks)
-        self._weights = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+        self._store = store
+        self._weights = [self._copy(tensor) for tensor in self._tensors()]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -80,8 +84,14 @@ class Reference:
 
     @property
     def waiting_bytes(self) -> WaitingBytes:
-        """Bytes of the reference's weights on this rank: they are in main memory."""
-        return WaitingBytes(device=0, host=sum(tensor.nbytes for tensor in self._weights))
+        """Bytes of the reference's weights on this rank."""
+        return WaitingBytes(**{self._store: sum(tensor.nbytes for tensor in self._weights)})
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._store == "device":
+            return tensor.detach().clone()
+        copy = tensor.detach().to("cpu", copy=True)
+        return copy.pin_memory() if tensor.is_cuda else copy
 
     @torch.no_grad()
     def _swap(self) -> None:

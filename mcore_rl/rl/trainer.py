@@ -94,36 +94,37 @@ class RlTrainer(Trainer):
 
         updates = minibatches * self.config.rl.update.epochs
         warms_up = learner.critic_warms_up
-        for index, minibatch in enumerate(updates):
-            update_start_s = time.perf_counter()
-            report = None
-            if warms_up:
-                learner.pass_over()
-            else:
-                report = learner.update(minibatch, advantages)
-            update_s = time.perf_counter() - update_start_s
-            if report is not None:
-                metrics += self._update_metrics(minibatch, report, update_s)
-            metrics += learner.routes.take_metrics()
-            if warning := learner.routes.take_warning():
-                self.log.message(f"warning: {warning}", step=progress.step)
-            if index == len(updates) - 1:
-                if splits:
-                    with self.state.timers.phase("split"):
-                        metrics += policy_split(learner, minibatches[-1])
-                # The next rollout is sampled by the policy as it is now.
-                self.rollouts.update_weights(progress.step)
-                metrics += learner.control_kl(minibatches, policy_has_learned=not warms_up)
-                learner.refresh_reference()
-                metrics += rollout.metrics
-                metrics += self._rollout_metrics(time.perf_counter() - start_s)
-            self.log.write(progress.step, metrics)
-            metrics = []
-            if report is None:
-                reason = "the critic warms up" if warms_up else "nothing to train on in this update"
-                self.log.message(f"{reason}: weights are as before", step=progress.step)
-            else:
-                self._check_skipped(report)
+        with learner.updating():
+            for index, minibatch in enumerate(updates):
+                update_start_s = time.perf_counter()
+                report = None
+                if warms_up:
+                    learner.pass_over()
+                else:
+                    report = learner.update(minibatch, advantages)
+                update_s = time.perf_counter() - update_start_s
+                if report is not None:
+                    metrics += self._update_metrics(minibatch, report, update_s)
+                metrics += learner.routes.take_metrics()
+                if warning := learner.routes.take_warning():
+                    self.log.message(f"warning: {warning}", step=progress.step)
+                if index == len(updates) - 1:
+                    if splits:
+                        with self.state.timers.phase("split"):
+                            metrics += policy_split(learner, minibatches[-1])
+                    # The next rollout is sampled by the policy as it is now.
+                    self.rollouts.update_weights(progress.step)
+                    metrics += learner.control_kl(minibatches, policy_has_learned=not warms_up)
+                    learner.refresh_reference()
+                    metrics += rollout.metrics
+                    metrics += self._rollout_metrics(time.perf_counter() - start_s)
+                self.log.write(progress.step, metrics)
+                metrics = []
+                if report is None:
+                    reason = "the critic warms up" if warms_up else "nothing to train on in this update"
+                    self.log.message(f"{reason}: weights are as before", step=progress.step)
+                else:
+                    self._check_skipped(report)
         for report in critic_reports:
             self._check_skipped(report, is_critic=True)
 
@@ -191,7 +192,9 @@ class RlTrainer(Trainer):
             yield Metric("critic/model_tflops_per_rank", flops / 1e12, updates_s * self.state.mesh.world.size)
 
     def _waiting_metrics(self) -> Iterator[Metric]:
-        """Yield the bytes of the models beside the policy that are not trained, where there are any."""
+        """Yield the bytes of the models beside the policy that are not trained, where there are any, and those that the
+        trained ones were moved.
+        """
         learner, models = self.learner, self.rollouts.models
         waiting = [
             *([] if learner.reference is None else [learner.reference.waiting_bytes]),
@@ -201,6 +204,12 @@ class RlTrainer(Trainer):
         if waiting:
             yield Metric("memory/waiting_device_bytes", sum(one.device for one in waiting))
             yield Metric("memory/waiting_host_bytes", sum(one.host for one in waiting))
+            yield Metric("memory/waiting_file_bytes", sum(one.file for one in waiting))
+        config = self.config.rl
+        if not config.update.store == config.critic.store == "device":
+            moves = [residence.take_moves() for residence in self.state.residences]
+            yield Metric("memory/moved_bytes", sum(num_bytes for num_bytes, _ in moves))
+            yield Metric("time/moves_s", sum(seconds for _, seconds in moves))
 
     def _rollout_metrics(self, step_s: float) -> list[Metric]:
         """Collective over the world: metrics of one rollout batch."""

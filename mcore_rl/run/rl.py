@@ -204,7 +204,12 @@ def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
     if not config.rl.loss.kl_coeff:
         return None
     reference = Reference(
-        run.state.chunks, run.state.mesh, config.model, run.folder.path / "reference", run.folder.checkpoints
+        run.state.chunks,
+        run.state.mesh,
+        config.model,
+        run.folder.path / "reference",
+        run.folder.checkpoints,
+        store=config.rl.loss.reference_store,
     )
     step = run.state.progress.step
     if step == 0:
@@ -314,11 +319,9 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
     teachers: list[FrozenModel | Reference] = []
     for source in sources:
         if source is not None:
-            waits = config.rl.distill.store == "host"
+            store = config.rl.distill.store
             teachers.append(
-                FrozenModel(
-                    source.model, source.path, config, state.mesh, state.platform, waits_on_host=waits
-                )
+                FrozenModel(source.model, source.path, config, state.mesh, state.platform, store=store)
             )
             run.log.message(f"teacher: weights of {source.path}")
             continue
@@ -330,6 +333,7 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
             folder,
             run.folder.checkpoints,
             needed_by='rl.distill.teacher="self"',
+            store=config.rl.distill.store,
         )
         if step == 0:
             earlier.set(0)

@@ -37,6 +37,7 @@ from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere
 from mcore_rl.train.checkpoint_state import full_state, load_full_state, settle_weights
 from mcore_rl.train.run_folder import Fence
 from mcore_rl.train.state import TrainState
+from mcore_rl.train.waiting import all_present
 
 MIB = 2**20
 WAIT_S = 0.05
@@ -112,15 +113,17 @@ class Checkpoints:
         if step == self._saved_step or (self._pending is not None and step == self._pending.step):
             return
         self._wait_for_pending()
-        self._refuse_non_finite()
-        started = time.monotonic()
-        path = on_rank_zero(self._make_room)
-        plan = self._planner.plan(full_state(self._state), path)
-        save = _Save(step=step, plan=plan, started=started, skipped=self._state.progress.skipped_in_a_row)
-        if self._state.config.checkpoint.asynchronous:
-            self._pending = self._hand_over(save)
-        else:
-            self._complete(save)
+        # What leaves the device at the end stays in the memory of a forked writer.
+        with all_present(self._state.residences):
+            self._refuse_non_finite()
+            started = time.monotonic()
+            path = on_rank_zero(self._make_room)
+            plan = self._planner.plan(full_state(self._state), path)
+            save = _Save(step=step, plan=plan, started=started, skipped=self._state.progress.skipped_in_a_row)
+            if self._state.config.checkpoint.asynchronous:
+                self._pending = self._hand_over(save)
+            else:
+                self._complete(save)
 
     def poll(self, *, blocking: bool = False) -> list[str]:
         """Complete, between steps, a save that all ranks have written; return lines for the log.
@@ -160,12 +163,10 @@ class Checkpoints:
         self._lines += on_rank_zero(self._clean)
         started = time.monotonic()
         own = on_rank_zero(self._newest_of_run)
-        if own is not None:
-            resumption = self._resume_own(own)
-        elif config.load:
-            resumption = self._load_given(Path(config.load))
-        else:
+        if own is None and not config.load:
             return Resumption()
+        with all_present(self._state.residences):
+            resumption = self._load_given(Path(config.load)) if own is None else self._resume_own(own)
         self._metrics.append(Metric("checkpoint/load_s", time.monotonic() - started))
         return resumption
 

@@ -1,6 +1,7 @@
 """Set-up of a model for training, from a checked config."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -13,12 +14,14 @@ from torch import nn
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.section import Store
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routers
 from mcore_rl.train.optimizer import build_optimizer, build_schedule
 from mcore_rl.train.state import Progress, TrainState
+from mcore_rl.train.waiting import Residence
 
 
 def set_up(config: RunConfig, platform: Platform) -> TrainState:
@@ -27,15 +30,24 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     """
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
-    state = _set_up_model(config, platform, mesh, config.train.steps)
+    # What waits elsewhere has left the device before the next model is built.
+    state = _set_up_model(
+        config, platform, mesh, config.train.steps, store=config.update_store, weights_stay=True
+    )
     if config.critic_optim is not None:
         scored = config.model_copy(update={"model": config.model.scored, "optim": config.critic_optim})
-        state.critic = _set_up_model(scored, platform, mesh, config.critic_steps)
+        state.critic = _set_up_model(
+            scored, platform, mesh, config.critic_steps, store=config.critic_store, weights_stay=False
+        )
     return state
 
 
-def _set_up_model(config: RunConfig, platform: Platform, mesh: Mesh, steps: int) -> TrainState:
-    """Collective over the world: build a model on the mesh with its optimizer, and a schedule over `steps`."""
+def _set_up_model(
+    config: RunConfig, platform: Platform, mesh: Mesh, steps: int, *, store: Store, weights_stay: bool
+) -> TrainState:
+    """Collective over the world: build a model on the mesh with its optimizer, and a schedule over `steps`; its memory
+    then waits in `store`.
+    """
     bare = build_model(config.model, mesh, platform, config.platform)
     if config.freezes_router:
         freeze_routers(bare)
@@ -51,6 +63,9 @@ def _set_up_model(config: RunConfig, platform: Platform, mesh: Mesh, steps: int)
         schedule=build_schedule(config.optim, optimizer, steps),
         progress=Progress(),
         timers=Timers(platform.device),
+        residence=Residence(
+            chunks, optimizer, store, Path(config.run_dir), platform.device, weights_stay=weights_stay
+        ),
     )
 
 

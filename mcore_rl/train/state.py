@@ -10,6 +10,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.run import RunConfig
 from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.train.waiting import Residence
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +48,13 @@ class TrainState:
     schedule: OptimizerParamScheduler
     progress: Progress
     timers: Timers
+    residence: Residence
+    """Memory of the model: what of it is on the device."""
     critic: "TrainState | None" = None
     """Model of values that is trained beside this one on the same mesh, and saved with it; None: there is none. Its
     `progress` counts its own optimizer steps."""
+
+    @property
+    def residences(self) -> list[Residence]:
+        """Memory of this model, and of the critic where there is one."""
+        return [self.residence, *([] if self.critic is None else [self.critic.residence])]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from mcore_rl.backend.platform import start
 from mcore_rl.checkpoint.weights import save_weights
@@ -27,9 +28,11 @@ from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.teachers import Teachers
 from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.types import Completion, Group
+from mcore_rl.train.checkpoint_state import settle_weights
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
+from mcore_rl.train.waiting import all_present
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.rl_steps import replaced, rollout_of
 
@@ -68,10 +71,12 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
     assert trained is not None
     policy, other, values = weights
     copy_in(state.chunks, other)
-    reference = Reference(state.chunks, mesh, config.model, folder, folder / "checkpoints")
-    for one, tensors in ((state, policy), (trained, values)):
-        copy_in(one.chunks, tensors)
-        one.optimizer.reload_model_params()
+    store = config.rl.loss.reference_store
+    reference = Reference(state.chunks, mesh, config.model, folder, folder / "checkpoints", store=store)
+    with all_present(state.residences):
+        for one, tensors in ((state, policy), (trained, values)):
+            copy_in(one.chunks, tensors)
+            one.optimizer.reload_model_params()
     routes = PolicyRoutes(state, config, folder / str(mesh.world.rank))
     critic = Critic(trained, config, critic_routes(trained, config, folder / f"critic{mesh.world.rank}"))
     teachers = None
@@ -79,7 +84,7 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         copy_in(state.chunks, other)
         other_path = save_weights(state.chunks, mesh, config.model, folder / "other")
         copy_in(state.chunks, policy)
-        of_disk = FrozenModel(config.model, other_path, config, mesh, state.platform, waits_on_host=True)
+        of_disk = FrozenModel(config.model, other_path, config, mesh, state.platform, store="file")
         teachers = Teachers([of_disk, Reference(state.chunks, mesh, config.model, folder, folder)])
     learner = Learner(
         state,
@@ -102,13 +107,23 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
     advantages = learner.advantages(rollout, minibatches)
     critic_reports = learner.update_critic(minibatches, advantages)
     reports = [learner.update(minibatch, advantages) for minibatch in minibatches * config.rl.update.epochs]
-    return {
-        "values": {metric.name: float(metric.value) for metric in advantages.metrics},
-        "critic": [numbers(report) for report in critic_reports],
-        "policy": [numbers(report) for report in reports if report is not None],
-        "weights": {"policy": owned(state), "critic": owned(trained)},
-        "scores": scores_of(rollout, trained, config, folder),
-    }
+    if config.critic_store == "file":
+        assert not any(parameter.untyped_storage().nbytes() for parameter in parameters_of(trained))
+    with all_present(state.residences):
+        for one in (state, trained):
+            settle_weights(one.chunks)
+        return {
+            "values": {metric.name: float(metric.value) for metric in advantages.metrics},
+            "critic": [numbers(report) for report in critic_reports],
+            "policy": [numbers(report) for report in reports if report is not None],
+            "weights": {"policy": owned(state), "critic": owned(trained)},
+            "scores": scores_of(rollout, trained, config, folder),
+        }
+
+
+def parameters_of(state: TrainState) -> list[Tensor]:
+    """All weights of a model on this rank."""
+    return [parameter for chunk in state.chunks for parameter in chunk.parameters()]
 
 
 def conversations(config: RlRunConfig) -> PackedSequences:
@@ -161,8 +176,43 @@ def on_meshes(
     """On a rank: the updates on each mesh, one after another."""
     outcomes = []
     for index, mesh in enumerate(meshes):
-        on_mesh = config.model_copy(update={"mesh": mesh})
-        outcome = ppo_updates(on_mesh, weights, folder / str(index))
+        outcome = ppo_updates(config.model_copy(update={"mesh": mesh}), weights, folder / str(index))
         outcomes.append({name: outcome[name] for name in ("values", "critic", "policy", "scores")})
         destroy_mesh()
     return outcomes
+
+
+def stored_and_not(
+    config: RlRunConfig, meshes: Sequence[MeshConfig], weights: Sequence[Tensors], folder: Path
+) -> list[bool]:
+    """On a rank, of each mesh: whether the updates are the same bits when all that can wait does so in files."""
+    rl = config.rl
+    files = rl.model_copy(
+        update={
+            "update": rl.update.model_copy(update={"store": "file"}),
+            "critic": rl.critic.model_copy(update={"store": "file"}),
+            "loss": rl.loss.model_copy(update={"reference_store": "device"}),
+        }
+    )
+    found = []
+    for index, mesh in enumerate(meshes):
+        outcomes = []
+        for name, section in (("files", files), ("device", rl)):
+            one = config.model_copy(
+                update={"mesh": mesh, "rl": section, "run_dir": str(folder / f"{name}{index}")}
+            )
+            outcomes.append(ppo_updates(one, weights, folder / f"{name}{index}"))
+            destroy_mesh()
+        found.append(are_equal(*outcomes))
+    return found
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether nested results have the same bits."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    return bool(one == other)

@@ -29,7 +29,14 @@ from mcore_rl.config.run import TrainConfig
 from tests.hf_models import Oracle, oracle
 from tests.hf_weights import to_global
 from tests.parallel.parity import Tensors, assembled
-from tests.parallel.ppo_steps import TRUNCATED, initial_weights, on_meshes, ppo_updates, truncated_rollout
+from tests.parallel.ppo_steps import (
+    TRUNCATED,
+    initial_weights,
+    on_meshes,
+    ppo_updates,
+    stored_and_not,
+    truncated_rollout,
+)
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions, token_advantages
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
@@ -260,6 +267,17 @@ def test_ppo_does_not_depend_on_the_mesh(replay: ReplayKind, weights: list[Tenso
                     assert one == pytest.approx(other, rel=1e-6, abs=1e-6), (mesh, name, step)
     assert ("kl_teacher" in reference["policy"][0]) == (replay != "none")
     assert ("ptx_loss" in reference["policy"][0]) == (replay == "r2")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_models_that_wait_in_files_between_their_phases_are_bit_equal(
+    num_ranks: int, weights: list[Tensors], tmp_path: Path
+) -> None:
+    """On two ranks weights are gathered in the next forward pass, which the critic's must not wait for."""
+    mesh = MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
+    config = config_of(TINY["qwen3_moe"])
+    meshes = [MeshConfig() if num_ranks == 1 else mesh]
+    assert run_ranks(stored_and_not, num_ranks, config, meshes, weights, tmp_path) == [[True]] * num_ranks
 
 
 @pytest.mark.parametrize("mesh", ["alone", "dp2"])

@@ -157,7 +157,7 @@ class RewardModel:
             config,
             mesh,
             platform,
-            waits_on_host=config.rl.reward.model_store == "host",
+            store=config.rl.reward.model_store,
         )
         self._head = ValueHead()
         self._packed_length = max(config.packed_length, config.longest_sample + 1)

@@ -41,6 +41,8 @@ def violations(words):
         "prompts.files=[a.jsonl]",
         "reward.parts=[model:runs/rm,exact] reward.weights=[1,0] reward.normalize_models=true",
         "reward.parts=[model:rm] reward.model_store=device",
+        "advantage.kind=gae loss.kind=ppo critic.store=file update.store=host reward.parts=[model:rm] "
+        "reward.model_store=file loss.kl_coeff=0.1 loss.reference_store=device",
         "reward.parts=[length,code] reward.weights=[1,0] reward.correct=code reward.length_max_tokens=9",
         "reward.parts=[model:rm,exact] reward.correct=model:rm",
         "reward.correct=none",
@@ -187,9 +189,16 @@ def test_these_settings_are_fine(words):
         ("reward.step_value=score", "rl.reward.step_value is not used"),
         ("reward.model_chat_template=raw", "rl.reward.model_chat_template is not used"),
         ("reward.normalize_models=true", "has none"),
+        (
+            "reward.parts=[step_model:rm] reward.normalize_models=true advantage.kind=steps loss.kind=gspo_token",
+            "scores of steps are not normalised",
+        ),
         ("critic.load=runs/rm", "rl.critic.load: rl.advantage.kind"),
         ("critic.optim.lr=1.0 critic.epochs=2", "rl.critic.epochs, rl.critic.optim.lr: "),
         ("reward.parts=[]", "is empty"),
+        ("critic.store=host", 'rl.critic.store: rl.advantage.kind="zscore" has no critic'),
+        ("loss.reference_store=device", "there is no reference"),
+        ("distill.teacher=self distill.store=file", 'the teacher "self"'),
         ("reward.correct=code", 'rl.reward.correct="code" is not among rl.reward.parts'),
         (
             "reward.code.partial=true",

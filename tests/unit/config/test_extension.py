@@ -59,6 +59,14 @@ def test_everything_that_a_config_names_is_loaded_and_recorded_by_the_hash_of_it
     assert load_extensions(RlRunConfig()) == {}
 
 
+def test_the_template_of_a_judge_is_recorded_by_its_hash(own_module, tmp_path):
+    (tmp_path / "judge.jinja").write_text("Score {{ completion }}.")
+    reward = RewardConfig(parts=("judge:judge.jinja", "exact", "model:runs/rm", "http://node/score"))
+    assert load_extensions(RlRunConfig(rl=RlConfig(reward=reward))) == {
+        "judge:judge.jinja": hashlib.sha256(b"Score {{ completion }}.").hexdigest()
+    }
+
+
 def test_the_first_thing_that_is_missing_is_named_by_its_field(own_module):
     rewards = RewardConfig(parts=("exact", "nowhere_at_all:own"))
     with pytest.raises(ConfigError, match=r'rl\.reward\.parts names "nowhere_at_all:own"'):

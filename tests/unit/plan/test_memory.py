@@ -4,6 +4,7 @@ import pytest
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
 from mcore_rl.families import FAMILIES, weight_map
@@ -183,6 +184,48 @@ def test_the_output_and_its_logits_are_the_last_stages():
     assert first.logits == 0
     assert second.logits == 4096 * 151936 // 2 * (2 + 4 + 4)
     assert first.activations == 2 * second.activations
+
+
+def test_models_that_wait_take_room_in_their_own_phases_only():
+    """Qwen3-30B-A3B on 32 ranks, tp 4 x ep 8, bf16: weights of the policy `p` and the critic `c` in numbers."""
+    words = ("checkpoint.load=x", "rl.critic.load=x")
+    model = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", words)
+    (p,), (c,) = (weights_by_stage(one, model.mesh) for one in (model.model, model.model.scored))
+
+    def memory(*stores):
+        found = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", (*words, *stores))
+        return memory_of_fullest_rank(found, 32, 20480)
+
+    def state(
+        *models,
+    ):  # two moments and a master copy in fp32: 8 ranks share a dense weight's, 4 an expert's
+        return sum(12 * one.dense for one in models) // 8 + sum(12 * one.expert for one in models) // 4
+
+    def parts(found):
+        phases = found.rollout_models, found.scoring_models, found.saving_models
+        return (found.weights, found.gradients, found.optimizer, *phases, found.host)
+
+    both = p.total + c.total
+    everything = 6 * both + state(p, c)
+    assert parts(memory()) == (2 * both, 4 * both, state(p, c), *[everything] * 3, 0)
+    # The critic alone waits: its update has everything beside it.
+    policy = 6 * p.total + state(p)
+    assert parts(memory("rl.critic.store=host")) == (
+        *(2 * both, 4 * both, state(p, c)),
+        *(policy, policy + 2 * c.total, policy + 2 * c.total + state(c)),
+        2 * c.total + state(c),
+    )
+    # Both wait. The policy's logits make its update the larger one: no critic, all of the policy.
+    stored = memory("rl.critic.store=host", "rl.update.store=host")
+    assert parts(stored) == (
+        *(2 * p.total, 4 * p.total, state(p)),
+        *(2 * p.total, 2 * both, 2 * both + state(p, c)),
+        2 * c.total + state(p) + state(c),
+    )
+    assert memory("rl.critic.store=file", "rl.update.store=file").host == 0
+    # An update with its activations is the largest of the phases here; a rollout's cache is smaller than them.
+    passes = stored.activations + stored.recomputed + stored.logits
+    assert stored.total == stored.permanent + passes + stored.routes < memory().total / 1.9
 
 
 def test_the_message_names_the_stage_and_the_parts():

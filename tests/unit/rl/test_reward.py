@@ -26,6 +26,7 @@ from mcore_rl.rl.rollout import token_step, token_steps
 from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
 from mcore_rl.rl.workers.failure import MAX_TEXT, MAX_TRACEBACK, FailedScore
 from tests.emitted import rows_of
+from tests.unit.rl.groups import text_group
 
 OWN = """
 import time
@@ -56,27 +57,12 @@ def own_module(tmp_path, monkeypatch):
     return name
 
 
-def group(answer, *texts, **fields):
-    problem = Problem(problem_id=f"p-{answer}", prompt="?", answer=answer, fields=fields)
-    completions = tuple(
-        Completion(
-            text=text,
-            tokens_T=(1,) * len(text),
-            logprobs_T=(0.0,) * len(text),
-            versions=single_version(0, len(text)),
-            finish="stop",
-        )
-        for text in texts
-    )
-    return Group(prompt=Prompt(problem=problem, tokens_T=(1,)), completions=completions)
-
-
 def test_parts_are_weighed_and_added_and_told_by_name(own_module):
     config = RewardConfig(
         parts=("exact", "regex", f"{own_module}:bonus"), weights=(1.0, 0.5, 2.0), regex_pattern="a"
     )
     with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([group("ab", "ab", "b", more=1), group("c", "a", "c", more=0)])
+        scores = reward([text_group("ab", "ab", "b", more=1), text_group("c", "a", "c", more=0)])
     assert scores.parts["exact"].tolist() == [[1, 0], [0, 1]]
     assert scores.parts["regex"].tolist() == [[1, 0], [1, 0]]
     assert scores.parts[f"{own_module}:bonus"].tolist() == [[1.5, 1.25], [0.25, 0.25]]
@@ -97,7 +83,7 @@ def test_parts_are_weighed_and_added_and_told_by_name(own_module):
 def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):
     config = RewardConfig(parts=("exact", f"{own_module}:never", f"{own_module}:nan"), error_value=-1.0)
     with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([group("a", "a", "b")])
+        scores = reward([text_group("a", "a", "b")])
     assert scores.rewards_PG.tolist() == [[-1, -2]]
     told = {
         failed.part.partition(":")[2]: (failed.failure.kind, failed.failure.text)
@@ -116,7 +102,7 @@ def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):
 def test_a_completion_whose_score_failed_has_no_reward_and_counts_in_no_mean(own_module):
     config = RewardConfig(parts=("exact", f"{own_module}:sometimes"))
     with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([group("ab", "ab", "raise", "b"), group("a", "raise", "raise", "a")])
+        scores = reward([text_group("ab", "ab", "raise", "b"), text_group("a", "raise", "raise", "a")])
     rewards = [[None if math.isnan(x) else x for x in row] for row in scores.rewards_PG.tolist()]
     assert rewards == [[3.0, None, 1.0], [None, None, 2.0]]
     assert scores.steps_PG[0][1] == scores.steps_PG[1][0] == ()
@@ -132,7 +118,7 @@ def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(ow
     report = FailureReport(said.append, tmp_path / "run")
     with Reward(RewardConfig(parts=(f"{own_module}:never", f"{own_module}:nan")), max_new_tokens=8) as reward:
         for answer in ("first", "second"):
-            report.add(reward([group(answer, "given", "other")]).failures)
+            report.add(reward([text_group(answer, "given", "other")]).failures)
     assert len(said) == 2
     assert "KeyError: 'lost'" in said[0] and 'raise KeyError("lost")' in said[0]
     for word in ("Traceback", f"{own_module}.py", "in never", "p-first", "'given'", "'first'"):
@@ -150,7 +136,7 @@ def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(ow
 def test_a_part_that_fails_for_more_than_the_fraction_ends_the_run(own_module, num_failed, limit, ends):
     config = RewardConfig(parts=("exact", f"{own_module}:never"))
     with Reward(config, max_new_tokens=8) as reward:
-        failures = reward([group("a", "b")]).failures
+        failures = reward([text_group("a", "b")]).failures
     counts = {f"{own_module}:never": num_failed, "exact": 1}
     if not ends:
         refuse_failing_parts(counts, 8, failures, limit)
@@ -160,7 +146,7 @@ def test_a_part_that_fails_for_more_than_the_fraction_ends_the_run(own_module, n
 
 
 def test_a_trial_on_reference_answers_refuses_what_always_fails(own_module):
-    prompts = [group(answer).prompt for answer in ("ab", "raise")]
+    prompts = [text_group(answer).prompt for answer in ("ab", "raise")]
     failing = RewardConfig(parts=("exact", f"{own_module}:never"))
     with pytest.raises(TrainingError, match="failed for 4 of 4 completions of a trial on reference answers"):
         try_reward(failing, 8, prompts, list)
@@ -185,7 +171,7 @@ def test_a_trial_on_reference_answers_refuses_what_always_fails(own_module):
 def test_a_reward_may_come_with_its_reason(own_module, returned, value, reason):
     part = f"{own_module}:told"
     with Reward(RewardConfig(parts=(part,)), max_new_tokens=8) as reward:
-        scores = reward([group("", returned)])
+        scores = reward([text_group("", returned)])
     assert scores.failures == ()
     assert scores.rewards_PG.item() == value
     assert scores.reasons_PG == [[{part: reason} if reason else {}]]
@@ -194,7 +180,7 @@ def test_a_reward_may_come_with_its_reason(own_module, returned, value, reason):
 @pytest.mark.parametrize("returned", ["None", "{}", "{'value': 1}", "{'score': 1, 'reward': 2}"])
 def test_a_return_without_one_score_names_what_is_wanted(own_module, returned):
     with Reward(RewardConfig(parts=(f"{own_module}:told",)), max_new_tokens=8) as reward:
-        (failed,) = reward([group("", returned)]).failures
+        (failed,) = reward([text_group("", returned)]).failures
     assert "wanted: a number, (number, reason), a dict with 'score', or steps" in failed.failure.text
 
 
@@ -206,7 +192,7 @@ def test_steps_of_parts_are_weighed_and_those_with_the_same_end_added(own_module
         overlong_penalty=1.0,
     )
     with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([group("abcdef", "abc", "abcdef")])
+        scores = reward([text_group("abcdef", "abc", "abcdef")])
     assert scores.rewards_PG.tolist() == [[3.0, 6.5]]
     assert scores.steps_PG == [[((2, 2.0), (3, 1.0)), ((2, 2.0), (6, 4.5))]]
     assert scores.parts[f"{own_module}:steps"].tolist() == [[1.5, 1.5]]
@@ -223,7 +209,7 @@ def test_bad_steps_are_counted_by_their_kind(own_module):
         "[]",
     )
     with Reward(RewardConfig(parts=(f"{own_module}:told",), error_value=-1.0), max_new_tokens=8) as reward:
-        scores = reward([group("", *texts)])
+        scores = reward([text_group("", *texts)])
     assert [failed.failure.kind for failed in scores.failures] == ["bad_steps"] * 5 + ["not_finite"]
     assert scores.rewards_PG.tolist() == [[-1, -1, -1, -1, -1, -1, 0]]
     assert reduced(scores.metrics())["reward/errors_bad_steps"] == 5
@@ -311,7 +297,7 @@ def test_the_environments_rewards_are_a_part_and_its_failures_are_counted():
 def test_completions_near_the_length_limit_lose():
     config = RewardConfig(overlong_buffer_tokens=4, overlong_penalty=0.5)
     with Reward(config, max_new_tokens=8) as reward:
-        scores = reward([group("abcd", "abcd", "abcdef", "abcdefgh")])
+        scores = reward([text_group("abcd", "abcd", "abcdef", "abcdefgh")])
     assert scores.rewards_PG.tolist() == [[1, -0.25, -0.5]]
     assert scores.parts["overlong"].tolist() == [[0, -0.25, -0.5]]
 

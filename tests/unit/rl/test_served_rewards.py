@@ -15,7 +15,8 @@ from mcore_rl.rl.rewards.failures import refuse_failing_parts
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.rewards.trial import try_reward
-from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
+from mcore_rl.rl.types import Group
+from tests.unit.rl.groups import text_group
 
 QUICK = {"retry_s": 0.001, "timeout_s": 5.0}
 
@@ -62,18 +63,7 @@ def server() -> Iterator[Server]:
 
 
 def group(*texts: str) -> Group:
-    problem = Problem(problem_id="p", prompt="2+3=", answer="5", fields={"level": 1})
-    completions = tuple(
-        Completion(
-            text=text,
-            tokens_T=(1,) * len(text),
-            logprobs_T=(0.0,) * len(text),
-            versions=single_version(0, len(text)),
-            finish="stop",
-        )
-        for text in texts
-    )
-    return Group(prompt=Prompt(problem=problem, tokens_T=(1,)), completions=completions)
+    return text_group("5", *texts, prompt="2+3=", level=1)
 
 
 def scored(config: RewardConfig, *texts: str) -> Scores:

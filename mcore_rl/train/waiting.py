@@ -1,0 +1,275 @@
+"""Memory of models that are needed in some phases of a step only: between them it leaves the device."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, UntypedStorage
+
+from mcore_rl.config.section import Store
+from mcore_rl.errors import TrainingError
+from mcore_rl.files import disk_errors_explained
+
+PART_BYTES = 2**26
+"""Bytes that are copied to or from a file at a time."""
+
+
+def store_on(device: torch.device, store: Store) -> Store:
+    """Return the store in use: a CPU's memory is main memory, so that "host" moves nothing there."""
+    return "device" if store == "host" and device.type == "cpu" else store
+
+
+class WaitingMemory:
+    """Memory of some tensors that is on the device inside `present` only.
+
+    The tensors' storages stay and lose their bytes, so that all their views stay valid: of one flat buffer Megatron has
+    a view for each weight, and one for the optimizer's part of it.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[Tensor]],
+        store: Store,
+        folder: Path,
+        device: torch.device,
+        *,
+        changes: bool = True,
+        is_scratch: bool = False,
+    ) -> None:
+        """Prepare; nothing moves before `leave`.
+
+        Args:
+            tensors: the tensors as they are now. Those on another device, and empty ones, are left alone.
+            store: where the bytes wait.
+            folder: a folder for "file"; the file has no name and ends with this process.
+            device: the device that the bytes leave.
+            changes: whether the tensors may change while they are present; otherwise they are stored once.
+            is_scratch: whether the bytes are forgotten, because whoever comes next writes them before reading.
+        """
+        self._tensors, self._folder, self._device = tensors, folder, device
+        self._store: Store = store
+        self._changes, self._is_scratch = changes, is_scratch
+        self._num_users = 0
+        self._away: list[tuple[UntypedStorage, int]] | None = None
+        """Storages without bytes, with their sizes; None: they are on the device."""
+        self._host: list[Tensor] = []
+        self._file: IO[bytes] | None = None
+        self.moved_bytes = 0
+        """Bytes that were copied from or to the device since the start."""
+        self.moves_s = 0.0
+        """Seconds that this took; on CUDA those that the host took to queue copies of page-locked memory."""
+
+    def leave(self) -> None:
+        """Store the bytes and free their memory on the device, unless they are in use or away."""
+        if self._store == "device" or self._away is not None or self._num_users:
+            return
+        start_s = time.perf_counter()
+        storages = list(_storages(self._tensors(), self._device))
+        if not self._is_scratch and (self._changes or (not self._host and self._file is None)):
+            self._write(storages)
+        self._away = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        self.moves_s += time.perf_counter() - start_s
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Have the bytes on the device inside; it may be entered inside itself."""
+        if self._away is not None:
+            self._come_back(self._away)
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            self.leave()
+
+    def _come_back(self, away: Sequence[tuple[UntypedStorage, int]]) -> None:
+        start_s = time.perf_counter()
+        for storage, size in away:
+            storage.resize_(size)
+        self._away = None
+        if not self._is_scratch:
+            self._read([storage for storage, _ in away])
+        self.moves_s += time.perf_counter() - start_s
+
+    def _write(self, storages: Sequence[UntypedStorage]) -> None:
+        sizes = [storage.nbytes() for storage in storages]
+        self.moved_bytes += sum(sizes)
+        if self._store == "host":
+            if [one.nbytes for one in self._host] != sizes:
+                self._host = []  # frees the old ones first
+                self._host = [_host_bytes(size, self._device) for size in sizes]
+            for storage, copy_n in zip(storages, self._host, strict=True):
+                copy_n.copy_(_bytes_of(storage), non_blocking=True)
+            return
+        remedy = f"{sum(sizes) / 2**30:.2f} GiB of a model wait there. Free space, or set its store to another one."
+        with disk_errors_explained(self._folder, remedy):
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115  # until the end
+            offset = 0
+            for part_n in _parts_of(storages):
+                # A copy on CPUs too: a storage of which numpy has a view cannot be resized any more.
+                rest = torch.empty_like(part_n, device="cpu").copy_(part_n).numpy().data
+                while rest:
+                    written = os.pwrite(self._file.fileno(), rest, offset)
+                    offset, rest = offset + written, rest[written:]
+
+    def _read(self, storages: Sequence[UntypedStorage]) -> None:
+        self.moved_bytes += sum(storage.nbytes() for storage in storages)
+        if self._store == "host":
+            for storage, copy_n in zip(storages, self._host, strict=True):
+                _bytes_of(storage).copy_(copy_n, non_blocking=True)
+            return
+        assert self._file is not None
+        offset = 0
+        for part_n in _parts_of(storages):
+            read_n = torch.empty_like(part_n, device="cpu")
+            rest = read_n.numpy().data
+            while rest:
+                count = os.preadv(self._file.fileno(), [rest], offset)
+                if not count:
+                    raise TrainingError(
+                        f"The file of a waiting model in {self._folder} ends at byte {offset}, {len(rest)} bytes too "
+                        "early: the disk has lost what was written."
+                    )
+                offset, rest = offset + count, rest[count:]
+            part_n.copy_(read_n)
+
+
+class Residence:
+    """The memory of a model in training: which of its weights, gradients and optimizer state are on the device.
+
+    Gradients are not stored: each step begins by setting them to zero.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        store: Store,
+        folder: Path,
+        device: torch.device,
+        *,
+        weights_stay: bool,
+    ) -> None:
+        """Let all of it leave the device, unless `store` is "device".
+
+        Args:
+            chunks: the model's parts on this rank.
+            optimizer: its optimizer.
+            store: where weights and optimizer state wait.
+            folder: a folder for the store "file".
+            device: the device.
+            weights_stay: whether the weights stay on the device, because most phases read them.
+        """
+        store = store_on(device, store)
+        self._chunks, self._settles = chunks, not weights_stay and store != "device"
+
+        def weights() -> Iterator[Tensor]:
+            for chunk in chunks:
+                yield from chunk.parameters()
+
+        def gradients() -> Iterator[Tensor]:
+            for chunk in chunks:
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    yield buffer.grad_data
+
+        def state() -> Iterator[Tensor]:
+            # In fp32 the optimizer's weights are views of the model's.
+            own = {tensor.untyped_storage().data_ptr() for tensor in weights()}
+            for tensor in _optimizer_tensors(optimizer):
+                if tensor.untyped_storage().data_ptr() not in own:
+                    yield tensor
+
+        self._weights = WaitingMemory(weights, "device" if weights_stay else store, folder, device)
+        self._state = WaitingMemory(state, store, folder, device)
+        self._gradients = WaitingMemory(gradients, store, folder, device, is_scratch=True)
+        # The state first: it knows by the weights what is not its own.
+        for part in (self._gradients, self._state, self._weights):
+            part.leave()
+
+    @contextmanager
+    def for_passes(self) -> Iterator[None]:
+        """Have the weights on the device inside."""
+        with self._weights.present():
+            yield
+
+    @contextmanager
+    def for_saving(self) -> Iterator[None]:
+        """Have weights and optimizer state on the device inside."""
+        with self._weights.present(), self._state.present():
+            yield
+
+    @contextmanager
+    def for_updates(self) -> Iterator[None]:
+        """Have weights, gradients and optimizer state on the device inside. Collective over the data-parallel ranks."""
+        with self._weights.present(), self._state.present(), self._gradients.present():
+            yield
+            if self._settles:
+                # Weights that Megatron would gather in the next forward pass must be there before they leave.
+                for chunk in self._chunks:
+                    if chunk.ddp_config.overlap_param_gather:
+                        chunk.start_param_sync(force_sync=True)
+
+    def take_moves(self) -> tuple[int, float]:
+        """Return the bytes that were moved since the last call, and the seconds that it took."""
+        parts = (self._weights, self._state, self._gradients)
+        moves = sum(part.moved_bytes for part in parts), sum(part.moves_s for part in parts)
+        for part in parts:
+            part.moved_bytes, part.moves_s = 0, 0.0
+        return moves
+
+
+@contextmanager
+def all_present(residences: Iterable[Residence]) -> Iterator[None]:
+    """Have weights and optimizer state of several models on the device inside, to save or load them."""
+    with ExitStack() as stack:
+        for residence in residences:
+            stack.enter_context(residence.for_saving())
+        yield
+
+
+def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[UntypedStorage]:
+    """Yield each storage of these tensors on the device once."""
+    seen = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device == device and storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield the weights that the optimizer changes, and its state of them."""
+    for one in optimizer.chained_optimizers:
+        if one.is_stub_optimizer:
+            continue
+        for group in one.optimizer.param_groups:
+            yield from group["params"]
+        for entries in one.optimizer.state.values():
+            yield from (entry for entry in entries.values() if isinstance(entry, Tensor))
+
+
+def _parts_of(storages: Iterable[UntypedStorage]) -> Iterator[Tensor]:
+    """Yield the bytes of the storages in order, at most PART_BYTES at a time, uint8 that shares their memory."""
+    for storage in storages:
+        yield from _bytes_of(storage).split(PART_BYTES)
+
+
+def _host_bytes(size: int, device: torch.device) -> Tensor:
+    """Return so many bytes of main memory, uint8, page-locked where the device is CUDA's."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    """Return the storage's bytes as a tensor, uint8, that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
