@@ -493,8 +493,9 @@ def _part_options(reward: RewardConfig) -> Iterator[str]:
         )
     elif reward.normalize_models and not any(part.startswith(MODEL_PART) for part in parts):
         yield (
-            f"rl.reward.normalize_models=true, and rl.reward.parts={list(parts)} has process reward models alone, whose "
-            'scores of steps are not normalised. Leave it at false; rl.reward.step_value="probability" gives them a scale.'
+            f"rl.reward.normalize_models=true, and rl.reward.parts={list(parts)} has process reward models "
+            "alone, whose scores of steps are not normalised. Leave it at false; "
+            'rl.reward.step_value="probability" gives them a scale.'
         )
     default = RewardConfig()
     has_steps = any(part.startswith(STEP_MODEL_PART) for part in parts)

@@ -108,7 +108,7 @@ def load_extensions(config: Section) -> dict[str, str]:
 
 
 def _named(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted field, name) for each extension, or template of a judge, in `section` and in the sections inside."""
+    """Yield (dotted field, name) for each extension and each `judge:FILE` in `section` and in the sections inside."""
     for field, info in type(section).model_fields.items():
         value = getattr(section, field)
         if isinstance(value, Section):

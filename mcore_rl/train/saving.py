@@ -163,10 +163,13 @@ class Checkpoints:
         self._lines += on_rank_zero(self._clean)
         started = time.monotonic()
         own = on_rank_zero(self._newest_of_run)
-        if own is None and not config.load:
-            return Resumption()
         with all_present(self._state.residences):
-            resumption = self._load_given(Path(config.load)) if own is None else self._resume_own(own)
+            if own is not None:
+                resumption = self._resume_own(own)
+            elif config.load:
+                resumption = self._load_given(Path(config.load))
+            else:
+                return Resumption()
         self._metrics.append(Metric("checkpoint/load_s", time.monotonic() - started))
         return resumption
 
