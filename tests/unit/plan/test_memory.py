@@ -205,22 +205,23 @@ def test_models_that_wait_take_room_in_their_own_phases_only():
         phases = found.rollout_models, found.scoring_models, found.saving_models
         return (found.weights, found.gradients, found.optimizer, *phases, found.host)
 
-    both = p.total + c.total
-    everything = 6 * both + state(p, c)
-    assert parts(memory()) == (2 * both, 4 * both, state(p, c), *[everything] * 3, 0)
+    in_bf16, shift = 2 * (p.total + c.total), 4  # the critic's score.shift is one number in fp32
+    gradients = 4 * (p.total + c.total)
+    everything = in_bf16 + shift + gradients + state(p, c)
+    assert parts(memory()) == (in_bf16 + shift, gradients, state(p, c), *[everything] * 3, 0)
     # The critic alone waits: its update has everything beside it.
-    policy = 6 * p.total + state(p)
+    policy, critic = 6 * p.total + state(p), 2 * c.total + shift
     assert parts(memory("rl.critic.store=host")) == (
-        *(2 * both, 4 * both, state(p, c)),
-        *(policy, policy + 2 * c.total, policy + 2 * c.total + state(c)),
-        2 * c.total + state(c),
+        *(in_bf16 + shift, gradients, state(p, c)),
+        *(policy, policy + critic, policy + critic + state(c)),
+        critic + state(c),
     )
     # Both wait. The policy's logits make its update the larger one: no critic, all of the policy.
     stored = memory("rl.critic.store=host", "rl.update.store=host")
     assert parts(stored) == (
         *(2 * p.total, 4 * p.total, state(p)),
-        *(2 * p.total, 2 * both, 2 * both + state(p, c)),
-        2 * c.total + state(p) + state(c),
+        *(2 * p.total, in_bf16 + shift, in_bf16 + shift + state(p, c)),
+        critic + state(p) + state(c),
     )
     assert memory("rl.critic.store=file", "rl.update.store=file").host == 0
     # An update with its activations is the largest of the phases here; a rollout's cache is smaller than them.
