@@ -35,6 +35,7 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *_batches(config),
             *_intervals(config),
             *_critic(config),
+            *_stores(config),
             *_texts(config, world_size),
             *_model(config),
         ]
@@ -106,6 +107,20 @@ def _intervals(config: RlRunConfig) -> Iterator[str]:
                 f"{name}={steps} is not a multiple of the {updates} optimizer steps of a rollout batch (its "
                 f"{config.rollout_size} completions x rl.update.epochs={config.rl.update.epochs} / train.global_batch="
                 f"{train.global_batch}). Use {steps - steps % updates + updates}."
+            )
+
+
+def _stores(config: RlRunConfig) -> Iterator[str]:
+    """Check that an optimizer whose state lies in main memory is not asked to leave the device."""
+    for field, optim, store in (
+        ("rl.update.store", config.optim, config.update_store),
+        ("rl.critic.store", config.critic_optim, config.critic_store),
+    ):
+        if optim is not None and optim.offload_fraction and store != "device":
+            section = "optim" if field == "rl.update.store" else "rl.critic.optim"
+            yield (
+                f'{field}="{store}" with {section}.offload_fraction={optim.offload_fraction:g}, whose state is in main '
+                "memory all the time. Set one of them to its default."
             )
 
 

@@ -55,6 +55,10 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
             ["rl.advantage.kind=gae", "rl.critic.optim.min_lr=1"],
             "rl.critic.optim.min_lr=1.0 is above rl.critic.optim.lr=0.0003",
         ),
+        (
+            ["optim.offload_fraction=0.5", "platform.precision=bf16", "rl.update.store=file"],
+            'rl.update.store="file" with optim.offload_fraction=0.5',
+        ),
         (["rl.eval.files=['x']"], "whose held-out problems are made"),
         (
             ["rl.ptx.coeff=0.1", "rl.ptx.files=['x']", "rl.ptx.sequences=3", "mesh.tp=1", "mesh.ep=1"],
