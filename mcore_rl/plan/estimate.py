@@ -15,7 +15,7 @@ from mcore_rl.plan.parts import Workload, workload_of
 from mcore_rl.plan.rates import Span, span_of_step
 from mcore_rl.plan.schedule import chunks_in_flight
 from mcore_rl.plan.search import Place
-from mcore_rl.plan.simulate import MAX_PASSES, Simulation, simulate_step, simulate_units
+from mcore_rl.plan.simulate import MAX_PASSES, ChunkTimes, Simulation, simulate_mesh, step_times, unit_times
 from mcore_rl.plan.step import (
     Sensitivity,
     closed_form,
@@ -133,10 +133,13 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
 
 def timeline_of(config: RunConfig, place: Place, seq_length: int, num_microbatches: int) -> Simulation:
     """Return the schedule of so many microbatches, in seconds where the device is known, else in layers."""
+    return simulate_mesh(times_of(config, place, seq_length), config.mesh, num_microbatches)
+
+
+def times_of(config: RunConfig, place: Place, seq_length: int) -> ChunkTimes:
+    """Return the times of all passes, in seconds where the device is known, else in layers."""
     work = _workload(config, place, seq_length)
-    if work is None:
-        return simulate_units(config.model, config.mesh, num_microbatches)
-    return simulate_step(work, num_microbatches)
+    return unit_times(config.model, config.mesh) if work is None else step_times(work)
 
 
 def _workload(config: RunConfig, place: Place, seq_length: int) -> Workload | None:

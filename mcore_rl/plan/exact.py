@@ -1,11 +1,16 @@
 """Results of `mcore-rl plan --exact` beside the closed forms: what mcore_rl/fake_world built, counted and recorded."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, GRADIENT_BYTES, Memory
+from mcore_rl.plan.messages import StageEvent, as_values, from_values, passes_of, play
+from mcore_rl.plan.schedule import schedule
+from mcore_rl.plan.simulate import ChunkTimes, Simulation, simulate_mesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +45,112 @@ class RankBytes:
         }
 
 
+MAX_RECORDED = 20_000
+"""Passes of a schedule that is recorded; one of more takes seconds, and repeats itself."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exact:
     """Everything that was built, counted and recorded of a run."""
 
     ranks: list[RankBytes]
+    schedule: list[list[StageEvent]]
+    """Events of each pipeline stage in Megatron's schedule; empty without a pipeline."""
+
+    def to_values(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "schedule": [as_values(stage) for stage in self.schedule],
+        }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Exact":
-        """Return what `dataclasses.asdict` turned into JSON values."""
-        return cls(ranks=[RankBytes(**rank) for rank in values["ranks"]])
+    def from_values(cls, values: dict[str, Any]) -> "Exact":
+        """Return what `to_values` turned into JSON values."""
+        return cls(
+            ranks=[RankBytes(**rank) for rank in values["ranks"]],
+            schedule=[from_values(stage) for stage in values["schedule"]],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedSchedule:
+    """Megatron's schedule of a mesh, played with the times of the plan, beside the planned one."""
+
+    num_microbatches: int
+    differs: tuple[int, int] | None
+    """Stage, and index among its passes, of the first pass that is not the planned one."""
+    played: Simulation
+    planned: Simulation
+
+
+def recorded_microbatches(mesh: MeshConfig, num_microbatches: int) -> int:
+    """Return the number of microbatches to record: all, or as many groups of them as MAX_RECORDED leaves."""
+    groups = MAX_RECORDED // (2 * mesh.vpp * mesh.pp * mesh.pp)
+    return min(num_microbatches, max(groups, 4) * mesh.pp)
+
+
+def recorded_schedule(
+    stages: Sequence[Sequence[StageEvent]], mesh: MeshConfig, times: ChunkTimes
+) -> RecordedSchedule:
+    """Return a recorded schedule beside the planned one.
+
+    Raises:
+        DeadlockError: Stages wait for each other.
+        SwappedMessageError: A pass reads a message that was not made for it.
+    """
+    found = [passes_of(events) for events in stages]
+    num_microbatches = len(found[0]) // (2 * mesh.vpp)
+    planned = [schedule(mesh.pp, mesh.vpp, num_microbatches, stage) for stage in range(mesh.pp)]
+    differing = (
+        (stage, index)
+        for stage in range(mesh.pp)
+        for index, (one, other) in enumerate(zip_longest(found[stage], planned[stage]))
+        if one != other
+    )
+    return RecordedSchedule(
+        num_microbatches=num_microbatches,
+        differs=next(differing, None),
+        played=play(stages, times.of_pass, times.message_s),
+        planned=simulate_mesh(times, mesh, num_microbatches),
+    )
+
+
+def schedule_lines(recorded: RecordedSchedule, num_microbatches: int, unit: str) -> Iterator[str]:
+    """Yield what the recorded schedule shows; `unit` is that of its times."""
+    what = f"{recorded.num_microbatches} microbatches"
+    if recorded.num_microbatches < num_microbatches:
+        what = f"{recorded.num_microbatches} of {num_microbatches} microbatches"
+    yield (
+        f"order   Megatron's own schedule, recorded on {len(recorded.played.busy_s)} stages with {what}: every message "
+        "reaches the pass that it is for, and no stage waits for ever"
+    )
+    if recorded.differs is None:
+        yield "        all passes come in the planned order"
+    else:
+        stage, index = recorded.differs
+        yield f"        pass {index} of stage {stage} is not the planned one"
+    played, planned = recorded.played, recorded.planned
+    yield (
+        f"        {played.seconds:.4g} {unit}, idle {played.bubble:.1%} of the busiest stage's time; the plan has "
+        f"{planned.seconds:.4g} {unit}, {planned.bubble:.1%}"
+    )
+    if played.alive != planned.alive:
+        yield f"        chunks alive by stage: {played.alive}, planned {planned.alive}"
+
+
+def summary(exact: Exact, recorded: RecordedSchedule | None) -> dict[str, Any]:
+    """Return what was found as JSON values, without the single events."""
+    order = None
+    if recorded is not None:
+        order = {
+            "num_microbatches": recorded.num_microbatches,
+            "as_planned": recorded.differs is None,
+            "seconds": recorded.played.seconds,
+            "bubble": recorded.played.bubble,
+            "chunks_alive": recorded.played.alive,
+        }
+    return {"ranks": [asdict(rank) for rank in exact.ranks], "schedule": order}
 
 
 def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) -> Iterator[str]:
@@ -57,19 +158,22 @@ def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) ->
     yield "exact   built with Megatron's modules, DDP and optimizer, without their memory:"
     for built in exact.ranks:
         parts = {"weights": built.weights, "gradients": built.gradients, "optimizer": built.optimizer}
-        sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        sizes = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
         agreement = _agreement(built, stages[built.stage], platform)
-        yield f"        rank {built.rank}, stage {built.stage}: {sizes} GiB: {agreement}"
+        yield f"        rank {built.rank}, stage {built.stage}: {sizes}: {agreement}"
 
 
 def _agreement(built: RankBytes, planned: Memory, platform: PlatformConfig) -> str:
     differing = {part: size for part, size in built.excess(planned, platform).items() if size}
-    gaps = ""
-    if built.gaps:
-        gaps = f", without the gaps between them, which are {built.gaps:,} numbers long"
-    if not differing:
-        return f"the closed form is equal to the byte{gaps}"
     texts = [
         f"{abs(size):,} B {'more' if size > 0 else 'less'} for {part}" for part, size in differing.items()
     ]
-    return f"the closed form has {' and '.join(texts)}{gaps}"
+    text = f"the closed form has {' and '.join(texts)}" if texts else "the closed form is equal to the byte"
+    if built.gaps:
+        # Ranks have equal shares of the buffers, and unequal ones of the weights in them.
+        text += f"; not in it: gaps of {built.gaps:,} numbers, which give ranks equal shares of DDP's buffers"
+    return text
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes > GIB // 10 else f"{num_bytes / 2**20:.2f} MiB"

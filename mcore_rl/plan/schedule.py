@@ -1,7 +1,7 @@
 """The order of forward and backward passes on a pipeline stage, and what waits between the two.
 
-It is that of Megatron's schedules (1F1B, and interleaved, arXiv 2104.04473); tests/unit/plan/test_simulate.py compares
-it with what Megatron itself does, pass by pass.
+It is that of Megatron's schedules (1F1B, and interleaved, arXiv 2104.04473); tests/unit/fake_world/test_recorder.py
+compares it with what Megatron itself does, pass by pass.
 """
 
 from collections.abc import Sequence

@@ -112,31 +112,45 @@ def simulate(
     return Simulation(seconds=max(event.end_s for event in events), busy_s=busy, alive=most, events=events)
 
 
-def simulate_step(work: Workload, num_microbatches: int) -> Simulation:
-    """Return the schedule of a step with every chunk's own seconds; so many microbatches of it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkTimes:
+    """Seconds of the passes of every model chunk, and of a message between two stages."""
+
+    seconds: dict[tuple[int, int], tuple[float, float]]
+    """Forward and backward pass of a microbatch, by stage and chunk."""
+    message_s: float
+
+    def of_pass(self, kind: Kind, stage: int, chunk: int) -> float:
+        """Return the seconds of a pass."""
+        return self.seconds[stage, chunk][kind == "B"]
+
+
+def step_times(work: Workload) -> ChunkTimes:
+    """Return every chunk's own seconds."""
     times = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
     layers = {is_moe: (layer.forward, layer.backward) for is_moe, layer in times.items()}
-    return _simulated(
-        work.model, work.mesh, num_microbatches, layers, output_times(work), message_seconds(work)
-    )
+    return _chunk_times(work.model, work.mesh, layers, output_times(work), message_seconds(work))
 
 
-def simulate_units(model: ModelConfig, mesh: MeshConfig, num_microbatches: int) -> Simulation:
-    """Return the schedule where nothing is known of the device: a layer takes 1 second forwards and 2 backwards."""
-    return _simulated(
-        model, mesh, num_microbatches, dict.fromkeys((True, False), (1.0, 2.0)), (0.0, 0.0), 0.0
-    )
+def unit_times(model: ModelConfig, mesh: MeshConfig) -> ChunkTimes:
+    """Return times where nothing is known of the device: a layer takes 1 second forwards and 2 backwards."""
+    return _chunk_times(model, mesh, dict.fromkeys((True, False), (1.0, 2.0)), (0.0, 0.0), 0.0)
 
 
-def _simulated(
+def simulate_mesh(times: ChunkTimes, mesh: MeshConfig, num_microbatches: int) -> Simulation:
+    """Return the schedule of so many microbatches on a mesh."""
+    passes = [schedule(mesh.pp, mesh.vpp, num_microbatches, stage) for stage in range(mesh.pp)]
+    return simulate(passes, times.of_pass, times.message_s, overlap=mesh.vpp > 1 and mesh.overlap_p2p)
+
+
+def _chunk_times(
     model: ModelConfig,
     mesh: MeshConfig,
-    num_microbatches: int,
     layers: Mapping[bool, tuple[float, float]],
     output: tuple[float, float],
     message_s: float,
-) -> Simulation:
-    """Simulate a mesh whose layers take `layers[is_moe]` seconds forwards and backwards."""
+) -> ChunkTimes:
+    """Return the times of a mesh whose layers take `layers[is_moe]` seconds forwards and backwards."""
     is_moe, last = model.moe_layers, (mesh.pp - 1, mesh.vpp - 1)
     seconds: dict[tuple[int, int], tuple[float, float]] = {}
     for stage, chunks in enumerate(layers_by_chunk(model, mesh)):
@@ -145,13 +159,7 @@ def _simulated(
             if (stage, chunk) == last:
                 times += [output] * (1 + model.mtp_layers) + [layers[is_moe[-1]]] * model.mtp_layers
             seconds[stage, chunk] = (sum(time[0] for time in times), sum(time[1] for time in times))
-    passes = [schedule(mesh.pp, mesh.vpp, num_microbatches, stage) for stage in range(mesh.pp)]
-    return simulate(
-        passes,
-        lambda kind, stage, chunk: seconds[stage, chunk][kind == "B"],
-        message_s if mesh.pp > 1 else 0.0,
-        overlap=mesh.vpp > 1 and mesh.overlap_p2p,
-    )
+    return ChunkTimes(seconds=seconds, message_s=message_s if mesh.pp > 1 else 0.0)
 
 
 def _before(kind: Kind, place: int, last: int) -> tuple[Kind, int] | None:

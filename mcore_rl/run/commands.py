@@ -420,8 +420,9 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="also build Megatron's modules of the first, middle and last stage (of one rank with --rank), without "
-        "GPUs and without their memory, and show where the closed forms differ; takes seconds, and torch",
+        help="also build Megatron's modules of the first, middle and last stage (of one rank with --rank) without "
+        "GPUs and without their memory, record Megatron's own schedule, and show where the closed forms differ; takes "
+        "seconds, and torch",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan as JSON")
     parser.add_argument(

@@ -4,13 +4,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import McoreRlError
 from mcore_rl.fake_world.rank import bytes_of_rank
+from mcore_rl.fake_world.recorder import record
 from mcore_rl.files import write_atomically
 from mcore_rl.plan.exact import Exact
 
@@ -21,7 +21,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_config(PROGRAMS[args.program].config, args.config, args.overrides)
         ranks = [bytes_of_rank(config, rank, args.world) for rank in args.ranks]
-        written = asdict(Exact(ranks=ranks))
+        mesh = config.mesh
+        events = []
+        if args.microbatches:
+            events = record(mesh.pp, mesh.vpp, args.microbatches, overlap_p2p=mesh.overlap_p2p)
+        written = Exact(ranks=ranks, schedule=events).to_values()
     except McoreRlError as error:
         written = {"refused": str(error)}
     write_atomically(args.output, json.dumps(written))
@@ -35,6 +39,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--program", required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--ranks", type=int, nargs="+", required=True)
+    parser.add_argument("--microbatches", type=int, default=0, help="record the schedule of so many")
     parser.add_argument("--output", type=Path, required=True)
     return parser
 

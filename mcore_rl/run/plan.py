@@ -5,7 +5,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from mcore_rl.backend.without_gpus import run_without_gpus
@@ -18,8 +17,16 @@ from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.files import write_atomically
-from mcore_rl.plan.estimate import Estimate, estimate, place_of, timeline_of
-from mcore_rl.plan.exact import Exact, exact_lines
+from mcore_rl.plan.estimate import Estimate, estimate, place_of, timeline_of, times_of
+from mcore_rl.plan.exact import (
+    Exact,
+    RecordedSchedule,
+    exact_lines,
+    recorded_microbatches,
+    recorded_schedule,
+    schedule_lines,
+    summary,
+)
 from mcore_rl.plan.memory import GIB
 from mcore_rl.plan.ranks import view_of_rank
 from mcore_rl.plan.search import Place, nearest, search, shortlist
@@ -61,6 +68,10 @@ def main(args: argparse.Namespace) -> int:
     if args.rank is not None and args.rank >= place.world_size:
         raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {place.world_size - 1}.")
     exact = _exact(args, kind, plan) if args.exact else None
+    recorded = None
+    if exact is not None and exact.schedule:
+        times = times_of(config, place, plan.seq_length)
+        recorded = recorded_schedule(exact.schedule, config.mesh, times)
     if args.rank is not None:
         view = view_of_rank(config.model, config.mesh, args.rank, place.world_size, place.ranks_per_node)
         _write(rank_lines(plan, view))
@@ -68,13 +79,15 @@ def main(args: argparse.Namespace) -> int:
         _write(estimate_lines(plan))
     if exact is not None:
         _write(exact_lines(exact, plan.stages, config.platform))
+    if recorded is not None:
+        _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
     if args.json:
-        values = as_json(plan) | ({} if exact is None else {"exact": asdict(exact)})
+        values = as_json(plan) | ({} if exact is None else {"exact": summary(exact, recorded)})
         write_atomically(args.json, json.dumps(values, indent=1) + "\n")
     if args.rank is not None:
         return 0
     if args.timeline:
-        write_atomically(args.timeline, _timeline(plan))
+        write_atomically(args.timeline, _timeline(plan, recorded))
     if not plan.fits:
         found = search(config, program, place)
         raise ConfigError(
@@ -105,20 +118,35 @@ def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "exact.json")
         words = [args.config, *args.overrides, "--program", kind, "--world", world, "--output", output]
-        run_without_gpus("mcore_rl.run.exact", [*words, "--ranks", *ranks])
+        words += ["--ranks", *ranks]
+        if pp > 1 and args.rank is None:
+            shown = recorded_microbatches(plan.config.mesh, plan.num_microbatches)
+            # A picture has the recorded passes: as many as can be told apart.
+            words += ["--microbatches", _drawn(plan) if args.timeline else shown]
+        run_without_gpus("mcore_rl.run.exact", words)
         values = json.loads(output.read_text())
     if "refused" in values:
         raise ConfigError(values["refused"])
-    return Exact.from_json(values)
+    return Exact.from_values(values)
 
 
-def _timeline(plan: Estimate) -> str:
-    """Return the picture of the schedule, of as many microbatches as show it all."""
-    mesh = plan.config.mesh
-    shown = min(plan.num_microbatches, DRAWN_GROUPS * mesh.pp)
-    what = "s" if plan.step is not None else "layers' forward passes"
-    title = f"pp {mesh.pp} x vpp {mesh.vpp}: {shown} of {plan.num_microbatches} microbatches, time in {what}"
+def _timeline(plan: Estimate, recorded: RecordedSchedule | None) -> str:
+    """Return the picture of the schedule: as it was recorded, otherwise as planned."""
+    mesh, shown = plan.config.mesh, _drawn(plan)
+    title = f"pp {mesh.pp} x vpp {mesh.vpp}: {shown} of {plan.num_microbatches} microbatches, time in {_unit(plan)}"
+    if recorded is not None:
+        return timeline_svg(recorded.played, f"{title}, recorded")
     return timeline_svg(timeline_of(plan.config, plan.place, plan.seq_length, shown), title)
+
+
+def _drawn(plan: Estimate) -> int:
+    """Return the number of microbatches of a picture that shows all parts of the schedule."""
+    return min(plan.num_microbatches, DRAWN_GROUPS * plan.config.mesh.pp)
+
+
+def _unit(plan: Estimate) -> str:
+    """Return the unit of simulated times."""
+    return "s" if plan.step is not None else "layers' forward passes"
 
 
 def _nearest(config: RunConfig, program: Program, place: Place) -> str:
