@@ -46,6 +46,10 @@ class ReplayConfig(Section):
     """Rollout batches between two that measure how much of a mismatch is due to routing, by two more passes over a
     minibatch for each mismatch: of the engine with the trainer, where the engine's routes are here, and of the old
     policy with the new one; `none`: none does."""
+    split_layers: PositiveInt | None = None
+    """With `split_interval`, groups of neighbouring layers for which the part that is due to routing is measured apart,
+    by one more pass for each group but the last; as many as there are layers: each of them; `none`: no part of a layer
+    is measured."""
     encoding: RouteEncoding = "bytes"
     """How routes are stored and sent: whole bytes (1 an expert up to 256 experts, 2 above); the bits that an index
     needs (128 experts: 7); or the rank of each token's set of experts among all such sets (8 of 128: 41 bits), which

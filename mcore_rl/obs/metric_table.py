@@ -113,6 +113,14 @@ METRICS: dict[str, MetricRow] = {
     "policy/ratio_variance_same_routes": MetricRow(
         "1", MEAN, "The same with the old policy's routes imposed."
     ),
+    "policy/layer_NN/kl_old_routing_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "Part of a layer in policy/kl_old_live_routes_nats less policy/kl_old_same_routes_nats (replay.split_layers).",
+    ),
+    "policy/layer_NN/ratio_variance_routing": MetricRow(
+        "1", MEAN, "The same of policy/ratio_variance_..._routes."
+    ),
     "policy/kl_reference_nats": MetricRow("nats/token", MEAN, "KL(policy || reference), estimator k3."),
     "ptx/loss_nats": MetricRow("nats/token", MEAN, "Cross entropy of the texts of rl.ptx."),
     "teacher/kl_nats": MetricRow(
@@ -220,11 +228,39 @@ METRICS: dict[str, MetricRow] = {
     "rollout/mismatch_kl_live_routes_nats": MetricRow(
         "nats/token",
         MEAN,
-        "KL(rollout policy || trainer) with live routes of the trainer (replay.split_interval).",
+        "KL(rollout policy || trainer) with live routes of the trainer (replay.split_interval), over the tokens that "
+        "the weights in training sampled.",
     ),
     "rollout/mismatch_kl_same_routes_nats": MetricRow(
         "nats/token", MEAN, "The same with the engine's routes imposed: the part that is not due to routing."
     ),
+    "rollout/layer_NN/mismatch_kl_routing_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "Part of a layer in rollout/mismatch_kl_live_routes_nats less rollout/mismatch_kl_same_routes_nats "
+        "(replay.split_layers).",
+    ),
+    "rollout/mismatch_kl_staleness_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "KL(rollout policy || trainer) with live routes over all tokens less that over the tokens that the weights in "
+        "training sampled: the part that is due to staleness (replay.split_interval, rl.rollout.max_staleness).",
+    ),
+    "rollout/mismatch_kl_live_routes_stale_nats": MetricRow(
+        "nats/token",
+        MEAN,
+        "rollout/mismatch_kl_live_routes_nats over the tokens that older weights sampled.",
+    ),
+    "rollout/mismatch_kl_same_routes_stale_nats": MetricRow(
+        "nats/token", MEAN, "rollout/mismatch_kl_same_routes_nats over the tokens that older weights sampled."
+    ),
+    "rollout/ratio_variance_live_routes": MetricRow(
+        "1",
+        MEAN,
+        "Variance of the ratio trainer / rollout policy with live routes, over the tokens that the weights in training "
+        "sampled (replay.split_interval).",
+    ),
+    "rollout/ratio_variance_same_routes": MetricRow("1", MEAN, "The same with the engine's routes imposed."),
     "rollout/mismatch_kl_current_nats": MetricRow(
         "nats/token",
         MEAN,

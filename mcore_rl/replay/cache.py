@@ -171,6 +171,27 @@ class RoutingCache:
         for version in {version for version, _ in self._samples}:
             self.drop(version)
 
+    def add_mixed(
+        self, version: int, sample: int, below: "RoutingCache", above: "RoutingCache", layer: int
+    ) -> None:
+        """Store a sample's routes with those of `below` in the layers before `layer`, of `above` in the others.
+
+        The routes of `below` that a pass recorded with live routes are also those of a pass in which routers choose for
+        themselves before `layer` only, because no router depends on a later one. Both caches were filled by passes over
+        the same layouts.
+        """
+        lower, upper = below.sample(version, sample), above.sample(version, sample)
+        assert lower.checksum_l is not None and upper.checksum_l is not None
+        assert torch.equal(lower.position_n, upper.position_n), "the caches are of other layouts"
+        is_below_l = torch.tensor([index < layer for index in self.layers])
+        index_n = torch.arange(len(lower.position_n))
+        codes_nlK = below.codes(lower, index_n).where(is_below_l[:, None], above.codes(upper, index_n))
+        block = self._storage.add(self.codec.encode(codes_nlK.to(self.device)))
+        checksum_l = lower.checksum_l.where(is_below_l, upper.checksum_l)
+        self._samples[version, sample] = CachedSample(
+            lower.num_tokens, lower.position_n, block, 0, checksum_l
+        )
+
     def needed_positions(self, layouts: Sequence[MicrobatchLayout], mesh: Mesh) -> dict[int, NeededPositions]:
         """Return the positions of each sample that this rank's routers will see in a pass over `layouts`."""
         needed: dict[int, NeededPositions] = {}

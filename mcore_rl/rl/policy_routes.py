@@ -58,12 +58,20 @@ class PolicyRoutes:
         self._recorded: RoutingCache | None = None
         self._from_rollout: RoutingCache | None = None
         self._shift: RouterShift | None = None
+        # For passes of which some layers are routed live: the routes of a live pass, and those that are imposed.
+        self._live: RoutingCache | None = None
+        self._mixed: RoutingCache | None = None
         if config.model.is_moe:
             unfuse_routers(state.chunks)
             self._recorded = RoutingCache(state.chunks, config.model, config.replay, folder / "recorded")
             if config.wants_engine_routes:
                 self._from_rollout = RoutingCache(
                     state.chunks, config.model, config.replay, folder / "rollout"
+                )
+            if config.replay.split_layers is not None:
+                self._live, self._mixed = (
+                    RoutingCache(state.chunks, config.model, config.replay, folder / name)
+                    for name in ("live", "mixed")
                 )
             if config.rl.loss.uses_router_shift:
                 self._shift = RouterShift(
@@ -77,7 +85,7 @@ class PolicyRoutes:
             rollout: the completions that this rank's model generated.
             microbatches: all microbatches in which this rank trains on the rollout batch.
         """
-        for cache in (self._recorded, self._from_rollout):
+        for cache in (self._recorded, self._from_rollout, self._live):
             if cache is not None:
                 cache.drop(self._version)
         if self._shift is not None:
@@ -185,6 +193,29 @@ class PolicyRoutes:
         cache = self._from_rollout if self._replay.kind == "r3" else self._recorded
         return self._taped(microbatches, RoutingTape.impose, cache, None)
 
+    def recorded_live(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass like `live`, whose routes `live_before` imposes until the next such pass."""
+        assert self._live is not None, "replay.split_layers is not set"
+        self._live.drop(self._version)
+        return self._taped(microbatches, RoutingTape.record, self._live, None)
+
+    @contextmanager
+    def live_before(
+        self, microbatches: Sequence[PolicyMicrobatch], layer: int, *, of_rollout: bool
+    ) -> Iterator[Routing]:
+        """Return the routing of a pass in which the routers of the layers before `layer` choose for themselves, as they
+        did in the pass of `recorded_live`, and the others get the routes of `of_rollout` or `of_old_policy`.
+        """
+        given = self._from_rollout if of_rollout or self._replay.kind == "r3" else self._recorded
+        assert given is not None and self._live is not None and self._mixed is not None
+        known = set(given.samples(self._version))
+        for sample in self._live.samples(self._version):
+            if sample in known:
+                self._mixed.add_mixed(self._version, sample, self._live, given, layer)
+        with self._taped(microbatches, RoutingTape.impose, self._mixed, None) as routing:
+            yield routing
+        self._mixed.drop(self._version)
+
     def take_metrics(self) -> list[Metric]:
         """Return the metrics of the passes since the last call."""
         metrics, self._metrics = self._metrics, []
@@ -197,7 +228,7 @@ class PolicyRoutes:
 
     def close(self) -> None:
         """Forget all routes, and delete their files."""
-        for cache in (self._recorded, self._from_rollout):
+        for cache in (self._recorded, self._from_rollout, self._live, self._mixed):
             if cache is not None:
                 cache.close()
         if self._shift is not None:

@@ -1,8 +1,12 @@
-"""`mcore-rl study`: runs from one start that differ in a few fields, and one table of their results."""
+"""`mcore-rl study`: runs from one start that differ in a few fields, with one table and one picture of them."""
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +17,10 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.files import write_atomically
 from mcore_rl.run.log_folders import next_log_dir
-from mcore_rl.run.study_table import as_json, as_markdown, row_of
+from mcore_rl.run.study_figures import as_svg
+from mcore_rl.run.study_table import as_json, as_markdown, read_run, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,47 +33,52 @@ class PlannedRun:
     arguments: list[str]
     ranks: int
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all its steps are done."""
+        return (self.folder / "DONE").exists()
+
 
 def main(args: argparse.Namespace) -> int:
-    """Run what is not done yet, then write and print the table.
+    """Run what is not done yet; write rows, table and figures after each run, and print the table at the end.
 
     Returns:
-        The exit status: 0, or that of the first run that fails, which ends the study.
+        The exit status: 0, also where the study stopped as asked, or that of the first run that fails, which ends it.
     """
     study = load_config(StudyConfig, Path(args.config), args.overrides)
     console = Console()
     planned = list(plan(study))
-    for index, run in enumerate(planned, start=1):
-        title = f"{index}/{len(planned)} {run.arm}, seed {run.seed}"
-        if (run.folder / "DONE").exists():
-            console.print(f"{title}: done before ({run.folder})", soft_wrap=True)
-            continue
-        console.print(f"[bold]{title}[/]\n$ mcore-rl rl {' '.join(run.arguments)}", soft_wrap=True)
-        status = launch_local(PROGRAMS["rl"].module, run.arguments, run.ranks, next_log_dir(run.folder))
-        if status:
-            return status
-        if not (run.folder / "DONE").exists():
-            console.print("stopped as asked; the same command resumes the study")
-            return 0
-    folders: dict[str, dict[int, Path]] = {}
-    for run in planned:
-        folders.setdefault(run.arm, {})[run.seed] = run.folder
-    rows = [row_of(arm, by_seed) for arm, by_seed in folders.items()]
-    out = Path(study.run_dir)
-    (out / "study.md").write_text(as_markdown(rows), encoding="utf-8")
-    (out / "study.json").write_text(as_json(rows), encoding="utf-8")
-    sys.stdout.write(as_markdown(rows))
-    return 0
+    status, stopped = 0, False
+    with _asked_to_stop(study.budget_minutes) as is_asked:
+        for index, run in enumerate(planned, start=1):
+            title = f"{index}/{len(planned)} {run.arm}, seed {run.seed}"
+            if run.is_done:
+                console.print(f"{title}: done before ({run.folder})", soft_wrap=True)
+                continue
+            if stopped := is_asked.is_set():
+                break
+            console.print(f"[bold]{title}[/]\n$ mcore-rl rl {' '.join(run.arguments)}", soft_wrap=True)
+            status = launch_local(PROGRAMS["rl"].module, run.arguments, run.ranks, next_log_dir(run.folder))
+            if is_asked.is_set():
+                status = 0  # a run that was still starting ends with the status of the signal
+            stopped = not status and not run.is_done
+            write_results(study, planned)
+            if status or stopped:
+                break
+    sys.stdout.write(write_results(study, planned))
+    if stopped:
+        console.print("stopped as asked; the same command resumes the study")
+    return status
 
 
 def plan(study: StudyConfig) -> Iterator[PlannedRun]:
-    """Yield all runs, each checked; ConfigError when one of them cannot run."""
+    """Yield all runs, each checked, those of one seed after the other; ConfigError when one of them cannot run."""
     if study.base is None or not study.arms or not study.seeds:
         raise ConfigError(
             "A study needs `base`, at least one of `seeds`, and `arms`: name = [fields]. Set them."
         )
-    for arm, fields in study.arms.items():
-        for seed in study.seeds:
+    for seed in study.seeds:
+        for arm, fields in study.arms.items():
             folder = Path(study.run_dir) / f"{arm.lower().replace(' ', '_').replace('+', 'with')}-{seed}"
             arguments = [study.base, *study.overrides, *fields, f"run_dir={folder}", f"train.seed={seed}"]
             try:
@@ -75,3 +86,48 @@ def plan(study: StudyConfig) -> Iterator[PlannedRun]:
             except ConfigError as error:
                 raise ConfigError(f"arm {arm!r}: {error}") from None
             yield PlannedRun(arm, seed, folder, arguments, ranks)
+
+
+def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
+    """Write study.json, study.md and study.svg of what all runs have so far, and return the text of study.md."""
+    runs = [read_run(run.arm, run.seed, run.folder) for run in planned]
+    rows = rows_of(runs, study.collapse_below)
+    text = as_markdown(rows)
+    if unfinished := [run for run in runs if not run.is_done]:
+        names = (f"{run.arm}, seed {run.seed} ({run.rollouts} rollout batches)" for run in unfinished)
+        text += f"\nNot in the table, because not done: {'; '.join(names)}.\n"
+    settings = study.model_dump(mode="json", exclude={"run_dir", "budget_minutes"})
+    out = Path(study.run_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in (
+        ("study.md", text),
+        ("study.json", as_json(settings, runs)),
+        ("study.svg", as_svg(rows)),
+    ):
+        write_atomically(out / name, content.encode())
+    return text
+
+
+@contextmanager
+def _asked_to_stop(minutes: float | None) -> Iterator[threading.Event]:
+    """Yield an event that is set on SIGTERM between two runs and when the minutes are over.
+
+    A run gets the signal of either, finishes its rollout batch and saves.
+    """
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+
+    def time_is_up() -> None:
+        asked.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = None if minutes is None else threading.Timer(60 * minutes, time_is_up)
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield asked
+    finally:
+        if timer is not None:
+            timer.cancel()
+        signal.signal(signal.SIGTERM, before)

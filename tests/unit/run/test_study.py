@@ -1,6 +1,9 @@
-"""`mcore-rl study`: what is run, and the table."""
+"""`mcore-rl study`: what is run, when it stops, its raw rows, the table and the figures."""
 
+import argparse
 import json
+import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,20 @@ import pytest
 from mcore_rl.config.load import load_config
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.run import study as study_command
 from mcore_rl.run.study import plan
-from mcore_rl.run.study_table import COLUMNS, as_json, as_markdown, row_of
+from mcore_rl.run.study_figures import as_svg
+from mcore_rl.run.study_table import (
+    COLUMNS,
+    StudyRow,
+    StudyRun,
+    as_json,
+    as_markdown,
+    collapsed,
+    read_run,
+    rows_of,
+    student_t,
+)
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "launch/recipes/tiny_moe/replay_study.toml"
@@ -19,9 +34,15 @@ def study(*overrides: str) -> StudyConfig:
     return load_config(StudyConfig, RECIPE, [f"base={ROOT}/launch/recipes/tiny_moe/rl.toml", *overrides])
 
 
-def test_every_arm_is_run_with_every_seed_in_a_folder_of_its_own() -> None:
+def test_every_arm_is_run_with_one_seed_before_any_with_the_next_in_a_folder_of_its_own() -> None:
     runs = list(plan(study("seeds=[1,2]")))
-    assert [(run.arm, run.seed) for run in runs[:3]] == [("GRPO", 1), ("GRPO", 2), ("GRPO + R2", 1)]
+    assert [(run.arm, run.seed) for run in runs[:5]] == [
+        ("GRPO", 1),
+        ("GRPO + R2", 1),
+        ("GRPO + R3", 1),
+        ("GSPO", 1),
+        ("GRPO", 2),
+    ]
     assert len({run.folder for run in runs}) == 8
     r3 = next(run for run in runs if run.arm == "GRPO + R3")
     assert {"replay.kind=r3", "train.seed=1", f"run_dir={r3.folder}"} <= set(r3.arguments)
@@ -35,33 +56,132 @@ def test_an_arm_that_cannot_run_is_named_before_anything_runs() -> None:
         list(plan(StudyConfig(run_dir="x")))
 
 
-def write(folder: Path, *records: dict[str, float]) -> Path:
+def write(folder: Path, *records: dict[str, object], done: bool = True) -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    attempt = {
+        "started": "2026-01-31T12:00:00+00:00",
+        "step": 0,
+        "command": [],
+        "commit": "abc",
+        "versions": {"torch": "2"},
+        "machine": {"cores": 2},
+        "mesh": {},
+    }
+    (folder / "run.json").write_text(json.dumps([attempt]))
+    if done:
+        (folder / "DONE").write_text("")
     return folder
 
 
-def test_the_table_has_means_over_the_run_and_over_seeds(tmp_path: Path) -> None:
-    one = write(
-        tmp_path / "1",
-        {"step": 0, "eval/accuracy": 0.1},
+def two_batches(kl: float, accuracy: float) -> list[dict[str, object]]:
+    """Two rollout batches of two updates each, the second without a second update's KL."""
+    return [
+        {"step": 0, "eval/accuracy": 0.1, "eval/prompts": 8},
+        {"step": 1, "policy/kl_old_nats": 0.0, "routes/layer_00/changed_fraction": 0.1},
+        {"step": 2, "policy/kl_old_nats": kl, "reward/mean": 0.5, "rl/rollouts": 1},
+        {"step": 2, "time": 0, "event": "checkpoint saved", "path": "x"},
         {
-            "step": 1,
-            "policy/kl_old_nats": 0.0,
+            "step": 3,
             "policy/clip_ratio_low": 0.1,
             "policy/clip_ratio_high": 0.2,
+            "routes/layer_00/changed_fraction": 0.3,
         },
-        {"step": 2, "policy/kl_old_nats": 2.0, "reward/mean": 0.5, "routes/cached_bytes": 2**20},
-        {"step": 2, "eval/accuracy": 0.4},
-    )
-    two = write(tmp_path / "2", {"step": 1, "policy/kl_old_nats": 4.0, "eval/accuracy": 0.6})
-    row = row_of("GRPO", {7: one, 8: two})
-    assert row.cell("eval accuracy") == "0.5 ± 0.14", "the last ones of both"
-    assert row.cell("KL old -> new") == "2.5 ± 2.1", "of 1 and 4"
-    assert row.cell("clipped tokens") == "0.3"
-    assert row.cell("reward") == "0.5"
-    assert row.cell("routes MiB") == "1"
+        {"step": 4, "reward/mean": 0.2, "rl/rollouts": 2, "moe/expert_load": [[1]]},
+        {"step": 4, "eval/accuracy": 0.3},
+        {"step": 4, "eval/accuracy": accuracy},
+    ]
+
+
+def test_raw_rows_are_the_means_over_the_updates_of_a_rollout_batch(tmp_path: Path) -> None:
+    run = read_run("GRPO", 7, write(tmp_path / "7", *two_batches(kl=3.0, accuracy=0.4)))
+    assert (run.rollouts, run.is_done, run.commit, run.starts) == (2, True, "abc", 1)
+    assert run.series["policy/kl_old_nats"] == [1.5, None]
+    assert run.series["reward/mean"] == [0.5, 0.2]
+    assert run.layers == {"0": 0.2}
+    assert run.evaluated() == [0.1, 0.4], "of two evaluations of one step, the last"
+    written = json.loads(as_json({"seeds": [7]}, [run, StudyRun(arm="not begun", seed=1, is_done=False)]))
+    assert written["seeds"] == [7] and len(written["runs"]) == 1
+    assert written["runs"][0]["series"]["policy/clip_ratio_high"] == [None, 0.2]
+
+
+def test_the_table_has_means_over_the_run_and_95_percent_intervals_over_the_seeds_that_are_done(
+    tmp_path: Path,
+) -> None:
+    one = read_run("GRPO", 7, write(tmp_path / "1", *two_batches(kl=2.0, accuracy=0.4)))
+    two = read_run("GRPO", 8, write(tmp_path / "2", *two_batches(kl=8.0, accuracy=0.6)))
+    late = read_run("GRPO", 9, write(tmp_path / "3", *two_batches(kl=99.0, accuracy=0.9), done=False))
+    none = StudyRun(arm="GSPO", seed=7, is_done=False)
+    row, empty = rows_of([one, two, late, none], collapse_below=0.5)
+    # 12.706 * 0.1 * sqrt(2) / sqrt(2) with the accuracies 0.4 and 0.6; 12.706 * 1.5 with KL of 1 and 4.
+    assert row.cell("eval accuracy") == "0.5 ± 1.3"
+    assert row.cell("KL old -> new") == "2.5 ± 19"
+    assert row.cell("clipped tokens") == "0.3 ± 0"
     assert row.cell("grad norm") == "-"
-    lines = as_markdown([row]).splitlines()
-    assert len(lines) == 3 and all(line.count("|") == len(COLUMNS) + 2 for line in lines)
-    assert json.loads(as_json([row]))["GRPO"]["7"]["eval accuracy"] == 0.4
+    assert row.collapses == "2/2", "0.2 at the end is below half of 0.5"
+    assert StudyRow("GRPO", [one]).cell("eval accuracy") == "0.4"
+    lines = as_markdown([row, empty]).splitlines()
+    assert len(lines) == 3 and all(line.count("|") == len(COLUMNS) + 4 for line in lines)
+
+
+@pytest.mark.parametrize(("degrees", "t"), [(1, 12.706), (9, 2.262), (10, 2.228), (29, 2.045), (120, 1.980)])
+def test_the_factor_of_an_interval_is_students_t(degrees: int, t: float) -> None:
+    assert student_t(degrees) == pytest.approx(t, abs=1e-3)
+
+
+def test_a_run_has_collapsed_when_its_last_fifth_is_far_below_its_best_fifth() -> None:
+    def run(*rewards: float) -> StudyRun:
+        return StudyRun(arm="a", seed=1, is_done=True, series={"reward/mean": rewards})
+
+    up_and_down = run(0.1, 0.2, 0.6, 0.8, 0.6, 0.6, 0.4, 0.4, 0.3, 0.3)
+    # The last fifth has 0.3, the best one 0.7.
+    assert collapsed(up_and_down, below=0.5) and not collapsed(up_and_down, below=0.42)
+    assert not collapsed(run(0.1, 0.2, 0.3, 0.4, 0.5), below=0.5)
+    assert not collapsed(run(0.0, 0.0), below=0.5)
+
+
+def test_the_share_of_routing_is_what_live_routes_add_to_the_same_routes() -> None:
+    series = {
+        "policy/kl_old_live_routes_nats": [None, 0.3, None, 0.5],
+        "policy/kl_old_same_routes_nats": [None, 0.1, None, 0.1],
+    }
+    run = StudyRun(arm="a", seed=1, is_done=True, series=series)
+    assert COLUMNS["of it routing"](run) == pytest.approx(0.75)
+    assert COLUMNS["of it routing (variance)"](run) is None
+
+
+def test_the_picture_has_a_line_for_each_arm_and_a_band_where_there_are_several_seeds() -> None:
+    def run(arm: str, seed: int, rewards: list[float | None]) -> StudyRun:
+        return StudyRun(arm=arm, seed=seed, is_done=True, series={"reward/mean": rewards})
+
+    rows = rows_of(
+        [run("A & B", 1, [0.0, 1.0]), run("A & B", 2, [0.0, 1.0, 7.0]), run("C", 1, [0.5, None])], 0.5
+    )
+    svg = as_svg(rows)
+    ElementTree.fromstring(svg)
+    assert len(re.findall("<polyline", svg)) == 2 and len(re.findall("<polygon", svg)) == 1
+    # From the lower left to the upper right corner, at the positions that both seeds have.
+    assert '<polyline points="0.0,200.0 380.0,0.0"' in svg
+    assert '<polyline points="0.0,100.0"' in svg and "A &amp; B: 2 of up to 2 seeds" in svg
+
+
+def test_a_study_stops_when_its_minutes_are_over_and_writes_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = write(tmp_path / "gspo-1", *two_batches(kl=2.0, accuracy=0.4))
+    recipe = ROOT / "launch/recipes/tiny_moe/rl.toml"
+    overrides = [
+        f"base={recipe}",
+        f"run_dir={tmp_path}",
+        "seeds=[1]",
+        "budget_minutes=1e-3",
+        "arms={ GRPO = [], GSPO = ['rl.loss.kind=gspo'] }",
+    ]
+    assert study_command.main(argparse.Namespace(config=RECIPE, overrides=overrides)) == 0
+    shown = capsys.readouterr().out
+    assert "the same command resumes the study" in shown
+    assert "Not in the table, because not done: GRPO, seed 1 (0 rollout batches)" in shown
+    assert not (tmp_path / "grpo-1" / "DONE").exists() and done.is_dir()
+    written = json.loads((tmp_path / "study.json").read_text())
+    assert [run["arm"] for run in written["runs"]] == ["GSPO"] and "budget_minutes" not in written
+    assert "| GSPO | 1 | 1/1 | 0.4 |" in (tmp_path / "study.md").read_text()

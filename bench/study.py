@@ -1,0 +1,149 @@
+"""The study of docs/replay.md: objectives with and without routing replay on a deep, narrow mixture of experts.
+
+    python -m bench.study                                 all arms, one seed after the other: hours on one core
+    python -m bench.study --budget-minutes 90             stops then, in the middle of a run; the same command goes on
+    python -m bench.study --seeds 1 --rollouts 8          less of it, in a folder of its own
+
+A Qwen3-MoE of 5 M parameters (24 layers of width 64, 32 experts, 4 a token) is fine-tuned for `--sft-steps` steps on
+reversing 2 to 4 digits. Each arm then trains from there on `--rollouts` rollout batches of 64 completions with 4
+updates each, at a learning rate at which an update changes about a tenth of the routes. `mcore-rl study` runs the arms
+and writes rows, table and figures; they are copied to bench/results/study.json and docs/images/study.svg.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from bench.rl_folder import VOCAB, program, write_tokenizer
+
+ROOT = Path(__file__).parents[1]
+MODEL = f"""
+[model]
+family = "qwen3_moe"
+num_layers = 24
+hidden_size = 64
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+ffn_hidden_size = 128
+vocab_size = {VOCAB}
+max_position = 512
+[model.moe]
+num_experts = 32
+top_k = 4
+ffn_hidden_size = 32
+aux_loss_coeff = 0.0
+[data]
+chat_template = "raw"
+tokenizer = {{ kind = "huggingface", path = "tokenizer" }}
+[optim]
+lr = 1e-3
+schedule = "constant"
+weight_decay = 0.0
+beta2 = 0.98
+"""
+SFT = """
+extends = "model.toml"
+[data]
+train = ["sft.jsonl"]
+seq_length = 512
+[train]
+global_batch = 4
+micro_batch = 4
+eval_batches = "none"
+[optim]
+warmup_steps = 8
+"""
+UPDATES = 4
+"""Optimizer steps of a rollout batch."""
+RL = """
+extends = "model.toml"
+[train]
+global_batch = 16
+eval_interval = "none"
+[optim]
+warmup_steps = 0
+[checkpoint]
+load_optimizer = false
+keep = 1
+[rl.prompts]
+task = "reversing"
+smallest = 2
+largest = 4
+max_tokens = 8
+[rl.rollout]
+prompts_per_step = 8
+group_size = 8
+max_new_tokens = 6
+[rl.engine]
+slots = 64
+[rl.update]
+max_tokens_per_microbatch = 1024
+[rl.reward]
+parts = ["positions"]
+[rl.samples]
+interval = "none"
+[replay]
+split_interval = 2
+"""
+ARMS = {
+    "GRPO": ["rl.loss.kind=grpo"],
+    "GRPO + R2": ["rl.loss.kind=grpo", "replay.kind=r2"],
+    "GRPO + R3": ["rl.loss.kind=grpo", "replay.kind=r3"],
+    "GSPO": ["rl.loss.kind=gspo"],
+    "GSPO + R2": ["rl.loss.kind=gspo", "replay.kind=r2"],
+    "CISPO": ["rl.loss.kind=cispo"],
+    "GRPO + router shift": ["rl.loss.kind=grpo", "rl.loss.router_shift=true"],
+    "RSPO": ["rl.loss.kind=rspo"],
+}
+SFT_EXAMPLES = 20_000
+
+
+def make_start(folder: Path, start: str, steps: int) -> None:
+    """Write the inputs and train the model that all arms start from, unless they are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("model", MODEL), ("sft", SFT), ("rl", RL)):
+        (folder / f"{name}.toml").write_text(text)
+    if not (folder / "sft.jsonl").exists():
+        write_tokenizer(folder / "tokenizer")
+        program(folder, ["problems", "rl.toml", "--count", str(SFT_EXAMPLES), "--output", "sft.jsonl"])
+    if not (folder / start / "DONE").exists():
+        program(folder, ["sft", "sft.toml", f"run_dir={start}", f"train.steps={steps}"])
+
+
+def study_text(run_dir: str, start: str, args: argparse.Namespace) -> str:
+    """Return the config of the study."""
+    steps = args.rollouts * UPDATES
+    overrides = [f"checkpoint.load={start}", f"optim.lr={args.lr}", f"train.steps={steps}"]
+    overrides += [f"checkpoint.interval={max(1, args.rollouts // 4) * UPDATES}"]
+    lines = ['base = "rl.toml"', f'run_dir = "{run_dir}"', f"seeds = {args.seeds}"]
+    lines += [f"overrides = {json.dumps(overrides)}", "[arms]"]
+    return "\n".join([*lines, *(f'"{arm}" = {json.dumps(fields)}' for arm, fields in ARMS.items())]) + "\n"
+
+
+def main() -> None:
+    """Make the start once, then run the study from where it was ended."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--folder", type=Path, default=Path("runs/study"), help="folder of all runs")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of all arms")
+    parser.add_argument(
+        "--sft-steps", type=int, default=70, help="steps of the fine-tuning that is the start"
+    )
+    parser.add_argument("--rollouts", type=int, default=40, help="rollout batches of a run")
+    parser.add_argument("--budget-minutes", type=float, help="minutes after which the study stops and saves")
+    parser.add_argument("--output", type=Path, default=ROOT, help="folder of bench/results and docs/images")
+    args = parser.parse_args()
+    folder, start = args.folder.absolute(), f"sft-{args.sft_steps}"
+    make_start(folder, start, args.sft_steps)
+    name = f"{start}-{args.lr:g}-{args.rollouts}"
+    (folder / f"{name}.toml").write_text(study_text(name, start, args))
+    budget = "none" if args.budget_minutes is None else args.budget_minutes
+    program(folder, ["study", f"{name}.toml", f"budget_minutes={budget}"])
+    shutil.copy(folder / name / "study.json", args.output / "bench" / "results" / "study.json")
+    shutil.copy(folder / name / "study.svg", args.output / "docs" / "images" / "study.svg")
+
+
+if __name__ == "__main__":
+    main()
