@@ -5,8 +5,9 @@
     python -m bench.study --seeds 1 --rollouts 8          less of it, in a folder of its own
 
 A Qwen3-MoE of 5 M parameters (24 layers of width 64, 32 experts, 4 a token) is fine-tuned for `--sft-steps` steps on
-reversing 2 to 4 digits. Each arm then trains from there on `--rollouts` rollout batches of 64 completions with 4
-updates each, at a learning rate at which an update changes about a tenth of the routes. `mcore-rl study` runs the arms
+reversing 2 to 4 digits. Each arm then trains from there on `--rollouts` rollout batches of 64 completions for
+strings of 2 and 3 digits, with 4 updates each, at a learning rate at which an update changes about a tenth of the
+routes. `mcore-rl study` runs the arms
 and writes rows, table and figures; they are copied to bench/results/study.json and docs/images/study.svg.
 """
 
@@ -70,7 +71,7 @@ keep = 1
 [rl.prompts]
 task = "reversing"
 smallest = 2
-largest = 4
+largest = 3
 max_tokens = 8
 [rl.rollout]
 prompts_per_step = 8
@@ -79,13 +80,14 @@ max_new_tokens = 6
 [rl.engine]
 slots = 64
 [rl.update]
-max_tokens_per_microbatch = 1024
+max_tokens_per_microbatch = 512
 [rl.reward]
 parts = ["positions"]
 [rl.samples]
 interval = "none"
 [replay]
-split_interval = 2
+split_interval = 5
+split_layers = 4
 """
 ARMS = {
     "GRPO": ["rl.loss.kind=grpo"],
@@ -98,6 +100,8 @@ ARMS = {
     "RSPO": ["rl.loss.kind=rspo"],
 }
 SFT_EXAMPLES = 20_000
+SAVED_ROLLOUTS = 20
+"""Rollout batches between two checkpoints: one of so many experts takes as long to write as three rollout batches."""
 
 
 def make_start(folder: Path, start: str, steps: int) -> None:
@@ -107,7 +111,8 @@ def make_start(folder: Path, start: str, steps: int) -> None:
         (folder / f"{name}.toml").write_text(text)
     if not (folder / "sft.jsonl").exists():
         write_tokenizer(folder / "tokenizer")
-        program(folder, ["problems", "rl.toml", "--count", str(SFT_EXAMPLES), "--output", "sft.jsonl"])
+        longer = ["--count", str(SFT_EXAMPLES), "--output", "sft.jsonl", "rl.prompts.largest=4"]
+        program(folder, ["problems", "rl.toml", *longer])
     if not (folder / start / "DONE").exists():
         program(folder, ["sft", "sft.toml", f"run_dir={start}", f"train.steps={steps}"])
 
@@ -116,7 +121,7 @@ def study_text(run_dir: str, start: str, args: argparse.Namespace) -> str:
     """Return the config of the study."""
     steps = args.rollouts * UPDATES
     overrides = [f"checkpoint.load={start}", f"optim.lr={args.lr}", f"train.steps={steps}"]
-    overrides += [f"checkpoint.interval={max(1, args.rollouts // 4) * UPDATES}"]
+    overrides += [f"checkpoint.interval={SAVED_ROLLOUTS * UPDATES}"]
     lines = ['base = "rl.toml"', f'run_dir = "{run_dir}"', f"seeds = {args.seeds}"]
     lines += [f"overrides = {json.dumps(overrides)}", "[arms]"]
     return "\n".join([*lines, *(f'"{arm}" = {json.dumps(fields)}' for arm, fields in ARMS.items())]) + "\n"
@@ -127,11 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/study"), help="folder of all runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of all arms")
+    parser.add_argument("--lr", type=float, default=2e-4, help="learning rate of all arms")
     parser.add_argument(
         "--sft-steps", type=int, default=70, help="steps of the fine-tuning that is the start"
     )
-    parser.add_argument("--rollouts", type=int, default=40, help="rollout batches of a run")
+    parser.add_argument("--rollouts", type=int, default=10, help="rollout batches of a run")
     parser.add_argument("--budget-minutes", type=float, help="minutes after which the study stops and saves")
     parser.add_argument("--output", type=Path, default=ROOT, help="folder of bench/results and docs/images")
     args = parser.parse_args()

@@ -13,9 +13,13 @@ from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.obs.metrics import reduced
+from mcore_rl.parallel.routers import replayed_routers
+from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.batch import SampleShape
+from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.objectives.advantages import StepReward
+from mcore_rl.rl.objectives.heads import LogprobHead
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
@@ -179,6 +183,65 @@ def routing_splits(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[
         "update/kl_old": after["kl_old"],
         "update/ratio_variance": after["ratio_minus_1_squared"] - after["ratio_minus_1"] ** 2,
     }
+
+
+def splits_by_hand(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, Any]:
+    """On a single rank: KL(rollout policy || trainer) over the first minibatch with the engine's routes from each layer
+    on, imposed by hooks of their own, while nothing answers the routers of the layers before it.
+
+    Returns:
+        The KL by first imposed layer, and the metrics of `rollout_split`.
+    """
+    state = set_up(config, start(config.platform))
+    copy_in(state.chunks, initial)
+    (chunk,) = state.chunks
+    routes = PolicyRoutes(state, config, folder / "routes")
+    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    rollout = rollout_of(config, 0, 1)
+    minibatches = learner.minibatches(rollout)
+    routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+    experts = [
+        completion.experts_TLK for _, one in sorted(rollout.groups.items()) for completion in one.completions
+    ]
+    head = LogprobHead(state.mesh, config.model.vocab_size, temperature=1.0, chunk_tokens=4096)
+    by_first = {}
+    for first in range(config.model.num_layers + 1):
+        total, count = 0.0, 0
+        for one in minibatches[0].microbatches:
+            # Positions in the order of the samples; padding and last tokens reach no logprob and go anywhere.
+            rows_TLK = torch.arange(config.model.moe.top_k).repeat(one.shape[1], config.model.num_layers, 1)
+            begin = 0
+            for sample, (_, padded) in zip(one.samples, one.spans, strict=True):
+                given_TLK = experts[sample]
+                assert given_TLK is not None
+                rows_TLK[begin : begin + len(given_TLK)] = given_TLK.long()
+                begin += padded
+            hooks = [
+                router.register_forward_hook(imposing_by_hand(rows_TLK[:, layer]))
+                for layer, router in replayed_routers(chunk)
+                if layer >= first
+            ]
+            with torch.no_grad(), evaluating(state.chunks):
+                (output,) = run_pass(state.chunks, [one], head, backward=False)
+            for hook in hooks:
+                hook.remove()
+            difference_T = (output["logprobs"] - one.rollout_logprobs_T).double()[one.mask_T]
+            total += float((difference_T.exp() - 1 - difference_T).sum())
+            count += int(one.mask_T.sum())
+        by_first[first] = total / count
+    return {"by_hand": by_first, "split": reduced(rollout_split(learner, minibatches[0]))}
+
+
+def imposing_by_hand(experts_TK: Tensor) -> Any:
+    """A hook after a router that gives its tokens to these experts, with the softmax of their logits as gates."""
+
+    def impose(router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        logits_TE = inputs[0].flatten(0, 1).float() @ router.weight.float().t()
+        gates_TK = logits_TE.gather(1, experts_TK).softmax(-1)
+        gates_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, gates_TK)
+        return gates_TE, torch.zeros_like(output[1]).scatter(1, experts_TK, True)
+
+    return impose
 
 
 def router_shifts(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, float]:

@@ -29,6 +29,7 @@ from tests.parallel.rl_steps import (
     router_shifts,
     routing_splits,
     sampled_positions,
+    splits_by_hand,
     token_advantages,
     updates,
 )
@@ -147,7 +148,7 @@ def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -
     """Updates measure one of the two themselves: under R3 with the engine's routes, without replay with live ones."""
     found = {}
     for kind in ("r3", "none"):
-        replay = ReplayConfig(kind=kind, max_disagreement=None, observe_rollout=True)
+        replay = ReplayConfig(kind=kind, max_disagreement=None, observe_rollout=True, split_layers=64)
         alone, many = [
             config_of("qwen3_moe", on, epochs=2).model_copy(update={"replay": replay})
             for on in (MeshConfig(), MESHES[mesh])
@@ -165,10 +166,37 @@ def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -
         ):
             assert split[name.format(routes)] == pytest.approx(split[f"update/{measured}"], rel=1e-5)
             assert split[name.format(others)] != pytest.approx(split[f"update/{measured}"], rel=1e-4)
+    # The parts of the layers are all that routing does, and were compared between the meshes above.
+    for split in found.values():
+        for whole, part in (
+            ("rollout/mismatch_kl_{}_routes_nats", "rollout/layer_{:02d}/mismatch_kl_routing_nats"),
+            ("policy/kl_old_{}_routes_nats", "policy/layer_{:02d}/kl_old_routing_nats"),
+            ("policy/ratio_variance_{}_routes", "policy/layer_{:02d}/ratio_variance_routing"),
+        ):
+            parts = [split[part.format(layer)] for layer in range(TINY["qwen3_moe"].num_layers)]
+            assert all(parts)
+            assert sum(parts) == pytest.approx(split[whole.format("live")] - split[whole.format("same")])
     # The engine's routes and the weights are the same in both.
     for routes in ("live", "same"):
         name = f"rollout/mismatch_kl_{routes}_routes_nats"
         assert found["r3"][name] == pytest.approx(found["none"][name], rel=1e-6)
+
+
+def test_the_part_of_a_layer_is_what_its_live_routes_add_to_those_of_the_layers_before(
+    tmp_path: Path,
+) -> None:
+    replay = ReplayConfig(kind="none", max_disagreement=None, observe_rollout=True, split_layers=64)
+    config = config_of("qwen3_moe", MeshConfig()).model_copy(update={"replay": replay})
+    (found,) = run_ranks(splits_by_hand, 1, config, weights("qwen3_moe", 1), tmp_path)
+    by_hand, split = found["by_hand"], found["split"]
+    layers = config.model.num_layers
+    assert split["rollout/mismatch_kl_same_routes_nats"] == pytest.approx(by_hand[0], rel=1e-5)
+    assert split["rollout/mismatch_kl_live_routes_nats"] == pytest.approx(by_hand[layers], rel=1e-5)
+    for layer in range(layers):
+        part = split[f"rollout/layer_{layer:02d}/mismatch_kl_routing_nats"]
+        # Logprobs differ by their last bits, and the two KL by 5e-6 of themselves.
+        assert part == pytest.approx(by_hand[layer + 1] - by_hand[layer], abs=1e-5 * by_hand[0])
+        assert abs(part) > 1e-3 * by_hand[0]
 
 
 def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_path: Path) -> None:
