@@ -111,7 +111,7 @@ def make_start(folder: Path, start: str, steps: int) -> None:
         (folder / f"{name}.toml").write_text(text)
     if not (folder / "sft.jsonl").exists():
         write_tokenizer(folder / "tokenizer")
-        longer = ["--count", str(SFT_EXAMPLES), "--output", "sft.jsonl", "rl.prompts.largest=4"]
+        longer = ["rl.prompts.largest=4", "--count", str(SFT_EXAMPLES), "--output", "sft.jsonl"]
         program(folder, ["problems", "rl.toml", *longer])
     if not (folder / start / "DONE").exists():
         program(folder, ["sft", "sft.toml", f"run_dir={start}", f"train.steps={steps}"])

@@ -35,6 +35,8 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/tokens_per_s_per_replica",
         "rollout/mismatch_kl_nats",
         "rollout/mismatch_kl_*_routes_nats",
+        "rollout/layer_NN/mismatch_kl_routing_nats",
+        "rollout/ratio_variance_*",
         "rollout/mismatch_max",
         "rollout/importance_sampling_masked_fraction",
         "routes/*",
@@ -68,6 +70,8 @@ EMITTED_BY: dict[str, tuple[str, ...]] = {
         "rollout/mixed_versions_fraction",
         "rollout/started_prompts",
         "rollout/mismatch_kl_current_nats",
+        "rollout/mismatch_kl_staleness_nats",
+        "rollout/mismatch_kl_*_routes_stale_nats",
     ),
     "rl through servers": ("servers/*",),
     "rl with a critic": (

@@ -19,6 +19,11 @@ def replay_violations(
         router_fusion: whether the policy's router is one fused kernel.
         engine_gives_routes: whether the rollout engine returns routes.
     """
+    if replay.split_layers is not None and replay.split_interval is None:
+        yield (
+            f"replay.split_layers={replay.split_layers} with replay.split_interval=none: no mismatch is divided. Set "
+            "replay.split_interval, or replay.split_layers=none."
+        )
     if replay.kind == "none":
         yield from _unused(replay, model)
         return

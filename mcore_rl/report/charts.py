@@ -221,7 +221,7 @@ def layer_maps(run: RunRecord, run_index: int) -> Iterator[Chart]:
             "note": note,
             "run": run_index,
             "percent": pattern.endswith("fraction"),
-            "least": 0 if pattern.endswith("fraction") else 1,
+            "least": 1 if pattern.endswith("over_mean") else 0,
             "most": max(max(series.values) for _, series in found),
             "layers": [layer for layer, _ in found],
             "steps": [found[0][1].steps[at] for at in columns],

@@ -206,6 +206,27 @@ EXPERTS: tuple[Figure | Band, ...] = (
         (
             Line("rollout/mismatch_kl_live_routes_nats", "live routes"),
             Line("rollout/mismatch_kl_same_routes_nats", "the same routes", "dash"),
+            Line("rollout/mismatch_kl_staleness_nats", "staleness", "dots"),
+        ),
+        zero=True,
+        if_any=True,
+        note="Of the tokens that the weights in training sampled: with live routes and with the engine's. Staleness: what "
+        "the tokens of older weights add to the KL over all tokens.",
+    ),
+    Figure(
+        "KL of the rollouts of older weights to the trainer, by routes",
+        (
+            Line("rollout/mismatch_kl_live_routes_stale_nats", "live routes"),
+            Line("rollout/mismatch_kl_same_routes_stale_nats", "the same routes", "dash"),
+        ),
+        zero=True,
+        if_any=True,
+    ),
+    Figure(
+        "Ratio of the trainer to the rollout policy, variance by routes",
+        (
+            Line("rollout/ratio_variance_live_routes", "live routes"),
+            Line("rollout/ratio_variance_same_routes", "the same routes", "dash"),
         ),
         zero=True,
         if_any=True,
@@ -215,6 +236,15 @@ EXPERTS: tuple[Figure | Band, ...] = (
         (
             Line("policy/kl_old_live_routes_nats", "live routes"),
             Line("policy/kl_old_same_routes_nats", "the same routes", "dash"),
+        ),
+        zero=True,
+        if_any=True,
+    ),
+    Figure(
+        "Ratio to the old policy after a rollout batch, variance by routes",
+        (
+            Line("policy/ratio_variance_live_routes", "live routes"),
+            Line("policy/ratio_variance_same_routes", "the same routes", "dash"),
         ),
         zero=True,
         if_any=True,
@@ -270,6 +300,18 @@ LAYER_MAPS: dict[str, tuple[str, str]] = {
     "rollout_routes/layer_NN/changed_fraction": (
         "Routes that differ from the engine's, by layer",
         "Fraction of a layer's routes (token, slot) that differ from those of the rollout engine.",
+    ),
+    "rollout/layer_NN/mismatch_kl_routing_nats": (
+        "KL of the rollouts to the trainer that is due to routing, by layer",
+        "What live routes in this layer add to those in the layers before it, in nats a token.",
+    ),
+    "policy/layer_NN/kl_old_routing_nats": (
+        "KL to the old policy that is due to routing, by layer",
+        "What live routes in this layer add to those in the layers before it, in nats a token.",
+    ),
+    "policy/layer_NN/ratio_variance_routing": (
+        "Variance of the ratio that is due to routing, by layer",
+        "What live routes in this layer add to those in the layers before it.",
     ),
 }
 """Metrics of layers that are drawn as a map of layer x step: name -> title and note."""

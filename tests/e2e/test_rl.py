@@ -199,7 +199,7 @@ AHEAD = (
     *("mesh.tp=1", "mesh.ep=1", "mesh.dp=2", "train.eval_interval=8", "checkpoint.interval=none"),
     *("rl.loss.kl_coeff=0", "rl.loss.reference_refresh_rollouts=none", "rl.samples.interval=1"),
     *("rl.engine.kind=bench.copied_engine:copied_engine", "rl.rollout.max_staleness=2", "replay.kind=r3"),
-    "rl.loss.importance_sampling=truncate",
+    *("rl.loss.importance_sampling=truncate", "replay.split_interval=1"),
 )
 
 
@@ -336,6 +336,7 @@ def test_a_reward_that_fails_is_counted_and_the_run_goes_on(
         "replay.kind=r2",
         "replay.observe_rollout=true",
         "replay.split_interval=1",
+        "replay.split_layers=2",
         "rl.loss.importance_sampling=mask",
         "rl.loss.router_shift=true",
         "rl.eval.samples=2",

@@ -30,6 +30,7 @@ def test_a_run_without_replay_needs_no_experts() -> None:
         (ReplayConfig(kind="r2", missing="live"), MOE, {}, 'missing="live"'),
         (ReplayConfig(missing="live"), MOE, {}, 'missing="live"'),
         (ReplayConfig(reference="replay"), MOE, {}, 'reference="replay"'),
+        (ReplayConfig(split_layers=4), MOE, {}, "replay.split_interval=none: no mismatch is divided"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(replay, model, facts, named) -> None:  # type: ignore[no-untyped-def]
