@@ -9,24 +9,24 @@ completions with 2 updates each, learning rate 5e-5. The accuracy is that of 256
 temperature 1, before the first update and at each fifth of the run. A cell is the mean over seeds with its 95 %
 interval (Student's t); with one seed there is none.
 
-The same command goes on where it was ended: runs save at each evaluation. After each run bench/results/learning.json
-holds a row of each evaluation of each run so far, with the commit that the run began on, and the table of the arms
-whose seeds are all done is printed; seeds go before arms, so that the first table is of all arms with one seed.
+`mcore-rl study` runs the arms: all of them with one seed before any with the next. The same command goes on where it
+was ended: runs save at each evaluation. At its end, and where it is stopped or out of `--budget-minutes`,
+bench/results/learning.json gets a row of each evaluation of each run so far, with the commit that the run began on, and
+the table of the arms whose seeds are all done is printed.
 """
 
 import argparse
 import datetime
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
-from math import sqrt
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 from bench.rl_folder import WARM_UP_STEPS, program, write_inputs
-from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.files import with_ending
+from mcore_rl.run.study_table import interval, read_run
 
 ARMS = {
     "grpo": ["rl.loss.kind=grpo"],
@@ -43,41 +43,30 @@ ARMS = {
 }
 COLUMNS, UPDATES = 5, 2
 """Evaluations after the first one, and optimizer steps of a rollout batch (rl.toml)."""
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t at 97.5 %, by the number of seeds."""
 RESULTS = Path(__file__).parent / "results" / "learning.json"
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
-"""An evaluation: arm, seed, rollouts, commit, and the metrics `eval/...`."""
+"""An evaluation: arm, seed, rollouts, the commit that the run began on, and the metrics `eval/...`."""
 
 
 def rows_of(run_dir: Path, arm: str, seed: int) -> Iterator[Row]:
     """Yield the evaluations of a run in order; none where it has not begun."""
-    path = run_dir / "commit"
-    if not path.is_file() or not (run_dir / FILE_NAME).is_file():
-        return
-    # A run that was ended after an evaluation and before its checkpoint evaluates once more: the last counts.
-    by_step = {
-        int(str(record["step"])): record
-        for record in read_records(run_dir / FILE_NAME)
-        if "eval/accuracy" in record
-    }
-    for step, record in by_step.items():
-        evaluation = {name: value for name, value in record.items() if name.startswith("eval/")}
+    run = read_run(arm, seed, run_dir)
+    for one in run.evaluations:
+        metrics = {name: value for name, value in one.items() if name != "step"}
         yield {
             "arm": arm,
             "seed": seed,
-            "rollouts": step // UPDATES,
-            "commit": path.read_text(),
-            **evaluation,
+            "rollouts": int(one["step"]) // UPDATES,
+            "commit": run.commit,
+            **metrics,
         }
 
 
 def cell(values: Sequence[float]) -> str:
     """Return the mean, with the half width of its 95 % interval where there are several values."""
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
-    return f"{mean(values):.3f} +- {T_95[len(values)] * stdev(values) / sqrt(len(values)):.3f}"
+    mean, half = interval(values)
+    return f"{mean:.3f}" if half is None else f"{mean:.3f} +- {half:.3f}"
 
 
 def table(rows: Sequence[Row], arms: Sequence[str], seeds: Sequence[int], rollouts: int) -> str:
@@ -93,8 +82,43 @@ def table(rows: Sequence[Row], arms: Sequence[str], seeds: Sequence[int], rollou
     return "\n".join(lines)
 
 
+def study_text(run_dir: Path, start: str, args: argparse.Namespace) -> str:
+    """Return the config of the study."""
+    steps = args.rollouts * UPDATES
+    overrides = [
+        f"checkpoint.load={start}",
+        f"checkpoint.interval={steps // COLUMNS}",
+        "checkpoint.keep=1",
+        f"train.steps={steps}",
+        f"train.eval_interval={steps // COLUMNS}",
+        "rl.eval.num_prompts=128",
+        "rl.eval.samples=2",
+        "rl.eval.temperature=1.0",
+    ]
+    return study_toml(run_dir, args.seeds, overrides, {arm: ARMS[arm] for arm in args.arms})
+
+
+def study_toml(
+    run_dir: Path, seeds: Sequence[int], overrides: Sequence[str], arms: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the config of a study of arms of rl.toml."""
+    lines = ['base = "rl.toml"', f"run_dir = {json.dumps(str(run_dir))}", f"seeds = {list(seeds)}"]
+    lines += [f"overrides = {json.dumps(list(overrides))}", "[arms]"]
+    return (
+        "\n".join([*lines, *(f'"{arm}" = {json.dumps(list(fields))}' for arm, fields in arms.items())]) + "\n"
+    )
+
+
+def run_study(folder: Path, text: str, run_dir: Path, budget_minutes: float | None) -> None:
+    """Run `mcore-rl study` in `folder`, from where it was ended."""
+    path = with_ending(run_dir, ".toml")
+    path.write_text(text)
+    budget = "none" if budget_minutes is None else budget_minutes
+    program(folder, ["study", str(path), f"budget_minutes={budget}"])
+
+
 def main() -> None:
-    """Make the start once, then run each arm that is not done and write its evaluations."""
+    """Make the start once, then run each arm that is not done and write the evaluations."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="folder of all runs")
     parser.add_argument("--output", type=Path, default=RESULTS, help="file of the evaluations")
@@ -109,47 +133,33 @@ def main() -> None:
     parser.add_argument(
         "--rollouts", type=int, default=100, help=f"rollout batches of a run, a multiple of {COLUMNS}"
     )
+    parser.add_argument("--budget-minutes", type=float, help="minutes after which the study stops and saves")
     args = parser.parse_args()
     if args.sft_steps <= WARM_UP_STEPS:
         parser.error(f"--sft-steps wants more than the {WARM_UP_STEPS} of the warm-up")
-    if args.rollouts % COLUMNS or len(args.seeds) > max(T_95):
-        parser.error(f"--rollouts wants a multiple of {COLUMNS}, --seeds at most {max(T_95)} numbers")
+    if args.rollouts % COLUMNS:
+        parser.error(f"--rollouts wants a multiple of {COLUMNS}")
     folder, start = args.folder.absolute(), f"sft-{args.sft_steps}"
     write_inputs(folder)
     if not (folder / start / "DONE").exists():
         program(folder, ["sft", "sft.toml", f"run_dir={start}", f"train.steps={args.sft_steps}"])
-    steps = args.rollouts * UPDATES
-    shared = [
-        f"checkpoint.load={start}",
-        f"checkpoint.interval={steps // COLUMNS}",
-        "checkpoint.keep=1",
-        f"train.steps={steps}",
-        f"train.eval_interval={steps // COLUMNS}",
-        "rl.eval.num_prompts=128",
-        "rl.eval.samples=2",
-        "rl.eval.temperature=1.0",
+    run_dir = folder / f"{start}-{args.rollouts}"
+    run_study(folder, study_text(run_dir, start, args), run_dir, args.budget_minutes)
+    rows = [
+        row
+        for seed in args.seeds
+        for arm in args.arms
+        for row in rows_of(run_dir / f"{arm}-{seed}", arm, seed)
     ]
-    runs = [(seed, arm) for seed in args.seeds for arm in args.arms]
-    name = f"{start}-{args.rollouts}"
-    for seed, arm in runs:
-        run_dir = folder / name / f"{arm}-{seed}"
-        if not (run_dir / "DONE").exists():
-            run_dir.mkdir(parents=True, exist_ok=True)
-            if not (run_dir / "commit").exists():
-                (run_dir / "commit").write_text(commit())
-            program(
-                folder, ["rl", "rl.toml", f"run_dir={run_dir}", f"train.seed={seed}", *shared, *ARMS[arm]]
-            )
-        rows = [row for seed, arm in runs for row in rows_of(folder / name / f"{arm}-{seed}", arm, seed)]
-        written = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "versions": {package: version(package) for package in ("torch", "megatron-core")},
-            "sft_steps": args.sft_steps,
-            "rollouts": args.rollouts,
-            "rows": rows,
-        }
-        args.output.write_text(json.dumps(written, indent=1) + "\n")
-        print(table(rows, args.arms, args.seeds, args.rollouts), flush=True)
+    written = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {package: version(package) for package in ("torch", "megatron-core")},
+        "sft_steps": args.sft_steps,
+        "rollouts": args.rollouts,
+        "rows": rows,
+    }
+    args.output.write_text(json.dumps(written, indent=1) + "\n")
+    print(table(rows, args.arms, args.seeds, args.rollouts), flush=True)
 
 
 def commit() -> str:

@@ -12,13 +12,12 @@ and writes rows, table and figures; they are copied to bench/results/study.json 
 """
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 
+from bench.learning import ROOT, run_study, study_toml
 from bench.rl_folder import VOCAB, program, write_tokenizer
 
-ROOT = Path(__file__).parents[1]
 MODEL = f"""
 [model]
 family = "qwen3_moe"
@@ -117,14 +116,15 @@ def make_start(folder: Path, start: str, steps: int) -> None:
         program(folder, ["sft", "sft.toml", f"run_dir={start}", f"train.steps={steps}"])
 
 
-def study_text(run_dir: str, start: str, args: argparse.Namespace) -> str:
+def study_text(run_dir: Path, start: str, args: argparse.Namespace) -> str:
     """Return the config of the study."""
-    steps = args.rollouts * UPDATES
-    overrides = [f"checkpoint.load={start}", f"optim.lr={args.lr}", f"train.steps={steps}"]
-    overrides += [f"checkpoint.interval={SAVED_ROLLOUTS * UPDATES}"]
-    lines = ['base = "rl.toml"', f'run_dir = "{run_dir}"', f"seeds = {args.seeds}"]
-    lines += [f"overrides = {json.dumps(overrides)}", "[arms]"]
-    return "\n".join([*lines, *(f'"{arm}" = {json.dumps(fields)}' for arm, fields in ARMS.items())]) + "\n"
+    overrides = [
+        f"checkpoint.load={start}",
+        f"optim.lr={args.lr}",
+        f"train.steps={args.rollouts * UPDATES}",
+        f"checkpoint.interval={SAVED_ROLLOUTS * UPDATES}",
+    ]
+    return study_toml(run_dir, args.seeds, overrides, ARMS)
 
 
 def main() -> None:
@@ -142,12 +142,10 @@ def main() -> None:
     args = parser.parse_args()
     folder, start = args.folder.absolute(), f"sft-{args.sft_steps}"
     make_start(folder, start, args.sft_steps)
-    name = f"{start}-{args.lr:g}-{args.rollouts}"
-    (folder / f"{name}.toml").write_text(study_text(name, start, args))
-    budget = "none" if args.budget_minutes is None else args.budget_minutes
-    program(folder, ["study", f"{name}.toml", f"budget_minutes={budget}"])
-    shutil.copy(folder / name / "study.json", args.output / "bench" / "results" / "study.json")
-    shutil.copy(folder / name / "study.svg", args.output / "docs" / "images" / "study.svg")
+    run_dir = folder / f"{start}-{args.lr:g}-{args.rollouts}"
+    run_study(folder, study_text(run_dir, start, args), run_dir, args.budget_minutes)
+    shutil.copy(run_dir / "study.json", args.output / "bench" / "results" / "study.json")
+    shutil.copy(run_dir / "study.svg", args.output / "docs" / "images" / "study.svg")
 
 
 if __name__ == "__main__":

@@ -210,8 +210,8 @@ EXPERTS: tuple[Figure | Band, ...] = (
         ),
         zero=True,
         if_any=True,
-        note="Of the tokens that the weights in training sampled: with live routes and with the engine's. Staleness: what "
-        "the tokens of older weights add to the KL over all tokens.",
+        note="Of the tokens that the weights in training sampled: with live routes and with the engine's. Staleness: "
+        "what the tokens of older weights add to the KL over all tokens.",
     ),
     Figure(
         "KL of the rollouts of older weights to the trainer, by routes",

@@ -34,9 +34,9 @@ def of_rollouts(*names: str) -> Callable[[StudyRun], Points]:
     return points
 
 
-def of_layers(run: StudyRun) -> Points:
-    """Return the share of changed routes of each layer."""
-    return {int(layer): value for layer, value in run.layers.items()}
+def of_layers(metric: str) -> Callable[[StudyRun], Points]:
+    """Return a figure's values: the mean of a metric of LAYER_SERIES for each layer."""
+    return lambda run: {int(layer): value for layer, value in run.layers.get(metric, {}).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,12 @@ FIGURES = (
     StudyFigure("... and the same routes", of_rollouts("policy/kl_old_same_routes_nats")),
     StudyFigure("Tokens clipped", of_rollouts("policy/clip_ratio_low", "policy/clip_ratio_high")),
     StudyFigure("Entropy, nats", of_rollouts("policy/entropy_nats")),
-    StudyFigure("Routes changed, by layer", of_layers, axis="layer"),
+    StudyFigure("Routes changed, by layer", of_layers("routes/layer_NN/changed_fraction"), axis="layer"),
+    StudyFigure(
+        "KL after a rollout batch that is due to routing, by layer",
+        of_layers("policy/layer_NN/kl_old_routing_nats"),
+        axis="layer",
+    ),
 )
 
 

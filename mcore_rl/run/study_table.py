@@ -1,7 +1,7 @@
 """Results of the runs of a study: raw rows for others to compute with, and one table with a row for each arm.
 
 study.json holds the settings of the study and of each run, finished or not, the means of its metrics over the updates
-of each rollout batch, its evaluations, and its shares of changed routes by layer. The table can be made from it again.
+of each rollout batch, its evaluations, and means of metrics of layers. The table can be made from it again.
 """
 
 import json
@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean, stdev
 
 from mcore_rl.obs.attempts_file import read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.obs.metric_table import row_name
 
 SERIES = (
     "reward/mean",
@@ -41,7 +42,9 @@ SERIES = (
     "rl/step_s",
 )
 """Metrics of which study.json has a value for each rollout batch."""
-LAYERS = re.compile(r"routes/layer_(\d+)/changed_fraction")
+LAYER_SERIES = ("routes/layer_NN/changed_fraction", "policy/layer_NN/kl_old_routing_nats")
+"""Metrics of which study.json has a mean over the run for each layer."""
+LAYER = re.compile(r"/layer_(\d+)/")
 DIGITS = 5
 TAIL = 0.2
 """Share of a run's rollout batches, at its end, over which the columns "at the end" are means."""
@@ -68,8 +71,8 @@ class StudyRun:
     machine: Mapping[str, str | int] = field(default_factory=dict)
     series: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """Metric of SERIES -> for each rollout batch the mean over its updates that have it, None where none has."""
-    layers: Mapping[str, float] = field(default_factory=dict)
-    """Layer -> share of its routes that changed, mean over the updates."""
+    layers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Metric of LAYER_SERIES -> layer -> its mean over the records that have it."""
     evaluations: Sequence[Mapping[str, float]] = ()
     """`step` and the metrics `eval/...` of each evaluation, in order."""
 
@@ -90,14 +93,14 @@ def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
     rows: list[dict[str, float]] = []
     evaluations: dict[int, Mapping[str, float]] = {}
     of_updates: dict[str, list[float]] = {}
-    of_layers: dict[str, list[float]] = {}
+    of_layers: dict[str, dict[str, list[float]]] = {}
     for record in read_records(path):
         numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
         for name, value in numbers.items():
             if name in SERIES:
                 of_updates.setdefault(name, []).append(value)
-            if match := LAYERS.fullmatch(name):
-                of_layers.setdefault(match[1].lstrip("0") or "0", []).append(value)
+            if (match := LAYER.search(name)) and (metric := row_name(name)) in LAYER_SERIES:
+                of_layers.setdefault(metric, {}).setdefault(str(int(match[1])), []).append(value)
         if "eval/accuracy" in numbers:
             # A run that was ended between an evaluation and its checkpoint evaluates once more: the last counts.
             found = {name: _short(value) for name, value in numbers.items() if name.startswith("eval/")}
@@ -120,7 +123,10 @@ def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
             for name in SERIES
             if any(name in row for row in rows)
         },
-        layers={layer: _short(fmean(values)) for layer, values in of_layers.items()},
+        layers={
+            metric: {layer: _short(fmean(values)) for layer, values in by_layer.items()}
+            for metric, by_layer in of_layers.items()
+        },
         evaluations=[evaluations[step] for step in sorted(evaluations)],
     )
 

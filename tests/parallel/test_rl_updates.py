@@ -143,6 +143,14 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
     assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-5), "routes were not imposed"
 
 
+PARTS = {
+    "rollout/mismatch_kl_{}_routes_nats": "rollout/layer_{:02d}/mismatch_kl_routing_nats",
+    "policy/kl_old_{}_routes_nats": "policy/layer_{:02d}/kl_old_routing_nats",
+    "policy/ratio_variance_{}_routes": "policy/layer_{:02d}/ratio_variance_routing",
+}
+"""What is divided, with live or the same routes -> the part of a layer."""
+
+
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -> None:
     """Updates measure one of the two themselves: under R3 with the engine's routes, without replay with live ones."""
@@ -156,7 +164,13 @@ def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -
         initial = weights("qwen3_moe", 1)
         (found[kind],) = run_ranks(routing_splits, 1, alone, initial, tmp_path / kind)
         for rank in run_ranks(routing_splits, 2, many, initial, tmp_path / f"{kind}-{mesh}"):
-            assert rank == pytest.approx(found[kind], rel=1e-5)
+            wholes = {name: value for name, value in found[kind].items() if "/layer_" not in name}
+            assert {name: rank[name] for name in wholes} == pytest.approx(wholes, rel=1e-5)
+            # The part of a layer is a difference of two such numbers.
+            for whole, part in PARTS.items():
+                for name in (part.format(layer) for layer in range(TINY["qwen3_moe"].num_layers)):
+                    digits = 1e-5 * found[kind][whole.format("live")]
+                    assert rank[name] == pytest.approx(found[kind][name], abs=digits), name
     for kind, routes, others in (("r3", "same", "live"), ("none", "live", "same")):
         split = found[kind]
         for measured, name in (
@@ -168,11 +182,7 @@ def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -
             assert split[name.format(others)] != pytest.approx(split[f"update/{measured}"], rel=1e-4)
     # The parts of the layers are all that routing does, and were compared between the meshes above.
     for split in found.values():
-        for whole, part in (
-            ("rollout/mismatch_kl_{}_routes_nats", "rollout/layer_{:02d}/mismatch_kl_routing_nats"),
-            ("policy/kl_old_{}_routes_nats", "policy/layer_{:02d}/kl_old_routing_nats"),
-            ("policy/ratio_variance_{}_routes", "policy/layer_{:02d}/ratio_variance_routing"),
-        ):
+        for whole, part in PARTS.items():
             parts = [split[part.format(layer)] for layer in range(TINY["qwen3_moe"].num_layers)]
             assert all(parts)
             assert sum(parts) == pytest.approx(split[whole.format("live")] - split[whole.format("same")])

@@ -98,7 +98,7 @@ def test_raw_rows_are_the_means_over_the_updates_of_a_rollout_batch(tmp_path: Pa
     assert (run.rollouts, run.is_done, run.commit, run.starts) == (2, True, "abc", 1)
     assert run.series["policy/kl_old_nats"] == [1.5, None]
     assert run.series["reward/mean"] == [0.5, 0.2]
-    assert run.layers == {"0": 0.2}
+    assert run.layers == {"routes/layer_NN/changed_fraction": {"0": 0.2}}
     assert run.evaluated() == [0.1, 0.4], "of two evaluations of one step, the last"
     written = json.loads(as_json({"seeds": [7]}, [run, StudyRun(arm="not begun", seed=1, is_done=False)]))
     assert written["seeds"] == [7] and len(written["runs"]) == 1
