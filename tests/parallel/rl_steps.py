@@ -203,7 +203,8 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[
     experts = [
         completion.experts_TLK for _, one in sorted(rollout.groups.items()) for completion in one.completions
     ]
-    head = LogprobHead(state.mesh, config.model.vocab_size, temperature=1.0, chunk_tokens=4096)
+    temperature = config.rl.rollout.temperature
+    head = LogprobHead(state.mesh, config.model.vocab_size, temperature=temperature, chunk_tokens=4096)
     by_first = {}
     for first in range(config.model.num_layers + 1):
         total, count = 0.0, 0
