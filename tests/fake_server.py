@@ -119,6 +119,7 @@ class FakeServer:
 
     answers: Answers = field(default_factory=TableAnswers)
     kind: str = "vllm"
+    host: str = "127.0.0.1"
     port: int = 0
     software: str = "0.32.0"
     routes_dtype: str = "uint8"
@@ -141,7 +142,7 @@ class FakeServer:
         self.running: Counter[str] = Counter()
         self.aborted: set[str] = set()
         handler = type("Handler", (_Handler,), {"fake": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self.http = ThreadingHTTPServer((self.host, self.port), handler)
         self.http.daemon_threads = True
         self.port = self.http.server_port
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
@@ -378,9 +379,11 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> None:
     """Serve as a vLLM or SGLang server would that is started with the same arguments."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", "--model-path", required=True)
     parser.add_argument("--die", action="store_true")
+    parser.add_argument("--delay-s", type=float, default=0.0)
     arguments, others = parser.parse_known_args()
     with open(f"{arguments.model}/config.json") as file:
         vocab = json.load(file)["vocab_size"]
@@ -388,8 +391,15 @@ def main() -> None:
     sys.stdout.flush()
     if arguments.die:
         raise SystemExit("no memory left for the model")
-    with FakeServer(TableAnswers(vocab), port=arguments.port) as server:
+    server = FakeServer(TableAnswers(vocab), host=arguments.host, port=arguments.port)
+    server.delay_s, server.before_answer = arguments.delay_s, say_asked
+    with server:
         server.ended.wait()
+
+
+def say_asked(_: Asked) -> None:
+    sys.stdout.write("asked for a completion\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

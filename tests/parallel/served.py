@@ -1,19 +1,26 @@
 """The served engine on a rank of any mesh; apart from its test, so that ranks need not import it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mcore_rl.backend.platform import start
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import EngineError
+from mcore_rl.model import hf_stream
 from mcore_rl.model.build import build_model
+from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.hf_stream import Bucket, iter_hf_weights
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routed_layers
+from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.engines.make import make_engine
+from mcore_rl.rl.engines.make import make_engine, server_apis
 from mcore_rl.rl.engines.served import ServedEngine
+from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.types import Completion, Prompt
-from tests.generating import prompt_of, spelled
+from tests.generating import Tensors, loaded, prompt_of, spelled
+from tests.parallel.converted import LiveBytes
 
 
 def served_completions(
@@ -41,3 +48,27 @@ def served_completions(
         error = str(raised)
     engine.close()
     return replicas.rank, routed_layers(chunks), [one for group in groups for one in group.completions], error
+
+
+def pushed(config: RlRunConfig, tensors: Tensors, message_bytes: int) -> tuple[PushReport, int]:
+    """The outcome of a push of these weights, and the most bytes of tensors that this rank had for it at a time."""
+    hf_stream.MESSAGE_BYTES = message_bytes
+    settings = PlatformConfig()
+    start(settings)
+    mesh = build_mesh(config.mesh)
+    seed_ranks(1)
+    chunks = loaded(config.model, tensors, mesh)
+    engine = config.rl.engine
+    apis = [server_apis(engine, config.model)(url) for url in engine.urls] if mesh.world.rank == 0 else []
+    live = LiveBytes(shard.data for shard in local_shards(chunks))
+
+    def watched(*args: Any) -> Iterator[Bucket]:
+        """What the push gathers, and all that it does with it."""
+        with live:
+            for index, bucket in enumerate(iter_hf_weights(*args)):
+                if index == 0:
+                    live.most = 0  # before the first bucket ranks exchange their lists of tensors
+                yield bucket
+
+    weight_push.iter_hf_weights = watched
+    return WeightPush(apis, chunks, mesh, config.model, engine).push(7), live.most

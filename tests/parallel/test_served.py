@@ -1,8 +1,15 @@
 """The served engine on meshes: one rank of a replica asks, and all its ranks have the answers with their own routes."""
 
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -10,7 +17,7 @@ from mcore_rl.rl.engines.base import Sampling
 from tests.fake_server import FakeServer, TableAnswers
 from tests.generating import ragged_prompts
 from tests.hf_models import VOCAB, oracle
-from tests.parallel.served import served_completions
+from tests.parallel.served import pushed, served_completions
 from tests.ranks import run_ranks
 
 
@@ -57,3 +64,60 @@ def test_every_rank_of_a_replica_has_its_completions_with_the_routes_of_its_laye
                 one.experts_TLK.long(), torch.from_numpy(experts)
             )
         assert "has the id 10000" in error, "all ranks raise what one replica found"
+
+
+MESSAGE_BYTES = 1 << 12
+"""Most bytes of a message between ranks, which is far less than a layer has."""
+
+
+class TransformersAnswers(TableAnswers):
+    """Logprobs of texts by transformers, which reads the tensors that updates have brought as it reads a checkpoint."""
+
+    def __init__(self, theirs: nn.Module, folder: Path) -> None:
+        super().__init__(VOCAB)
+        self.kind, self.folder, self.lock = type(theirs), folder, threading.Lock()
+        self.model = theirs.__class__(theirs.config).eval()
+        self.tensors: dict[str, Tensor] = {}
+
+    def load(self, update: Mapping[str, Any]) -> None:
+        self.tensors |= load_file(update["path"])
+
+    def finish(self) -> None:
+        self.model.config.save_pretrained(self.folder)
+        save_file(self.tensors, self.folder / "model.safetensors", {"format": "pt"})
+        self.model = self.kind.from_pretrained(self.folder, attn_implementation="eager").eval()
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        with self.lock, torch.no_grad():
+            logprobs_SV = self.model(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(-1)
+        return logprobs_SV.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+@pytest.mark.matrix()
+@pytest.mark.parametrize("mesh", [MeshConfig(tp=2, ep=2, pp=2, dp=2)], ids=["tp2-ep2-pp2-dp2"])
+def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_the_memory_of_a_layer(
+    mesh: MeshConfig, tmp_path: Path
+) -> None:
+    """The servers get every tensor, which transformers computes with, and no rank has more than a layer for it."""
+    theirs = oracle("qwen3_moe", num_hidden_layers=4, num_key_value_heads=2)
+    with ExitStack() as stack:
+        answers = [TransformersAnswers(theirs.model, tmp_path / name) for name in "ab"]
+        servers = [stack.enter_context(FakeServer(one)) for one in answers]
+        engine = {
+            "kind": "vllm",
+            "urls": tuple(server.url for server in servers),
+            "transport_dir": str(tmp_path),
+        }
+        config = RlRunConfig.model_validate({"model": theirs.ours, "mesh": mesh, "rl": {"engine": engine}})
+        ranks = run_ranks(pushed, mesh.smallest_world, config, theirs.tensors, MESSAGE_BYTES)
+    report = ranks[0][0]
+    assert mesh.smallest_world == 8 and report.living == engine["urls"] and report.probe < 1e-5
+    for one in answers:
+        assert one.tensors.keys() == theirs.tensors.keys()
+        assert all(torch.equal(one.tensors[name], tensor) for name, tensor in theirs.tensors.items())
+    layer = sum(one.nbytes for name, one in theirs.tensors.items() if name.startswith("model.layers.0."))
+    assert report.largest_bucket_bytes == layer
+    assert report.num_bytes > 4 * layer
+    # Messages on their way come on top: one and its copy.
+    assert ranks[0][1] <= layer + 2 * MESSAGE_BYTES
+    assert max(most for _, most in ranks[1:]) <= 2 * MESSAGE_BYTES
