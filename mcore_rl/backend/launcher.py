@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from mcore_rl.backend.failures import (
@@ -31,6 +32,7 @@ from mcore_rl.backend.failures import (
     rank_failure,
     signal_name,
 )
+from mcore_rl.backend.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported
 from mcore_rl.backend.signed_store import SECRET_FILE, write_secret
 from mcore_rl.errors import INTERRUPTED_STATUS, McoreRlError
 
@@ -44,7 +46,6 @@ CLAIM_S = 1.0
 STAGE_FILE = "MCORE_RL_STAGE_FILE"
 """Environment variable with the file in which rank 0 tells `launch_local` that it trains, or stops as it was asked."""
 TRAINING, STOPPING = "training", "stopping"
-PR_SET_PDEATHSIG = 1
 OF_RANKS = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
@@ -56,7 +57,7 @@ OF_RANKS = frozenset(
 
 @dataclass(slots=True)
 class _Rank:
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | ForkedRank"
     log: Path
     tees: list[threading.Thread] = field(default_factory=list)
     is_noted: bool = False
@@ -101,35 +102,41 @@ def note_stage(stage: str) -> None:
         Path(path).write_text(stage, encoding="utf-8")
 
 
-def launch_local(module: str, args: Sequence[str], num_ranks: int, log_dir: Path) -> int:
+def launch_local(
+    module: str, args: Sequence[str], num_ranks: int, log_dir: Path, imports: Sequence[str] = ()
+) -> int:
     """Run `python -m module *args` as ranks of this machine and return the exit status of the first failure, or 0.
 
     Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown, and written
     to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on to ranks that
     train, which then stop and save; while they are starting each of the three ends them at once. After a save on Ctrl-C
     the status is 130. No rank outlives this process. To be called in the main thread.
+
+    Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), where that is sound.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     raise_open_files()
     causes, stage = (log_dir / "failures").resolve(), (log_dir / ".stage").resolve()
     for old in (*causes.glob("*.json"), log_dir / "failure.json", stage):
         old.unlink(missing_ok=True)
+    environment = _environment(num_ranks)
+    try:
+        with _raised_signals():
+            is_forked = num_ranks > 1 and imported(imports, environment[THREADS])
+    except _AskedToEndError as asked:
+        return _ended_while_starting(asked.number)
     make_reserve(causes)
     secret = (log_dir / ".store_secret").resolve()
     write_secret(secret)
-    environment = _environment(num_ranks) | {
-        FAILURES: str(causes),
-        STAGE_FILE: str(stage),
-        SECRET_FILE: str(secret),
-    }
-    command = [sys.executable, "-m", module, *args]
+    environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
     ranks: list[_Rank] = []
     with _caught_signals() as caught:
         try:
-            for rank in range(num_ranks):
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # Rank 0, whose pipes no other rank shall hold open, comes last.
+            for rank in reversed(range(num_ranks)):
+                own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log = log_dir / f"rank_{rank}.log"
-                ranks.append(_start(command, environment, log, is_first=rank == 0))
+                ranks.insert(0, _start(module, args, own, log, is_first=rank == 0, is_forked=is_forked))
             _tee_to_console(ranks[0])
             return _wait(ranks, caught, causes, stage)
         finally:
@@ -187,7 +194,7 @@ def _environment(num_ranks: int) -> dict[str, str]:
         "COLUMNS": str(shutil.get_terminal_size().columns),
     }
     if num_ranks > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault(THREADS, "1")
     return environment
 
 
@@ -200,11 +207,21 @@ def free_port() -> int:
     raise OSError("100 ports between 12000 and 32000 were tried and all are in use")
 
 
-def _start(command: list[str], environment: dict[str, str], log: Path, *, is_first: bool) -> _Rank:
+def _start(
+    module: str,
+    args: Sequence[str],
+    environment: dict[str, str],
+    log: Path,
+    *,
+    is_first: bool,
+    is_forked: bool,
+) -> _Rank:
     """Start a rank in its own session, so that Ctrl-C reaches it once, from here; it dies with this process."""
     with log.open("wb") as file:
+        if is_forked:
+            return _Rank(ForkedRank(module, args, environment, None if is_first else file, FORWARDED), log)
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", module, *args],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if is_first else file,
@@ -263,6 +280,35 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+class _AskedToEndError(BaseException):
+    """A forwarded signal that arrived before there were ranks; no `except Exception` of an import swallows it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _raised_signals() -> Iterator[None]:
+    """The forwarded signals end the block, as _AskedToEndError."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise _AskedToEndError(number)
+
+    before = {number: signal.signal(number, end) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended_while_starting(number: int) -> int:
+    """Say that a signal ended the run before it trained, and return the status."""
+    _write_line(f"{_asked_by(number)} while starting: ended at once, nothing was trained that could be lost.")
+    return 128 + number
+
+
 def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> int:
     """Return the exit status once all ranks have ended well, or one has not, or the user does not want to wait."""
     passed_on: list[int] = []
@@ -276,11 +322,8 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
                 _kill(ranks)
                 return INTERRUPTED_STATUS
             if not stage.exists():
-                _write_line(
-                    f"{_asked_by(number)} while starting: ended at once, nothing was trained that could be lost."
-                )
                 _kill(ranks)
-                return 128 + number
+                return _ended_while_starting(number)
             if number == signal.SIGINT:
                 _write_line(
                     "Ctrl-C: the step is finished and saved; press it again to end at once, without saving."

@@ -19,7 +19,8 @@ from types import FrameType
 
 from mcore_rl.backend.binding import bind
 from mcore_rl.backend.failures import OomKills, Order, has_noted, note_failure, rank_death, rank_failure
-from mcore_rl.backend.launcher import FORWARDED, PR_SET_PDEATHSIG, raise_open_files, rank_of_launcher
+from mcore_rl.backend.forked_rank import PR_SET_PDEATHSIG
+from mcore_rl.backend.launcher import FORWARDED, raise_open_files, rank_of_launcher
 from mcore_rl.errors import INTERRUPTED_STATUS
 
 

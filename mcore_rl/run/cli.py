@@ -106,7 +106,7 @@ def start_ranks(command: Command, args: argparse.Namespace) -> int:
             *local_memory_violations(config, ranks, program.seq_length(config), trains=trains),
         ]
     )
-    return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)))
+    return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)), [command.module])
 
 
 def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:

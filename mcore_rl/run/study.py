@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     study = load_config(StudyConfig, Path(args.config), args.overrides)
     console = Console()
     planned = list(plan(study))
-    status, stopped = 0, False
+    status, stopped, module = 0, False, PROGRAMS["rl"].module
     with _asked_to_stop(study.budget_minutes) as is_asked:
         for index, run in enumerate(planned, start=1):
             title = f"{index}/{len(planned)} {run.arm}, seed {run.seed}"
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
             if stopped := is_asked.is_set():
                 break
             console.print(f"[bold]{title}[/]\n$ mcore-rl rl {' '.join(run.arguments)}", soft_wrap=True)
-            status = launch_local(PROGRAMS["rl"].module, run.arguments, run.ranks, next_log_dir(run.folder))
+            status = launch_local(module, run.arguments, run.ranks, next_log_dir(run.folder), [module])
             if is_asked.is_set():
                 status = 0  # a run that was still starting ends with the status of the signal
             stopped = not status and not run.is_done

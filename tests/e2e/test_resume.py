@@ -114,8 +114,9 @@ def started(words: list[str]) -> subprocess.Popen[bytes]:
 
 
 def ranks_of(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes of its ranks, in order."""
-    return sorted(psutil.Process(run.pid).children(), key=lambda child: int(child.environ()["RANK"]))
+    """The processes of its ranks, in order: a rank's output goes to its log, and that of rank 0 to a pipe."""
+    outputs = {os.readlink(f"/proc/{child.pid}/fd/1"): child for child in psutil.Process(run.pid).children()}
+    return [outputs[name] for name in sorted(outputs, key=lambda name: (not name.startswith("pipe:"), name))]
 
 
 def wait_for_step(run_dir: Path, step: int, run: "subprocess.Popen[bytes] | subprocess.Popen[str]") -> None:

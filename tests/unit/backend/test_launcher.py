@@ -36,11 +36,17 @@ def program(tmp_path, monkeypatch):
     return write
 
 
-def start_launcher(tmp_path, num_ranks):
-    """`launch_local` in a process of its own, to which signals can be sent."""
+def start_launcher(tmp_path, num_ranks, imports=(), devices=()):
+    """`launch_local` in a process of its own, to which signals can be sent; with `imports` it forks the ranks, without
+    the seconds that the import of torch._dynamo takes. `devices` are the files of accelerators of this torch.
+    """
+    settings = f"forked_rank.LATE = 'json'; forked_rank.DEVICES = {{'__version__': {list(devices)}}}; "
+    words = (
+        f"'a_program', ['x', 'a=b'], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r}), {list(imports)}"
+    )
     code = (
-        "import pathlib, sys; from mcore_rl.backend.launcher import launch_local; "
-        f"sys.exit(launch_local('a_program', [], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r})))"
+        f"import pathlib, sys; from mcore_rl.backend import forked_rank, launcher; {settings}"
+        f"sys.exit(launcher.launch_local({words}))"
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -73,6 +79,78 @@ def test_every_rank_knows_its_place(program, tmp_path, monkeypatch):
         assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("3", "3")
         assert (env["MASTER_ADDR"], env["OMP_NUM_THREADS"]) == ("127.0.0.1", "1")
     assert len({env["MASTER_PORT"] for _, env in seen}) == 1
+
+
+def run_launcher(tmp_path, imports):
+    """Return status, output and errors of two ranks of the program, and what each has written about itself."""
+    process = start_launcher(tmp_path, 2, imports)
+    output, errors = process.communicate(timeout=60)
+    written = [(tmp_path / f"rank_{rank}").read_text() for rank in range(2)]
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}").unlink()
+    return process.returncode, output, errors, [json.loads(text) for text in written]
+
+
+def test_a_forked_rank_is_as_one_of_a_fresh_python(program, tmp_path):
+    """Arguments, environment, session, standard streams, signals, `__main__`, clean-up at exit and status are equal."""
+    (tmp_path / "a_helper.py").write_text("import os, pathlib\npid = os.getpid()\n")
+    program("""
+        import atexit
+        import a_helper
+        sys.stdout.write(f"out of {rank}\\n")
+        seen = {
+            "words": sys.argv[1:],
+            "environment": {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "LC_CTYPE")},
+            "leads its session": os.getsid(0) == os.getpid(),
+            "input": sys.stdin.read(),
+            "signals": [str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
+            "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "main": [__name__, sys.modules["__main__"].__spec__.name, sys.modules["__main__"].rank],
+            "files": sorted(os.readlink(f"/proc/self/fd/{n}").partition(":")[0] for n in (0, 1, 2)),
+        }
+        (notes / f"forked_{rank}").write_text(str(a_helper.pid != os.getpid()))
+        atexit.register(lambda: (notes / f"rank_{rank}").write_text(json.dumps(seen)))
+        if rank == 1:
+            while not (notes / "rank_0").exists():
+                time.sleep(0.01)
+            sys.exit("the end of rank 1")
+    """)
+    fresh = run_launcher(tmp_path, [])
+    assert [(tmp_path / f"forked_{rank}").read_text() for rank in range(2)] == ["False", "False"]
+    forked = run_launcher(tmp_path, ["a_helper"])
+    assert [(tmp_path / f"forked_{rank}").read_text() for rank in range(2)] == ["True", "True"]
+    assert forked == fresh
+    assert (forked[0], forked[1]) == (1, b"out of 0\n") and b"the end of rank 1" in forked[2]
+
+
+@pytest.mark.parametrize("reason", ["an import fails", "a thread runs", "an accelerator"])
+def test_where_a_fork_is_unsound_ranks_are_fresh(program, tmp_path, reason):
+    body = {
+        "an import fails": "raise ImportError('boom')",
+        "a thread runs": "import threading, time; threading.Thread(target=time.sleep, args=(1,)).start()",
+        "an accelerator": "",
+    }
+    (tmp_path / "a_helper.py").write_text(f"{body[reason]}\n")
+    program("(notes / f'parent_{rank}').write_text(str('mcore_rl.backend.launcher' in sys.modules))")
+    process = start_launcher(tmp_path, 2, ["a_helper"], ["/dev/null"] if reason == "an accelerator" else [])
+    assert process.wait(timeout=60) == 0
+    assert [(tmp_path / f"parent_{rank}").read_text() for rank in range(2)] == ["False", "False"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_ends_the_launcher_at_once(program, tmp_path, number):
+    (tmp_path / "a_helper.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'importing')!r}).touch()\ntime.sleep(60)\n"
+    )
+    program("(notes / 'started').touch()")
+    process = start_launcher(tmp_path, 2, ["a_helper"])
+    wait_for(lambda: (tmp_path / "importing").exists())
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 128 + number and not (tmp_path / "started").exists()
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    said = f"{name} while starting: ended at once, nothing was trained that could be lost.\n"
+    assert errors.decode() == said
 
 
 def test_threads_are_left_alone_when_set_or_when_there_is_one_rank(program, tmp_path, monkeypatch):
@@ -172,7 +250,7 @@ def test_a_stop_signal_reaches_every_rank_that_trains_and_it_may_save(
     program, tmp_path, number, stage, status
 ):
     program(STOPPABLE.format(number=int(number), stage=stage))
-    process = start_launcher(tmp_path, 2)
+    process = start_launcher(tmp_path, 2, ["json"] if number == signal.SIGTERM else [])
     pids(tmp_path, 2)
     process.send_signal(number)
     _, errors = process.communicate(timeout=20)
@@ -210,7 +288,7 @@ def test_while_starting_a_signal_ends_the_ranks_at_once_without_traceback(progra
         (notes / f"pid_{rank}").write_text(f"{os.getpid()}.")
         time.sleep(60)
     """)
-    process = start_launcher(tmp_path, 2)
+    process = start_launcher(tmp_path, 2, ["json"] if number == signal.SIGINT else [])
     ranks = pids(tmp_path, 2)
     process.send_signal(number)
     _, errors = process.communicate(timeout=4)
@@ -220,12 +298,13 @@ def test_while_starting_a_signal_ends_the_ranks_at_once_without_traceback(progra
     assert errors.decode() == said
 
 
-def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path):
+@pytest.mark.parametrize("imports", [[], ["json"]], ids=["fresh", "forked"])
+def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path, imports):
     program("""
         (notes / f"pid_{rank}").write_text(f"{os.getpid()}.")
         time.sleep(60)
     """)
-    process = start_launcher(tmp_path, 2)
+    process = start_launcher(tmp_path, 2, imports)
     ranks = pids(tmp_path, 2)
     process.kill()
     process.communicate()

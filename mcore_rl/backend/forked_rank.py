@@ -1,0 +1,180 @@
+"""A rank that begins as a copy of its launcher, which has imported the program once for all of them. Imports no torch.
+
+A fresh Python spends 4 to 5 CPU-seconds on the imports of torch and Megatron; a copy of a process that has done so
+begins at once and shares their memory.
+"""
+
+import atexit
+import ctypes
+import importlib
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO
+
+THREADS = "OMP_NUM_THREADS"
+DEVICES = {
+    "cuda": ("/dev/nvidiactl", "/dev/nvhost-ctrl", "/dev/dxg"),
+    "hip": ("/dev/kfd", "/dev/dxg"),
+    "xpu": ("/dev/dri", "/dev/dxg"),
+}
+"""Device files of the accelerators that a build of torch may use; the last is that of Windows' Linux."""
+LATE = "torch._dynamo"
+"""A module that torch imports, for a second, when the first optimizer is made."""
+PR_SET_PDEATHSIG = 1
+
+
+def imported(modules: Sequence[str], threads: str) -> bool:
+    """Import `modules`, and return whether ranks may be copies of this process.
+
+    A copy of a process with several threads would wait for locks that nobody releases, and an accelerator's context
+    does not survive it: there the answer is False, as where there is nothing to import, or an import fails, which the
+    ranks then report.
+
+    Args:
+        modules: What the ranks will import, by name.
+        threads: The number of threads of a rank, which OpenMP and BLAS read when they are imported.
+    """
+    if not modules or sys.platform != "linux" or _may_use_accelerator():
+        return False
+    before = os.environ.get(THREADS)
+    os.environ[THREADS] = threads
+    try:
+        for module in (*modules, LATE):
+            importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError):  # a rank meets it again; its log and failure file name it
+        return False
+    finally:
+        if before is None:
+            del os.environ[THREADS]
+        else:
+            os.environ[THREADS] = before
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _may_use_accelerator() -> bool:
+    """Return whether the installed torch was built for a kind of accelerator that is here, without importing it."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return True
+    build = runpy.run_path(str(Path(found.origin).parent / "version.py"))
+    return any(
+        build.get(kind) is not None and any(Path(file).exists() for file in files)
+        for kind, files in DEVICES.items()
+    )
+
+
+class ForkedRank:
+    """`python -m module *args` in a copy of this process; it has the methods of subprocess.Popen that a launcher uses.
+
+    Args:
+        module: The program; it runs as `__main__`.
+        args: Its arguments.
+        environment: All of its environment variables.
+        log: File of its output; None for pipes, whose readers are `stdout` and `stderr`.
+        handled: Signals for which this process has handlers and the rank begins without.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        args: Sequence[str],
+        environment: Mapping[str, str],
+        log: IO[bytes] | None,
+        handled: Sequence[int],
+    ) -> None:
+        pipes = [] if log else [os.pipe(), os.pipe()]
+        outputs = [log.fileno()] * 2 if log else [writer for _, writer in pipes]
+        readers = [os.fdopen(reader, "rb", buffering=0) for reader, _ in pipes]
+        self.stdout: IO[bytes] | None
+        self.stderr: IO[bytes] | None
+        self.stdout, self.stderr = readers or (None, None)
+        self.returncode: int | None = None
+        arguments = (module, list(args), dict(environment), outputs, handled, os.getpid())
+        self._process = get_context("fork").Process(target=_be_the_rank, args=arguments)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # Until the copy has its own handlers, a signal would end in a handler of ours.
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+            for _, writer in pipes:
+                os.close(writer)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Return its exit status, the negative number of the signal that ended it, or None while it runs."""
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for its end and return as `poll` does."""
+        self._process.join()
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end, by SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+
+def _be_the_rank(
+    module: str,
+    args: list[str],
+    environment: dict[str, str],
+    outputs: list[int],
+    handled: Sequence[int],
+    parent: int,
+) -> None:
+    """Run the module as `python -m` does, in a session of its own that ends with the launcher."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended in between
+        os._exit(1)
+    for number in handled:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+    for number, (name, output) in enumerate(zip(("stdout", "stderr"), outputs, strict=True), start=1):
+        os.dup2(output, number)
+        stream = os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+        stream.reconfigure(write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    _set_threads(environment)
+    sys.argv = [module, *args]
+    sys.modules.pop(module, None)  # so that runpy does not warn that it runs a second time
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        error = sys.exception()
+        if isinstance(error, Exception):
+            sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()
+        if isinstance(error, Exception):
+            sys.exit(1)
+
+
+def _set_threads(environment: Mapping[str, str]) -> None:
+    """Have torch use the rank's number of threads, which its libraries read from the environment of the launcher."""
+    torch = sys.modules.get("torch")
+    if torch is not None and environment.get(THREADS, "").isdecimal():
+        torch.set_num_threads(int(environment[THREADS]))
