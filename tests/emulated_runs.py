@@ -21,7 +21,13 @@ def config(layers: str = "auto") -> PretrainConfig:
     """Latent attention, a router in fp32 and recomputation: most of what the patches are for."""
     recomputed = ("layernorm", "moe_act", "mla_up_proj")
     settings = PlatformConfig.model_validate(
-        {"layers": layers, "recompute": "selective", "recompute_modules": recomputed}
+        {
+            "layers": layers,
+            "recompute": "selective",
+            "recompute_modules": recomputed,
+            # In chunks on a GPU and whole on the CPU that it is compared with.
+            "logits_chunk_tokens": 7 if active() else None,
+        }
     )
     return parity.config_of(TINY[FAMILY], MeshConfig(), settings)
 

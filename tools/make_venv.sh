@@ -38,7 +38,8 @@ fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
-if torch=$("$venv/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null); then
+# The version by which pip knows it: torch's own has the build's suffix even where the package's has none.
+if torch=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null); then
     sed "s/^torch==.*/torch==$torch/" constraints.txt >"$constraints"
 else
     cp constraints.txt "$constraints"

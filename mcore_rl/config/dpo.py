@@ -40,7 +40,7 @@ class DPOSection(Section):
     """Folder of the reference's logprobs, which runs on the same data from the same checkpoint may share; `auto`:
     `<run_dir>/reference_logprobs`."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are in fp32 at a time."""
+    """Tokens whose logits are in fp32 at a time; of deferred logits `platform.logits_chunk_tokens`."""
 
     @property
     def uses_reference(self) -> bool:

@@ -488,7 +488,7 @@ class LossConfig(Section):
     importance_sampling_high: PositiveFloat = 2.0
     """Cap of truncated importance sampling (TIS), or the upper end of the masks of `importance_sampling`."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are in fp32 at a time."""
+    """Tokens whose logits are in fp32 at a time; of deferred logits `platform.logits_chunk_tokens`."""
 
     @property
     def clip(self) -> Clip:

@@ -10,6 +10,11 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.section import Seconds, Section, Seed, Store, Text
 
+WHOLE_LOGITS_BYTES, CHUNK_BYTES = 2**31, 2**29
+"""Bytes of fp32 logits that `platform.logits_chunk_tokens` = "auto" leaves whole, and of a chunk of larger ones."""
+CHUNK_MULTIPLE = 128
+"""Positions of which "auto" takes a multiple."""
+
 
 class PlatformConfig(Section):
     """The device that a run computes on, its number formats, and whose layers it uses."""
@@ -37,8 +42,27 @@ class PlatformConfig(Section):
     """Parts of a layer that `selective` recomputes."""
     recompute_layers: PositiveInt = 1
     """Layers between two activations that `full` keeps."""
+    logits_chunk_tokens: PositiveInt | Literal["auto"] | None = "auto"
+    """Positions whose logits a loss, or a pass for logprobs, has in memory at a time; the backward pass computes them
+    again. `auto`: all where they take at most 2 GiB in fp32 on a rank, else as many as take half a GiB; `none`: always
+    all."""
     timeout_s: Seconds = 600.0
     """Seconds that a collective may wait; one that waits longer ends the run."""
+
+    def logits_chunk(self, num_tokens: int, num_columns: int) -> int | None:
+        """Return how many of a microbatch's positions have logits at a time; None: all, which stay for the backward.
+
+        Args:
+            num_tokens: Positions of the microbatch on a rank.
+            num_columns: Ids of the vocabulary on a rank.
+        """
+        if self.logits_chunk_tokens != "auto":
+            return self.logits_chunk_tokens
+        if 4 * num_tokens * num_columns <= WHOLE_LOGITS_BYTES:
+            return None
+        # Matrix products are fastest with round numbers of rows.
+        most = CHUNK_BYTES // (4 * num_columns)
+        return max(CHUNK_MULTIPLE, most // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
 
 
 class TrainConfig(Section):

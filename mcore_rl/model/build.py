@@ -4,6 +4,11 @@ from typing import Any
 
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -14,20 +19,83 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.heads import ScoreModel
 from mcore_rl.model.spec import block_spec, mtp_spec
 from mcore_rl.model.transformer_config import transformer_config
-from mcore_rl.parallel.mesh import Mesh, is_first_chunk, is_last_chunk
-from mcore_rl.parallel.vocab import exclude_padding
+from mcore_rl.parallel.mesh import Axis, Mesh, is_first_chunk, is_last_chunk
+from mcore_rl.parallel.vocab import DeferredLogits, cross_entropy, exclude_padding
+
+
+class OutputLayer(ColumnParallelLinear):
+    """Megatron's output layer, which can leave its product to whoever reads the logits."""
+
+    is_deferred = False
+    """Whether the result is the hidden states `[s, B, D]` of all positions in the place of the logits `[s, B, v]`."""
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Collective over the tensor-parallel ranks: return the logits, or the hidden states, and None for a bias."""
+        if not self.is_deferred:
+            result: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
+            return result
+        # Each rank's slice of the vocabulary gives a part of the gradient: on the way back they are added up.
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
+        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
 
 
 class LanguageModel(GPTModel):
-    """Megatron's model with losses over the `num_tokens` ids of the vocabulary, without the rows that pad it."""
+    """Megatron's model with losses over the `num_tokens` ids of the vocabulary, without the rows that pad it.
+
+    With `settings.logits_chunk_tokens` the logits of a microbatch are never all in memory.
+    """
 
     num_tokens: int
+    settings: PlatformConfig
+    _chunk_tokens = 0
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Let the output layer defer its product; parameters and checkpoints stay as they are."""
+        if self.post_process:
+            assert type(self.output_layer) is ColumnParallelLinear
+            self.output_layer.__class__ = OutputLayer
+        super().setup_embeddings_and_output_layer()
+
+    def forward(self, *args: Any, defers_logits: bool = False, **kwargs: Any) -> Tensor | DeferredLogits:
+        """Return what GPTModel does: losses with labels, logits without; `defers_logits` allows deferred ones."""
+        chunk_tokens = None
+        if self.post_process and (defers_logits or kwargs.get("labels") is not None):
+            num_columns = self.output_layer.output_size_per_partition
+            chunk_tokens = self.settings.logits_chunk(kwargs["input_ids"].numel(), num_columns)
+        if chunk_tokens is None:
+            output: Tensor = super().forward(*args, **kwargs)
+            return output
+        self.output_layer.is_deferred, self._chunk_tokens = True, chunk_tokens
+        try:
+            output = super().forward(*args, **kwargs)
+        finally:
+            self.output_layer.is_deferred = False
+        return output if kwargs.get("labels") is not None else self._deferred(output)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the cross entropy `[B, s]` of `labels` `[B, s]`; of `logits` `[s, B, v]`, padding is overwritten."""
-        exclude_padding(logits, self.pg_collection.tp, self.num_tokens)
+        """Return the cross entropy `[B, s]` of `labels` `[B, s]`; of `logits` `[s, B, v]`, padding is overwritten.
+
+        With a deferred output layer `logits` are the hidden states `[s, B, D]`.
+        """
+        tp = self.pg_collection.tp
+        if self.output_layer.is_deferred:
+            losses_T = cross_entropy(
+                self._deferred(logits.flatten(0, 1)),
+                labels.t().flatten(),
+                Axis(tp, tp.rank(), tp.size()),
+                vocab_size=self.num_tokens,
+            )
+            return losses_T.view(labels.t().shape).t().contiguous()
+        exclude_padding(logits, tp, self.num_tokens)
         losses: Tensor = super().compute_language_model_loss(labels, logits)
         return losses
+
+    def _deferred(self, hidden: Tensor) -> DeferredLogits:
+        # The output layer has no weight of its own where it is tied to an embedding on this rank.
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        return DeferredLogits(hidden, weight, self._chunk_tokens)
 
 
 def build_model(
@@ -39,7 +107,7 @@ def build_model(
     """
     config = transformer_config(model, mesh, platform, settings)
     stages = range(mesh.config.vpp) if mesh.config.vpp > 1 else [None]
-    return [_build_chunk(config, model, platform, stage) for stage in stages]
+    return [_build_chunk(config, model, platform, settings, stage) for stage in stages]
 
 
 def build_uninitialized(
@@ -48,7 +116,7 @@ def build_uninitialized(
     """Return the whole model as one chunk with uninitialized weights, whose memory is not touched yet."""
     config = transformer_config(model, mesh, platform, settings)
     config.perform_initialization = False
-    return _build_chunk(config, model, platform, None)
+    return _build_chunk(config, model, platform, settings, None)
 
 
 def unwrap(chunk: nn.Module) -> GPTModel:
@@ -60,7 +128,11 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 
 
 def _build_chunk(
-    config: TransformerConfig, model: ModelConfig, platform: Platform, vp_stage: int | None
+    config: TransformerConfig,
+    model: ModelConfig,
+    platform: Platform,
+    settings: PlatformConfig,
+    vp_stage: int | None,
 ) -> nn.Module:
     te = platform.layers == "te"
     yarn = model.rope.scaling == "yarn" and not config.multi_latent_attention
@@ -81,7 +153,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if isinstance(chunk, LanguageModel):
-        chunk.num_tokens = model.vocab_size
+        chunk.num_tokens, chunk.settings = model.vocab_size, settings
     chunk.model_type = ModelType.encoder_or_decoder
     for name, param in chunk.named_parameters():
         # Megatron 0.16 reduces experts' gradients over the dense data-parallel group when ep = 1, which is wrong for

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mcore_rl.parallel.mesh import layer_groups
 from mcore_rl.parallel.routers import routers
+from mcore_rl.parallel.vocab import last_tensor
 
 Routing = Callable[[nn.Module, int], AbstractContextManager[None]]
 """Context for the forward of one chunk on one microbatch, by index: inside, it decides which experts tokens go to."""
@@ -73,9 +74,15 @@ class Head(Protocol[Input]):
         """Return the number of tokens of one microbatch of this rank that the loss counts, an integer scalar."""
         ...
 
-    def __call__(self, microbatch: Input, output: Tensor) -> HeadOutput:
-        """Return the loss and the outputs of one microbatch of this rank."""
+    def __call__(self, microbatch: Input, output: Any) -> HeadOutput:
+        """Return the loss and the outputs of one microbatch of this rank from the model's: a tensor, or deferred logits
+        where the head is a `ReadsDeferredLogits`.
+        """
         ...
+
+
+class ReadsDeferredLogits:
+    """A head that also takes `DeferredLogits` `[B, s, v]` in the place of logits."""
 
 
 def free_routing(chunk: nn.Module, index: int) -> AbstractContextManager[None]:
@@ -106,14 +113,17 @@ def run_pass(
     """
     found = {chunk: [router for _, router in routers(chunk)] for chunk in chunks}
 
-    def forward_step(queue: Iterator[tuple[int, Input]], chunk: nn.Module) -> tuple[Tensor, Any]:
+    options = {"defers_logits": True} if isinstance(head, ReadsDeferredLogits) else {}
+
+    def forward_step(queue: Iterator[tuple[int, Input]], chunk: nn.Module) -> tuple[Any, Any]:
         index, microbatch = next(queue)
         _name_sequences(found[chunk], microbatch)
         with routing(chunk, index):
-            output = chunk(**microbatch.model_inputs(with_labels=head.wants_losses))
-        if output.requires_grad and microbatch.packed_spans is not None:
+            output = chunk(**microbatch.model_inputs(with_labels=head.wants_losses), **options)
+        tensor = last_tensor(output)
+        if tensor.requires_grad and microbatch.packed_spans is not None:
             # The gradient of the output arrives before anything of this microbatch is recomputed.
-            output.register_hook(lambda _: _name_sequences(found[chunk], microbatch))
+            tensor.register_hook(lambda _: _name_sequences(found[chunk], microbatch))
         return output, partial(_apply_head, head, microbatch)
 
     num_sequences, length = microbatches[0].shape
@@ -172,7 +182,7 @@ def _name_sequences(found: Sequence[TopKRouter], microbatch: PassInput) -> None:
 
 
 def _apply_head(
-    head: Head[Input], microbatch: Input, output: Tensor
+    head: Head[Input], microbatch: Input, output: Any
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     # Three values tell Megatron that the loss is a sum: it divides by the count of all ranks, not by microbatches.
     result = head(microbatch, output)

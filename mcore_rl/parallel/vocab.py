@@ -1,5 +1,10 @@
-"""Logits whose vocabulary is divided into equal slices over the tensor-parallel ranks."""
+"""Logits whose vocabulary is divided into equal slices over the tensor-parallel ranks.
 
+Logits of a large vocabulary take more memory than the rest of a microbatch: 8,192 positions times 152k ids are 5 GB in
+fp32, and a loss has several tensors of that size. As `DeferredLogits` they are never there at once.
+"""
+
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +12,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_rl.backend.cpu.products import is_worthwhile, product, weight_gradient
 from mcore_rl.parallel.mesh import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredLogits:
+    """Logits `[T, v]` (with rows: `[B, s, v]`) that whoever reads them computes, `chunk_tokens` positions at a time.
+
+    They are the products of the hidden states `[T, D]` with the output weight `[v, D]`, this rank's slice. A backward
+    pass computes them again, which costs one more product in three.
+    """
+
+    hidden_TD: Tensor
+    weight_vD: Tensor
+    chunk_tokens: int
+
+    def __getitem__(self, row: int) -> "DeferredLogits":
+        """Return the logits of one row of a batch."""
+        return DeferredLogits(self.hidden_TD[row], self.weight_vD, self.chunk_tokens)
+
+
+Logits = Tensor | DeferredLogits
+"""Logits `[T, v]` of this rank's slice of the vocabulary."""
+
+
+def last_tensor(output: Logits) -> Tensor:
+    """Return the tensor of a model's output whose gradient comes before all others in the backward pass."""
+    return output if isinstance(output, Tensor) else output.hidden_TD
 
 
 @torch.no_grad()
@@ -47,7 +79,7 @@ class TokenStatistics(NamedTuple):
 
 
 def logprobs_and_entropy(
-    logits_Tv: Tensor, targets_T: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
+    logits_Tv: Logits, targets_T: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
 ) -> TokenStatistics:
     """Collective over `tp` (forward only): logprobs and entropies under softmax(logits / temperature).
 
@@ -59,19 +91,31 @@ def logprobs_and_entropy(
         tp: The tensor-parallel ranks, each with an equal slice.
         vocab_size: Number of token ids; the columns after them pad the vocabulary and have no probability.
         temperature: Divides the logits.
-        chunk_tokens: Positions that are computed at once.
+        chunk_tokens: Positions that are computed at once; deferred logits have a number of their own.
 
     Returns:
         The statistics, equal on all ranks of `tp`; zeros where the target is ignored.
     """
     shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
-    logprobs_T, entropy_T = _LogprobsAndEntropy.apply(logits_Tv, targets_T, shard)  # type: ignore[no-untyped-call]
+    rows_N = (targets_T != IGNORED_TARGET).nonzero().flatten()
+    logprobs_T, entropy_T = _LogprobsAndEntropy.apply(*_factors(logits_Tv), targets_T, rows_N, shard)  # type: ignore[no-untyped-call]
     return TokenStatistics(logprobs_T, entropy_T)
+
+
+def cross_entropy(logits_Tv: DeferredLogits, targets_T: Tensor, tp: Axis, *, vocab_size: int) -> Tensor:
+    """Collective over `tp` (forward only): return the cross entropy `[T]` of the targets in nats, in float32 or more.
+
+    Every position is computed, so that a host need not wait for the number of those with a target.
+    """
+    shard = _shard(logits_Tv, tp, vocab_size, 1.0, logits_Tv.chunk_tokens)._replace(has_entropy=False)
+    rows_T = torch.arange(len(targets_T), device=targets_T.device)
+    logprobs_T: Tensor = _LogprobsAndEntropy.apply(*_factors(logits_Tv), targets_T, rows_T, shard)[0]  # type: ignore[no-untyped-call]
+    return -logprobs_T
 
 
 @torch.no_grad()
 def vocabulary_logprobs(
-    logits_Tv: Tensor, rows_N: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
+    logits_Tv: Logits, rows_N: Tensor, tp: Axis, *, vocab_size: int, temperature: float, chunk_tokens: int
 ) -> Tensor:
     """Collective over `tp`: return the logprobs `[N, valid]`, float32, of this rank's slice of the vocabulary, without
     the columns that pad it, at the positions `rows_N`.
@@ -81,14 +125,14 @@ def vocabulary_logprobs(
     found = [
         shard.scaled(logits_Tv, rows_C).clamp_(min=LOWEST).sub_(log_partition_C[:, None]).float()
         for rows_C, log_partition_C in zip(
-            rows_N.split(chunk_tokens), log_partition_N.split(chunk_tokens), strict=True
+            rows_N.split(shard.chunk_tokens), log_partition_N.split(shard.chunk_tokens), strict=True
         )
     ]
     return torch.cat(found)
 
 
 def reverse_kl(
-    logits_Tv: Tensor,
+    logits_Tv: Logits,
     other_Nv: Tensor,
     rows_N: Tensor,
     tp: Axis,
@@ -107,17 +151,27 @@ def reverse_kl(
         tp: the tensor-parallel ranks.
         vocab_size: number of token ids; the columns after them pad the vocabulary.
         temperature: divides the logits.
-        chunk_tokens: positions that are computed at once.
+        chunk_tokens: positions that are computed at once; deferred logits have a number of their own.
         limit_nats: q counts as no more than this below p, where the KL would be infinite otherwise.
     """
     shard = _shard(logits_Tv, tp, vocab_size, temperature, chunk_tokens)
-    kl_T: Tensor = _ReverseKL.apply(logits_Tv, other_Nv, rows_N, shard, limit_nats)  # type: ignore[no-untyped-call]
+    kl_T: Tensor = _ReverseKL.apply(*_factors(logits_Tv), other_Nv, rows_N, shard, limit_nats)  # type: ignore[no-untyped-call]
     return kl_T
 
 
-def _shard(logits_Tv: Tensor, tp: Axis, vocab_size: int, temperature: float, chunk_tokens: int) -> "_Shard":
-    num_valid = min(max(vocab_size - tp.rank * logits_Tv.shape[-1], 0), logits_Tv.shape[-1])
-    return _Shard(tp, tp.rank * logits_Tv.shape[-1], num_valid, 1.0 / temperature, chunk_tokens)
+def _factors(logits_Tv: Logits) -> tuple[Tensor, Tensor | None]:
+    """Return the tensors that have gradients: the logits and None, or the factors of deferred ones."""
+    if isinstance(logits_Tv, Tensor):
+        return logits_Tv, None
+    return logits_Tv.hidden_TD, logits_Tv.weight_vD
+
+
+def _shard(logits_Tv: Logits, tp: Axis, vocab_size: int, temperature: float, chunk_tokens: int) -> "_Shard":
+    num_columns = logits_Tv.shape[-1] if isinstance(logits_Tv, Tensor) else len(logits_Tv.weight_vD)
+    num_valid = min(max(vocab_size - tp.rank * num_columns, 0), num_columns)
+    if isinstance(logits_Tv, DeferredLogits):
+        chunk_tokens = logits_Tv.chunk_tokens
+    return _Shard(tp, tp.rank * num_columns, num_valid, 1.0 / temperature, chunk_tokens)
 
 
 class _Shard(NamedTuple):
@@ -128,11 +182,21 @@ class _Shard(NamedTuple):
     num_valid: int
     inverse_temperature: float
     chunk_tokens: int
+    has_entropy: bool = True
 
-    def scaled(self, logits_Tv: Tensor, rows_C: Tensor) -> Tensor:
+    def logits(self, tensor_TX: Tensor, weight_vD: Tensor | None) -> Logits:
+        """Return logits from what `_factors` made of them."""
+        return tensor_TX if weight_vD is None else DeferredLogits(tensor_TX, weight_vD, self.chunk_tokens)
+
+    def scaled(self, logits_Tv: Logits, rows_C: Tensor) -> Tensor:
         """Return a new tensor: the valid logits of these rows divided by the temperature, in float32 or more."""
-        picked_Cv = logits_Tv[:, : self.num_valid].index_select(0, rows_C)
-        return picked_Cv.to(_exact(logits_Tv.dtype)).mul_(self.inverse_temperature)
+        if isinstance(logits_Tv, Tensor):
+            picked_Cv = logits_Tv[:, : self.num_valid].index_select(0, rows_C)
+        else:
+            picked_Cv = product(
+                logits_Tv.hidden_TD.index_select(0, rows_C), logits_Tv.weight_vD[: self.num_valid]
+            )
+        return picked_Cv.to(_exact(picked_Cv.dtype)).mul_(self.inverse_temperature)
 
     def column_of(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         """Return the column of each target in the slice (0 where it is elsewhere), and whether it is in the slice."""
@@ -141,20 +205,64 @@ class _Shard(NamedTuple):
         return column_C.where(here_C, 0), here_C
 
 
+class _Gradient:
+    """Gradient of logits, or of the two factors of deferred ones, which is put together from chunks of rows."""
+
+    def __init__(self, logits_Tv: Logits, shard: _Shard) -> None:
+        self._logits_Tv = logits_Tv
+        self._shard = shard
+        if isinstance(logits_Tv, Tensor):
+            self._rows_TX = torch.zeros_like(logits_Tv)
+        else:
+            self._rows_TX = torch.zeros_like(logits_Tv.hidden_TD)
+            # A sum over chunks in bf16 would lose what each of them adds.
+            weight_vD = logits_Tv.weight_vD
+            self._weight_vD = torch.zeros_like(weight_vD, dtype=_exact(weight_vD.dtype))
+
+    def add(self, rows_C: Tensor, grad_Cv: Tensor) -> None:
+        """Take the gradient of the scaled logits of some rows, which is overwritten; no row may come twice."""
+        shard, logits_Tv = self._shard, self._logits_Tv
+        grad_Cv = grad_Cv.mul_(shard.inverse_temperature).to(self._rows_TX.dtype)
+        if isinstance(logits_Tv, Tensor):
+            self._rows_TX[rows_C, : shard.num_valid] = grad_Cv
+            return
+        hidden_CD, weight_vD = logits_Tv.hidden_TD[rows_C], logits_Tv.weight_vD[: shard.num_valid]
+        self._rows_TX[rows_C] = product(grad_Cv, weight_vD.t())
+        by_onednn = is_worthwhile(grad_Cv.t(), hidden_CD.shape[1])
+        self._weight_vD[: shard.num_valid] += (
+            weight_gradient(grad_Cv, hidden_CD) if by_onednn else torch.mm(grad_Cv.t(), hidden_CD)
+        )
+
+    def factors(self) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of what `_factors` returns."""
+        if isinstance(self._logits_Tv, Tensor):
+            return self._rows_TX, None
+        return self._rows_TX, self._weight_vD.to(self._logits_Tv.weight_vD.dtype)
+
+
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """Function that saves the logits and three numbers a token; its backward computes the softmax again."""
+    """Function that saves the logits, or their factors, and three numbers a token; its backward computes the softmax
+    again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-        rows_N = (targets_T != IGNORED_TARGET).nonzero().flatten()
-        highest_N, sums_3N = _sums(logits_Tv, targets_T, rows_N, shard)
+    def forward(
+        ctx: Any,
+        tensor_TX: Tensor,
+        weight_vD: Tensor | None,
+        targets_T: Tensor,
+        rows_N: Tensor,
+        shard: _Shard,
+    ) -> tuple[Tensor, Tensor]:
+        highest_N, sums_3N = _sums(shard.logits(tensor_TX, weight_vD), targets_T, rows_N, shard)
         total_N, weighted_N, target_N = sums_3N
         log_total_N = total_N.log()
         entropy_N = log_total_N - weighted_N / total_N
         results = total_N.new_zeros(len(targets_T)), total_N.new_zeros(len(targets_T))
         results[0][rows_N] = (target_N - highest_N) - log_total_N
-        results[1][rows_N] = entropy_N
-        ctx.save_for_backward(logits_Tv, targets_T, rows_N, highest_N + log_total_N, entropy_N)
+        if shard.has_entropy:
+            results[1][rows_N] = entropy_N
+        ctx.save_for_backward(tensor_TX, weight_vD, targets_T, rows_N, highest_N + log_total_N, entropy_N)
         ctx.shard = shard
         ctx.set_materialize_grads(False)
         return results
@@ -163,12 +271,13 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         if grad_logprobs_T is None and grad_entropy_T is None:
-            return None, None, None
-        logits_Tv, targets_T, rows_N, log_partition_N, entropy_N = ctx.saved_tensors
+            return None, None, None, None, None
+        tensor_TX, weight_vD, targets_T, rows_N, log_partition_N, entropy_N = ctx.saved_tensors
         shard: _Shard = ctx.shard
-        grad_Tv = torch.zeros_like(logits_Tv)
+        logits_Tv = shard.logits(tensor_TX, weight_vD)
+        gradient = _Gradient(logits_Tv, shard)
         for rows_C, log_partition_C, entropy_C in zip(
             rows_N.split(shard.chunk_tokens),
             log_partition_N.split(shard.chunk_tokens),
@@ -176,11 +285,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             strict=True,
         ):
             logprobs_Cv = shard.scaled(logits_Tv, rows_C).sub_(log_partition_C[:, None])
-            grad_Cv = logprobs_Cv.exp()
             if grad_entropy_T is None:
                 assert grad_logprobs_T is not None
-                grad_Cv.mul_(-grad_logprobs_T[rows_C][:, None])
+                grad_Cv = logprobs_Cv.exp_().mul_(-grad_logprobs_T[rows_C][:, None])
             else:
+                grad_Cv = logprobs_Cv.exp()
                 # dH/dx = -p (log p + H), dlogprob/dx = 1[target] - p.
                 pull_Cv = (
                     logprobs_Cv.clamp_(min=LOWEST)
@@ -194,17 +303,26 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 column_C, here_C = shard.column_of(targets_T[rows_C])
                 at_target_C = grad_logprobs_T[rows_C].where(here_C, 0)
                 grad_Cv.scatter_add_(1, column_C[:, None], at_target_C[:, None])
-            grad_Tv[rows_C, : shard.num_valid] = grad_Cv.mul_(shard.inverse_temperature).to(grad_Tv.dtype)
-        return grad_Tv, None, None
+            gradient.add(rows_C, grad_Cv)
+        return *gradient.factors(), None, None, None
 
 
 class _ReverseKL(torch.autograd.Function):
-    """Function that saves the logits and two numbers a token; its backward computes the softmax again."""
+    """Function that saves the logits, or their factors, and two numbers a token; its backward computes the softmax
+    again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_Tv: Tensor, other_Nv: Tensor, rows_N: Tensor, shard: _Shard, limit_nats: float
+        ctx: Any,
+        tensor_TX: Tensor,
+        weight_vD: Tensor | None,
+        other_Nv: Tensor,
+        rows_N: Tensor,
+        shard: _Shard,
+        limit_nats: float,
     ) -> Tensor:
+        logits_Tv = shard.logits(tensor_TX, weight_vD)
         log_partition_N = _log_partition(logits_Tv, rows_N, shard)
         kl_N = torch.zeros_like(log_partition_N)
         for start in range(0, len(rows_N), shard.chunk_tokens):
@@ -215,18 +333,19 @@ class _ReverseKL(torch.autograd.Function):
             kl_N[chunk] = (logprobs_Cv.exp() * gaps_Cv).sum(dim=1)
         if shard.tp.size > 1:
             dist.all_reduce(kl_N, group=shard.tp.group)
-        ctx.save_for_backward(logits_Tv, other_Nv, rows_N, log_partition_N, kl_N)
+        ctx.save_for_backward(tensor_TX, weight_vD, other_Nv, rows_N, log_partition_N, kl_N)
         ctx.shard, ctx.limit_nats = shard, limit_nats
-        kl_T = kl_N.new_zeros(len(logits_Tv))
+        kl_T = kl_N.new_zeros(len(tensor_TX))
         kl_T[rows_N] = kl_N
         return kl_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits_Tv, other_Nv, rows_N, log_partition_N, kl_N = ctx.saved_tensors
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        tensor_TX, weight_vD, other_Nv, rows_N, log_partition_N, kl_N = ctx.saved_tensors
         shard: _Shard = ctx.shard
-        grad_Tv = torch.zeros_like(logits_Tv)
+        logits_Tv = shard.logits(tensor_TX, weight_vD)
+        gradient = _Gradient(logits_Tv, shard)
         for start in range(0, len(rows_N), shard.chunk_tokens):
             chunk = slice(start, start + shard.chunk_tokens)
             rows_C = rows_N[chunk]
@@ -235,12 +354,12 @@ class _ReverseKL(torch.autograd.Function):
             )
             # dKL/dx = p (log p - log q - KL): the derivative of log p itself sums to zero over the vocabulary.
             pull_Cv = logprobs_Cv.exp_().mul_(gaps_Cv.sub_(kl_N[chunk, None])).mul_(grad_T[rows_C][:, None])
-            grad_Tv[rows_C, : shard.num_valid] = pull_Cv.mul_(shard.inverse_temperature).to(grad_Tv.dtype)
-        return grad_Tv, None, None, None, None
+            gradient.add(rows_C, pull_Cv)
+        return *gradient.factors(), None, None, None, None
 
 
 def _gaps(
-    logits_Tv: Tensor,
+    logits_Tv: Logits,
     other_Cv: Tensor,
     rows_C: Tensor,
     log_partition_C: Tensor,
@@ -253,14 +372,15 @@ def _gaps(
     return logprobs_Cv, (logprobs_Cv - other_Cv).clamp_(max=limit_nats)
 
 
-def _log_partition(logits_Tv: Tensor, rows_N: Tensor, shard: _Shard) -> Tensor:
+def _log_partition(logits_Tv: Logits, rows_N: Tensor, shard: _Shard) -> Tensor:
     """Collective over the shard's ranks: return the log of the sum of e^x over the whole vocabulary, `[N]`."""
-    no_target_T = torch.zeros(len(logits_Tv), dtype=torch.int64, device=logits_Tv.device)
+    tensor_TX, _ = _factors(logits_Tv)
+    no_target_T = torch.zeros(len(tensor_TX), dtype=torch.int64, device=tensor_TX.device)
     highest_N, sums_3N = _sums(logits_Tv, no_target_T, rows_N, shard)
     return highest_N + sums_3N[0].log()
 
 
-def _sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+def _sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
     """Collective over the shard's ranks: return what `_local_sums` returns, of the whole vocabulary."""
     highest_N, sums_3N = _local_sums(logits_Tv, targets_T, rows_N, shard)
     if shard.tp.size > 1:
@@ -273,11 +393,12 @@ def _sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -
     return highest_N, sums_3N
 
 
-def _local_sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Return of this slice, for each row, the highest logit x, and three sums: e^y, y e^y with y = x - highest, and
-    the target's x (0 where another rank has it).
+def _local_sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Return of this slice, for each row, the highest logit x, and three sums: e^y, y e^y with y = x - highest (0
+    where no entropy is wanted), and the target's x (0 where another rank has it).
     """
-    exact = logits_Tv.new_empty(0, dtype=_exact(logits_Tv.dtype))
+    tensor_TX, _ = _factors(logits_Tv)
+    exact = tensor_TX.new_empty(0, dtype=_exact(tensor_TX.dtype))
     highest_N = exact.new_full((len(rows_N),), -torch.inf)
     sums_3N = exact.new_zeros((3, len(rows_N)))
     if not shard.num_valid:
@@ -291,9 +412,10 @@ def _local_sums(logits_Tv: Tensor, targets_T: Tensor, rows_N: Tensor, shard: _Sh
         scaled_Cv.clamp_(min=LOWEST)
         highest_N[chunk] = scaled_Cv.amax(dim=1)
         scaled_Cv.sub_(highest_N[chunk, None])
-        exponential_Cv = scaled_Cv.exp()
+        exponential_Cv = scaled_Cv.exp() if shard.has_entropy else scaled_Cv.exp_()
         sums_3N[0, chunk] = exponential_Cv.sum(dim=1)
-        sums_3N[1, chunk] = exponential_Cv.mul_(scaled_Cv).sum(dim=1)
+        if shard.has_entropy:
+            sums_3N[1, chunk] = exponential_Cv.mul_(scaled_Cv).sum(dim=1)
     return highest_N, sums_3N
 
 

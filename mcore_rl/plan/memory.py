@@ -52,7 +52,7 @@ class Memory:
     recomputed: int
     """Activations of the layers whose forward pass is being repeated for the backward pass."""
     logits: int
-    """Logits, their fp32 copy for the loss, and their gradient."""
+    """Logits, their fp32 copy for the loss, and their gradient; of deferred ones those of a chunk."""
     rollout_cache: int = 0
     """Keys and values of completions in progress, which exist at other times than activations."""
     routes: int = 0
@@ -305,9 +305,7 @@ def _memory(
     state = STATE_BYTES[precision]
     fp8 = FP8_COPIES_BYTES if config.platform.fp8 != "none" else 0
     has_logits = stage == mesh.pp - 1 and config.model.head == "logits"
-    heads = (1 + config.model.mtp_layers) if has_logits else 0
-    # The output layer's result, its fp32 copy for the loss, and the gradient in fp32.
-    logits = layer.tokens * config.model.padded_vocab_size // mesh.tp * (element + 4 + 4)
+    logits = _logits(config, layer) if has_logits else 0
 
     def weights_bytes(weights: Weights) -> int:
         return weights.bytes(element) + weights.total * fp8
@@ -336,7 +334,7 @@ def _memory(
                 weights=always + (0 if updated.has_weights else weights_bytes(weights)),
                 gradients=sum(gradient_bytes(each) for _, each in resident),
                 optimizer=sum(state_bytes(*each) for each in resident),
-                logits=heads * logits if updated.model.head == "logits" else 0,
+                logits=logits if updated.model.head == "logits" else 0,
             )
         )
     fullest = max(
@@ -385,6 +383,20 @@ def _memory(
             + (gradient_bytes(weights) if one.store == "device" else 0)
             for one, weights in trained
         ),
+    )
+
+
+def _logits(config: RunConfig, layer: LayerActivations) -> int:
+    """Return the bytes of a microbatch's logits and their loss, on the last stage."""
+    columns = config.model.padded_vocab_size // config.mesh.tp
+    chunk = config.platform.logits_chunk(layer.tokens, columns)
+    if chunk is None:
+        # The output layer's result, its fp32 copy for the loss, and the gradient in fp32.
+        heads = 1 + config.model.mtp_layers
+        return heads * (layer.tokens * columns * (layer.element + 4 + 4))
+    # A product, its fp32 copy, two fp32 results; the weight's gradient, summed in fp32, with the part of a chunk.
+    return chunk * columns * (layer.element + 3 * 4) + columns * config.model.hidden_size * (
+        layer.element + 4
     )
 
 

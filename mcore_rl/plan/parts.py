@@ -61,6 +61,8 @@ class Workload:
     fp8: bool = False
     recompute: str = "none"
     recompute_modules: tuple[str, ...] = ()
+    defers_logits: bool = False
+    """Whether the backward pass computes the logits again, a chunk at a time."""
     deepep: bool = False
     overlap_ep: bool = False
     """Whether the experts' exchange overlaps with another microbatch's computation."""
@@ -136,6 +138,10 @@ def workload_of(config: RunConfig, device: Device, world_size: int, seq_length: 
         fp8=platform.fp8 != "none",
         recompute=platform.recompute,
         recompute_modules=platform.recompute_modules if platform.recompute == "selective" else (),
+        defers_logits=platform.logits_chunk(
+            train.micro_batch * seq_length // config.mesh.cp, config.model.padded_vocab_size // config.mesh.tp
+        )
+        is not None,
         deepep=config.model.is_moe and config.model.moe.dispatcher == "deepep",
         overlap_dp=config.mesh.overlap_grad_reduce,
         offload_fraction=config.optim.offload_fraction,
@@ -272,6 +278,8 @@ def output_times(work: Workload) -> Seconds:
     rows = work.model.padded_vocab_size // work.mesh.tp if work.model.head == "logits" else 1
     forward, backward = roof.linear(roof.tokens, rows, work.model.hidden_size)
     loss = roof.moved(roof.tokens * rows * 4.0 * 4)
+    if work.defers_logits and work.model.head == "logits":
+        backward += forward
     return forward + loss / 2, backward + loss / 2
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.routers import replayed_routers
+from mcore_rl.parallel.vocab import Logits, last_tensor
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -160,12 +161,12 @@ class ChunkRouters:
         assert self._in_forward is not None
         self._in_forward.ids_Bs = kwargs["input_ids"]
 
-    def _on_output(self, chunk: nn.Module, args: Any, output: Tensor) -> None:
+    def _on_output(self, chunk: nn.Module, args: Any, output: Logits) -> None:
         microbatch = self._in_forward
         assert microbatch is not None
-        if output.requires_grad:
+        if last_tensor(output).requires_grad:
             # The gradient of the output arrives before anything of this microbatch is recomputed.
-            output.register_hook(lambda _: self._begin_backward(microbatch))
+            last_tensor(output).register_hook(lambda _: self._begin_backward(microbatch))
 
     def _begin_backward(self, microbatch: ChunkMicrobatch) -> None:
         done, self._in_backward = self._in_backward, microbatch

@@ -25,6 +25,7 @@ from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import Routing
+from mcore_rl.parallel.vocab import Logits, last_tensor
 from mcore_rl.replay.checksums import expert_hashes, token_hashes
 from mcore_rl.replay.layouts import MicrobatchLayout
 
@@ -411,11 +412,11 @@ class Witness:
         microbatch.token_hashes_t = token_hashes(ids_sB.reshape(-1), position_t, index_t >= 0)
         microbatch.target_t = index_t.clamp_min(0)
 
-    def _on_output(self, chunk: nn.Module, args: Any, output: Tensor) -> None:
+    def _on_output(self, chunk: nn.Module, args: Any, output: Logits) -> None:
         index = self._in_forward.get(chunk)
-        if index is not None and output.requires_grad:
+        if index is not None and last_tensor(output).requires_grad:
             # The gradient of the output arrives before anything of this microbatch is recomputed.
-            output.register_hook(lambda _: self._in_backward.__setitem__(chunk, index))
+            last_tensor(output).register_hook(lambda _: self._in_backward.__setitem__(chunk, index))
 
     def _on_router_of(self, chunk: nn.Module) -> OnCall:
         def on_call(

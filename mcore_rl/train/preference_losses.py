@@ -10,7 +10,8 @@ from torch.nn.functional import softplus
 from mcore_rl.config.dpo import DPOKind, DPOSection
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import HeadOutput
+from mcore_rl.parallel.schedule import HeadOutput, ReadsDeferredLogits
+from mcore_rl.parallel.vocab import Logits
 from mcore_rl.train.preferences import AnswerLogprobHead, PreferenceMicrobatch
 
 LARGEST_LOGPROB = -(2.0**-24)
@@ -135,7 +136,7 @@ def pair_losses(
     return PairLosses(loss_P=loss_P, chosen_P=rewards_N[chosen_P], rejected_P=rewards_N[rejected_P])
 
 
-class DPOHead:
+class DPOHead(ReadsDeferredLogits):
     """Computes the loss that the section `dpo` names, from the logprobs of whole answers."""
 
     wants_losses = False
@@ -149,7 +150,7 @@ class DPOHead:
         """Return the number of pairs, on the first of the context-parallel ranks."""
         return microbatch.num_pairs(self._mesh.cp)
 
-    def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
+    def __call__(self, microbatch: PreferenceMicrobatch, output: Logits) -> HeadOutput:
         """Return the loss of one microbatch, and output sums over its pairs."""
         logprobs_N = self._logprobs.answer_logprobs(microbatch, output)
         pairs = pair_losses(

@@ -18,9 +18,9 @@ from mcore_rl.data.preferences import Preferences
 from mcore_rl.model.inputs import PackedMicrobatch, localize
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Axis, Mesh
-from mcore_rl.parallel.schedule import Head, HeadOutput, run_pass
+from mcore_rl.parallel.schedule import Head, HeadOutput, ReadsDeferredLogits, run_pass
 from mcore_rl.parallel.sequence import zigzag_spans
-from mcore_rl.parallel.vocab import IGNORED_TARGET, logprobs_and_entropy
+from mcore_rl.parallel.vocab import IGNORED_TARGET, Logits, logprobs_and_entropy
 from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.loop import GivenDataTrainer, Run
 from mcore_rl.train.state import TrainState
@@ -297,7 +297,7 @@ def pair_sums(
     return totals
 
 
-class AnswerLogprobHead:
+class AnswerLogprobHead(ReadsDeferredLogits):
     """Keeps `logprobs` `[N]`: the logprob of each whole answer in nats, float64; there is no loss."""
 
     wants_losses = False
@@ -307,7 +307,7 @@ class AnswerLogprobHead:
         self._vocab_size = vocab_size
         self._chunk_tokens = chunk_tokens
 
-    def token_logprobs(self, microbatch: PreferenceMicrobatch, output: Tensor) -> Tensor:
+    def token_logprobs(self, microbatch: PreferenceMicrobatch, output: Logits) -> Tensor:
         """Collective over the tensor-parallel ranks: logprobs `[T]` of the answers' tokens from logits `[1, T, v]`,
         zeros elsewhere.
         """
@@ -321,7 +321,7 @@ class AnswerLogprobHead:
             chunk_tokens=self._chunk_tokens,
         ).logprobs_T
 
-    def answer_logprobs(self, microbatch: PreferenceMicrobatch, output: Tensor) -> Tensor:
+    def answer_logprobs(self, microbatch: PreferenceMicrobatch, output: Logits) -> Tensor:
         """Collective over the tensor- and context-parallel ranks: logprob of each whole answer, float64 `[N]`."""
         return microbatch.sequence_sums(self.token_logprobs(microbatch, output), self._mesh.cp)
 
@@ -329,10 +329,10 @@ class AnswerLogprobHead:
         """Return 0: there is no loss."""
         return microbatch.mask_T.new_zeros((), dtype=torch.int)
 
-    def __call__(self, microbatch: PreferenceMicrobatch, output: Tensor) -> HeadOutput:
+    def __call__(self, microbatch: PreferenceMicrobatch, output: Logits) -> HeadOutput:
         """Return the logprobs of one microbatch."""
-        zero = output.new_zeros((), dtype=torch.float32)
         logprobs_N = self.answer_logprobs(microbatch, output).detach()
+        zero = logprobs_N.new_zeros((), dtype=torch.float32)
         return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_N})
 
 

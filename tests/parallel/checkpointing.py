@@ -44,7 +44,11 @@ def config_of(
     """Return a deterministic config whose learning rate changes at every step."""
     return PretrainConfig(
         run_dir=str(run_dir),
-        platform=PlatformConfig(deterministic=True, precision=precision),
+        platform=PlatformConfig(
+            deterministic=True,
+            precision=precision,
+            logits_chunk_tokens=12 if precision == "bf16" else "auto",
+        ),
         model=model,
         mesh=mesh,
         optim=OptimConfig(lr=1e-2, warmup_steps=2, clip_grad=0.3),

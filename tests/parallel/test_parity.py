@@ -43,6 +43,15 @@ CASES += [
 ]
 CASES += [("qwen2", "tp2"), ("glm4_moe", "tp2-etp2"), ("deepseek_v2", "tp2-ep2")]
 CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "pp2-vpp2-balanced", "cp2")]
+LOGITS_CHUNKS = {
+    ("qwen3_moe", "tp2-ep2"): 7,
+    ("deepseek_v3", "tp2-pp2-vpp2"): 11,
+    ("qwen2", "tp2"): 5,
+    ("deepseek_v3-mtp", "cp2"): 6,
+    ("deepseek_v3-mtp", "tp2"): 9,
+    ("qwen3_moe", "pp2-layout"): 13,
+}
+"""Positions that have logits at a time in some cells, which do not divide a micro-batch; on one rank all have them."""
 
 
 @functools.cache
@@ -78,7 +87,8 @@ def single_rank(model: str) -> tuple[Tensors, Outcome]:
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     initial, reference = single_rank(model)
-    config = config_of(MODELS[model], MESHES[mesh])
+    platform = PlatformConfig(logits_chunk_tokens=LOGITS_CHUNKS.get((model, mesh), "auto"))
+    config = config_of(MODELS[model], MESHES[mesh], platform)
     outcome = run(config, config.mesh.smallest_world, initial)
     assert_equal_training(outcome, reference)
 

@@ -7,7 +7,13 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.parallel.mesh import Axis, build_mesh, destroy_mesh
-from mcore_rl.parallel.vocab import IGNORED_TARGET, exclude_padding, logprobs_and_entropy
+from mcore_rl.parallel.vocab import (
+    IGNORED_TARGET,
+    DeferredLogits,
+    cross_entropy,
+    exclude_padding,
+    logprobs_and_entropy,
+)
 from tests.ranks import run_ranks
 
 TOKENS, PADDED = 9, 16
@@ -29,7 +35,25 @@ def on_a_rank(vocab_size):
     (facts[0] * pull[0] + facts[1] * pull[1]).sum().backward()
     nothing = torch.full_like(targets, IGNORED_TARGET)
     logprobs_and_entropy(shard, nothing, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
-    return [x.detach() for x in facts], shard.grad
+    return [x.detach() for x in facts], shard.grad, deferred_on_a_rank(axis, vocab_size)
+
+
+def factors():
+    """Hidden states and the whole output weight."""
+    generator = torch.Generator().manual_seed(8)
+    return [torch.randn(size, 5, generator=generator, dtype=torch.float64) * 2 for size in (TOKENS, PADDED)]
+
+
+def deferred_on_a_rank(axis, vocab_size):
+    """Both statistics and the cross entropy, with the gradients of the hidden states (a part) and of this slice."""
+    _, targets, pull = inputs()
+    hidden, weight = factors()
+    hidden, weight = hidden.requires_grad_(), weight.chunk(2)[axis.rank].clone().requires_grad_()
+    logits = DeferredLogits(hidden, weight, 4)
+    got = logprobs_and_entropy(logits, targets, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=1)
+    losses = cross_entropy(logits, targets.clamp(min=0), axis, vocab_size=vocab_size)
+    (got[0] * pull[0] + got[1] * pull[1] + losses * pull[1]).sum().backward()
+    return [x.detach() for x in (*got, losses)], hidden.grad, weight.grad
 
 
 def cross_entropies(vocab_size, dtype):
@@ -75,10 +99,30 @@ def test_two_slices_equal_the_whole_in_value_and_gradient():
         logprobs = logprobs_TV.gather(1, targets.where(asked, 0)[:, None]).squeeze(1).where(asked, 0.0)
         entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(asked, 0.0)
         (logprobs * pull[0] + entropy * pull[1]).sum().backward()
-        for facts, _ in (ranks[0][index], ranks[1][index]):
+        assert_deferred([rank[index][2] for rank in ranks], vocab_size)
+        for facts, _, _ in (ranks[0][index], ranks[1][index]):
             torch.testing.assert_close(facts, [logprobs.detach(), entropy.detach()], rtol=0, atol=1e-12)
         gradient = torch.cat([ranks[0][index][1], ranks[1][index][1]], dim=1)
         torch.testing.assert_close(gradient, logits.grad, rtol=0, atol=1e-12)
+
+
+def assert_deferred(ranks, vocab_size):
+    """Against log_softmax and torch's cross entropy of the whole product."""
+    _, targets, pull = inputs()
+    hidden, weight = (x.requires_grad_() for x in factors())
+    logits = (hidden @ weight.T)[:, :vocab_size]
+    asked = targets != IGNORED_TARGET
+    logprobs_TV = torch.log_softmax(logits / 0.8, dim=-1)
+    logprobs = logprobs_TV.gather(1, targets.where(asked, 0)[:, None]).squeeze(1).where(asked, 0.0)
+    entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(asked, 0.0)
+    losses = torch.nn.functional.cross_entropy(logits, targets.clamp(min=0), reduction="none")
+    (logprobs * pull[0] + entropy * pull[1] + losses * pull[1]).sum().backward()
+    for results, _, _ in ranks:
+        wanted = [x.detach() for x in (logprobs, entropy, losses)]
+        torch.testing.assert_close(results, wanted, rtol=0, atol=1e-12)
+    # Each rank has its slice's part of the gradient of the hidden states.
+    torch.testing.assert_close(ranks[0][1] + ranks[1][1], hidden.grad, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([rank[2] for rank in ranks]), weight.grad, rtol=0, atol=1e-12)
 
 
 def assert_cross_entropies(ranks, sizes):

@@ -9,9 +9,10 @@ from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.rl import LossConfig
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import MAX, HeadOutput
+from mcore_rl.parallel.schedule import MAX, HeadOutput, ReadsDeferredLogits
 from mcore_rl.parallel.vocab import (
     IGNORED_TARGET,
+    Logits,
     TokenStatistics,
     logprobs_and_entropy,
     reverse_kl,
@@ -23,7 +24,7 @@ from mcore_rl.rl.objectives.losses import policy_loss
 from mcore_rl.rl.objectives.policy_tokens import LOG_RATIO_LIMIT, PolicyTokens
 
 
-class LogprobHead:
+class LogprobHead(ReadsDeferredLogits):
     """Keeps `logprobs` `[T]` of the completions' tokens at the sampling temperature, in nats; zeros elsewhere.
 
     They include completions that are not trained on, which pay a KL in the reward like the others of their group.
@@ -38,7 +39,7 @@ class LogprobHead:
         self._chunk_tokens = chunk_tokens
 
     def logprobs_and_entropy(
-        self, microbatch: PolicyMicrobatch, output: Tensor, mask_T: Tensor
+        self, microbatch: PolicyMicrobatch, output: Logits, mask_T: Tensor
     ) -> TokenStatistics:
         """Collective over the tensor-parallel ranks: logprobs and entropy `[T]` from logits `[1, T, v]` where the mask
         is true, zeros elsewhere.
@@ -53,7 +54,7 @@ class LogprobHead:
             chunk_tokens=self._chunk_tokens,
         )
 
-    def vocabulary(self, microbatch: PolicyMicrobatch, output: Tensor) -> Tensor:
+    def vocabulary(self, microbatch: PolicyMicrobatch, output: Logits) -> Tensor:
         """Collective over the tensor-parallel ranks: logprobs `[N, v]`, float32 in main memory, of this rank's slice of
         the vocabulary where a token of a completion is predicted.
         """
@@ -67,7 +68,7 @@ class LogprobHead:
             chunk_tokens=self._chunk_tokens,
         ).cpu()
 
-    def teacher_kl(self, microbatch: PolicyMicrobatch, output: Tensor) -> Tensor | None:
+    def teacher_kl(self, microbatch: PolicyMicrobatch, output: Logits) -> Tensor | None:
         """Collective over the tensor-parallel ranks: KL(policy || teacher) over the vocabulary, `[T]` with gradient;
         None where the teacher's logprobs of the vocabulary are not there.
         """
@@ -88,16 +89,16 @@ class LogprobHead:
         """Return 0: there is no loss."""
         return microbatch.mask_T.new_zeros((), dtype=torch.int)
 
-    def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
+    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""
-        zero = output.new_zeros((), dtype=torch.float32)
         logprobs_T = self.logprobs_and_entropy(
             microbatch, output, microbatch.completion_mask_T
         ).logprobs_T.detach()
+        zero = logprobs_T.new_zeros((), dtype=torch.float32)
         return HeadOutput(loss=zero, count=zero.int(), outputs={"logprobs": logprobs_T})
 
 
-class TeacherHead:
+class TeacherHead(ReadsDeferredLogits):
     """Keeps a teacher's `logprobs` `[T]` of the completions' tokens, and with `vocabulary` those of all tokens."""
 
     wants_losses = False
@@ -111,7 +112,7 @@ class TeacherHead:
         """Return 0: there is no loss."""
         return self._logprobs.count(microbatch)
 
-    def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
+    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the logprobs of one microbatch; there is no loss."""
         found = self._logprobs(microbatch, output)
         if self._vocabulary:
@@ -119,7 +120,7 @@ class TeacherHead:
         return found
 
 
-class PolicyHead:
+class PolicyHead(ReadsDeferredLogits):
     """Computes the loss that `rl.loss` names from the logprobs of `LogprobHead`.
 
     A microbatch without old logprobs is on-policy: its ratios are 1, with the policy's gradient.
@@ -154,7 +155,7 @@ class PolicyHead:
         """Return the number of trained tokens."""
         return microbatch.mask_T.sum().to(torch.int)
 
-    def __call__(self, microbatch: PolicyMicrobatch, output: Tensor) -> HeadOutput:
+    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
         """Return the loss of one microbatch, and output the sums and maxima of `update_statistics`."""
         assert microbatch.advantages_T is not None and microbatch.loss_weights_T is not None
         logprobs_T, entropy_T = self._logprobs.logprobs_and_entropy(microbatch, output, microbatch.mask_T)
@@ -181,7 +182,7 @@ class PolicyHead:
         return HeadOutput(loss=loss.loss, count=loss.count, outputs=loss.sums | maxima)
 
 
-class MixedHead:
+class MixedHead(ReadsDeferredLogits):
     """Computes the policy's loss on completions and, on the texts after them, their cross entropy (PTX).
 
     Each is divided by its own number of tokens: the schedule divides by that of the completions, so that the sum of the
@@ -221,7 +222,7 @@ class MixedHead:
             return self._policy.count(microbatch)
         return microbatch.loss_mask_Bs.new_zeros((), dtype=torch.int)
 
-    def __call__(self, microbatch: PolicyMicrobatch | LocalMicrobatch, output: Tensor) -> HeadOutput:
+    def __call__(self, microbatch: PolicyMicrobatch | LocalMicrobatch, output: Logits) -> HeadOutput:
         """Return the loss of one microbatch; output what `PolicyHead` does, and sum and count of the cross entropy."""
         if isinstance(microbatch, PolicyMicrobatch):
             result = self._policy(microbatch, output)

@@ -52,14 +52,17 @@ def test_a_plan_imports_no_torch_and_is_written_as_json(tmp_path):
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
+    # With whole logits no mesh of one node has room for the routes.
+    of_recipe = ["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1"]
+    of_recipe.append("platform.logits_chunk_tokens=none")
     with pytest.raises(ConfigError) as raised:
-        run(["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1"])
+        run(of_recipe)
     assert "82.3 of 73.6 GiB: DOES NOT FIT" in capsys.readouterr().out
     assert '\n  mesh.pp=2 mesh.ep=4 replay.store="pinned"\n' in str(raised.value)
     assert "routes wait in main memory" in str(raised.value)
     pinned = "replay.store=pinned"
     with pytest.raises(ConfigError) as raised:
-        run(["plan", "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", pinned])
+        run([*of_recipe, pinned])
     shown = capsys.readouterr().out
     assert (
         "80.4 of 73.6 GiB: DOES NOT FIT" in shown and "main memory for routes (replay.store): 15.0" in shown
