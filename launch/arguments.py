@@ -39,6 +39,12 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the script that would be submitted and Slurm's answer to it; write nothing",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run `mcore-rl doctor` on N nodes instead of the training, wait for it, and show what it finds and what "
+        "differs between the nodes; status 1 when they are not alike or something is broken",
+    )
     _slurm(parser.add_argument_group("the job"))
     _servers(
         parser.add_argument_group("a heterogeneous job: rollout servers beside the trainer, one task a node")

@@ -29,6 +29,13 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.errors import ConfigError
 
+CHECK_FOLDER = "check"
+"""Folder in a run_dir of the jobs that check its nodes."""
+FOUND = "found"
+"""Folder in that of a launch where its nodes write what they find."""
+CHECK_TIME = "00:15:00"
+"""Time limit of a check, in sbatch's format."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
@@ -163,6 +170,41 @@ def plan_conversion(
     checked = Checked(lines=(conversion_text(stage),), warnings=tuple(absent) if allowances.absent else ())
     return PlannedJob(
         program="convert", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
+    )
+
+
+def plan_check(
+    run_dir: Path, cluster: ClusterConfig, nodes: int, *, options: JobOptions, allowances: Allowances
+) -> PlannedJob:
+    """Return the job of `mcore-rl doctor` on each of `nodes` nodes, in a folder of its own below `run_dir`."""
+    absent = list(image_violations(cluster.container))
+    run_dir = run_dir.absolute() / CHECK_FOLDER
+    refuse(
+        [
+            *(() if allowances.absent else absent),
+            *folder_violations(run_dir),
+            *environment_file_violations(cluster, run_dir),
+        ]
+    )
+    folder = next_folder(run_dir)
+    gpus = cluster.node.gpus
+    job = JobScript(
+        name=options.name or _name("check", run_dir.parent),
+        program="doctor",
+        module="mcore_rl.run.cli",
+        arguments=("doctor", "--nodes", str(folder / FOUND)),
+        run_dir=str(run_dir),
+        nodes=nodes,
+        is_training=False,
+        starter="srun",
+        node_check=False,
+        gpus_per_node=gpus,
+        **(_placement(cluster, options, folder, gpus) | {"time": options.time or CHECK_TIME}),
+    )
+    files = {"cluster.toml": dump_config(cluster)}
+    checked = Checked(lines=(f"mcore-rl doctor on {nodes} nodes",), warnings=tuple(absent))
+    return PlannedJob(
+        program="doctor", cluster=cluster.name, folder=folder, job=job, files=files, checked=checked
     )
 
 

@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -15,10 +16,19 @@ from launch import slurm
 from launch.arguments import PIPELINE
 from launch.code_copy import Code, copy_code, refuse_changes, this_code
 from launch.job import render
-from launch.planning import JobOptions, PlannedJob, conversion_text, plan_conversion, plan_training
+from launch.planning import (
+    FOUND,
+    JobOptions,
+    PlannedJob,
+    conversion_text,
+    plan_check,
+    plan_conversion,
+    plan_training,
+)
 from launch.preflight import Allowances, in_use_violations
 from launch.records import LOCK, SCRIPT, Submission, done, record
 from mcore_rl.checks.cluster import check_cluster
+from mcore_rl.checks.nodes import REPORT, SOUND
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig
@@ -31,6 +41,8 @@ from mcore_rl.files import sole_writer
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks, as a Lustre that is mounted with `noflock`."""
+POLL_S = 5.0
+"""Seconds between two looks at the queue, while a check runs."""
 OTHER_LAUNCH_S = 60.0
 """Seconds to wait for another launch of the same run, which copies the code and submits."""
 
@@ -60,8 +72,22 @@ def main(args: argparse.Namespace) -> int:
             "sbatch is not on the PATH, so nothing was submitted and nothing written; above is the script. "
             "Load Slurm's module, or launch on a login node."
         )
-    _submit_all(plans, code)
-    return 0
+    jobs = _submit_all(plans, code)
+    return _await_check(plans[0], jobs[0]) if args.check else 0
+
+
+def _await_check(plan: PlannedJob, job: str) -> int:
+    """Wait until the job has ended, print what its nodes have found, and return its exit status, 0 or 1."""
+    while slurm.in_queue([job]):
+        time.sleep(POLL_S)
+    report = plan.folder / FOUND / REPORT
+    if not report.exists():
+        raise slurm.SlurmError(
+            f"job {job} has ended without a report of its nodes. {plan.job.run_dir}/logs/{job}.log says why."
+        )
+    text = report.read_text(encoding="utf-8")
+    sys.stdout.write(text)
+    return 0 if text.splitlines()[-1] == SOUND else 1
 
 
 def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[PlannedJob]:
@@ -76,6 +102,8 @@ def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Planned
         tp_across_nodes=args.allow_tp_across_nodes,
         absent=bool(args.dependency) or args.dry_run,
     )
+    if args.check and (program == PIPELINE or options.array or options.servers):
+        raise ConfigError("--check is of one job's nodes. Give it a training, without --array and --servers.")
     if program == PIPELINE:
         pipeline = load_config(PipelineConfig, args.config, args.overrides)
         yield from _pipeline(pipeline, args, cluster, options, allowances)
@@ -83,6 +111,11 @@ def _plans(args: argparse.Namespace, cluster: ClusterConfig) -> Iterator[Planned
     if not args.nodes:
         raise ConfigError("The number of nodes is missing. Give --nodes N.")
     config = load_config(PROGRAMS[program].config, args.config, args.overrides)
+    if args.check:
+        run_dir = Path(config.run_dir)
+        plan = plan_check(run_dir, cluster, args.nodes, options=options, allowances=allowances)
+        yield replace(plan, modes=_modes(args.cluster, None))
+        return
     plan = plan_training(program, config, cluster, args.nodes, options=options, allowances=allowances)
     yield replace(plan, modes=_modes(args.cluster, args.config))
 
@@ -213,8 +246,10 @@ def _show_scripts(plans: Iterable[PlannedJob]) -> None:
     sys.stdout.write("\n".join(render(plan.job) for plan in plans))
 
 
-def _submit_all(plans: Sequence[PlannedJob], code: Code) -> None:
-    """Each waits for the one before. When one is not taken, those that were are cancelled."""
+def _submit_all(plans: Sequence[PlannedJob], code: Code) -> list[str]:
+    """Submit the jobs and return their ids. Each waits for the one before. When one is not taken, those that were are
+    cancelled.
+    """
     jobs: list[str] = []
     for index, plan in enumerate(plans):
         job = replace(plan.job, dependency=f"afterok:{jobs[-1]}") if index else plan.job
@@ -229,6 +264,7 @@ def _submit_all(plans: Sequence[PlannedJob], code: Code) -> None:
         sys.stdout.write(f"{jobs[-1]}\n")
         waits = f", waiting for {job.dependency}" if job.dependency else ""
         sys.stderr.write(f"{job.name}: job {jobs[-1]}{waits}; {plan.folder / SCRIPT}\n")
+    return jobs
 
 
 def _submit(plan: PlannedJob, code: Code, after: str = "") -> str:

@@ -439,6 +439,13 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, with every patch and its reason"
     )
+    parser.add_argument(
+        "--nodes",
+        type=Path,
+        metavar="DIR",
+        help="be one node of a job (`mcore-rl launch --check`): write the findings to DIR, where the first node names "
+        "what differs between them",
+    )
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import resource
+import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import __version__
+from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
 from mcore_rl.backend.patches.versions import has_module, megatron_version
 from mcore_rl.backend.platform import adam_package, variables_of_device
+from mcore_rl.checks import nodes
+from mcore_rl.files import write_atomically
 from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
 from mcore_rl.model.transformer_config import ROUTER_KERNELS, has_kernels
 from mcore_rl.run.node_check import shared_memory_faults
@@ -35,11 +39,30 @@ OPEN_FILES = 4096
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings and return the exit status: 0, or FAULTY when something is broken."""
+    """Print the findings and return the exit status: 0, or FAULTY when something is broken.
+
+    With --nodes this is one node of a job: each writes its findings, and the first one reports on all.
+    """
     found = examine()
+    if args.nodes:
+        return _on_nodes(args.nodes, found)
     text = json.dumps(found, indent=1) if args.json else "\n".join(readable(found))
     sys.stdout.write(f"{text}\n")
     return FAULTY if found["faults"] else 0
+
+
+def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
+    """Write the findings of this node; on the first one report on all, and return FAULTY where they are not alike."""
+    nodes.answer(folder, socket.gethostname(), found)
+    if rank_of_launcher():
+        return 0
+    num_nodes = world_size_of_launcher()
+    answers = nodes.answers(folder, num_nodes)
+    lines = {host: list(readable(dict(findings))) for host, findings in answers.items()}
+    text = nodes.report(answers, lines, num_nodes)
+    write_atomically(folder / nodes.REPORT, "\n".join(text) + "\n")
+    sys.stdout.write("\n".join(text) + "\n")
+    return FAULTY if text[-1] == nodes.FAULTY else 0
 
 
 def examine() -> dict[str, Any]:
@@ -216,4 +239,4 @@ def readable(found: dict[str, Any]) -> Iterator[str]:
         yield f"missing    {entry['what']}: {entry['costs']}"
     for fault in found["faults"]:
         yield f"FAULT      {fault}"
-    yield "faulty" if found["faults"] else "nothing is broken"
+    yield nodes.FAULTY if found["faults"] else nodes.SOUND

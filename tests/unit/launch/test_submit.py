@@ -72,6 +72,28 @@ def test_a_dry_run_shows_the_script_where_data_and_container_are_not_there(home,
     assert 'warning: container.image="/shared/images/pytorch.sqsh" does not exist' in shown.err
 
 
+def test_a_check_runs_doctor_on_every_node_waits_and_shows_what_differs(home, slurm, capsys):
+    found = home / "runs/tiny_moe/check/launch/0/found"
+    # The job has left the queue when squeue is asked: what its first node reports is there then.
+    slurm.install(
+        "squeue", f"#!/bin/sh\n/bin/mkdir -p {found}\nprintf 'DIFFERS    x\\nfaulty\\n' >{found}/report.txt\n"
+    )
+    assert launch("--check", "data.train=gone", nodes=("--nodes", "2")) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "101\nDIFFERS    x\nfaulty\n"
+    script = slurm.submitted[0].read_text()
+    assert "#SBATCH --nodes=2" in script and "#SBATCH --ntasks-per-node=1" in script
+    assert "#SBATCH --time=00:15:00" in script
+    assert f"  doctor\n  --nodes\n  {found}\n" in script and "mcore_rl.run.cli" in script
+    assert not (home / "runs/tiny_moe/launch").exists()
+
+
+def test_a_check_whose_job_ends_without_a_report_names_its_log(home, slurm, capsys):
+    assert launch("--check") == 2
+    log = home / "runs/tiny_moe/check/logs/101.log"
+    assert f"job 101 has ended without a report of its nodes. {log} says why" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "answer",
     [

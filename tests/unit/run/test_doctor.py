@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def lacks(machine: Found, megatron: str = "0.19", **kernels: bool) -> list[str]:
 
 
 def test_the_cpu_of_this_machine_is_sound(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(argparse.Namespace(json=True)) == 0
+    assert doctor.main(argparse.Namespace(json=True, nodes=None)) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["devices"] == [] and report["layers"] == "torch" and report["adam"] == "torch"
     assert report["communication"]["library"] == "gloo"
@@ -37,12 +38,21 @@ def test_the_cpu_of_this_machine_is_sound(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_people_read_a_line_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(argparse.Namespace(json=False)) == 0
+    assert doctor.main(argparse.Namespace(json=False, nodes=None)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "device     CPU" in lines
     assert lines[-1] == "nothing is broken"
     causes = next(line for line in lines if line.startswith("patches"))
     assert "for no CUDA" in causes and "for no TransformerEngine or apex" in causes
+
+
+def test_the_first_node_of_a_job_reports_on_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(argparse.Namespace(json=False, nodes=tmp_path)) == 0
+    text = (tmp_path / "report.txt").read_text()
+    assert capsys.readouterr().out == text
+    host = socket.gethostname()
+    assert text.startswith(f"{host}:\n  versions   mcore_rl ") and text.endswith("\nnothing is broken\n")
+    assert json.loads((tmp_path / f"{host}.json").read_text())["layers"] == "torch"
 
 
 def test_what_a_gpu_machine_lacks_is_named_with_its_cost() -> None:
@@ -70,4 +80,4 @@ def test_a_driver_without_a_gpu_for_torch_is_a_fault(tmp_path: Path, monkeypatch
     monkeypatch.setattr(doctor, "NVIDIA_DRIVER", driver)
     faults = list(doctor.faults(found(has_cuda=False)))
     assert faults[0].startswith("there is an NVIDIA driver, but torch")
-    assert doctor.main(argparse.Namespace(json=False)) == 1
+    assert doctor.main(argparse.Namespace(json=False, nodes=None)) == 1

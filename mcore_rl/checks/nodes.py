@@ -1,0 +1,97 @@
+"""Findings of `mcore-rl doctor` on the nodes of a job, side by side: equal nodes once, and what differs by name."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.files import write_atomically
+
+REPORT = "report.txt"
+"""File with what the first node has found out about all of them."""
+SOUND, FAULTY = "nothing is broken", "faulty"
+"""Last lines of a report."""
+ANSWER_S = 300.0
+"""Seconds in which every node must have answered."""
+POLL_S = 0.5
+MEMORY_PART = 0.02
+"""Part of a memory's size that is no difference: firmware reserves more on some nodes."""
+
+Findings = Mapping[str, Any]
+"""What `mcore_rl.run.doctor.examine` returns."""
+
+
+def answer(folder: Path, host: str, found: Findings) -> None:
+    """Write the findings of one node for the first one to read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"{host}.json", json.dumps(found))
+
+
+def answers(folder: Path, num_nodes: int, wait_s: float = ANSWER_S) -> dict[str, Findings]:
+    """Return the findings by host, in order, once all nodes have answered; those that have when the time is over."""
+    until = time.monotonic() + wait_s
+    while len(files := sorted(folder.glob("*.json"))) < num_nodes and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+
+
+def report(found: Mapping[str, Findings], lines: Mapping[str, Sequence[str]], num_nodes: int) -> list[str]:
+    """Return the report on all nodes.
+
+    Args:
+        found: Findings by host.
+        lines: What `mcore-rl doctor` says about each host.
+        num_nodes: Nodes that were asked.
+    """
+    text: list[str] = []
+    first_of: dict[str, list[str]] = {}
+    for host, findings in found.items():
+        first_of.setdefault(json.dumps(dict(comparable(findings))), []).append(host)
+    for hosts in first_of.values():
+        text += [f"{', '.join(hosts)}:", *(f"  {line}" for line in lines[hosts[0]][:-1])]
+    faults = [f"{host}: {fault}" for host, findings in found.items() for fault in findings["faults"]]
+    if len(found) < num_nodes:
+        faults.append(
+            f"{len(found)} of {num_nodes} nodes have answered: {', '.join(found) or 'none'}; the job's log says why"
+        )
+    different = list(differences(found))
+    text += [f"DIFFERS    {line}" for line in different] + [f"FAULT      {line}" for line in faults]
+    return [*text, FAULTY if faults or different else SOUND]
+
+
+def differences(found: Mapping[str, Findings]) -> Iterator[str]:
+    """Yield a line for each finding that nodes do not share: its values, the most frequent first, with the hosts."""
+    values = {host: dict(comparable(findings)) for host, findings in found.items()}
+    for name in dict.fromkeys(name for of_host in values.values() for name in of_host):
+        hosts_of: dict[str, list[str]] = {}
+        for host, of_host in values.items():
+            hosts_of.setdefault(str(of_host.get(name, "not there")), []).append(host)
+        if len(hosts_of) == 1 or (name.endswith("memory_gib") and _is_alike(list(hosts_of))):
+            continue
+        ordered = sorted(hosts_of.items(), key=lambda entry: -len(entry[1]))
+        yield f"{name}: " + "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in ordered)
+
+
+def comparable(findings: Findings) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each finding that should be the same on all nodes; memory that is free need not be."""
+    yield "number of GPUs", len(findings["devices"])
+    for index, device in enumerate(findings["devices"]):
+        for name in ("name", "capability", "memory_gib"):
+            yield f"GPU {index} {name}", device[name]
+    for topic in ("versions", "kernels", "communication", "limits"):
+        for name, value in findings[topic].items():
+            if isinstance(value, Mapping):
+                yield from ((f"{topic} {name} {key}", entry) for key, entry in value.items())
+            else:
+                yield f"{topic} {name}", value
+    for name in ("layers", "adam"):
+        yield name, findings[name]
+
+
+def _is_alike(values: Sequence[str]) -> bool:
+    """Return whether all are sizes that differ by no more than MEMORY_PART."""
+    if "not there" in values:
+        return False
+    sizes = [float(value) for value in values]
+    return max(sizes) - min(sizes) <= MEMORY_PART * max(sizes)
