@@ -1,18 +1,25 @@
 """Time and memory of converting a synthetic MoE checkpoint, against copying the same bytes on the same disk.
 
     python bench/convert.py --size 20G --folder /tmp/convert_bench --workers 2
+    python bench/convert.py --size 1G --folder /tmp/convert_bench --workers 1 --rounds 3 --checksums zlib
 
-In one run: make the checkpoint, copy it, import it, export it, compare both ends, delete all. The page cache is written
-back before each measurement; where the checkpoint is larger than memory, every step reads from the disk.
+In one run: make the checkpoint, and in every round copy it, import it, copy the import, export it, compare both ends;
+then delete all. The page cache is written back before each measurement; where the checkpoint is larger than memory,
+every step reads from the disk. Each step's CPU seconds, of the program and of the kernel for it, are those of its
+processes: they stay comparable on a busy machine, where seconds do not.
 """
 
 import argparse
 import json
 import os
+import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+import zlib
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -20,6 +27,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from mcore_rl import checksums
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.copying.copier import convert
@@ -114,65 +122,99 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def copied(source: Path, target: Path, workers: int) -> float:
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of those of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def timed(work: Callable[[], object]) -> dict[str, float]:
+    """Seconds and CPU seconds of a call whose processes end with it."""
+    start, start_cpu = time.monotonic(), cpu_seconds()
+    work()
+    return {"seconds": round(time.monotonic() - start, 1), "cpu_s": round(cpu_seconds() - start_cpu, 2)}
+
+
+def copied(source: Path, target: Path, workers: int) -> dict[str, float]:
     """Seconds to copy a folder with as many processes."""
     forget(source)
     target.mkdir()
-    start = time.monotonic()
-    with ProcessPoolExecutor(workers) as pool:
-        list(pool.map(copy_file, [(file, target / file.name) for file in sorted(source.iterdir())]))
-    return time.monotonic() - start
+
+    def copy() -> None:
+        with ProcessPoolExecutor(workers) as pool:
+            list(pool.map(copy_file, [(file, target / file.name) for file in sorted(source.iterdir())]))
+
+    return timed(copy)
 
 
 def measured(name: str, plan, source: Path, settings: CopySettings, folder: Path) -> dict[str, float]:
     """Seconds of a conversion, planning included, and the peak memory of its workers."""
     forget(source)
     log = folder / f"{name}.jsonl"
-    start = time.monotonic()
-    with ByteProgress(Console(), log) as progress:
-        convert(plan(), settings, progress)
-    seconds = time.monotonic() - start
+
+    def work() -> None:
+        with ByteProgress(Console(), log) as progress:
+            convert(plan(), settings, progress)
+
+    times = timed(work)
     events = [json.loads(line) for line in log.read_text().splitlines()]
+    log.unlink()
     peaks = {event["worker"]: event["peak_rss_bytes"] for event in events if event["event"] == "task"}
-    return {
-        "seconds": round(seconds, 1),
-        "peak_rss_gib": [round(peaks[worker] / GIB, 3) for worker in sorted(peaks)],
-    }
+    return times | {"peak_rss_gib": [round(peaks[worker] / GIB, 3) for worker in sorted(peaks)]}
 
 
-def run(folder: Path, size: int, workers: int) -> dict[str, object]:
-    """All measurements, with the load of the machine, which both sides of a ratio may not have had alike."""
-    settings = CopySettings(workers=workers)
-    source, checkpoint, back = folder / "hf", folder / "ckpt", folder / "back"
-    # In a process of its own: workers are forked, and the memory of this one would count as theirs.
-    with ProcessPoolExecutor(1) as pool:
-        count = pool.submit(make, source, size).result()
-    copy_s = copied(source, folder / "copy", workers)
-    shutil.rmtree(folder / "copy")
-    to_megatron = measured(
+def one_round(source: Path, folder: Path, settings: CopySettings) -> dict[str, dict[str, float] | bool]:
+    """Both conversions, each after a copy of what it reads."""
+    checkpoint, back, copy = folder / "ckpt", folder / "back", folder / "copy"
+    imported = checkpoint / "iter_0000000"
+    found: dict[str, dict[str, float] | bool] = {"copy": copied(source, copy, settings.workers)}
+    shutil.rmtree(copy)
+    found["import"] = measured(
         "import", lambda: plan_import(source, checkpoint, ImportOptions(), settings), source, settings, folder
     )
-    imported = checkpoint / "iter_0000000"
-    shutil.rmtree(source)
-    again_s = copied(imported, folder / "copy", workers)
-    shutil.rmtree(folder / "copy")
-    to_hf = measured(
+    found["copy_of_checkpoint"] = copied(imported, copy, settings.workers)
+    shutil.rmtree(copy)
+    found["export"] = measured(
         "export", lambda: plan_export(imported, back, ExportOptions(), settings), imported, settings, folder
     )
     first = json.loads((imported / MANIFEST).read_text())["sources"]["tensors"]
     last = {
         name: entry["crc32"] for name, entry in json.loads((back / MANIFEST).read_text())["tensors"].items()
     }
+    found["every_tensor_came_back"] = first == last
+    shutil.rmtree(checkpoint)
+    shutil.rmtree(back)
+    return found
+
+
+def run(folder: Path, size: int, workers: int, rounds: int) -> dict[str, object]:
+    """All measurements, with the load of the machine, which both sides of a ratio may not have had alike."""
+    source = folder / "hf"
+    # In a process of its own: workers are forked, and the memory of this one would count as theirs.
+    with ProcessPoolExecutor(1) as pool:
+        count = pool.submit(make, source, size).result()
+    found = [one_round(source, folder, CopySettings(workers=workers)) for _ in range(rounds)]
+    ratios = {
+        f"{name}_times_copy_{unit}": [round(one[name][unit] / max(one[copy][unit], 0.01), 2) for one in found]
+        for name, copy in (("import", "copy"), ("export", "copy_of_checkpoint"))
+        for unit in ("seconds", "cpu_s")
+    }
     return {
         "load_average": os.getloadavg(),
         "gib": round(count / GIB, 2),
         "workers": workers,
-        "copy_s": round(copy_s, 1),
-        "import": to_megatron | {"times_copy": round(to_megatron["seconds"] / copy_s, 2)},
-        "copy_of_checkpoint_s": round(again_s, 1),
-        "export": to_hf | {"times_copy": round(to_hf["seconds"] / again_s, 2)},
-        "every_tensor_came_back": first == last,
+        "checksums": checksums.crc32.__module__,
+        "rounds": found,
+        **{name: {"median": statistics.median(values), "all": values} for name, values in ratios.items()},
     }
+
+
+def without_isal() -> None:
+    """Take zlib's CRC-32 everywhere, as where isal is not installed."""
+    fast = checksums.crc32
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mcore_rl") and getattr(module, "crc32", None) is fast:
+            module.crc32 = zlib.crc32
 
 
 def main() -> int:
@@ -183,10 +225,16 @@ def main() -> int:
     parser.add_argument("--size", type=num_bytes, default="1G", help="bytes of the checkpoint")
     parser.add_argument("--folder", type=Path, required=True, help="a new folder; takes twice the size")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--checksums", choices=("auto", "zlib"), default="auto", help="auto: isal where it is"
+    )
     args = parser.parse_args()
+    if args.checksums == "zlib":
+        without_isal()
     args.folder.mkdir(parents=True)
     try:
-        print(json.dumps(run(args.folder, args.size, args.workers)))
+        print(json.dumps(run(args.folder, args.size, args.workers, args.rounds)))
     finally:
         shutil.rmtree(args.folder)
     return 0
