@@ -188,7 +188,7 @@ def test_the_output_and_its_logits_are_the_last_stages():
 
 def test_models_that_wait_take_room_in_their_own_phases_only():
     """Qwen3-30B-A3B on 32 ranks, tp 4 x ep 8, bf16: weights of the policy `p` and the critic `c` in numbers."""
-    words = ("checkpoint.load=x", "rl.critic.load=x")
+    words = ("checkpoint.load=x", "rl.critic.load=x", "platform.logits_chunk_tokens=none")
     model = load_config(RlRunConfig, RECIPES / "qwen3_30b_a3b" / "ppo.toml", words)
     (p,), (c,) = (weights_by_stage(one, model.mesh) for one in (model.model, model.model.scored))
 
@@ -227,6 +227,14 @@ def test_models_that_wait_take_room_in_their_own_phases_only():
     # An update with its activations is the largest of the phases here; a rollout's cache is smaller than them.
     passes = stored.activations + stored.recomputed + stored.logits
     assert stored.total == stored.permanent + passes + stored.routes < memory().total / 1.9
+
+
+def test_deferred_logits_take_a_chunk_and_the_gradient_of_their_weight():
+    """16,384 positions of 151,936 ids on tp 2: 2^29 bytes of fp32 logits are 1,766 positions, 13 multiples of 128."""
+    deferred = memory_of_fullest_rank(config("mesh.dp=8"), 16, 16384)
+    assert deferred.logits == 1664 * 75968 * (2 + 3 * 4) + 75968 * 2048 * (2 + 4)
+    whole = memory_of_fullest_rank(config("mesh.dp=8", "platform.logits_chunk_tokens=none"), 16, 16384)
+    assert whole.logits == 16384 * 75968 * (2 + 4 + 4)
 
 
 def test_the_message_names_the_stage_and_the_parts():
