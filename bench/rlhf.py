@@ -12,6 +12,7 @@ that of greedy answers to 256 held-out prompts, before the first update and at e
 |---|---|
 | `grpo`, `ppo` | the recipes, with the rule `positions` as the reward |
 | `grpo-rm`, `ppo-rm` | the reward is a reward model's score alone; PPO's critic starts from that model |
+| `ppo-rm-any` | as `ppo-rm`, with a reward model that has seen wrong answers of any kind |
 | `ppo-weak-rm`, `ppo-weak-rm-kl` | a reward model of `WEAK_STEPS` steps, without a KL and with one: reward hacking |
 | `distill`, `distill-vocabulary` | GRPO's recipe without rewards; the teacher is `ppo`'s run at its first rate |
 | `dpo`, `dpo-without-nll`, `nll` | the recipe, without its cross entropy, and the cross entropy alone |
@@ -95,6 +96,7 @@ ARMS = {
     ),
     "grpo-rm": Arm(recipe="grpo", reward_model="rm"),
     "ppo-rm": Arm(recipe="ppo", overrides=("rl.critic.load=rm",), reward_model="rm"),
+    "ppo-rm-any": Arm(recipe="ppo", overrides=("rl.critic.load=rm_any",), reward_model="rm_any"),
 }
 Row = dict[str, Any]
 """An evaluation: arm, lr, seed, rollouts, commit, and the metrics `eval/...`."""
@@ -105,16 +107,18 @@ def make_start(folder: Path) -> None:
     for stage in ("data", "pretrain", "convert", "sft"):
         command = [sys.executable, "tools/quickstart.py", "--folder", str(folder), "--only", stage]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    if not (folder / "pairs.jsonl").exists():
-        lengths = ["--count", "40000", "--valid", "1000", "--output", "pairs.jsonl"]
-        program(folder, ["problems", "tiny_moe/grpo", "--preferences", *lengths])
+    for name, faults in (("pairs", "character"), ("pairs_any", "any")):
+        if not (folder / f"{name}.jsonl").exists():
+            words = ["--faults", faults, "--count", "40000", "--valid", "1000", "--output", f"{name}.jsonl"]
+            program(folder, ["problems", "tiny_moe/grpo", "--preferences", *words])
 
 
 def make_reward_model(folder: Path, name: str) -> None:
-    """Train the reward model `rm` or `weak_rm`, unless it is there."""
+    """Train the reward model `rm`, `rm_any` or `weak_rm`, unless it is there."""
     if (folder / name / "DONE").exists():
         return
-    data = ["data.train=['pairs.jsonl']", "data.valid=['pairs_valid.jsonl']", "checkpoint.keep=1"]
+    pairs = "pairs_any" if name == "rm_any" else "pairs"
+    data = [f"data.train=['{pairs}.jsonl']", f"data.valid=['{pairs}_valid.jsonl']", "checkpoint.keep=1"]
     weak = [f"train.steps={WEAK_STEPS}", f"train.eval_interval={WEAK_STEPS}", "optim.warmup_steps=10"]
     program(folder, ["rm", "tiny_moe/rm", *shared(name), *data, *(weak if name == "weak_rm" else [])])
 

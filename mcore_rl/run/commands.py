@@ -85,7 +85,14 @@ def problems_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preferences",
         action="store_true",
-        help="write pairs for a reward model: the right answer, and one with a changed character",
+        help="write pairs for a reward model: the right answer and a wrong one",
+    )
+    parser.add_argument(
+        "--faults",
+        choices=("character", "any"),
+        default="character",
+        help="what is wrong in a pair's wrong answer: a character; or, each as often, a character replaced, left out, "
+        "added, or swapped with the next one, or all of it (default character)",
     )
     parser.add_argument("--output", type=Path, required=True, help="the file to write, JSON lines")
     parser.add_argument(

@@ -39,12 +39,15 @@ def main(args: argparse.Namespace) -> int:
         config=prompts, seed=seed, held_out=held_out | {problem.prompt for problem in to_validate}
     )
     to_learn = (problems[index] for index in range(FIRST_INDEX, FIRST_INDEX + args.count))
-    line = line_of_pair if args.preferences else line_of_problem
-    _write(args.output, (line(problem, seed) for problem in to_learn))
+
+    def line(problem: Problem) -> dict[str, str]:
+        return line_of_pair(problem, seed, args.faults) if args.preferences else line_of_problem(problem)
+
+    _write(args.output, map(line, to_learn))
     text = f"{args.output}: {args.count} {kind} of {prompts.task}, none of the {len(held_out)} held out for evaluation"
     if args.valid:
         path = valid_path(args.output)
-        _write(path, (line(problem, seed) for problem in to_validate))
+        _write(path, map(line, to_validate))
         text += f"\n{path}: {args.valid} others to validate on"
     Console().print(text, soft_wrap=True)
     return 0
@@ -55,14 +58,26 @@ def valid_path(output: Path) -> Path:
     return output.with_stem(f"{output.stem}_valid")
 
 
-def line_of_problem(problem: Problem, seed: int) -> dict[str, str]:
-    """Return a problem as a line to fine-tune on; nothing of it depends on `seed`."""
+def line_of_problem(problem: Problem) -> dict[str, str]:
+    """Return a problem as a line to fine-tune on."""
     return {"prompt": problem.prompt, "answer": problem.answer, "response": problem.answer}
 
 
-def line_of_pair(problem: Problem, seed: int) -> dict[str, str]:
-    """Return a problem as a line with its answer and a wrong one, which depends on `seed`."""
-    wrong = wrong_answer(problem.answer, random.Random(f"{seed}/{problem.problem_id}"))
+def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:
+    """Return a problem as a line with its answer and a wrong one, which depends on `seed`.
+
+    Args:
+        problem: A problem whose answer has a digit or a small letter; DataError without one.
+        seed: Seed of the run.
+        faults: "character": one character of the wrong answer is another; "any": a kind of FAULTS, each as often.
+    """
+    generator = random.Random(f"{seed}/{problem.problem_id}")
+    if faults == "character":
+        wrong = replaced(problem.answer, generator)
+    else:
+        wrong = problem.answer
+        while wrong == problem.answer:  # equal neighbours may be swapped
+            wrong = generator.choice(FAULTS)(problem.answer, generator)
     return {"prompt": problem.prompt, "answer": problem.answer, "chosen": problem.answer, "rejected": wrong}
 
 
@@ -76,16 +91,49 @@ def _write(path: Path, lines: Iterable[dict[str, str]]) -> None:
         raise DataError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error
 
 
-def wrong_answer(answer: str, generator: random.Random) -> str:
+def replaced(answer: str, generator: random.Random) -> str:
     """Return the answer with one of its digits or letters replaced by another of its kind."""
-    places = [
-        place for place, character in enumerate(answer) if character in string.digits + string.ascii_lowercase
-    ]
+    place = _place(answer, generator)
+    other = generator.choice([character for character in _kind(answer[place]) if character != answer[place]])
+    return answer[:place] + other + answer[place + 1 :]
+
+
+def left_out(answer: str, generator: random.Random) -> str:
+    """Return the answer without one of its digits or letters; the only one stays."""
+    place = _place(answer, generator)
+    return answer[:place] + answer[place + 1 :] or answer
+
+
+def added(answer: str, generator: random.Random) -> str:
+    """Return the answer with a digit or letter more."""
+    place = _place(answer, generator)
+    return answer[:place] + generator.choice(_kind(answer[place])) + answer[place:]
+
+
+def swapped(answer: str, generator: random.Random) -> str:
+    """Return the answer with a digit or letter and what follows it in each other's place."""
+    place = _place(answer, generator)
+    return answer[:place] + answer[place : place + 2][::-1] + answer[place + 2 :]
+
+
+def random_text(answer: str, generator: random.Random) -> str:
+    """Return up to twice as many characters as the answer has, of the kind of one of its digits or letters."""
+    kind = _kind(answer[_place(answer, generator)])
+    return "".join(generator.choices(kind, k=generator.randint(1, 2 * len(answer))))
+
+
+FAULTS = (replaced, left_out, added, swapped, random_text)
+
+
+def _place(answer: str, generator: random.Random) -> int:
+    places = [place for place, character in enumerate(answer) if _kind(character)]
     if not places:
         raise DataError(
             f"the answer {answer!r} has neither digit nor small letter to change. Take another task."
         )
-    place = generator.choice(places)
-    kind = string.digits if answer[place] in string.digits else string.ascii_lowercase
-    other = generator.choice([character for character in kind if character != answer[place]])
-    return answer[:place] + other + answer[place + 1 :]
+    return generator.choice(places)
+
+
+def _kind(character: str) -> str:
+    """Return the digits or the small letters, whichever the character is one of."""
+    return next((kind for kind in (string.digits, string.ascii_lowercase) if character in kind), "")

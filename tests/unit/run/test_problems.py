@@ -1,6 +1,7 @@
 """`mcore-rl problems`."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,31 @@ def test_problems_to_validate_on_are_in_no_line_to_learn_from(tmp_path: Path) ->
     for line in validated:
         assert line["chosen"] == line["prompt"][:-1][::-1]
         assert sum(a != b for a, b in zip(line["chosen"], line["rejected"], strict=True)) == 1
+
+
+def test_wrong_answers_of_any_kind_are_wrong_and_of_each_kind_as_often(tmp_path: Path) -> None:
+    fields = ["rl.prompts.smallest=8", "rl.prompts.largest=8", "--preferences", "--faults", "any"]
+    output = tmp_path / "pairs.jsonl"
+    assert main(["problems", str(RECIPE), *fields, "--count", "3000", "--output", str(output)]) == 0
+    kinds: Counter[str] = Counter()
+    for line in map(json.loads, output.read_text().splitlines()):
+        right, wrong = line["chosen"], line["rejected"]
+        assert right == line["prompt"][:-1][::-1] and wrong != right
+        places = [i for i, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b]
+        if len(wrong) == 8 and len(places) == 1:
+            kinds["replaced"] += 1
+        elif len(wrong) == 8 and len(places) == 2 and sorted(right) == sorted(wrong):
+            kinds["swapped"] += 1
+        elif len(wrong) == 7 and any(right[:i] + right[i + 1 :] == wrong for i in range(8)):
+            kinds["left out"] += 1
+        elif len(wrong) == 9 and any(wrong[:i] + wrong[i + 1 :] == right for i in range(9)):
+            kinds["added"] += 1
+        else:
+            kinds["any text"] += 1
+    # A fifth each, but that a swap of the last or of equal digits, a tenth and an eighth, is drawn anew.
+    assert set(kinds) == {"replaced", "swapped", "left out", "added", "any text"}
+    assert all(500 < count < 720 for kind, count in kinds.items() if kind != "swapped"), kinds
+    assert 400 < kinds["swapped"] < 560
 
 
 @pytest.mark.parametrize(
