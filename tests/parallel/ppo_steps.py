@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -13,8 +12,6 @@ from mcore_rl.backend.platform import start
 from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.data.examples import Examples
-from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.rl.critic import Critic, critic_routes
@@ -34,7 +31,7 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
 from mcore_rl.train.waiting import all_present
 from tests.parallel.parity import Tensors, owned
-from tests.parallel.rl_steps import replaced, rollout_of
+from tests.parallel.rl_steps import conversations, replaced, rollout_of
 
 TRUNCATED = (0, 5, 10, 23)
 """Samples that reached the largest length."""
@@ -124,21 +121,6 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
 def parameters_of(state: TrainState) -> list[Tensor]:
     """All weights of a model on this rank."""
     return [parameter for chunk in state.chunks for parameter in chunk.parameters()]
-
-
-def conversations(config: RlRunConfig) -> PackedSequences:
-    """Ragged conversations of random tokens, packed alike on every mesh; a part of each is the assistant's."""
-    generator = numpy.random.default_rng(2)
-    lengths = generator.integers(4, 20, 40)
-    examples = Examples(
-        ids_T=generator.integers(0, config.model.vocab_size, lengths.sum(), dtype=numpy.int32),
-        assistant_mask_T=generator.random(lengths.sum()) < 0.5,
-        starts_N=numpy.array([0, *lengths.cumsum()]),
-        source_sizes=(len(lengths),),
-        num_skipped=0,
-    )
-    packing = PackingOptions(row_length=config.packed_length, length_multiple=4, buffer=40, seed=1, pad_id=0)
-    return PackedSequences(examples, packing, 4 * config.rl.ptx.sequences)
 
 
 def scores_of(

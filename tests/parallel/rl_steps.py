@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from mcore_rl.backend.platform import start
 from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.examples import Examples
+from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.routers import replayed_routers
@@ -24,6 +27,7 @@ from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.routing_split import policy_split, rollout_split
+from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.types import Completion, Group, single_version
 from mcore_rl.train.setup import set_up
 from tests.generating import prompt_of
@@ -271,7 +275,10 @@ def router_shifts(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[s
         if isinstance(module, TopKRouter) and module.layer_number <= config.model.num_layers:
             observed(module)
     routes = PolicyRoutes(state, config, folder)
-    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    texts = None
+    if config.rl.ptx.coeff:
+        texts = Texts(conversations(config), config.rl.ptx.sequences, state.mesh, state.platform.device)
+    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size, texts=texts)
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
@@ -282,7 +289,10 @@ def router_shifts(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[s
     calls.clear()
     reports.append(learner.update(second, advantages))
     num_layers = sum(config.model.moe_layers)
-    assert len(old_calls) == len(calls) == num_layers * len(second.microbatches)
+    assert len(old_calls) == num_layers * len(second.microbatches)
+    # Texts come after the completions.
+    num_texts = 0 if texts is None else len(texts.microbatches(1))
+    assert len(calls) == len(old_calls) + num_layers * num_texts
     log = log_sigmoid if config.model.family == "deepseek_v3" else torch.log_softmax
     shifts = []
     for index, microbatch in enumerate(second.microbatches):
@@ -299,6 +309,21 @@ def router_shifts(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[s
 
 def log_sigmoid(logits: Tensor, _: int) -> Tensor:
     return logits.sigmoid().log()
+
+
+def conversations(config: RlRunConfig) -> PackedSequences:
+    """Ragged conversations of random tokens, packed alike on every mesh; a part of each is the assistant's."""
+    generator = numpy.random.default_rng(2)
+    lengths = generator.integers(4, 20, 40)
+    examples = Examples(
+        ids_T=generator.integers(0, config.model.vocab_size, lengths.sum(), dtype=numpy.int32),
+        assistant_mask_T=generator.random(lengths.sum()) < 0.5,
+        starts_N=numpy.array([0, *lengths.cumsum()]),
+        source_sizes=(len(lengths),),
+        num_skipped=0,
+    )
+    packing = PackingOptions(row_length=config.packed_length, length_multiple=4, buffer=40, seed=1, pad_id=0)
+    return PackedSequences(examples, packing, 4 * config.rl.ptx.sequences)
 
 
 def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, float]]:

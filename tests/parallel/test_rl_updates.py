@@ -9,6 +9,7 @@ import pytest
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.ptx import PtxConfig
 from mcore_rl.config.replay import ReplayConfig, ReplayKind
 from mcore_rl.config.rl import (
     AdvantageConfig,
@@ -257,14 +258,29 @@ def test_the_first_update_has_ratios_of_one_and_later_ones_have_not(folder: Path
         assert second["kl_old"] > 1e-9, change
 
 
-@pytest.mark.parametrize(("model", "replay"), [("qwen3_moe", "none"), ("deepseek_v3", "r2")])
+SHIFTED = LossConfig(kind="grpo", router_shift=True, router_shift_floor=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "replay", "loss", "ptx"),
+    [
+        ("qwen3_moe", "none", SHIFTED, PtxConfig()),
+        ("deepseek_v3", "r2", SHIFTED, PtxConfig()),
+        (
+            *("qwen3_moe", "r2", LossConfig(kind="rspo", router_shift_floor=0.01)),
+            PtxConfig(coeff=0.5, files=("conversations",), sequences=2),
+        ),
+    ],
+    ids=["free", "r2", "rspo-with-texts"],
+)
 def test_the_router_shift_is_that_of_the_routers_scores_of_the_old_experts(
-    model: str, replay: ReplayKind, tmp_path: Path
+    model: str, replay: ReplayKind, loss: LossConfig, ptx: PtxConfig, tmp_path: Path
 ) -> None:
-    """By hand from what the routers' gates compute; the deepseek_v3 has sigmoids, a bias, groups, a dense layer."""
+    """By hand from what the routers' gates compute; the deepseek_v3 has sigmoids, a bias, groups, a dense layer. Texts
+    that are mixed into updates have no old policy, and no part in it.
+    """
     config = config_of(model, MeshConfig(), replay=replay)
-    loss = LossConfig(kind="grpo", router_shift=True, router_shift_floor=0.01)
-    config = config.model_copy(update={"rl": config.rl.model_copy(update={"loss": loss})})
+    config = config.model_copy(update={"rl": config.rl.model_copy(update={"loss": loss, "ptx": ptx})})
     (found,) = run_ranks(router_shifts, 1, config, weights(model, 1), tmp_path)
     assert found["on-policy"] == 1.0
     assert found["reported"] == pytest.approx(found["by hand"], rel=1e-6) and found["by hand"] < 0.999
