@@ -33,6 +33,7 @@ from tests.conversing import (
     seeds_of,
 )
 from tests.hf_models import VOCAB, Oracle
+from tests.unit.rl.engines.test_served import served
 
 SIX = problems(*"123456")
 
@@ -246,6 +247,27 @@ def test_groups_that_are_held_while_the_policy_trains_are_those_that_are_held_be
                 want.finish,
                 episode_of(want),
             )
+            assert one.logprobs_T == pytest.approx(want.logprobs_T, abs=2e-5)
+            assert one.experts_TLK is not None and want.experts_TLK is not None
+            assert torch.equal(one.experts_TLK, want.experts_TLK)
+
+
+def test_conversations_through_servers_are_the_native_engines_and_stay_with_the_server_that_has_their_prefix(
+    theirs: Oracle, engine: MegatronEngine, folder: Path, one_rank: Mesh, tmp_path: Path
+) -> None:
+    config, prompts = config_of(theirs.ours, max_turns=3), problems("1", "2")
+    with served(one_rank, tmp_path) as ours:
+        ours.engine.decode = engine.decode
+        for prompt in prompts:
+            (wanted,) = held(config, engine, folder, one_rank, [prompt], group_size=1, with_routes=True)
+            before = ours.asked("/inference/v1/generate")
+            (found,) = held(config, ours.engine, folder, one_rank, [prompt], group_size=1, with_routes=True)
+            (want,), (one,) = wanted.completions, found.completions
+            num_turns = len(episode_of(one).turns)
+            asked = [b - a for a, b in zip(before, ours.asked("/inference/v1/generate"), strict=True)]
+            assert num_turns > 1 and sorted(asked) == [0, num_turns]
+            assert (found.prompt, one.tokens_T, one.versions) == (wanted.prompt, want.tokens_T, want.versions)
+            assert episode_of(one) == episode_of(want)
             assert one.logprobs_T == pytest.approx(want.logprobs_T, abs=2e-5)
             assert one.experts_TLK is not None and want.experts_TLK is not None
             assert torch.equal(one.experts_TLK, want.experts_TLK)
