@@ -25,8 +25,9 @@ class ReplayConfig(Section):
     reference: Literal["live", "replay"] = "live"
     """Routes of the reference policy: its router's own choice (`live`), or those imposed on the policy (`replay`)."""
     missing: Literal["error", "live"] = "error"
-    """For r3, when an engine gave a completion without routes (a preempted request): end the run, or route that
-    sample live and count it."""
+    """For r3, where the engine left out the routes of a token (a preempted request, a turn of a conversation, tokens
+    from a server's cache): end the run, or route that token live, in every pass, and count it
+    (`routes/live_fraction`). The routes of all other tokens are imposed."""
     store: Literal["device", "pinned", "file"] = "device"
     """Memory in which routes wait for their pass: beside the model, page-locked main memory, or a file without a
     name in the run's folder, of which a killed run leaves nothing."""

@@ -296,7 +296,10 @@ METRICS: dict[str, MetricRow] = {
     ),
     "routes/compared_tokens": MetricRow("tokens", SUM, "Tokens whose routes are known and were compared."),
     "routes/unknown_tokens": MetricRow(
-        "tokens", SUM, "Tokens routed live because the engine returned no routes (replay.missing)."
+        "tokens", SUM, "Tokens without routes: the engine left them out (replay.missing)."
+    ),
+    "routes/live_fraction": MetricRow(
+        "fraction", MEAN, "Share of such tokens: they are routed live where the others' routes are imposed."
     ),
     "rollout_routes/changed_fraction": MetricRow(
         "fraction", MEAN, "Routes (token, layer, slot) that differ from the engine's."
@@ -330,7 +333,10 @@ METRICS: dict[str, MetricRow] = {
         "tokens", SUM, "Tokens whose routes are known and were compared."
     ),
     "rollout_routes/unknown_tokens": MetricRow(
-        "tokens", SUM, "Tokens routed live because the engine returned no routes (replay.missing)."
+        "tokens", SUM, "Tokens without routes: the engine left them out (replay.missing)."
+    ),
+    "rollout_routes/live_fraction": MetricRow(
+        "fraction", MEAN, "Share of such tokens: they are routed live where the others' routes are imposed."
     ),
     "routes/cached_bytes": MetricRow(
         "bytes", LAST, "Size of the routes stored for replay, summed over ranks."

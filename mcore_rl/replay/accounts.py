@@ -95,15 +95,19 @@ class RouteTotals:
     """Tokens with a changed choice in any layer."""
     compared_tokens: float
     unknown_tokens: float
-    """Tokens of samples without cached routes, which were routed live."""
+    """Tokens without cached routes, which were routed live."""
     cached_bytes: float
 
     def metrics(self, name: str, top_k: int, *, compares: bool) -> list[Metric]:
         """Return metrics `name`/..., as METRICS describes them; only the cached bytes when nothing was compared."""
-        cached_bytes = Metric("routes/cached_bytes", self.cached_bytes)
-        if not compares or not self.compared_tokens:
-            return [cached_bytes]
-        metrics = []
+        metrics = [Metric("routes/cached_bytes", self.cached_bytes)]
+        if not compares:
+            return metrics
+        num_tokens = self.compared_tokens + self.unknown_tokens
+        metrics.append(Metric(f"{name}/unknown_tokens", self.unknown_tokens))
+        metrics.append(Metric(f"{name}/live_fraction", self.unknown_tokens, max(1.0, num_tokens)))
+        if not self.compared_tokens:
+            return metrics
         for layer, count in enumerate(self.compared_L):
             if count:
                 prefix = f"{name}/layer_{layer:02d}"
@@ -120,8 +124,6 @@ class RouteTotals:
             Metric(f"{name}/gate_mass_moved", sum(self.moved_gates_L), compared),
             Metric(f"{name}/changed_tokens_fraction", self.changed_tokens, self.compared_tokens),
             Metric(f"{name}/compared_tokens", self.compared_tokens),
-            Metric(f"{name}/unknown_tokens", self.unknown_tokens),
-            cached_bytes,
         ]
 
     def problems(self, is_routed_L: Sequence[bool]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.replay.codec import RouteCodec
-from mcore_rl.replay.exchange import NeededPositions, OfferedRoutes, exchange
+from mcore_rl.replay.exchange import NO_POSITIONS, NeededPositions, OfferedRoutes, exchange
 from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens
 from mcore_rl.replay.storage import RouteStorage
 
@@ -32,6 +32,8 @@ class CachedSample:
     first: int
     checksum_l: Tensor | None = None
     """Checksum of the whole sample in each layer; None until the pass that records it has finished."""
+    missing_n: Tensor = NO_POSITIONS
+    """Positions that have no routes, rising: the checksum leaves them out, and they are routed live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class RouteLocations:
     has_routes_t: Tensor
     """Mask of the tokens whose routes are cached, bool `[t]` on the CPU; false for padding."""
     problems: tuple[str, ...]
-    """One sentence for each sample whose routes ought to be here and are not."""
+    """One sentence for each sample of which routes ought to be here and are not."""
 
 
 class RoutingCache:
@@ -78,7 +80,7 @@ class RoutingCache:
         self.num_codes = self.num_experts * (2 if model.moe.capacity_factor else 1)
         self.codec = RouteCodec(self.num_codes, len(self.layers), self.top_k, config.encoding)
         self.dtype = self.codec.dtype
-        self._may_miss_samples = config.missing == "live"
+        self._may_miss = config.missing == "live"
         self.device = next(chunks[0].parameters()).device
         budget_bytes = None if config.budget_gib is None else int(config.budget_gib * GIB)
         self._storage = RouteStorage(config.store, budget_bytes, folder, self.device)
@@ -122,6 +124,11 @@ class RoutingCache:
         cached = self._samples.get((version, sample))
         return None if cached is None else cached.checksum_l
 
+    def missing_positions(self, version: int, sample: int, num_tokens: int) -> Tensor:
+        """Return the positions of a sample of `num_tokens` tokens that have no routes, rising."""
+        cached = self._samples.get((version, sample))
+        return torch.arange(num_tokens) if cached is None else cached.missing_n
+
     def locate(self, version: int, tokens: LocalTokens) -> RouteLocations:
         """Find the routes of a microbatch's local tokens."""
         if not self.layers:
@@ -131,9 +138,17 @@ class RoutingCache:
         parts, problems = [], []
         for index, (sample, length) in enumerate(zip(tokens.samples, tokens.lengths, strict=True)):
             cached = self._samples.get((version, sample))
-            if cached is None and self._may_miss_samples:
+            if cached is None and self._may_miss:
                 continue
             token_n = (tokens.sample_index_t == index).nonzero()[:, 0]
+            if cached is not None and len(cached.missing_n):
+                if not self._may_miss:
+                    problems.append(
+                        f"sample {sample} of version {version}: {len(cached.missing_n)} of its {length} tokens have no "
+                        f'routes, the first at position {int(cached.missing_n[0])}. replay.missing="live" routes such '
+                        "tokens live"
+                    )
+                token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n)]
             row_n, problem = _rows(cached, length, tokens.position_t[token_n])
             if cached is None or problem:
                 problems.append(
@@ -216,7 +231,7 @@ class RoutingCache:
         block, first = self._storage.add(torch.cat(encoded)), 0
         for sample, routes in received.items():
             self._samples[version, sample] = CachedSample(
-                routes.num_tokens, routes.position_n, block, first, routes.checksum_l
+                routes.num_tokens, routes.position_n, block, first, routes.checksum_l, routes.missing_n
             )
             first += len(routes.position_n)
 

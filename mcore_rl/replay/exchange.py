@@ -6,7 +6,7 @@ its layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from mcore_rl.replay.codec import RouteCodec
 CHECKSUM_BYTES = 8
 PositionRange = tuple[int, int]
 """First position, and the position after the last."""
+NO_POSITIONS = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,8 @@ class OfferedRoutes:
     """Checksum of the whole sample in each of these layers, not only of the positions that are here."""
     read: Callable[[Tensor], Tensor]
     """Return codes `[n, l, K]` on the CPU of some indices into `position_n`; only what is asked for is read."""
+    missing_n: Tensor = NO_POSITIONS
+    """Positions of the whole sample that have routes nowhere, rising; the checksum leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class ReceivedRoutes:
     codes_nlK: Tensor
     checksum_l: Tensor
     """Checksum of the whole sample in each layer."""
+    missing_n: Tensor = NO_POSITIONS
+    """Positions of the whole sample that have routes nowhere, rising."""
 
 
 class RouteOffer(NamedTuple):
@@ -64,6 +69,8 @@ class RouteOffer(NamedTuple):
     num_tokens: int
     layers: tuple[int, ...]
     ranges: tuple[PositionRange, ...]
+    missing: tuple[PositionRange, ...]
+    """Positions of the whole sample that have routes nowhere."""
 
 
 class RouteRequest(NamedTuple):
@@ -103,14 +110,22 @@ def exchange(
         device: device of the axis's collectives.
 
     Returns:
-        Routes of each sample in `needed`. A sample is left out when the ranks together do not have all of it.
+        Routes of each sample in `needed`, without the positions that have routes nowhere. A sample is left out when
+        the ranks together do not have all others.
     """
     offers: list[dict[int, RouteOffer]] = [{} for _ in range(axis.size)]
     offers_here = {
-        sample: RouteOffer(routes.num_tokens, routes.layers, as_ranges(routes.position_n))
+        sample: RouteOffer(
+            routes.num_tokens, routes.layers, as_ranges(routes.position_n), as_ranges(routes.missing_n)
+        )
         for sample, routes in offered.items()
     }
     dist.all_gather_object(offers, offers_here, group=axis.group)
+    missing = {sample: positions(offer.missing) for of_rank in offers for sample, offer in of_rank.items()}
+    needed = {
+        sample: replace(one, position_n=without(one.position_n, missing.get(sample, NO_POSITIONS)))
+        for sample, one in needed.items()
+    }
     requests = plan_requests(needed, layers, offers, axis.rank)
     requests_of: list[dict[int, list[RouteRequest]]] = [{} for _ in range(axis.size)]
     dist.all_gather_object(requests_of, requests, group=axis.group)
@@ -127,7 +142,8 @@ def exchange(
     ]
     received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
     dist.all_to_all_single(received, sent.to(device), sizes_in, sizes_out, group=axis.group)
-    return assemble(needed, requests, received.cpu(), layers, codec)
+    assembled = assemble(needed, requests, received.cpu(), layers, codec)
+    return {sample: replace(routes, missing_n=missing[sample]) for sample, routes in assembled.items()}
 
 
 def plan_requests(
@@ -225,6 +241,11 @@ def as_ranges(position_n: Tensor) -> tuple[PositionRange, ...]:
     bounds = [0, *breaks.tolist(), len(position_n)]
     first, last = position_n[bounds[:-1]].tolist(), position_n[torch.tensor(bounds[1:]) - 1].tolist()
     return tuple((begin, end + 1) for begin, end in zip(first, last, strict=True))
+
+
+def without(position_n: Tensor, missing_n: Tensor) -> Tensor:
+    """Return the positions that are not among `missing_n`, in their order."""
+    return position_n[~torch.isin(position_n, missing_n)] if len(missing_n) else position_n
 
 
 def positions(ranges: Sequence[PositionRange]) -> Tensor:

@@ -26,7 +26,15 @@ class RolloutRoutes:
     tokens_T: Tensor
     """Ids of the tokens that enter the model in training: prompt and completion without the last token."""
     experts_TLK: Tensor
-    """Experts of these tokens; L counts all layers of the model that have routers, or only those of this rank."""
+    """Experts of these tokens; L counts all layers of the model that have routers, or only those of this rank. A row
+    of -1: the engine left this token out."""
+
+    @property
+    def has_routes_T(self) -> Tensor:
+        """Mask of the tokens that have routes, bool `[T]`."""
+        if not self.experts_TLK.is_signed():
+            return torch.ones(len(self.experts_TLK), dtype=torch.bool)
+        return (self.experts_TLK != -1).flatten(1).any(1)
 
 
 def cache_rollout_routes(
@@ -45,7 +53,7 @@ def cache_rollout_routes(
         cache: this rank's cache; its routes of `version` are replaced.
         version: policy version that generated.
         generated: routes of the samples that this rank's model generated, equal on the ranks of one model. A sample
-            without routes is left out.
+            without routes is left out. Some tokens of a sample may have none (rows of -1).
         layouts: this rank's microbatches.
         mesh: the mesh that trains.
 
@@ -58,6 +66,9 @@ def cache_rollout_routes(
     # Ranks of one tensor-parallel group have the same routes: each checks its share of the samples.
     share = {sample: generated[sample] for sample in sorted(generated)[mesh.tp.rank :: mesh.tp.size]}
     refuse_anywhere(list(_problems(cache, share)), RoutingError)
+    # A sample of which no token has routes is like one that came without them.
+    generated = {sample: routes for sample, routes in generated.items() if bool(routes.has_routes_T.any())}
+    share = {sample: routes for sample, routes in share.items() if sample in generated}
     checksums = _checksums(cache, sorted(generated), share, mesh.tp)
     offered = {sample: _offer(cache, routes, checksums[sample]) for sample, routes in generated.items()}
     cache.receive(version, offered, cache.needed_positions(layouts, mesh), mesh.dp_cp)
@@ -75,24 +86,30 @@ def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> It
                 f"{len(cache.model_layers)} layers and {cache.top_k} experts"
             )
             continue
-        if routes.experts_TLK.dtype == torch.uint8 and cache.num_experts > 256:
+        dtype = routes.experts_TLK.dtype
+        if torch.iinfo(dtype).max < cache.num_experts - 1:
             yield (
-                f"sample {sample}: the engine returned routes as uint8, in which indices of {cache.num_experts} "
-                "experts wrap around"
+                f"sample {sample}: the engine returned routes as {str(dtype).removeprefix('torch.')}, in which indices "
+                f"of {cache.num_experts} experts wrap around"
             )
             continue
-        layers, experts_TLK = _given_layers(cache, routes), routes.experts_TLK
-        if int(experts_TLK.min()) < 0 or int(experts_TLK.max()) >= cache.num_experts:
+        position_n = routes.has_routes_T.nonzero()[:, 0]
+        if not len(position_n):
+            continue
+        is_whole = len(position_n) == num_tokens
+        layers = _given_layers(cache, routes)
+        experts_nLK = routes.experts_TLK if is_whole else routes.experts_TLK[position_n]
+        if int(experts_nLK.min()) < 0 or int(experts_nLK.max()) >= cache.num_experts:
             problem = "is out of range"
-            is_wrong_TL = ((experts_TLK < 0) | (experts_TLK >= cache.num_experts)).any(-1)
+            is_wrong_nL = ((experts_nLK < 0) | (experts_nLK >= cache.num_experts)).any(-1)
         else:
-            problem, is_wrong_TL = "appears twice", _has_duplicates(experts_TLK.to(cache.dtype))
-        if is_wrong_TL.any():
-            token, column = is_wrong_TL.nonzero()[0].tolist()
-            chosen = experts_TLK[token, column].tolist()
+            problem, is_wrong_nL = "appears twice", _has_duplicates(experts_nLK.to(cache.dtype))
+        if is_wrong_nL.any():
+            row, column = is_wrong_nL.nonzero()[0].tolist()
+            chosen = experts_nLK[row, column].tolist()
             yield (
-                f"sample {sample}, layer {layers[column]}, token {token}: an expert in {chosen} {problem} "
-                f"({cache.num_experts} experts)"
+                f"sample {sample}, layer {layers[column]}, token {int(position_n[row])}: an expert in {chosen} "
+                f"{problem} ({cache.num_experts} experts)"
             )
 
 
@@ -101,7 +118,9 @@ def _repeated_fraction(generated: Mapping[int, RolloutRoutes], mesh: Mesh, devic
     counts_2 = torch.zeros(2, dtype=torch.int64)
     for routes in generated.values():
         is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
-        is_same_T = (routes.experts_TLK[1:] == routes.experts_TLK[:-1]).flatten(1).all(1)
+        is_same_T = (routes.experts_TLK[1:] == routes.experts_TLK[:-1]).flatten(1).all(
+            1
+        ) & routes.has_routes_T[1:]
         counts_2 += torch.stack([(is_new_T & is_same_T).sum(), is_new_T.sum()])
     on_device_2 = counts_2.to(device)
     dist.all_reduce(on_device_2, group=mesh.world.group)
@@ -133,11 +152,10 @@ def _checksums(
         if sample in share:
             routes, num_tokens = share[sample], len(share[sample].tokens_T)
             checksums_1L = route_checksums(
-                routes.experts_TLK.transpose(0, 1),
+                # Tokens without routes (-1) are not counted.
+                routes.experts_TLK.clamp_min(0).transpose(0, 1),
                 expert_hashes(_given_layers(cache, routes), cache.num_codes, CPU),
-                token_hashes(
-                    routes.tokens_T, torch.arange(num_tokens), torch.ones(num_tokens, dtype=torch.bool)
-                ),
+                token_hashes(routes.tokens_T, torch.arange(num_tokens), routes.has_routes_T),
                 torch.zeros(num_tokens, dtype=torch.int64),
                 1,
             )
@@ -161,11 +179,13 @@ def _columns(cache: RoutingCache, routes: RolloutRoutes) -> list[int]:
 
 def _offer(cache: RoutingCache, routes: RolloutRoutes, checksum_l: Tensor) -> OfferedRoutes:
     """Return the routes in this rank's layers, with the checksum of what the engine returned."""
-    codes_TlK = routes.experts_TLK[:, _columns(cache, routes)].to(cache.dtype)
+    codes_TlK, has_routes_T = routes.experts_TLK[:, _columns(cache, routes)], routes.has_routes_T
+    codes_nlK = (codes_TlK if has_routes_T.all() else codes_TlK[has_routes_T]).to(cache.dtype)
     return OfferedRoutes(
         num_tokens=len(codes_TlK),
         layers=cache.layers,
-        position_n=torch.arange(len(codes_TlK)),
+        position_n=has_routes_T.nonzero()[:, 0],
         checksum_l=checksum_l,
-        read=lambda index_n: codes_TlK[index_n],
+        read=lambda index_n: codes_nlK[index_n],
+        missing_n=(~has_routes_T).nonzero()[:, 0],
     )

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -196,7 +197,7 @@ class RoutingTape:
         checksums = self._sample_checksums(self._witness.checksums())
         if self._mode != "record":
             problems += self._mismatches(checksums)
-        problems += self._witness.problems(is_imposed=self._mode == "impose")
+        problems += self._witness.problems()
         refuse_anywhere(problems, RoutingError)
         compared = sum(int(one.locations.has_routes_t.sum()) for one in self._microbatches)
         current = sum(
@@ -256,8 +257,9 @@ class RoutingTape:
             self._layouts,
             self.layers,
             self._cache.num_experts,
-            self._is_imposed,
+            partial(self._cache.missing_positions, self._version),
             seed=self._version,
+            is_imposed=mode == "impose",
         )
         self._witness.install()
         return self._witness.around(self._armed)
@@ -360,10 +362,6 @@ class RoutingTape:
     @property
     def _has_drops(self) -> bool:
         return self._cache.num_codes > self._cache.num_experts
-
-    def _is_imposed(self, sample: int) -> bool:
-        """Return whether a sample's routes are imposed in this pass."""
-        return self._mode == "impose" and self._cache.checksum_of(self._version, sample) is not None
 
     def _accounts(self) -> RouteAccounts:
         calls = {} if self._witness is None else self._witness.num_calls()

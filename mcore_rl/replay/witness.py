@@ -4,9 +4,11 @@ A tape (tape.py) answers routers before they choose. The witness observes what t
 shares no code with the tape: it finds out by itself which microbatch a router works on, and lays out tokens by a
 formula of its own (`labels_at_routers`). Three things are compared, all of them on the device until the pass is over:
 
-- a checksum of the experts used by each sample in each layer, in the forward pass and again in recomputation;
+- a checksum of the experts used by the tokens of each sample that have routes, in each layer, in the forward pass and
+  again in recomputation;
 - for a few tokens of every microbatch and layer, the gates with those that the definition of the router makes of the
-  live logits and the used experts; where the choice is live, also the experts with the best ones;
+  live logits and the used experts; where the choice is live, also the experts with the best ones. Of tokens that are
+  routed live among others with imposed routes, because they have none, all are compared;
 - once a layer and pass, the derivative of these gates by the logits with that of the definition.
 """
 
@@ -31,8 +33,8 @@ from mcore_rl.replay.layouts import MicrobatchLayout
 
 SAMPLED_TOKENS = 4
 """Tokens of each microbatch and layer whose gates are computed again."""
-BATCHED_CALLS = 64
-"""Calls of routers whose sampled tokens are compared together: one comparison costs as much as dozens."""
+BATCHED_CALLS, BATCHED_TOKENS = 64, 4096
+"""Calls of routers, and tokens, that are compared together: one comparison costs as much as dozens."""
 GATE_TOLERANCE = 1e-5
 """Largest difference of a gate; logits and gates are float32 (`moe_router_dtype`)."""
 DERIVATIVE_TOLERANCE = 1e-4
@@ -89,6 +91,7 @@ class SampledTokens:
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, TopKRouter, Tensor | None, Tensor, Tensor, Tensor, bool | Tensor]] = []
+        self._num_tokens = 0
         self._found: list[tuple[list[str], list[int], Tensor]] = []
 
     def add(
@@ -116,7 +119,8 @@ class SampledTokens:
         # A copy: finalize_model_grads moves the bias of the choice before the tokens are compared.
         bias_E = None if router.expert_bias is None else router.expert_bias.detach().clone()
         self._calls.append((where, router, bias_E, kept[0], kept[1], kept[2], is_live))
-        if len(self._calls) == BATCHED_CALLS:
+        self._num_tokens += len(row_n)
+        if len(self._calls) == BATCHED_CALLS or self._num_tokens >= BATCHED_TOKENS:
             self._compare()
 
     def problems(self) -> Iterator[str]:
@@ -134,7 +138,7 @@ class SampledTokens:
                         yield f"{where}: {what}"
 
     def _compare(self) -> None:
-        calls, self._calls = self._calls, []
+        calls, self._calls, self._num_tokens = self._calls, [], 0
         if not calls:
             return
         places, routers, biases, logits, gates, used, lives = zip(*calls, strict=True)
@@ -267,6 +271,8 @@ class WitnessedMicrobatch:
     sample_index_t: Tensor
     """Index into `samples` of each token, on the CPU; -1 for padding."""
     position_t: Tensor
+    is_counted_t: Tensor
+    """Mask of the tokens whose experts are in the checksums, on the CPU: all, or those with imposed routes."""
     row_n: Tensor
     """Tokens that are sampled, on the device."""
     is_live_n: bool | Tensor
@@ -288,8 +294,10 @@ class Witness:
         layouts: Sequence[MicrobatchLayout],
         layers: Sequence[int],
         num_experts: int,
-        is_imposed: Callable[[int], bool],
+        missing_positions: Callable[[int, int], Tensor],
         seed: int,
+        *,
+        is_imposed: bool,
     ) -> None:
         """Prepare to observe a pass.
 
@@ -299,12 +307,14 @@ class Witness:
             layouts: layout of each of this rank's microbatches.
             layers: layers of this rank that have routers.
             num_experts: E.
-            is_imposed: whether routes are imposed on a sample; the others must be routed live.
+            missing_positions: positions of a sample, of which it is given the index and the number of tokens, that have
+                no routes to be imposed; they must be routed live.
             seed: number that chooses the sampled tokens, such as the policy version.
+            is_imposed: whether routes are imposed in the pass; all tokens must be routed live where they are not.
         """
         self._chunks, self._mesh, self._layers = chunks, mesh, tuple(layers)
         self._device = next(chunks[0].parameters()).device
-        self._is_imposed = is_imposed
+        self._is_imposed, self._missing_positions = is_imposed, missing_positions
         self._microbatches = [self._prepared(layout, seed + index) for index, layout in enumerate(layouts)]
         hashes_lE = expert_hashes(self._layers, num_experts, self._device)
         self._expert_hashes = dict(zip(self._layers, hashes_lE, strict=True))
@@ -358,12 +368,8 @@ class Witness:
         """Return for each microbatch the checksums of this rank's part of its samples, `[N, l]`; zero if unused."""
         return [self._checksums(microbatch) for microbatch in self._microbatches]
 
-    def problems(self, *, is_imposed: bool) -> Iterator[str]:
-        """Yield a sentence for everything that is wrong on this rank; waits for the device.
-
-        Args:
-            is_imposed: routes were imposed, so that recomputation must use those of the forward pass.
-        """
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for everything that is wrong on this rank; waits for the device."""
         for layer in sorted(self._without_gradient):
             yield f"layer {layer}: the gates have no gradient to the router's logits, so that it would not learn"
         if self._derivatives:
@@ -377,22 +383,29 @@ class Witness:
                         "that the router would not learn from the gates that experts get"
                     )
         yield from self._tokens.problems()
-        if is_imposed:
+        if self._is_imposed:
             yield from self._recomputed_otherwise()
 
     def _prepared(self, layout: MicrobatchLayout, seed: int) -> WitnessedMicrobatch:
-        samples = tuple(span.sample for span in layout.spans if span.sample >= 0 and span.num_positions)
+        spans = [span for span in layout.spans if span.sample >= 0 and span.num_positions]
+        samples = tuple(span.sample for span in spans)
         sample_index_t, position_t = labels_at_routers(layout, self._mesh)
-        is_live_N = torch.tensor([not self._is_imposed(sample) for sample in samples], dtype=torch.bool)
-        real_n = (sample_index_t >= 0).nonzero()[:, 0]
-        row_n = _some(real_n, seed)
-        is_live_n: bool | Tensor = bool(is_live_N.all())
-        if is_live_N.any() and not is_live_n:
-            # Those among them that are routed live are few, and a sample of all would miss them.
-            row_n = torch.cat([row_n, _some(real_n[is_live_N[sample_index_t[real_n]]], seed)])
-            is_live_n = is_live_N[sample_index_t[row_n]].to(self._device, non_blocking=True)
+        is_counted_t = sample_index_t >= 0
+        row_n = _some(is_counted_t.nonzero()[:, 0], seed)
+        is_live_n: bool | Tensor = not self._is_imposed
+        if self._is_imposed:
+            is_missing_t = torch.zeros_like(is_counted_t)
+            for index, span in enumerate(spans):
+                missing_n = self._missing_positions(span.sample, span.num_tokens)
+                if len(missing_n):
+                    is_missing_t |= (sample_index_t == index) & torch.isin(position_t, missing_n)
+            if is_missing_t.any():
+                is_counted_t = is_counted_t & ~is_missing_t
+                # No checksum covers them: all are compared.
+                row_n = torch.cat([_some(is_counted_t.nonzero()[:, 0], seed), is_missing_t.nonzero()[:, 0]])
+                is_live_n = is_missing_t[row_n].to(self._device, non_blocking=True)
         row_n = row_n.to(self._device, non_blocking=True)
-        return WitnessedMicrobatch(samples, sample_index_t, position_t, row_n, is_live_n)
+        return WitnessedMicrobatch(samples, sample_index_t, position_t, is_counted_t, row_n, is_live_n)
 
     def _on_input(self, chunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Hash the token ids that the chunk was given, at the labels of the layout."""
@@ -405,11 +418,11 @@ class Witness:
         if self._mesh.sequence_parallel:
             length = len(ids_sB) // self._mesh.tp.size
             ids_sB = ids_sB.narrow(0, length * self._mesh.tp.rank, length)
-        index_t, position_t = (
+        index_t, position_t, is_counted_t = (
             labels_t.to(self._device, non_blocking=True)
-            for labels_t in (microbatch.sample_index_t, microbatch.position_t)
+            for labels_t in (microbatch.sample_index_t, microbatch.position_t, microbatch.is_counted_t)
         )
-        microbatch.token_hashes_t = token_hashes(ids_sB.reshape(-1), position_t, index_t >= 0)
+        microbatch.token_hashes_t = token_hashes(ids_sB.reshape(-1), position_t, is_counted_t)
         microbatch.target_t = index_t.clamp_min(0)
 
     def _on_output(self, chunk: nn.Module, args: Any, output: Logits) -> None:
@@ -437,7 +450,8 @@ class Witness:
                 rows = (microbatch.row_n, microbatch.is_live_n)
                 self._tokens.add(where, router, logits_TE, gates_TE, used_TE, *rows)
             if logits.requires_grad and torch.is_grad_enabled():
-                self._add_derivative(layer, router, logits, gates_TE, used_TE, microbatch.row_n)
+                row_n = microbatch.row_n[:SAMPLED_TOKENS]
+                self._add_derivative(layer, router, logits, gates_TE, used_TE, row_n)
 
         return on_call
 
@@ -510,7 +524,7 @@ class Witness:
             first_Nl, second_Nl = (self._checksums(microbatch, kind)[:, columns] for kind in (0, 1))
             for row, sample in enumerate(microbatch.samples):
                 is_other_l = (first_Nl[row] != second_Nl[row]).tolist()
-                if not self._is_imposed(sample) or not any(is_other_l):
+                if not any(is_other_l):
                     continue
                 layers = [layer for layer, is_other in zip(again, is_other_l, strict=True) if is_other]
                 yield (

@@ -119,7 +119,7 @@ class Completion:
     to draw from; None: the engine does not report it."""
     experts_TLK: Tensor | None = None
     """Experts of each token of prompt and completion but the last, which enters no layer, for all layers that route
-    or for those of this pipeline stage; None: not asked for."""
+    or for those of this pipeline stage. A row of -1: the engine left this token out. None: not asked for."""
     episode: Episode | None = None
     """The conversation with an environment; None: there was no environment."""
 
@@ -162,14 +162,27 @@ class Completion:
         return self.finish == "length"
 
 
-def grown_routes(before_TLK: Tensor, now_TLK: Tensor) -> Tensor:
+def grown_routes(before_TLK: Tensor | None, now_TLK: Tensor, num_before: int) -> Tensor:
     """Return the routes of a completion, or of a conversation, that an engine has continued.
 
     A logprob belongs to the experts with which it was computed: rows that the engine gave before stay as they are,
-    although it has computed these tokens once more, perhaps with newer weights. `now_TLK`, of the whole, adds the rows
-    that are new, the first of which is that of the last token before: it entered no layer then.
+    although it has computed these tokens once more, perhaps with newer weights. For the same reason what it left out
+    then stays without routes.
+
+    Args:
+        before_TLK: Rows that the engine gave before; None: it gave none.
+        now_TLK: Rows of the whole. The first that is new is that of the last token before: it entered no layer then.
+        num_before: Tokens that had entered a layer before.
     """
-    return torch.cat([before_TLK, now_TLK[len(before_TLK) :].to(before_TLK.dtype)])
+    num_given = 0 if before_TLK is None else len(before_TLK)
+    left_out_TLK = torch.full((num_before - num_given, *now_TLK.shape[1:]), -1, dtype=torch.int16)
+    parts, new_TLK = (
+        [one for one in (before_TLK, left_out_TLK) if one is not None and len(one)],
+        now_TLK[num_before:],
+    )
+    if before_TLK is not None and not (new_TLK < 0).any():
+        new_TLK = new_TLK.to(before_TLK.dtype)
+    return torch.cat([*parts, new_TLK])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

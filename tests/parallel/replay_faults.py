@@ -30,6 +30,7 @@ MESHES = {
 PLAIN, CAPACITY = tiny("qwen3_moe"), tiny("qwen3_moe", capacity_factor=1.0)
 REPLAY = {
     "r3": ReplayConfig(kind="r3"),
+    "r3_left_out": ReplayConfig(kind="r3", missing="live"),
     "bits": ReplayConfig(kind="r2", store="file", encoding="bits"),
     "sets": ReplayConfig(kind="r2", encoding="sets"),
 }
@@ -84,8 +85,8 @@ def replayed_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict
     layouts = ("padded",) if scenario == "padded" else ("packed",)
     case = Case(model="", mesh=MESHES[mesh], recompute="full", layouts=layouts, replay=replay)
     (run,) = opened(case, model, folder / f"rank{torch.distributed.get_rank()}")
-    if scenario == "r3":
-        take_routes(run)
+    if scenario in ("r3", "r3_left_out"):
+        take_routes(run, leaves_out=scenario == "r3_left_out")
     else:
         copy_in(run.state.chunks, work.weights)
         with run.tape() as tape:
@@ -96,15 +97,22 @@ def replayed_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict
     return {name: found[name] for name in ("losses", "gradients", "error")}
 
 
-def take_routes(run: Run) -> None:
-    """Cache routes that no router would choose, of samples that this replica generated."""
+def take_routes(run: Run, *, leaves_out: bool) -> None:
+    """Cache routes that no router would choose, of samples that this replica generated: of all tokens, or without those
+    of the whole sample 3 and of a third of the others.
+    """
     axis, model = run.state.mesh.dp_cp, run.state.config.model
     generated = {}
     for n in range(axis.rank, len(LENGTHS), axis.size):
         generator = torch.Generator().manual_seed(n)
         scores = torch.rand(LENGTHS[n], model.num_layers, model.moe.num_experts, generator=generator)
         tokens_T = sample_tokens(n, model.vocab_size)[: LENGTHS[n]]
-        generated[n] = RolloutRoutes(tokens_T, scores.topk(model.moe.top_k).indices.to(torch.uint8))
+        experts_TLK = scores.topk(model.moe.top_k).indices.to(torch.int16)
+        if leaves_out:
+            experts_TLK[n % 3 :: 3] = -1
+            if n == 3:
+                continue
+        generated[n] = RolloutRoutes(tokens_T, experts_TLK)
     cache_rollout_routes(run.cache, run.version, generated, run.layouts, run.state.mesh)
 
 

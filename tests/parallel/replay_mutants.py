@@ -12,7 +12,9 @@ from typing import Literal
 
 import mcore_rl
 
-Scenario = Literal["r2", "padded", "drops", "bits", "sets", "r3", "rl_r2", "rl_r3", "rl_replayed_reference"]
+Scenario = Literal[
+    "r2", "padded", "drops", "bits", "sets", "r3", "r3_left_out", "rl_r2", "rl_r3", "rl_replayed_reference"
+]
 EVERYWHERE = ("one", "tp2-ep2")
 SHARDED = ("tp2-ep2",)
 
@@ -405,6 +407,83 @@ MUTANTS: tuple[Mutant, ...] = (
         old="read=lambda index_n: codes_TlK[index_n]",
         new="read=lambda index_n: codes_TlK[index_n - 1]",
         scenario="r3",
+    ),
+    # R3 with tokens that the engine left out.
+    Mutant(
+        name="all tokens are live where some were left out",
+        file=HOOKS,
+        old="experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)",
+        new="experts_tK = live_tK",
+        scenario="r3_left_out",
+        in_short=True,
+    ),
+    Mutant(
+        name="tokens that were left out go to whatever is in their rows",
+        file=TAPE,
+        old="if imposes and not bool(microbatch.locations.has_routes_t.all()):",
+        new="if False:",
+        scenario="r3_left_out",
+    ),
+    Mutant(
+        name="tokens that were left out go to other experts than the best",
+        file=HOOKS,
+        old="experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)",
+        new="experts_tK = ((live_tK + 1) % microbatch.num_experts).where(microbatch.is_live_t1, experts_tK)",
+        scenario="r3_left_out",
+        in_short=True,
+    ),
+    Mutant(
+        name="the second token that was left out goes to another expert",
+        file=HOOKS,
+        old="experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)",
+        new="experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)\n"
+        "                left_t = microbatch.is_live_t1[:, 0].nonzero()[:, 0]\n"
+        "                experts_tK[left_t[1]] = scores.detach()[left_t[1]].topk(topk, largest=False).indices",
+        scenario="r3_left_out",
+        meshes=("one",),
+    ),
+    Mutant(
+        name="tokens that were left out take routes in recomputation",
+        file=HOOKS,
+        old="if microbatch.is_live_t1 is not None:\n                experts_tK",
+        new="if microbatch.is_live_t1 is not None and is_forward:\n                experts_tK",
+        scenario="r3_left_out",
+    ),
+    Mutant(
+        name="the token after each that was left out is live in its place",
+        file=CACHE,
+        old="token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n)]",
+        new="token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n + 1)]",
+        scenario="r3_left_out",
+    ),
+    Mutant(
+        name="one token more is live than was left out",
+        file=CACHE,
+        old="token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n)]",
+        new="token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n)][1:]",
+        scenario="r3_left_out",
+        in_short=True,
+    ),
+    Mutant(
+        name="a sample with tokens left out is live altogether",
+        file=CACHE,
+        old="token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n)]",
+        new="token_n = token_n[:0]",
+        scenario="r3_left_out",
+    ),
+    Mutant(
+        name="the exchange forgets what was left out",
+        file=EXCHANGE,
+        old="replace(routes, missing_n=missing[sample])",
+        new="routes",
+        scenario="r3_left_out",
+    ),
+    Mutant(
+        name="the rows of the next token where one was left out",
+        file=ROLLOUTS,
+        old="codes_TlK[has_routes_T]).to(cache.dtype)",
+        new="codes_TlK[has_routes_T.roll(1)].clamp_min(0)).to(cache.dtype)",
+        scenario="r3_left_out",
     ),
     # Drops of experts with a capacity.
     Mutant(

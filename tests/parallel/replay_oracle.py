@@ -18,15 +18,20 @@ Choice = dict[int, tuple[list[int], list[bool]]]
 """Token's name -> its top-k experts, and which of them had room."""
 
 
-def replayed_by_hand(model: ModelConfig, weights: Tensors, layouts: tuple[str, ...]) -> list[dict[str, Any]]:
+def replayed_by_hand(
+    model: ModelConfig, weights: Tensors, layouts: tuple[str, ...], left_out: frozenset[int] = frozenset()
+) -> list[dict[str, Any]]:
     """On one rank, for each layout: losses and gradients of other weights under the choices, and the drops, that the
-    routers made with `weights`.
+    routers made with `weights`; tokens whose names are `left_out` are routed live.
     """
     runs = opened(Case(model="", mesh=MeshConfig(), layouts=layouts), model)
     found = []
     for run in runs:
         copy_in(run.state.chunks, weights)
-        choices = natural_choices(run)
+        choices = [
+            {name: chosen for name, chosen in choice.items() if name not in left_out}
+            for choice in natural_choices(run)
+        ]
         copy_in(run.state.chunks, perturbed(weights))
         losses, gradients = imposed_by_hand(run, choices)
         dropped = sum(
@@ -104,11 +109,12 @@ def imposed_by_hand(run: Run, choices: list[Choice]) -> tuple[dict[int, float], 
         def forward(hidden_SBD: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
             call = next(calls)
             choice = choices[call]
-            # Padding goes anywhere: its output reaches no token and no loss.
-            padding = ([*range(router.topk)], [True] * router.topk)
-            rows = [choice.get(name, padding) for name in names[call // len(routers)]]
-            experts_TK, has_room_TK = (torch.tensor(column) for column in zip(*rows, strict=True))
             logits_TE = hidden_SBD.flatten(0, 1).float() @ router.weight.float().t()
+            # Tokens without a choice are routed live, and padding, whose output reaches no token and no loss.
+            live = [(experts, [True] * router.topk) for experts in chosen_by_hand(router, logits_TE).tolist()]
+            of_call = zip(names[call // len(routers)], live, strict=True)
+            rows = [choice.get(name, chosen) for name, chosen in of_call]
+            experts_TK, has_room_TK = (torch.tensor(column) for column in zip(*rows, strict=True))
             gates_TK = gates_by_hand(router, logits_TE, experts_TK) * has_room_TK
             gates_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, gates_TK)
             return gates_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, experts_TK, has_room_TK)

@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
-from tests.parallel import travelling
+from tests.parallel import replay_oracle, travelling
 from tests.parallel.replay_outcomes import MODELS, assert_same_training, one_rank, together
 from tests.ranks import run_ranks
 
@@ -17,7 +17,10 @@ MESHES = {
 
 
 def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
-    """R3 sends a rank only its positions and layers, in as few bytes as they are encoded in; nothing is broadcast."""
+    """R3 sends a rank only its positions and layers, in as few bytes as they are encoded in; nothing is broadcast.
+
+    Tokens that the engine left out are routed live and all others are imposed, as an oracle does without the tape.
+    """
     alone = one_rank("qwen3_moe")
     reference = alone.outcomes["packed"]
     ranks = run_ranks(
@@ -28,9 +31,21 @@ def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
         alone.weights,
         reference.recorded,
     )
+    samples = range(len(travelling.LENGTHS))
+    names = {n: {n * travelling.IDS + t for t in travelling.positions_left_out(n)} for n in samples}
+    left_out = frozenset[int]().union(*names.values())
+    model, weights = MODELS["qwen3_moe"], alone.weights
+    ((by_hand,),) = run_ranks(replay_oracle.replayed_by_hand, 1, model, weights, ("packed",), left_out)
+    oracle = together([by_hand | {"metrics": {}, "error": "", "accounts": []}])
+    assert oracle.losses != pytest.approx(reference.losses, rel=1e-5)
     for index, mesh in enumerate(MESHES.values()):
         found = [rank[index] for rank in ranks]
         assert_same_training(together(found), reference)
+        with_gaps = together([rank["left_out"] for rank in found])
+        assert with_gaps.errors == [""] * WORLD
+        assert_same_training(with_gaps, oracle)
+        assert with_gaps.metrics["routes/live_fraction"] == (len(left_out), sum(travelling.LENGTHS))
+        assert with_gaps.metrics["routes/compared_tokens"][0] == sum(travelling.LENGTHS) - len(left_out)
         for rank_outcome in found:
             expected, sent = rank_outcome["moved"]
             assert sent == expected and (sent > 0 or mesh.dp == 1), (sent, expected)

@@ -48,6 +48,32 @@ def as_rollout(sample: int, recorded: Recorded, vocab_size: int) -> RolloutRoute
     return RolloutRoutes(tokens_T, torch.tensor(routes, dtype=torch.uint8))
 
 
+NO_ROUTES = 3
+"""Sample that the engine returned without routes."""
+
+
+def positions_left_out(sample: int) -> list[int]:
+    """Positions of a sample whose routes the engine left out: none, all, the first ones (from a server's cache), a part
+    in the middle (a turn of a conversation), or every third.
+    """
+    length = LENGTHS[sample]
+    return {
+        0: [],
+        NO_ROUTES: [*range(length)],
+        4: [*range(length)],
+        1: [0, 1, 2],
+        2: [*range(5, 11)],
+        5: [length - 1],
+    }.get(sample, [*range(0, length, 3)])
+
+
+def with_rows_left_out(sample: int, routes: RolloutRoutes) -> RolloutRoutes:
+    """Return the routes as an engine would that leaves rows out."""
+    experts_TLK = routes.experts_TLK.short()
+    experts_TLK[positions_left_out(sample)] = -1
+    return RolloutRoutes(routes.tokens_T, experts_TLK)
+
+
 class Traffic:
     """Bytes that this rank gives to collectives, by name; all_to_all counts only those for other ranks."""
 
@@ -98,7 +124,7 @@ def one_rollout(
     recorded: Recorded,
     encoding: RouteEncoding,
 ) -> dict[str, Any]:
-    replay = ReplayConfig(kind="r3", encoding=encoding)
+    replay = ReplayConfig(kind="r3", encoding=encoding, missing="live")
     case = Case(model="", mesh=mesh_config, layouts=("packed",), replay=replay)
     (run,) = opened(case, model)
     mesh = run.state.mesh
@@ -122,15 +148,20 @@ def one_rollout(
         for n, entry in entries.items()
         if n not in mine
     )
-    cached_bytes = sum(len(entry.position_n) for entry in entries.values()) * row_bytes
+    expected_bytes = sum(len(entry.position_n) for entry in entries.values()) * row_bytes
+    cached_bytes = run.cache.num_bytes, expected_bytes
     received = torch.tensor([foreign, traffic.sent.pop("all_to_all_single")])
     dist.all_reduce(received)
     outcome = replayed(run, None)
+    with_gaps = {n: with_rows_left_out(n, routes) for n, routes in generated.items() if n != NO_ROUTES}
+    cache_rollout_routes(run.cache, run.version, with_gaps, run.layouts, mesh)
+    left_out = replayed(run, None)
     destroy_mesh()
     return outcome | {
+        "left_out": left_out,
         "moved": received.tolist(),
         "other_traffic": traffic.sent,
-        "cached_bytes": (run.cache.num_bytes, cached_bytes),
+        "cached_bytes": cached_bytes,
     }
 
 

@@ -71,6 +71,7 @@ class ServedEngine:
         *,
         capabilities: Capabilities,
         refusal: Callable[[Sampling], str | None],
+        may_miss_routes: bool = False,
     ) -> None:
         """Make the engine; `update_weights` has to come before the first request.
 
@@ -84,10 +85,12 @@ class ServedEngine:
             config: The engine's section of the config.
             capabilities: Abilities of the servers.
             refusal: Returns why the servers' logprobs would be wrong under a sampling; None: they are right.
+            may_miss_routes: Whether the servers may leave out the routes of some tokens of a completion.
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
         self._api_at, self._fleet, self._chunks = api_at, fleet, list(chunks)
         self._mesh, self._model, self._config, self._refusal = mesh, model, config, refusal
+        self._may_miss_routes = may_miss_routes
         self._layers = list(routed_layers(chunks))
         self._state = _State()
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
@@ -348,8 +351,14 @@ class ServedEngine:
         experts_TLK = None
         if sampling.with_routes:
             num_tokens = num_prompt + len(served.tokens_T) - 1
-            picked = pick_layers(server, served.experts_TLK, self._model, num_tokens=num_tokens)
-            few = self._model.moe.num_experts <= MAX_BYTE
+            picked = pick_layers(
+                server,
+                served.experts_TLK,
+                self._model,
+                num_tokens=num_tokens,
+                may_miss=self._may_miss_routes,
+            )
+            few = self._model.moe.num_experts <= MAX_BYTE and picked.min() >= 0
             experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16))
         stops = Stops(sampling.stop_tokens, sampling.stop_strings, self.decode)
         tokens_T, is_stopped = served.tokens_T, served.finish == "stop"

@@ -15,7 +15,12 @@ FEW_TOKENS = 8
 
 
 def pick_layers(
-    url: str, experts_TLK: NDArray[np.int32] | None, model: ModelConfig, *, num_tokens: int
+    url: str,
+    experts_TLK: NDArray[np.int32] | None,
+    model: ModelConfig,
+    *,
+    num_tokens: int,
+    may_miss: bool = False,
 ) -> NDArray[np.int32]:
     """Return the experts `[num_tokens, MoE layers, K]` of a completion.
 
@@ -24,6 +29,8 @@ def pick_layers(
         experts_TLK: Its answer: all hidden layers (dense ones are zeros), or the MoE layers alone; None: there is none.
         model: The model.
         num_tokens: Tokens of prompt and completion but the last, which enters no layer.
+        may_miss: Whether the server may leave some tokens out (replay.missing="live"): it fills their rows with -1, or
+            with zeros, which are no routes where a token has several experts. Their rows are -1 in the result.
 
     Raises:
         ServerError: routes are missing, or cannot be those of the completion. A capture that did not run looks like
@@ -41,6 +48,19 @@ def pick_layers(
             f"layers, {len(moe_layers)} of them with routers, and {model.moe.top_k} experts a token"
         )
     picked_TLK = experts_TLK if num_layers == len(moe_layers) else experts_TLK[:, moe_layers]
+    if may_miss:
+        is_missing_T = (picked_TLK == -1).all(axis=(1, 2))
+        if top_k > 1:
+            is_missing_T |= (picked_TLK == 0).all(axis=(1, 2))
+        if is_missing_T.any() and not is_missing_T.all():
+            _check(url, picked_TLK[~is_missing_T], model, moe_layers)
+            return np.where(is_missing_T[:, None, None], np.int32(-1), picked_TLK)
+    _check(url, picked_TLK, model, moe_layers)
+    return picked_TLK
+
+
+def _check(url: str, picked_TLK: NDArray[np.int32], model: ModelConfig, moe_layers: Sequence[int]) -> None:
+    """Raise a ServerError when these cannot be the routes of tokens in the layers that route."""
     if picked_TLK.size and (picked_TLK.min() < 0 or picked_TLK.max() >= model.moe.num_experts):
         raise ServerError(
             f"{url}: routes name experts {picked_TLK.min()} to {picked_TLK.max()}, and a layer has "
@@ -48,9 +68,8 @@ def pick_layers(
         )
     if zero := _zero_layers(picked_TLK, moe_layers):
         raise ServerError(f"{url}: the routes of layers {zero} are all zero: they were not recorded")
-    if top_k > 1 and (np.diff(np.sort(picked_TLK, axis=2), axis=2) == 0).any():
+    if model.moe.top_k > 1 and (np.diff(np.sort(picked_TLK, axis=2), axis=2) == 0).any():
         raise ServerError(f"{url}: the routes name an expert of a token twice")
-    return picked_TLK
 
 
 def _zero_layers(experts_TLK: NDArray[np.int32], layers: Sequence[int]) -> list[int]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from mcore_rl.config.rl_run import RlRunConfig
@@ -24,7 +23,16 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
 from mcore_rl.rl.environments.interface import Message
 from mcore_rl.rl.environments.processes import Answer, EnvironmentCall, EnvironmentWorkers
-from mcore_rl.rl.types import Completion, Episode, EpisodeEnd, Group, Prompt, Turn, VersionSpan
+from mcore_rl.rl.types import (
+    Completion,
+    Episode,
+    EpisodeEnd,
+    Group,
+    Prompt,
+    Turn,
+    VersionSpan,
+    grown_routes,
+)
 from mcore_rl.rl.workers.failure import FailedScore
 
 T = TypeVar("T")
@@ -49,8 +57,10 @@ class _Draft:
     untempered_T: list[float] | None = field(default_factory=list)
     kept_T: list[float] | None = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
-    experts: list[Tensor] = field(default_factory=list)
-    """Routes of the positions that each turn has added, so that they stay those of its logprobs."""
+    experts_TLK: Tensor | None = None
+    """Routes of prompt and turns, each as the engine gave them with its logprobs; None: it gave none."""
+    num_prompt_routes: int = 0
+    """Rows of them before those of the tokens here: one less than the prompt has tokens."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     newest: Completion | None = None
 
@@ -63,9 +73,17 @@ class _Draft:
             if numbers is not None:
                 numbers += zeros
 
+    @property
+    def routes(self) -> Tensor | None:
+        """Routes of the whole conversation; of turns that came without them there are none."""
+        if self.experts_TLK is None:
+            return None
+        num_tokens = self.num_prompt_routes + len(self.tokens_T)
+        return grown_routes(self.experts_TLK, self.experts_TLK[:0], num_tokens)
+
     def add(self, completion: Completion) -> None:
         """Append a turn of the policy."""
-        start = len(self.tokens_T)
+        start, before = len(self.tokens_T), self.spans[-1][1] if self.spans else None
         self.tokens_T += completion.tokens_T
         self.logprobs_T += completion.logprobs_T
         self.untempered_T = _extended(self.untempered_T, completion.untempered_logprobs_T)
@@ -78,9 +96,9 @@ class _Draft:
                 begin = self.versions.pop().start
             self.versions.append(VersionSpan(span.version, begin, start + span.end))
         if completion.experts_TLK is not None:
-            # Later turns compute the positions before them again, perhaps by other weights: the first routes stay.
-            known = sum(map(len, self.experts))
-            self.experts.append(completion.experts_TLK[known:])
+            self.num_prompt_routes = len(completion.experts_TLK) - len(self.tokens_T)
+            num_before = 0 if before is None else self.num_prompt_routes + before
+            self.experts_TLK = grown_routes(self.experts_TLK, completion.experts_TLK, num_before)
         self.newest = completion
 
 
@@ -405,7 +423,7 @@ def _completion(draft: _Draft, record: _Record) -> Completion:
         kept_logprobs_T=None if draft.kept_T is None else tuple(draft.kept_T),
         versions=tuple(draft.versions),
         finish="length" if record.end in TRUNCATED else "stop",
-        experts_TLK=torch.cat(draft.experts) if draft.experts else None,
+        experts_TLK=draft.routes,
         episode=Episode(
             messages=tuple(record.messages),
             turns=tuple(Turn(start, end, reward) for (start, end), reward in turns),

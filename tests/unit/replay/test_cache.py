@@ -444,9 +444,28 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
         assert metrics["routes/compared_tokens"] == sum(LENGTHS) - LENGTHS[3]
 
 
+def test_a_token_that_was_left_out_is_an_error_that_names_it_unless_it_may_be_missing(run: Run) -> None:
+    recorded(run)
+    generated = rollouts(run)
+    run.cache.close()
+    experts_TLK = generated[4].experts_TLK.short()
+    experts_TLK[[2, 7]] = -1
+    generated[4] = RolloutRoutes(generated[4].tokens_T, experts_TLK)
+    cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+    message = (
+        r'sample 4 of version 3: 2 of its 11 tokens have no routes, the first at position 2\..*missing="live"'
+    )
+    with pytest.raises(RoutingError, match=message):
+        imposed(run)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            lambda routes: routes.short().index_fill(1, torch.tensor([1]), -1),
+            "layer 1, token 0: .* out of range",
+        ),
         (lambda routes: routes[:-1], "the engine returned routes"),
         (lambda routes: routes[:, :, :1], "the engine returned routes"),
         (lambda routes: routes.index_fill(2, torch.tensor([1]), 8), r"layer 0, token 0: .* out of range"),

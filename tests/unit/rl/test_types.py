@@ -21,8 +21,11 @@ def test_the_version_of_a_completion_is_that_of_its_first_token() -> None:
 def test_routes_of_a_continued_completion_stay_those_of_its_logprobs() -> None:
     """Three tokens of prompt and two sampled: four rows; then three more sampled, with newer weights."""
     before_TLK, now_TLK = torch.zeros(4, 2, 1, dtype=torch.uint8), torch.ones(7, 2, 1, dtype=torch.int32)
-    grown = grown_routes(before_TLK, now_TLK)
+    grown = grown_routes(before_TLK, now_TLK, 4)
     assert grown[:, 0, 0].tolist() == [0, 0, 0, 0, 1, 1, 1] and grown.dtype == torch.uint8
+    left_out = grown_routes(before_TLK, now_TLK, 6)
+    assert left_out[:, 0, 0].tolist() == [0, 0, 0, 0, -1, -1, 1] and left_out.dtype.is_signed
+    assert grown_routes(None, now_TLK, 5)[:, 0, 0].tolist() == [-1, -1, -1, -1, -1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,22 @@ def test_routes_that_cannot_be_right_are_an_error(server: FakeServer, fault: str
         pick_layers(server.url, made.experts_TLK, MODEL, num_tokens=6)
 
 
+@pytest.mark.parametrize("left_out", [0, -1])
+def test_rows_that_a_server_left_out_are_marked_where_they_may_be_missing(left_out: int) -> None:
+    """Zeros are no route of a token with two experts; a whole answer without routes has to be generated again."""
+    given_TLK = np.array([[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[0, 1], [2, 3]]], dtype=np.int32)
+    given_TLK[1] = left_out
+    with pytest.raises(ServerError):
+        pick_layers("url", given_TLK, MODEL, num_tokens=3)
+    picked = pick_layers("url", given_TLK, MODEL, num_tokens=3, may_miss=True)
+    assert picked.tolist() == [[[1, 2], [3, 4]], [[-1, -1], [-1, -1]], [[0, 1], [2, 3]]]
+    given_TLK[0, 1] = left_out
+    with pytest.raises(ServerError):
+        pick_layers("url", given_TLK, MODEL, num_tokens=3, may_miss=True)
+    with pytest.raises(ServerError):
+        pick_layers("url", np.full_like(given_TLK, left_out), MODEL, num_tokens=3, may_miss=True)
+
+
 @pytest.mark.parametrize(
     ("cut", "mode"),
     [

@@ -19,8 +19,9 @@ from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.batch import TrainedSample, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
+from mcore_rl.rl.environments.conversations import _Draft
 from mcore_rl.rl.objectives.heads import LogprobHead
-from mcore_rl.rl.types import Completion, Episode, Group, Prompt
+from mcore_rl.rl.types import Completion, Episode, Group, Prompt, single_version
 from tests.conversing import (
     END,
     LETTERS,
@@ -105,6 +106,38 @@ def test_routes_are_those_of_one_pass_over_the_conversation(
             (again,) = engine.generate([dataclasses.replace(group.prompt, tokens_T=tokens_T)], once, [[0]])
             assert one.experts_TLK is not None and again.completions[0].experts_TLK is not None
             assert torch.equal(one.experts_TLK, again.completions[0].experts_TLK)
+
+
+def turn(routes: list[int] | None, num_tokens: int) -> Completion:
+    experts_TLK = None if routes is None else torch.tensor(routes, dtype=torch.uint8)[:, None, None]
+    return Completion(
+        text="",
+        tokens_T=(7,) * num_tokens,
+        logprobs_T=(-1.0,) * num_tokens,
+        versions=single_version(0, num_tokens),
+        finish="stop",
+        experts_TLK=experts_TLK,
+    )
+
+
+def test_turns_without_routes_leave_their_rows_out() -> None:
+    """A prompt of three tokens, turns of two, one token of the environment between them. What a later turn computes
+    again of an earlier one may be of other weights.
+    """
+    draft = _Draft(group=0, index=0, seed=0)
+    draft.add(turn(None, 2))
+    assert draft.routes is None
+    draft.insert([9])
+    draft.add(turn([1] * 7, 2))
+    draft.insert([9])
+    draft.add(turn(None, 2))
+    draft.insert([9])
+    draft.add(turn([2] * 13, 2))
+    assert draft.routes is not None
+    assert draft.routes.flatten().tolist() == [-1] * 4 + [1] * 3 + [-1] * 3 + [2] * 3
+    draft.insert([9])
+    draft.add(turn(None, 2))
+    assert draft.routes.flatten().tolist()[10:] == [2] * 3 + [-1] * 3
 
 
 def test_the_first_turn_is_the_completion_that_there_is_without_an_environment(
