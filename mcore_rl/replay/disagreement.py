@@ -22,7 +22,7 @@ class DisagreementLimit:
     """
 
     def __init__(self, config: ReplayConfig) -> None:
-        """Measure the first pass for the limits of those that follow, if they are "auto"."""
+        """Measure the first pass within the first limit for the limits of those that follow, if they are "auto"."""
         self._config = config
         self._limits_L: Sequence[float] | None = None
 
@@ -37,11 +37,8 @@ class DisagreementLimit:
         ]
         if setting != "auto":
             limits_L: Sequence[float] = [setting] * len(shares_L)
-        elif self._limits_L is None:
-            limits_L = [FIRST_LIMIT] * len(shares_L)
-            self._limits_L = [max(LOWEST_LIMIT, TIMES_FIRST * share) for share in shares_L]
         else:
-            limits_L = self._limits_L
+            limits_L = [FIRST_LIMIT] * len(shares_L) if self._limits_L is None else self._limits_L
         above = [
             f"layer {layer}: {share:.1%} of {current:.0f} tokens (limit {limit:.1%})"
             for layer, (share, limit, disjoint, current) in enumerate(
@@ -50,10 +47,13 @@ class DisagreementLimit:
             if share > limit and disjoint > FEW_TOKENS
         ]
         if not above:
+            if self._limits_L is None:
+                # Not of a pass above the first limit: what is wrong there would be allowed from then on.
+                self._limits_L = [max(LOWEST_LIMIT, TIMES_FIRST * share) for share in shares_L]
             return None
         return (
             "the rollout engine's routes have no expert in common with those that the trainer chooses with the same "
             f"weights: {'; '.join(above)}. They are probably not the routes of these tokens, or the engine has other "
-            "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit, and "
-            'replay.on_disagreement="warn" goes on.'
+            "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit, "
+            'replay.on_disagreement="warn" goes on, and "live" routes such tokens live.'
         )

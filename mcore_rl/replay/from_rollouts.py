@@ -43,6 +43,8 @@ def cache_rollout_routes(
     generated: Mapping[int, RolloutRoutes],
     layouts: Sequence[MicrobatchLayout],
     mesh: Mesh,
+    *,
+    leaves_repeated_out: bool = False,
 ) -> list[Metric]:
     """Collective over the world: cache what a pass over `layouts` needs of all ranks' `generated` routes.
 
@@ -56,6 +58,8 @@ def cache_rollout_routes(
             without routes is left out. Some tokens of a sample may have none (rows of -1).
         layouts: this rank's microbatches.
         mesh: the mesh that trains.
+        leaves_repeated_out: whether tokens with the routes of the token before, in all layers of the model and although
+            their ids differ, are left without routes.
 
     Returns:
         The share of tokens whose routes are those of the token before, equal on all ranks.
@@ -64,15 +68,19 @@ def cache_rollout_routes(
         RoutingError: on all ranks, when routes have a wrong shape, an expert out of range or one expert twice.
     """
     # Ranks of one tensor-parallel group have the same routes: each checks its share of the samples.
-    share = {sample: generated[sample] for sample in sorted(generated)[mesh.tp.rank :: mesh.tp.size]}
+    of_rank = sorted(generated)[mesh.tp.rank :: mesh.tp.size]
+    share = {sample: generated[sample] for sample in of_rank}
     refuse_anywhere(list(_problems(cache, share)), RoutingError)
+    repeated = _repeated_fraction(share, mesh, cache.device)
+    if leaves_repeated_out:
+        generated = _without_repeated(generated, mesh, cache.device)
     # A sample of which no token has routes is like one that came without them.
     generated = {sample: routes for sample, routes in generated.items() if bool(routes.has_routes_T.any())}
-    share = {sample: routes for sample, routes in share.items() if sample in generated}
+    share = {sample: generated[sample] for sample in of_rank if sample in generated}
     checksums = _checksums(cache, sorted(generated), share, mesh.tp)
     offered = {sample: _offer(cache, routes, checksums[sample]) for sample, routes in generated.items()}
     cache.receive(version, offered, cache.needed_positions(layouts, mesh), mesh.dp_cp)
-    return [_repeated_fraction(share, mesh, cache.device)]
+    return [repeated]
 
 
 def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Iterator[str]:
@@ -118,14 +126,39 @@ def _repeated_fraction(generated: Mapping[int, RolloutRoutes], mesh: Mesh, devic
     counts_2 = torch.zeros(2, dtype=torch.int64)
     for routes in generated.values():
         is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
-        is_same_T = (routes.experts_TLK[1:] == routes.experts_TLK[:-1]).flatten(1).all(
-            1
-        ) & routes.has_routes_T[1:]
-        counts_2 += torch.stack([(is_new_T & is_same_T).sum(), is_new_T.sum()])
+        counts_2 += torch.stack([_is_repeated(routes).sum(), is_new_T.sum()])
     on_device_2 = counts_2.to(device)
     dist.all_reduce(on_device_2, group=mesh.world.group)
     repeated, num_tokens = on_device_2.tolist()
     return Metric("rollout_routes/repeated_fraction", repeated, max(1, num_tokens))
+
+
+def _is_repeated(routes: RolloutRoutes) -> Tensor:
+    """Return whether each token but the first has another id than the one before, and its routes, bool `[T - 1]`."""
+    is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
+    is_same_T = (routes.experts_TLK[1:] == routes.experts_TLK[:-1]).flatten(1).all(1)
+    return is_new_T & is_same_T & routes.has_routes_T[1:]
+
+
+def _without_repeated(
+    generated: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device
+) -> dict[int, RolloutRoutes]:
+    """Collective over the pipeline stages: return the routes without tokens that repeat those of the token before."""
+    samples = sorted(generated)
+    masks = [_is_repeated(generated[sample]) for sample in samples]
+    is_repeated_n = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(torch.uint8).to(device)
+    # A stage may have been given its own layers only, and a route is repeated when all layers are.
+    dist.all_reduce(is_repeated_n, op=dist.ReduceOp.MIN, group=mesh.pp.group)
+    kept = {}
+    of_samples = is_repeated_n.bool().cpu().split([len(mask) for mask in masks])
+    for sample, is_repeated_T in zip(samples, of_samples, strict=True):
+        routes = generated[sample]
+        if is_repeated_T.any():
+            experts_TLK = routes.experts_TLK.to(torch.int16, copy=True)
+            experts_TLK[1:][is_repeated_T] = -1
+            routes = RolloutRoutes(routes.tokens_T, experts_TLK)
+        kept[sample] = routes
+    return kept
 
 
 def _has_duplicates(experts_TLK: Tensor) -> Tensor:

@@ -111,6 +111,12 @@ class RouterShift:
             self._storage.drop(block)
         self._blocks.clear()
 
+    def forget_pass(self, layouts: Sequence[MicrobatchLayout]) -> None:
+        """Forget the scores of these microbatches, whose pass for old logprobs is made again."""
+        samples = {_samples(layout) for layout in layouts}
+        for key in [key for key in self._blocks if key[0] in samples]:
+            self._storage.drop(self._blocks.pop(key))
+
     @contextmanager
     def recording(self, layouts: Sequence[MicrobatchLayout], routing: Routing) -> Iterator[Routing]:
         """Yield `routing` for a pass that records the scores of the experts that its routers use."""

@@ -162,6 +162,31 @@ def updates(
     return told
 
 
+def disagreeing(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, Any]:
+    """On a rank: what a rollout with an engine's random routes, and its first update, report with
+    replay.on_disagreement="live".
+    """
+    state = set_up(config, start(config.platform))
+    copy_in(state.chunks, initial)
+    state.optimizer.reload_model_params()
+    routes = PolicyRoutes(state, config, folder / str(state.mesh.world.rank))
+    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
+    rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
+    minibatches = learner.minibatches(rollout)
+    routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+    minibatches = learner.with_old_logprobs(minibatches)
+    before, warning = routes.take_metrics(), routes.take_warning()
+    report = learner.update(minibatches[0], learner.advantages(rollout, minibatches))
+    assert report is not None
+    return {
+        "names": [metric.name for metric in before],
+        "before": reduced(before),
+        "warning": warning,
+        "update": reduced(routes.take_metrics()),
+        "sums": replaced(report.sums),
+    }
+
+
 def routing_splits(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, float]:
     """On a rank: the split of both mismatches of the first of two minibatches, and what its updates measure themselves:
     the first one that of the engine, the one of the second epoch that of the old policy after the two updates.

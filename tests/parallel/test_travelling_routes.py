@@ -46,6 +46,11 @@ def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
         assert_same_training(with_gaps, oracle)
         assert with_gaps.metrics["routes/live_fraction"] == (len(left_out), sum(travelling.LENGTHS))
         assert with_gaps.metrics["routes/compared_tokens"][0] == sum(travelling.LENGTHS) - len(left_out)
+        # Tokens with other tokens' experts lose them: then nothing is imposed but what these weights choose.
+        losses = {name: x for rank in found for name, x in rank["disagreeing"]["losses"].items()}
+        assert losses == pytest.approx(reference.free, rel=1e-5)
+        assert {rank["disagreeing"]["num"] for rank in found} == {8}
+        assert {rank["disagreeing"]["live"] for rank in found} == {(8, sum(travelling.LENGTHS))}
         for rank_outcome in found:
             expected, sent = rank_outcome["moved"]
             assert sent == expected and (sent > 0 or mesh.dp == 1), (sent, expected)

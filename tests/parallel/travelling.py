@@ -74,6 +74,14 @@ def with_rows_left_out(sample: int, routes: RolloutRoutes) -> RolloutRoutes:
     return RolloutRoutes(routes.tokens_T, experts_TLK)
 
 
+def with_rows_of_others(sample: int, routes: RolloutRoutes, num_experts: int) -> RolloutRoutes:
+    """Return the routes with other experts at the last four tokens of two samples."""
+    experts_TLK = routes.experts_TLK.clone()
+    if sample in (2, 5):
+        experts_TLK[-4:] = (experts_TLK[-4:] + 3) % num_experts
+    return RolloutRoutes(routes.tokens_T, experts_TLK)
+
+
 class Traffic:
     """Bytes that this rank gives to collectives, by name; all_to_all counts only those for other ranks."""
 
@@ -156,9 +164,20 @@ def one_rollout(
     with_gaps = {n: with_rows_left_out(n, routes) for n, routes in generated.items() if n != NO_ROUTES}
     cache_rollout_routes(run.cache, run.version, with_gaps, run.layouts, mesh)
     left_out = replayed(run, None)
+    copy_in(run.state.chunks, weights)
+    stale = {n: with_rows_of_others(n, routes, model.moe.num_experts) for n, routes in generated.items()}
+    cache_rollout_routes(run.cache, run.version, stale, run.layouts, mesh)
+    with run.tape(may_leave_out=True) as tape:
+        run.evaluate(tape.impose())
+        tape.finish()
+    num_left_out = tape.leave_out_disagreeing()
+    with run.tape() as tape:
+        losses = run.evaluate(tape.impose())
+        live = {metric.name: (metric.value, metric.count) for metric in tape.finish()}["routes/live_fraction"]
     destroy_mesh()
     return outcome | {
         "left_out": left_out,
+        "disagreeing": {"num": num_left_out, "live": live, "losses": losses},
         "moved": received.tolist(),
         "other_traffic": traffic.sent,
         "cached_bytes": cached_bytes,

@@ -31,6 +31,13 @@ def test_a_run_without_replay_needs_no_experts() -> None:
         (ReplayConfig(missing="live"), MOE, {}, 'missing="live"'),
         (ReplayConfig(reference="replay"), MOE, {}, 'reference="replay"'),
         (ReplayConfig(split_layers=4), MOE, {}, "replay.split_interval=none: no mismatch is divided"),
+        (
+            ReplayConfig(kind="r3", on_disagreement="live"),
+            MOE,
+            {},
+            'Set replay.kind="r3" and replay.missing="live"',
+        ),
+        (ReplayConfig(kind="r2", on_disagreement="live"), MOE, {}, 'with replay.kind="r2" and'),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(replay, model, facts, named) -> None:  # type: ignore[no-untyped-def]

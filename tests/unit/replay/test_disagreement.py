@@ -31,6 +31,12 @@ def test_auto_refuses_a_first_pass_with_more_than_one_in_ten() -> None:
     assert "layer 0: 10.1% of 1000 tokens (limit 10.0%). " in str(limit_of("auto").problem(totals(101.0)))
 
 
+def test_a_first_pass_above_the_limit_sets_no_limit_for_those_that_follow() -> None:
+    limit = limit_of("auto")
+    assert limit.problem(totals(500.0)) and limit.problem(totals(101.0))
+    assert limit.problem(totals(10.0)) is None and limit.problem(totals(31.0))
+
+
 def test_routes_of_older_weights_are_no_part_of_the_share() -> None:
     limit = limit_of(0.5)
     assert limit.problem(totals(100.0, stale=800.0)) is None
