@@ -12,7 +12,7 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.replay.codec import RouteCodec
-from mcore_rl.replay.exchange import NO_POSITIONS, NeededPositions, OfferedRoutes, exchange
+from mcore_rl.replay.exchange import NO_POSITIONS, NeededPositions, OfferedRoutes, SharedRows, exchange
 from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens
 from mcore_rl.replay.storage import RouteStorage
 
@@ -34,6 +34,8 @@ class CachedSample:
     """Checksum of the whole sample in each layer; None until the pass that records it has finished."""
     missing_n: Tensor = NO_POSITIONS
     """Positions that have no routes, rising: the checksum leaves them out, and they are routed live."""
+    shared: SharedRows | None = None
+    """First positions, whose routes are kept with another sample; None: all are kept here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,20 @@ class RoutingCache:
                         "tokens live"
                     )
                 token_n = token_n[~torch.isin(tokens.position_t[token_n], cached.missing_n)]
+            if cached is not None and cached.shared is not None:
+                is_shared_n = tokens.position_t[token_n] < cached.shared.num_positions
+                shared_n, token_n = token_n[is_shared_n], token_n[~is_shared_n]
+                giver = self._samples.get((version, cached.shared.sample))
+                num_tokens = 0 if giver is None else giver.num_tokens
+                row_n, problem = _rows(giver, num_tokens, tokens.position_t[shared_n])
+                if giver is None or problem:
+                    problems.append(
+                        f"sample {sample} of version {version}, layers {list(self.layers)}, the first "
+                        f"{cached.shared.num_positions} tokens, kept with sample {cached.shared.sample}: {problem}"
+                    )
+                    continue
+                has_routes_t[shared_n] = True
+                parts.append((giver.block, giver.first + row_n, shared_n))
             row_n, problem = _rows(cached, length, tokens.position_t[token_n])
             if cached is None or problem:
                 problems.append(
@@ -245,7 +261,13 @@ class RoutingCache:
         block, first = self._storage.add(torch.cat(encoded)), 0
         for sample, routes in received.items():
             self._samples[version, sample] = CachedSample(
-                routes.num_tokens, routes.position_n, block, first, routes.checksum_l, routes.missing_n
+                routes.num_tokens,
+                routes.position_n,
+                block,
+                first,
+                routes.checksum_l,
+                routes.missing_n,
+                routes.shared,
             )
             first += len(routes.position_n)
 

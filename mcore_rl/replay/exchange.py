@@ -22,6 +22,14 @@ PositionRange = tuple[int, int]
 NO_POSITIONS = torch.zeros(0, dtype=torch.int64)
 
 
+class SharedRows(NamedTuple):
+    """The first positions of a sample, whose routes are those of another sample: they have one prompt."""
+
+    sample: int
+    """The other sample, of the same rank."""
+    num_positions: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfferedRoutes:
     """Routes of one sample that this rank can give to others."""
@@ -37,6 +45,8 @@ class OfferedRoutes:
     """Return codes `[n, l, K]` on the CPU of some indices into `position_n`; only what is asked for is read."""
     missing_n: Tensor = NO_POSITIONS
     """Positions of the whole sample that have routes nowhere, rising; the checksum leaves them out."""
+    shared: SharedRows | None = None
+    """First positions that another sample gives; None: this one gives all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,8 @@ class ReceivedRoutes:
     """Checksum of the whole sample in each layer."""
     missing_n: Tensor = NO_POSITIONS
     """Positions of the whole sample that have routes nowhere, rising."""
+    shared: SharedRows | None = None
+    """First positions whose routes have arrived with another sample; None: none have."""
 
 
 class RouteOffer(NamedTuple):
@@ -71,6 +83,8 @@ class RouteOffer(NamedTuple):
     ranges: tuple[PositionRange, ...]
     missing: tuple[PositionRange, ...]
     """Positions of the whole sample that have routes nowhere."""
+    shared: SharedRows | None
+    """First positions that another sample gives."""
 
 
 class RouteRequest(NamedTuple):
@@ -110,22 +124,23 @@ def exchange(
         device: device of the axis's collectives.
 
     Returns:
-        Routes of each sample in `needed`, without the positions that have routes nowhere. A sample is left out when
-        the ranks together do not have all others.
+        Routes of each sample in `needed`, without the positions that have routes nowhere or come with another sample,
+        and of these other samples. A sample is left out when the ranks together do not have all of its positions.
     """
     offers: list[dict[int, RouteOffer]] = [{} for _ in range(axis.size)]
     offers_here = {
         sample: RouteOffer(
-            routes.num_tokens, routes.layers, as_ranges(routes.position_n), as_ranges(routes.missing_n)
+            routes.num_tokens,
+            routes.layers,
+            as_ranges(routes.position_n),
+            as_ranges(routes.missing_n),
+            routes.shared,
         )
         for sample, routes in offered.items()
     }
     dist.all_gather_object(offers, offers_here, group=axis.group)
-    missing = {sample: positions(offer.missing) for of_rank in offers for sample, offer in of_rank.items()}
-    needed = {
-        sample: replace(one, position_n=without(one.position_n, missing.get(sample, NO_POSITIONS)))
-        for sample, one in needed.items()
-    }
+    offer_of = {sample: offer for of_rank in offers for sample, offer in of_rank.items()}
+    needed = with_shared_once(needed, offer_of)
     requests = plan_requests(needed, layers, offers, axis.rank)
     requests_of: list[dict[int, list[RouteRequest]]] = [{} for _ in range(axis.size)]
     dist.all_gather_object(requests_of, requests, group=axis.group)
@@ -143,7 +158,37 @@ def exchange(
     received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
     dist.all_to_all_single(received, sent.to(device), sizes_in, sizes_out, group=axis.group)
     assembled = assemble(needed, requests, received.cpu(), layers, codec)
-    return {sample: replace(routes, missing_n=missing[sample]) for sample, routes in assembled.items()}
+    return {
+        sample: replace(routes, missing_n=positions(offer_of[sample].missing), shared=offer_of[sample].shared)
+        for sample, routes in assembled.items()
+    }
+
+
+def with_shared_once(
+    needed: Mapping[int, NeededPositions], offer_of: Mapping[int, RouteOffer]
+) -> dict[int, NeededPositions]:
+    """Return the positions that have to arrive: without those that have routes nowhere, and those that samples share
+    only once, with the sample that gives them.
+    """
+    arriving: dict[int, NeededPositions] = {}
+    for sample, one in needed.items():
+        offer = offer_of.get(sample)
+        position_n = one.position_n
+        if offer is not None:
+            position_n = without(position_n, positions(offer.missing))
+            if offer.shared is not None:
+                is_shared_n = position_n < offer.shared.num_positions
+                giver = offer.shared.sample
+                _add(arriving, giver, offer_of[giver].num_tokens, position_n[is_shared_n])
+                position_n = position_n[~is_shared_n]
+        _add(arriving, sample, one.num_tokens, position_n)
+    return arriving
+
+
+def _add(arriving: dict[int, NeededPositions], sample: int, num_tokens: int, position_n: Tensor) -> None:
+    before = arriving.get(sample)
+    both_n = position_n if before is None else torch.cat([before.position_n, position_n]).unique()
+    arriving[sample] = NeededPositions(num_tokens if before is None else before.num_tokens, both_n)
 
 
 def plan_requests(

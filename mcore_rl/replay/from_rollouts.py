@@ -13,7 +13,7 @@ from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.mesh import Axis, Mesh
 from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.checksums import expert_hashes, route_checksums, token_hashes
-from mcore_rl.replay.exchange import OfferedRoutes
+from mcore_rl.replay.exchange import OfferedRoutes, SharedRows
 from mcore_rl.replay.layouts import MicrobatchLayout
 
 CPU = torch.device("cpu")
@@ -28,6 +28,8 @@ class RolloutRoutes:
     experts_TLK: Tensor
     """Experts of these tokens; L counts all layers of the model that have routers, or only those of this rank. A row
     of -1: the engine left this token out."""
+    group: int | None = None
+    """Group of completions of one prompt; None: none is known."""
 
     @property
     def has_routes_T(self) -> Tensor:
@@ -49,7 +51,8 @@ def cache_rollout_routes(
     """Collective over the world: cache what a pass over `layouts` needs of all ranks' `generated` routes.
 
     Each rank asks a data- or context-parallel peer that generated a sample for the positions that it trains on, in its
-    own layers. Nothing is broadcast or gathered.
+    own layers. Nothing is broadcast or gathered. Where completions of a group begin with the same tokens and routes, as
+    with their prompt, these rows travel, and are kept, once.
 
     Args:
         cache: this rank's cache; its routes of `version` are replaced.
@@ -78,7 +81,11 @@ def cache_rollout_routes(
     generated = {sample: routes for sample, routes in generated.items() if bool(routes.has_routes_T.any())}
     share = {sample: generated[sample] for sample in of_rank if sample in generated}
     checksums = _checksums(cache, sorted(generated), share, mesh.tp)
-    offered = {sample: _offer(cache, routes, checksums[sample]) for sample, routes in generated.items()}
+    shared = _shared_rows(generated)
+    offered = {
+        sample: _offer(cache, routes, checksums[sample], shared.get(sample))
+        for sample, routes in generated.items()
+    }
     cache.receive(version, offered, cache.needed_positions(layouts, mesh), mesh.dp_cp)
     return [repeated]
 
@@ -156,7 +163,7 @@ def _without_repeated(
         if is_repeated_T.any():
             experts_TLK = routes.experts_TLK.to(torch.int16, copy=True)
             experts_TLK[1:][is_repeated_T] = -1
-            routes = RolloutRoutes(routes.tokens_T, experts_TLK)
+            routes = RolloutRoutes(routes.tokens_T, experts_TLK, routes.group)
         kept[sample] = routes
     return kept
 
@@ -210,15 +217,45 @@ def _columns(cache: RoutingCache, routes: RolloutRoutes) -> list[int]:
     return [given_layers.index(layer) for layer in cache.layers]
 
 
-def _offer(cache: RoutingCache, routes: RolloutRoutes, checksum_l: Tensor) -> OfferedRoutes:
+def _shared_rows(generated: Mapping[int, RolloutRoutes]) -> dict[int, SharedRows]:
+    """Return the first positions that samples share, tokens and routes, with the first sample of their group.
+
+    The stages of a pipeline may have been given other layers, and share other numbers of rows: each exchanges its own
+    layers only.
+    """
+    givers: dict[int, int] = {}
+    shared = {}
+    for sample in sorted(generated):
+        routes = generated[sample]
+        if routes.group is None:
+            continue
+        giver = givers.setdefault(routes.group, sample)
+        first, length = generated[giver], min(len(routes.tokens_T), len(generated[giver].tokens_T))
+        if giver == sample:
+            continue
+        is_other_T = (routes.experts_TLK[:length] != first.experts_TLK[:length]).flatten(1).any(1)
+        is_other_T |= routes.tokens_T[:length] != first.tokens_T[:length]
+        num_positions = int(is_other_T.int().argmax()) if is_other_T.any() else length
+        if num_positions:
+            shared[sample] = SharedRows(giver, num_positions)
+    return shared
+
+
+def _offer(
+    cache: RoutingCache, routes: RolloutRoutes, checksum_l: Tensor, shared: SharedRows | None
+) -> OfferedRoutes:
     """Return the routes in this rank's layers, with the checksum of what the engine returned."""
     codes_TlK, has_routes_T = routes.experts_TLK[:, _columns(cache, routes)], routes.has_routes_T
-    codes_nlK = (codes_TlK if has_routes_T.all() else codes_TlK[has_routes_T]).to(cache.dtype)
+    is_given_T = has_routes_T.clone()
+    if shared is not None:
+        is_given_T[: shared.num_positions] = False
+    codes_nlK = (codes_TlK if is_given_T.all() else codes_TlK[is_given_T]).to(cache.dtype)
     return OfferedRoutes(
         num_tokens=len(codes_TlK),
         layers=cache.layers,
-        position_n=has_routes_T.nonzero()[:, 0],
+        position_n=is_given_T.nonzero()[:, 0],
         checksum_l=checksum_l,
         read=lambda index_n: codes_nlK[index_n],
         missing_n=(~has_routes_T).nonzero()[:, 0],
+        shared=shared,
     )

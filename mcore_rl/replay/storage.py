@@ -139,15 +139,15 @@ class RouteStorage:
                 offset, rest = offset + written, rest[written:]
 
     def _read_file(self, stored: StoredBlock, rows_n: Tensor) -> Tensor:
-        found_nw = torch.empty(len(rows_n), stored.bytes_per_token, dtype=torch.uint8)
-        if not found_nw.numel():
-            return found_nw
+        if not len(rows_n) or not stored.bytes_per_token:
+            return torch.empty(len(rows_n), stored.bytes_per_token, dtype=torch.uint8)
         assert self._file is not None
-        rising_n, order_n = rows_n.sort()
+        # Completions share the rows of their prompt, which are read once.
+        rising_n, index_n = rows_n.unique(return_inverse=True)
         # Runs of consecutive rows are read at once.
         bounds = [0, *((rising_n.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(rising_n)]
-        sorted_nw = torch.empty_like(found_nw)
-        buffer = sorted_nw.numpy().data.cast("B")
+        rising_nw = torch.empty(len(rising_n), stored.bytes_per_token, dtype=torch.uint8)
+        buffer = rising_nw.numpy().data.cast("B")
         for first, last in pairwise(bounds):
             begin, end = first * stored.bytes_per_token, last * stored.bytes_per_token
             offset = stored.offset + int(rising_n[first]) * stored.bytes_per_token
@@ -159,5 +159,4 @@ class RouteStorage:
                         "the disk has lost what was written."
                     )
                 begin, offset = begin + count, offset + count
-        found_nw[order_n] = sorted_nw
-        return found_nw
+        return rising_nw[index_n]

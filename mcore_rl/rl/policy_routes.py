@@ -100,7 +100,7 @@ class PolicyRoutes:
             return
         group_size = rollout.rewards_PG.shape[1]
         routes = {
-            group_index * group_size + index: routes_of(group.prompt, completion)
+            group_index * group_size + index: routes_of(group.prompt, completion, group_index)
             for group_index, group in rollout.groups.items()
             for index, completion in enumerate(group.completions)
         }
@@ -324,12 +324,12 @@ def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool
     return MicrobatchLayout(rows=(tuple(spans),), row_length=row_length, packed=True)
 
 
-def routes_of(prompt: Prompt, completion: Completion) -> RolloutRoutes | None:
-    """Return the routes that the engine returned for a completion; None when it returned none.
+def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> RolloutRoutes | None:
+    """Return the routes that the engine returned for a completion of `group`; None when it returned none.
 
     The last token is left out: it enters no layer, in generation as in training.
     """
     if completion.experts_TLK is None:
         return None
     tokens_T = torch.tensor((*prompt.tokens_T, *completion.tokens_T)[:-1])
-    return RolloutRoutes(tokens_T, completion.experts_TLK)
+    return RolloutRoutes(tokens_T, completion.experts_TLK, group)

@@ -404,8 +404,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="the engine's routes begin one token late",
         file=ROLLOUTS,
-        old="read=lambda index_n: codes_TlK[index_n]",
-        new="read=lambda index_n: codes_TlK[index_n - 1]",
+        old="read=lambda index_n: codes_nlK[index_n]",
+        new="read=lambda index_n: codes_nlK[index_n - 1]",
         scenario="r3",
     ),
     # R3 with tokens that the engine left out.
@@ -481,8 +481,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="the rows of the next token where one was left out",
         file=ROLLOUTS,
-        old="codes_TlK[has_routes_T]).to(cache.dtype)",
-        new="codes_TlK[has_routes_T.roll(1)].clamp_min(0)).to(cache.dtype)",
+        old="codes_TlK[is_given_T]).to(cache.dtype)",
+        new="codes_TlK[is_given_T.roll(1)].clamp_min(0)).to(cache.dtype)",
         scenario="r3_left_out",
     ),
     # Drops of experts with a capacity.
@@ -559,6 +559,21 @@ MUTANTS: tuple[Mutant, ...] = (
         old="return self._taped(microbatches, RoutingTape.impose, self._from_rollout, name)",
         new="return self._taped(microbatches, RoutingTape.observe, self._from_rollout, name)",
         scenario="rl_r3",
+    ),
+    Mutant(
+        name="the prompt's routes of the token before",
+        file=CACHE,
+        old="parts.append((giver.block, giver.first + row_n, shared_n))",
+        new="parts.append((giver.block, giver.first + row_n - 1, shared_n))",
+        scenario="rl_r3",
+    ),
+    Mutant(
+        name="one token more than the prompt takes the group's first routes",
+        file=ROLLOUTS,
+        old="num_positions = int(is_other_T.int().argmax()) if is_other_T.any() else length",
+        new="num_positions = min(length, int(is_other_T.int().argmax()) + 1)",
+        scenario="rl_r3",
+        in_short=True,
     ),
     Mutant(
         name="the routes of the next completion of a group",

@@ -50,6 +50,8 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
     groups, shapes = {}, {}
     for number in range(GROUPS):
         prompt = prompt_of(tokens(1, 9), str(number))
+        # As in an engine, which computes a prompt once.
+        of_prompt = random_routes(config, len(prompt.tokens_T) - 1, generator)
         completions = []
         for place in range(SIZE):
             said = tokens(1, 13)
@@ -61,7 +63,9 @@ def rollout_of(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> Rollout
                     logprobs_T=tuple(logprobs),
                     versions=single_version(0, len(said)),
                     finish="stop",
-                    experts_TLK=random_routes(config, len(prompt.tokens_T) + len(said) - 1, generator),
+                    experts_TLK=torch.cat([of_prompt, random_routes(config, len(said), generator)])
+                    if config.wants_engine_routes
+                    else None,
                 )
             )
             shapes[number * SIZE + place] = SampleShape(
@@ -106,10 +110,10 @@ def steps_of(length: int, reward: float) -> list[StepReward]:
     return [StepReward(end, reward - end) for end in sorted({*range(2, length, 3), length - 1})]
 
 
-def random_routes(config: RlRunConfig, num_tokens: int, generator: torch.Generator) -> Tensor | None:
-    """Experts of each token and layer that no router would choose, for R3."""
+def random_routes(config: RlRunConfig, num_tokens: int, generator: torch.Generator) -> Tensor:
+    """Experts of each token and layer that no router would choose, for R3; none without it."""
     if not config.wants_engine_routes:
-        return None
+        return torch.zeros(0)
     moe, num_layers = config.model.moe, sum(config.model.moe_layers)
     scores = torch.rand(num_tokens, num_layers, moe.num_experts, generator=generator)
     return scores.topk(moe.top_k).indices.to(torch.uint8)

@@ -20,6 +20,7 @@ from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.routers import replayed_routers, routed_layers
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
+from mcore_rl.replay.layouts import local_tokens
 from mcore_rl.replay.router_hooks import live_gates
 from tests.parallel.parity import assembled
 from tests.parallel.replaying import LENGTHS, VERSION, Case, Run, opened, perturbed, sample_tokens, tiny
@@ -481,6 +482,39 @@ def test_repeated_routes_are_left_out_where_they_may_be(run: Run) -> None:
     cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh, leaves_repeated_out=True)
     missing = [run.cache.missing_positions(VERSION, n, length).tolist() for n, length in enumerate(LENGTHS)]
     assert missing == [[], [], [], [], [3, 4, 5, 6, 7], [], [], []]
+
+
+@pytest.mark.parametrize("replay", [{}, {"store": "file", "encoding": "sets"}])
+def test_completions_of_a_group_share_the_rows_of_their_prompt(replay: Any, tmp_path: Path) -> None:
+    """Three samples begin alike, two of them with the same routes: rows are kept once, and each is read right."""
+    replay = ReplayConfig(kind="r3", missing="live", **replay)
+    with on_one_rank(
+        Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=replay), QWEN, tmp_path
+    ) as made:
+        generator = torch.Generator().manual_seed(0)
+        scores = torch.rand(len(LENGTHS), max(LENGTHS), 4, 8, generator=generator)
+        experts = scores.topk(2).indices.sort(-1).values.short()
+        experts[2, :6], experts[4, :6] = experts[0, :6], experts[0, :6]
+        experts[4, 3, 1] = torch.tensor([0, 1]) if experts[4, 3, 1, 0] else torch.tensor([5, 6])
+        experts[[0, 2], 1] = -1
+        ids = torch.arange(max(LENGTHS))
+        generated = {
+            n: RolloutRoutes(ids[:length] + 100 * (ids[:length] >= 6) * n, experts[n, :length], group=n % 2)
+            for n, length in enumerate(LENGTHS)
+        }
+        cache_rollout_routes(made.cache, VERSION, generated, made.layouts, made.state.mesh)
+        # Sample 2 shares six positions with sample 0, one without routes; sample 4 shares the first alone.
+        num_rows = sum(LENGTHS) - 2 - 5 - 1
+        assert made.cache.num_bytes == num_rows * made.cache.codec.bytes_per_token
+        for layout in made.layouts:
+            tokens = local_tokens(layout, made.state.mesh)
+            locations = made.cache.locate(VERSION, tokens)
+            assert not locations.problems
+            codes_tlK = made.cache.read(locations, torch.device("cpu"))
+            for t in tokens.is_real_t.nonzero()[:, 0].tolist():
+                wanted_lK = experts[tokens.samples[int(tokens.sample_index_t[t])], int(tokens.position_t[t])]
+                assert bool(locations.has_routes_t[t]) == bool((wanted_lK >= 0).all())
+                assert not locations.has_routes_t[t] or codes_tlK[t].tolist() == wanted_lK.tolist()
 
 
 def test_a_token_that_was_left_out_is_an_error_that_names_it_unless_it_may_be_missing(run: Run) -> None:
