@@ -153,6 +153,29 @@ class Bench:
                 tape.finish()
         self.rollout_cache.drop(self.version)
 
+    def bytes_of_groups(self) -> dict[str, float]:
+        """Bytes a token that R3 keeps where the samples of a row are completions of one prompt of half their length."""
+        prompt = ROW // SAMPLES_A_ROW // 2
+        found = {}
+        for name, in_groups in (("each sample alone", False), ("prompts once a group", True)):
+            generated = {}
+            for sample, routes in self.generated.items():
+                group = sample // SAMPLES_A_ROW
+                first = self.generated[group * SAMPLES_A_ROW]
+                halves = [
+                    torch.cat([a[:prompt], b[prompt:]])
+                    for a, b in (
+                        (first.tokens_T, routes.tokens_T),
+                        (first.experts_TLK, routes.experts_TLK),
+                    )
+                ]
+                generated[sample] = RolloutRoutes(halves[0], halves[1], group if in_groups else None)
+            arguments = (self.rollout_cache, self.version + 1, generated, self.layouts, self.state.mesh)
+            cache_rollout_routes(*arguments)
+            found[name] = self.rollout_cache.num_bytes / (ROW * ROWS)
+            self.rollout_cache.drop(self.version + 1)
+        return found
+
     def int64(self) -> None:
         """Replay with Megatron's RouterReplay, chunk by chunk and microbatch by microbatch."""
         from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -300,6 +323,7 @@ def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Cloc
         "attributed_ms": {name: round(1e3 * seconds, 3) for name, seconds in sorted(parts.items())},
         "attributed_fraction": round(sum(parts.values()) / step_s, 4),
         "bytes_per_token": {"ours": bench.our_bytes / tokens, "int64": bench.int64_bytes / tokens},
+        "bytes_per_token_of_8_completions_a_prompt": bench.bytes_of_groups(),
         "tokens": tokens,
         "contention": round(contention(list(clocks.values())), 2),
     }
