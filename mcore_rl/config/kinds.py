@@ -31,6 +31,17 @@ READERS = {
     "cluster": "`mcore-rl launch ... --cluster`",
 }
 """Kind -> the command that takes such a config."""
+ONE_PASS = (
+    "it makes one pass over a batch, with which no other is compared, so that there are no routes to replay."
+)
+NO_REPLAY = {
+    "pretrain": ONE_PASS,
+    "sft": ONE_PASS,
+    "rm": ONE_PASS,
+    "dpo": "it makes one update of a batch. The reference's logprobs are computed once before all updates, with other "
+    "weights: their routes imposed for a whole run would train a model that is never used so.",
+}
+"""Kind without routing replay -> the reason."""
 OTHER_NAMES = {"grpo": "rl", "gspo": "rl"}
 """First word of a file's name -> its kind, where the two differ."""
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, section_of
-from mcore_rl.config.kinds import KINDS, READERS, kind_of_name
+from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
 from mcore_rl.config.migrate import BACKUP, FieldChange, field_changes, translated
 from mcore_rl.config.recipes import config_file
 from mcore_rl.config.section import Section, alternatives
@@ -244,6 +244,12 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
         example = sections[key][0].key if sections[key] else f"{key}.<field>"
         shown = f"{key} = {_shown(setting.value)} {setting.source}"
         return f"{shown}: {key} is a section; set its fields, as {example}."
+    own = next((kind for kind, other in KINDS.items() if other is cls), "")
+    if key.partition(".")[0] == "replay" and own in NO_REPLAY:
+        return (
+            f"{key} = {_shown(setting.value)} {setting.source}: routing replay is of {READERS['rl']}. "
+            f"{READERS[own]} has none: {NO_REPLAY[own]} Leave it out."
+        )
     near = _nearest(key, [doc.key for doc in describe(cls)] + list(sections))
     remedy = f"Did you mean {near}?" if near else "`mcore-rl <command> --help` lists all keys."
     return f"Unknown key {key} {setting.source}. {remedy}"

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError
@@ -118,6 +119,23 @@ def test_override_values_are_toml_and_bare_words_are_text(override, section, fie
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(key, nearest):
     assert f"Unknown key {key} on the command line. Did you mean {nearest}?" in complaint(f"{key}=2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("sft", "one pass over a batch"),
+        ("rm", "one pass over a batch"),
+        ("dpo", "one update of a batch. The ref"),
+    ],
+)
+def test_replay_where_no_two_passes_of_a_batch_are_compared_is_refused_with_the_reason(kind, reason):
+    with pytest.raises(ConfigError) as refused:
+        load_config(KINDS[kind], None, ["replay.kind=r2"])
+    assert str(refused.value).startswith(
+        'replay.kind = "r2" on the command line: routing replay is of `mcore-rl rl`.'
+    )
+    assert f"`mcore-rl {kind}` has none: it makes {reason}" in str(refused.value)
 
 
 def test_an_unknown_key_in_a_file_names_the_file_and_so_does_an_unknown_empty_section(tmp_path):
