@@ -83,3 +83,8 @@ def _unused(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]:
         yield "replay.split_interval with a model without experts: no token is routed. Set it to none."
     if replay.missing == "live":
         yield 'replay.missing="live" has no effect with replay.kind="none". Set replay.missing="error".'
+    if replay.on_disagreement == "live":
+        yield (
+            'replay.on_disagreement="live" with replay.kind="none": no routes are imposed that tokens could lose. Set '
+            'it to "error" or "warn".'
+        )

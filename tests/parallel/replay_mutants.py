@@ -474,8 +474,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="the exchange forgets what was left out",
         file=EXCHANGE,
-        old="replace(routes, missing_n=missing[sample])",
-        new="routes",
+        old="missing_n=positions(offer_of[sample].missing)",
+        new="missing_n=NO_POSITIONS",
         scenario="r3_left_out",
     ),
     Mutant(
