@@ -2,13 +2,13 @@
 
     python -m bench.study                                 all arms, one seed after the other: hours on one core
     python -m bench.study --budget-minutes 90             stops then, in the middle of a run; the same command goes on
-    python -m bench.study --seeds 1 --rollouts 8          less of it, in a folder of its own
+    python -m bench.study --seeds 1 --rollouts 10         less of it, in a folder of its own
 
 A Qwen3-MoE of 5 M parameters (24 layers of width 64, 32 experts, 4 a token) is fine-tuned for `--sft-steps` steps on
 reversing 2 to 4 digits. Each arm then trains from there on `--rollouts` rollout batches of 64 completions for
 strings of 2 and 3 digits, with 4 updates each, at a learning rate at which an update changes about a tenth of the
-routes. `mcore-rl study` runs the arms
-and writes rows, table and figures; they are copied to bench/results/study.json and docs/images/study.svg.
+routes. `mcore-rl study` runs the arms and writes rows, table and figures; they are copied to bench/results/study.json
+and docs/images/study.svg.
 """
 
 import argparse
@@ -132,11 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/study"), help="folder of all runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--lr", type=float, default=2e-4, help="learning rate of all arms")
+    parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of all arms")
     parser.add_argument(
-        "--sft-steps", type=int, default=70, help="steps of the fine-tuning that is the start"
+        "--sft-steps", type=int, default=150, help="steps of the fine-tuning that is the start"
     )
-    parser.add_argument("--rollouts", type=int, default=10, help="rollout batches of a run")
+    parser.add_argument("--rollouts", type=int, default=40, help="rollout batches of a run")
     parser.add_argument("--budget-minutes", type=float, help="minutes after which the study stops and saves")
     parser.add_argument("--output", type=Path, default=ROOT, help="folder of bench/results and docs/images")
     args = parser.parse_args()

@@ -95,7 +95,12 @@ def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
     of_updates: dict[str, list[float]] = {}
     of_layers: dict[str, dict[str, list[float]]] = {}
     for record in read_records(path):
-        numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+        # What is not finite has no mean, and no place in JSON.
+        numbers = {
+            name: float(value)
+            for name, value in record.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
         for name, value in numbers.items():
             if name in SERIES:
                 of_updates.setdefault(name, []).append(value)

@@ -87,7 +87,13 @@ def two_batches(kl: float, accuracy: float) -> list[dict[str, object]]:
             "policy/clip_ratio_high": 0.2,
             "routes/layer_00/changed_fraction": 0.3,
         },
-        {"step": 4, "reward/mean": 0.2, "rl/rollouts": 2, "moe/expert_load": [[1]]},
+        {
+            "step": 4,
+            "reward/mean": 0.2,
+            "policy/kl_old_nats": "inf",
+            "rl/rollouts": 2,
+            "moe/expert_load": [[1]],
+        },
         {"step": 4, "eval/accuracy": 0.3},
         {"step": 4, "eval/accuracy": accuracy},
     ]
