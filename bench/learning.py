@@ -10,9 +10,9 @@ temperature 1, before the first update and at each fifth of the run. A cell is t
 interval (Student's t); with one seed there is none.
 
 `mcore-rl study` runs the arms: all of them with one seed before any with the next. The same command goes on where it
-was ended: runs save at each evaluation. At its end, and where it is stopped or out of `--budget-minutes`,
-bench/results/learning.json gets a row of each evaluation of each run so far, with the commit that the run began on, and
-the table of the arms whose seeds are all done is printed.
+was ended: runs save at each evaluation. At its end, and where `--budget-minutes` end it, bench/results/learning.json
+gets a row of each evaluation of each run so far, with the commit that the run began on, and the table of the arms whose
+seeds are all done is printed.
 """
 
 import argparse

@@ -93,9 +93,15 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
     runs = [read_run(run.arm, run.seed, run.folder) for run in planned]
     rows = rows_of(runs, study.collapse_below)
     text = as_markdown(rows)
-    if unfinished := [run for run in runs if not run.is_done]:
-        names = (f"{run.arm}, seed {run.seed} ({run.rollouts} rollout batches)" for run in unfinished)
-        text += f"\nNot in the table, because not done: {'; '.join(names)}.\n"
+    unfinished = [
+        f"{run.arm}, seed {run.seed} ({run.rollouts} rollout batches)"
+        for run in runs
+        if run.starts and not run.is_done
+    ]
+    if waiting := sum(not run.starts for run in runs):
+        unfinished.append(f"{waiting} of {len(runs)} runs, which have not begun")
+    if unfinished:
+        text += f"\nNot in the table, because not done: {'; '.join(unfinished)}.\n"
     settings = study.model_dump(mode="json", exclude={"run_dir", "budget_minutes"})
     out = Path(study.run_dir)
     out.mkdir(parents=True, exist_ok=True)

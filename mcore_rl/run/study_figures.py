@@ -98,7 +98,6 @@ def as_svg(rows: Sequence[StudyRow]) -> str:
     num_rows = -(-len(shown) // PER_ROW)
     legend_top = num_rows * cell_height + 16
     height = legend_top + 20 * len(rows) + 30
-    seeds = max((len(row.runs) for row in rows), default=0)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{PER_ROW * cell_width}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
@@ -111,7 +110,7 @@ def as_svg(rows: Sequence[StudyRow]) -> str:
     for arm, row in enumerate(rows):
         y = legend_top + 20 * arm
         lines.append(f'<line x1="{LEFT}" x2="{LEFT + 40}" y1="{y - 4}" y2="{y - 4}" {_stroke(arm)}/>')
-        runs = f"{len(row.runs)} of up to {seeds} seeds" if row.runs else "no run is done"
+        runs = f"{len(row.runs)} seed{'s' * (len(row.runs) > 1)}" if row.runs else "no run is done"
         lines.append(f'<text x="{LEFT + 48}" y="{y}">{escape(row.arm)}: {runs}</text>')
     note = "Lines: means over seeds; bands: 95 % intervals (Student's t), where there are several seeds."
     lines.append(f'<text x="{LEFT}" y="{height - 12}" fill="#555">{note}</text>')
@@ -136,10 +135,11 @@ def _figure(figure: StudyFigure, curves: Sequence[Curve]) -> list[str]:
     for tick in range(5):
         value = least + tick / 4 * (most - least)
         lines.append(f'<line x1="0" x2="{WIDTH}" y1="{y_of(value)}" y2="{y_of(value)}" stroke="#ddd"/>')
-        lines.append(f'<text x="-6" y="{float(y_of(value)) + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    for tick in range(5):
-        value = first + tick / 4 * (last - first)
-        lines.append(f'<text x="{x_of(value)}" y="{HEIGHT + 16}" text-anchor="middle">{round(value)}</text>')
+        lines.append(f'<text x="-6" y="{float(y_of(value)) + 4:.1f}" text-anchor="end">{value:.2g}</text>')
+    lines += [
+        f'<text x="{x_of(value)}" y="{HEIGHT + 16}" text-anchor="middle">{value}</text>'
+        for value in sorted({round(first + tick / 4 * (last - first)) for tick in range(5)})
+    ]
     lines.append(f'<text x="{WIDTH / 2}" y="{HEIGHT + 32}" text-anchor="middle">{figure.axis}</text>')
     for curve in curves:
         banded = [
