@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import __version__
-from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
+from mcore_rl.backend.launcher import environment_variable, rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
 from mcore_rl.backend.patches.versions import has_module, megatron_version
@@ -53,7 +53,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
     """Write the findings of this node; on the first one report on all, and return FAULTY where they are not alike."""
-    nodes.answer(folder, socket.gethostname(), found)
+    # Slurm's name of a node, which its other messages have, may be another than the host's own.
+    nodes.answer(folder, environment_variable("SLURMD_NODENAME") or socket.gethostname(), found)
     if rank_of_launcher():
         return 0
     num_nodes = world_size_of_launcher()
