@@ -2,7 +2,7 @@
 
 Two implementations of layers keep different tensors. TransformerEngine's ("te") follow arXiv 2205.05198, with attention
 that keeps no scores; ours ("torch") were counted in a forward pass, tensor by tensor
-(tests/unit/plan/test_activations.py counts them again). Experts are taken as evenly loaded.
+(tests/unit/fake_world/test_saved.py counts them again). Experts are taken as evenly loaded.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,8 @@ from mcore_rl.families import family_of
 Layers = Literal["torch", "te"]
 STATISTIC_BYTES = 4
 """Bytes of a norm's or a softmax's statistic, which is fp32 in every precision."""
+ANGLE_BYTES = 4
+"""Bytes of an angle of rotary embeddings, which is fp32 in every precision."""
 INDEX_BYTES = 8
 """Bytes of torch's index of a row."""
 
@@ -71,7 +73,7 @@ class LayerActivations:
         return {
             # Attention that keeps no scores has nothing to drop but statistics; its inputs stay.
             "core_attn": ("softmax_statistics",),
-            "layernorm": ("normed", "normed_fp8"),
+            "layernorm": ("normed", "norm_statistics"),
             "mla_up_proj": ("queries_keys_values", "rotary") if self._is_latent else (),
             "moe": ("router", "routes", "routed_in", "routed_up", "routed_act", *SHARED),
             "moe_act": ("routed_act",),
@@ -117,6 +119,11 @@ class LayerActivations:
         yield "latents", self.residual * latents // model.hidden_size
         yield "queries_keys_values", each * heads * (2 * width + mla.v_head_dim)
         yield "attended", self._attended(heads * mla.v_head_dim)
+        if self.platform.recompute == "selective" and "mla_up_proj" in self.platform.recompute_modules:
+            # Its inputs: the angles of each position in fp32, and the part of the keys that is turned, which
+            # tensor-parallel ranks gather.
+            gathered = self.element if self.mesh.tp > 1 and self.mesh.sequence_parallel else 0
+            yield "up_projected", self.tokens * mla.qk_rope_head_dim * (ANGLE_BYTES + gathered)
         if self.layers == "torch":
             yield "rotary", 4 * each * mla.qk_rope_head_dim
             yield "latent_statistics", self._slice * (1 + bool(mla.q_lora_rank)) * STATISTIC_BYTES

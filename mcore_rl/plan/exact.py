@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.plan.activations import Layers
 from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, GRADIENT_BYTES, Memory
 from mcore_rl.plan.messages import StageEvent, as_values, from_values, passes_of, play
 from mcore_rl.plan.schedule import schedule
@@ -45,6 +46,19 @@ class RankBytes:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSaved:
+    """Bytes of the activations that a layer keeps of some tokens."""
+
+    is_moe: bool
+    tokens: int
+    """Number of tokens before tensor parallelism cuts them."""
+    counted: int
+    planned: int
+    """Bytes by the closed form of the same layer."""
+
+
+COUNTED_WITH = "as many experts as a token picks"
 MAX_RECORDED = 20_000
 """Passes of a schedule that is recorded; one of more takes seconds, and repeats itself."""
 
@@ -54,6 +68,8 @@ class Exact:
     """Everything that was built, counted and recorded of a run."""
 
     ranks: list[RankBytes]
+    layers: list[LayerSaved]
+    """Each kind of layer, of ours."""
     schedule: list[list[StageEvent]]
     """Events of each pipeline stage in Megatron's schedule; empty without a pipeline."""
 
@@ -61,6 +77,7 @@ class Exact:
         """Return JSON values."""
         return {
             "ranks": [asdict(rank) for rank in self.ranks],
+            "layers": [asdict(layer) for layer in self.layers],
             "schedule": [as_values(stage) for stage in self.schedule],
         }
 
@@ -69,6 +86,7 @@ class Exact:
         """Return what `to_values` turned into JSON values."""
         return cls(
             ranks=[RankBytes(**rank) for rank in values["ranks"]],
+            layers=[LayerSaved(**layer) for layer in values["layers"]],
             schedule=[from_values(stage) for stage in values["schedule"]],
         )
 
@@ -150,7 +168,11 @@ def summary(exact: Exact, recorded: RecordedSchedule | None) -> dict[str, Any]:
             "bubble": recorded.played.bubble,
             "chunks_alive": recorded.played.alive,
         }
-    return {"ranks": [asdict(rank) for rank in exact.ranks], "schedule": order}
+    return {
+        "ranks": [asdict(rank) for rank in exact.ranks],
+        "layers": [asdict(layer) for layer in exact.layers],
+        "schedule": order,
+    }
 
 
 def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) -> Iterator[str]:
@@ -161,6 +183,20 @@ def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) ->
         sizes = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
         agreement = _agreement(built, stages[built.stage], platform)
         yield f"        rank {built.rank}, stage {built.stage}: {sizes}: {agreement}"
+
+
+def layer_lines(layers: Sequence[LayerSaved], kind: Layers) -> Iterator[str]:
+    """Yield what each kind of layer keeps, counted; `kind` is whose layers the plan is of."""
+    for layer in layers:
+        name = "an MoE layer" if layer.is_moe else "a dense layer"
+        each = layer.counted / layer.tokens
+        excess = layer.planned / layer.counted - 1
+        yield (
+            f"        {name} of ours keeps {each:,.0f} B a token on each rank, counted with {COUNTED_WITH}: the closed "
+            f"form has {excess:+.1%}"
+        )
+    if layers and kind == "te":
+        yield "        the plan takes TransformerEngine's layers, which cannot be counted without a GPU"
 
 
 def _agreement(built: RankBytes, planned: Memory, platform: PlatformConfig) -> str:

@@ -177,7 +177,7 @@ def timeline_svg(simulation: Simulation, title: str) -> str:
     scale = width / simulation.seconds
     height = top + row * stages + 40
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 60}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{left}" y="20">{title}</text>',

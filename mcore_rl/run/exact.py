@@ -11,6 +11,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.errors import McoreRlError
 from mcore_rl.fake_world.rank import bytes_of_rank
 from mcore_rl.fake_world.recorder import record
+from mcore_rl.fake_world.saved import saved_by_layers
 from mcore_rl.files import write_atomically
 from mcore_rl.plan.exact import Exact
 
@@ -25,7 +26,8 @@ def main(argv: Sequence[str]) -> int:
         events = []
         if args.microbatches:
             events = record(mesh.pp, mesh.vpp, args.microbatches, overlap_p2p=mesh.overlap_p2p)
-        written = Exact(ranks=ranks, schedule=events).to_values()
+        layers = saved_by_layers(config) if args.layers else []
+        written = Exact(ranks=ranks, layers=layers, schedule=events).to_values()
     except McoreRlError as error:
         written = {"refused": str(error)}
     write_atomically(args.output, json.dumps(written))
@@ -40,6 +42,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--ranks", type=int, nargs="+", required=True)
     parser.add_argument("--microbatches", type=int, default=0, help="record the schedule of so many")
+    parser.add_argument("--layers", action="store_true", help="count the activations of each kind of layer")
     parser.add_argument("--output", type=Path, required=True)
     return parser
 

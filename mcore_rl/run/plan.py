@@ -17,11 +17,13 @@ from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.files import write_atomically
+from mcore_rl.plan.activations import layers_of
 from mcore_rl.plan.estimate import Estimate, estimate, place_of, timeline_of, times_of
 from mcore_rl.plan.exact import (
     Exact,
     RecordedSchedule,
     exact_lines,
+    layer_lines,
     recorded_microbatches,
     recorded_schedule,
     schedule_lines,
@@ -79,6 +81,7 @@ def main(args: argparse.Namespace) -> int:
         _write(estimate_lines(plan))
     if exact is not None:
         _write(exact_lines(exact, plan.stages, config.platform))
+        _write(layer_lines(exact.layers, layers_of(config)))
     if recorded is not None:
         _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
     if args.json:
@@ -119,6 +122,8 @@ def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
         output = Path(folder, "exact.json")
         words = [args.config, *args.overrides, "--program", kind, "--world", world, "--output", output]
         words += ["--ranks", *ranks]
+        if args.rank is None:
+            words.append("--layers")
         if pp > 1 and args.rank is None:
             shown = recorded_microbatches(plan.config.mesh, plan.num_microbatches)
             # A picture has the recorded passes: as many as can be told apart.

@@ -1,0 +1,141 @@
+"""Bytes of activations that a layer of ours keeps for its backward pass: the tensors saved in a real forward pass.
+
+A layer is what two layers keep less what one keeps. It has its true widths, as many experts as a token picks, so that
+weights are few and loads even, and random values; collectives move nothing. It computes as on CUDA where that is
+different: grouped products, torch's attention, the fused activation. TransformerEngine's layers need a GPU, and are not
+counted.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.fake_world.groups import fake_platform, fake_rank
+from mcore_rl.families import family_of
+from mcore_rl.model import transformer_config
+from mcore_rl.model.build import build_uninitialized
+from mcore_rl.model.layers.cpu import attention as cpu_attention
+from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.plan.activations import LayerActivations
+from mcore_rl.plan.exact import LayerSaved
+
+POSITIONS = 64
+"""Positions of the counted microbatch on each tensor-parallel rank."""
+VOCABULARY = 256
+
+
+def saved_by_layers(config: RunConfig) -> list[LayerSaved]:
+    """Return the bytes that each kind of layer of a run's model keeps, with the run's recomputation."""
+    mesh = MeshConfig(tp=config.mesh.tp)
+    kinds = sorted(set(config.model.moe_layers))
+    return [saved_by_layer(layer_model(config.model, kind), config.platform, mesh.tp) for kind in kinds]
+
+
+def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> LayerSaved:
+    """Return what a layer of `model`, whose layers are of one kind, keeps on one of `tp` tensor-parallel ranks."""
+    tokens, is_moe = POSITIONS * tp, model.moe_layers[0]
+    # All that these layers are not, a platform for GPUs may be.
+    settings = settings.model_copy(update={"layers": "torch", "fp8": "none"})
+    with _as_on_cuda():
+        one, two = (_storages(_with_layers(model, count), settings, tp, tokens) for count in (1, 2))
+    counted = sum(size * count for size, count in (two - one).items())
+    counted -= sum(size * count for size, count in (one - two).items())
+    layer = LayerActivations(model, MeshConfig(tp=tp), settings, tokens, "torch")
+    is_full = settings.recompute == "full"
+    if not is_full:
+        counted -= _only_on_cpus(model, settings, tp, tokens)
+    return LayerSaved(
+        is_moe=is_moe,
+        tokens=tokens,
+        counted=counted,
+        planned=layer.residual if is_full else layer.kept(is_moe),
+    )
+
+
+def layer_model(model: ModelConfig, is_moe: bool) -> ModelConfig:
+    """Return a model of one kind of `model`'s layers, with as many experts as a token picks and few other weights."""
+    moe = model.moe
+    if model.is_moe:
+        few_experts = {
+            "num_experts": moe.top_k,
+            "num_groups": None,
+            "top_groups": None,
+            "capacity_factor": None,
+        }
+        moe = moe.model_copy(
+            update={**few_experts, "dispatcher": "alltoall", "first_dense_layers": 0 if is_moe else 2}
+        )
+    few = {"num_layers": 2, "mtp_layers": 0, "vocab_size": VOCABULARY, "vocab_multiple": 1, "head": "logits"}
+    return model.model_copy(update=few | {"moe": moe})
+
+
+def _with_layers(model: ModelConfig, count: int) -> ModelConfig:
+    """Return a model of so many layers of one kind."""
+    dense = count if model.is_moe and not model.moe_layers[0] else 0
+    moe = model.moe.model_copy(update={"first_dense_layers": dense})
+    return model.model_copy(update={"num_layers": count, "moe": moe})
+
+
+def _storages(model: ModelConfig, settings: PlatformConfig, tp: int, tokens: int) -> Counter[int]:
+    """Return the sizes of the storages that autograd keeps after a forward pass, and no weight owns."""
+    with fake_rank(MeshConfig(tp=tp), 0, tp) as mesh:
+        # Memory that nobody has written to takes none, and reads as zeros.
+        chunk = build_uninitialized(model, mesh, fake_platform(settings, mesh), settings)
+        weights = {tensor.untyped_storage()._cdata for tensor in (*chunk.parameters(), *chunk.buffers())}
+        saved: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            tokens_BS = torch.randint(0, VOCABULARY, (1, tokens))
+            output = chunk(input_ids=tokens_BS, position_ids=torch.arange(tokens)[None], attention_mask=None)
+        # After the forward pass: what recomputation frees has a storage of 0 bytes by then.
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
+        del output
+    return Counter(size for storage, size in found.items() if storage not in weights)
+
+
+@contextmanager
+def _as_on_cuda() -> Iterator[None]:
+    """Take CUDA's branches of our layers, which compute on CPUs too."""
+    supported, blockwise = cpu_attention.is_supported, GroupedExperts.is_blockwise
+    numeric, disabled = transformer_config._numeric, torch._dynamo.config.disable
+    patched: Any = cpu_attention
+    patched.is_supported = lambda *_: False
+    GroupedExperts.is_blockwise = property(lambda _: False)  # type: ignore[assignment, method-assign]
+    transformer_config._numeric = lambda *args: numeric(*args) | {"bias_activation_fusion": True}
+    torch._dynamo.config.disable = True
+    try:
+        yield
+    finally:
+        patched.is_supported = supported
+        GroupedExperts.is_blockwise = blockwise  # type: ignore[method-assign]
+        transformer_config._numeric = numeric
+        torch._dynamo.config.disable = disabled
+
+
+def _only_on_cpus(model: ModelConfig, settings: PlatformConfig, tp: int, tokens: int) -> int:
+    """Return the bytes that torch's attention keeps on CPUs because values must be as wide as keys there: padding."""
+    family, heads = family_of(model), model.num_heads // tp
+    element = 2 if settings.precision == "bf16" else 4
+    if family.is_latent:
+        mla = model.mla
+        width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        splits = settings.recompute == "selective" and "mla_up_proj" in settings.recompute_modules
+        # The padded values stay where recomputation drops the unpadded ones.
+        values = width if splits else width - mla.v_head_dim
+        return tokens * heads * (values + width) * element
+    if family.has_attention_sinks:
+        # Widths are multiples of 8 with the sink's column.
+        wide = -(-(model.head_dim + 1) // 8) * 8
+        kv_heads = max(1, model.num_kv_heads // tp)
+        return tokens * element * (kv_heads * (wide - model.head_dim) + heads * wide)
+    return 0
