@@ -383,7 +383,6 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", "--model-path", required=True)
     parser.add_argument("--die", action="store_true")
-    parser.add_argument("--delay-s", type=float, default=0.0)
     arguments, others = parser.parse_known_args()
     with open(f"{arguments.model}/config.json") as file:
         vocab = json.load(file)["vocab_size"]
@@ -391,15 +390,8 @@ def main() -> None:
     sys.stdout.flush()
     if arguments.die:
         raise SystemExit("no memory left for the model")
-    server = FakeServer(TableAnswers(vocab), host=arguments.host, port=arguments.port)
-    server.delay_s, server.before_answer = arguments.delay_s, say_asked
-    with server:
+    with FakeServer(TableAnswers(vocab), host=arguments.host, port=arguments.port) as server:
         server.ended.wait()
-
-
-def say_asked(_: Asked) -> None:
-    sys.stdout.write("asked for a completion\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
