@@ -69,6 +69,9 @@ class AskedEngine(ScriptedEngine):
             raise EngineError(f"no server answers for prompt {index}")
         return self.generate([prompt], sampling, [seeds_G])[0]
 
+    def of_this_stage(self, group: Group) -> Group:
+        return group
+
 
 def encoded(problem: Problem) -> Prompt:
     return Prompt(problem=problem, tokens_T=tuple(problem.prompt.encode()))
