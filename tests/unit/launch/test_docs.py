@@ -26,7 +26,7 @@ def test_the_pipeline_on_the_page_names_recipes_that_are_there(tmp_path):
 
 def test_the_commands_on_the_page_are_valid():
     lines = re.findall(r"^mcore-rl (launch|jobs) ?(.*)$", PAGE, re.MULTILINE)
-    assert len(lines) == 4
+    assert len(lines) == 5
     for name, words in lines:
         parser_of(name).parse_intermixed_args(words.split())
 
