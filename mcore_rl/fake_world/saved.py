@@ -129,7 +129,10 @@ def _only_on_cpus(model: ModelConfig, settings: PlatformConfig, tp: int, tokens:
     if family.is_latent:
         mla = model.mla
         width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        splits = settings.recompute == "selective" and "mla_up_proj" in settings.recompute_modules
+        recomputed = settings.recompute_modules if settings.recompute == "selective" else ()
+        if "core_attn" in recomputed:
+            return 0  # the padding is inside
+        splits = "mla_up_proj" in recomputed
         # The padded values stay where recomputation drops the unpadded ones.
         values = width if splits else width - mla.v_head_dim
         return tokens * heads * (values + width) * element

@@ -16,6 +16,7 @@ CASES = [
     ("llama", "fp32", 1, "none", ()),
     ("qwen3_moe", "fp32", 1, "none", ()),
     *(("qwen3_moe", "bf16", 2, "selective", names) for names in (("moe_act", NORMED), ("moe", NORMED), ("core_attn",))),
+    ("deepseek_v2", "bf16", 1, "selective", ("core_attn",)),
     *(("deepseek_v3", "bf16", 1, "selective", names) for names in (("shared_experts",), (SPLIT,), (SPLIT, "moe"))),
     ("llama", "bf16", 2, "selective", ("mlp",)),
     ("qwen3_moe", "bf16", 2, "full", ()),
