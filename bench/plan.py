@@ -18,6 +18,8 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.device import DEVICES
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.parts import Workload
+from mcore_rl.plan.rates import Rates
+from mcore_rl.plan.rollout import Engine, Lengths, forward_seconds, generation
 from mcore_rl.plan.step import step, tokens_per_s
 
 RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
@@ -175,6 +177,82 @@ USERS = (
 """Runs that users reported in issues, which no rate was fitted to."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedRl:
+    """A published step of GRPO on DGX H100 in bf16 (NeMo-RL v0.4, performance summary), with vLLM on the same GPUs."""
+
+    name: str
+    model: ModelConfig
+    world: int
+    completions: int
+    updates: int
+    tokens: int
+    """Mean tokens of prompt and completion together."""
+    longest: int
+    engine_tp: int
+    mesh: dict[str, Any]
+    seconds: float
+    """Published seconds of a step."""
+
+    def planned(self) -> dict[str, float]:
+        """Return the bound on each part; prompts are taken to be of 120 tokens."""
+        prompt, rates = 120, Rates()
+        engine = Engine(
+            replicas=self.world // self.engine_tp,
+            tp=self.engine_tp,
+            ep=self.engine_tp,
+            slots=self.completions,
+            layer_s=rates.decode_layer_s,
+            is_served=True,
+        )
+        lengths = Lengths(
+            num_completions=self.completions,
+            prompt=prompt,
+            mean=self.tokens - prompt,
+            longest=self.longest - prompt,
+            spread=0.6 if self.tokens < 0.6 * self.longest else 0.5,
+        )
+        rollout, _ = generation(self.model, DEVICES["H100"], engine, lengths, rates)
+        mesh = MeshConfig(**self.mesh)
+        dp = self.world // mesh.model_parallel
+        length = -(-self.tokens // (mesh.zigzag * mesh.tp)) * mesh.zigzag * mesh.tp
+        work = Workload(
+            model=self.model,
+            mesh=mesh,
+            device=DEVICES["H100"],
+            world_size=self.world,
+            seq_length=length,
+            micro_batch=1,
+            global_batch=self.completions // self.updates // dp * dp,
+            **MOE_ACT,
+        )
+        return {
+            "rollout": rollout,
+            "logprobs": 2 * self.updates * forward_seconds(work),
+            "updates": self.updates * step(work).seconds,
+        }
+
+    @property
+    def ratio(self) -> float:
+        """Bound / published seconds."""
+        return sum(self.planned().values()) / self.seconds
+
+
+RL_RUNS = (
+    PublishedRl(name="Llama-3.1 8B, 16 H100", model=model("llama3_8b"), world=16, completions=2048, updates=4,
+                tokens=1060, longest=4096, engine_tp=1, mesh={"pp": 2}, seconds=97.7),
+    PublishedRl(name="Qwen3-30B-A3B, 32 H100", model=QWEN30, world=32, completions=2048, updates=4, tokens=3154,
+                longest=4096, engine_tp=4, mesh={"tp": 2, "ep": 8}, seconds=225.0),
+    PublishedRl(name="Qwen3-235B-A22B, 128 H100", model=QWEN235, world=128, completions=512, updates=1, tokens=5671,
+                longest=8192, engine_tp=16, seconds=506.0,
+                mesh={"tp": 2, "cp": 2, "ep": 16, "pp": 8, "pp_layout": "balanced"}),
+    PublishedRl(name="DeepSeek-V3, 256 H100", model=DEEPSEEK.model_copy(update={"mtp_layers": 0}), world=256,
+                completions=512, updates=1, tokens=745, longest=1536, engine_tp=32, seconds=154.0,
+                mesh={"ep": 16, "pp": 16, "pp_layout": "balanced"}),
+)  # fmt: skip
+"""Steps of reinforcement learning, of which plan/rollout.py gives a lower bound."""
+
+
 def errors(runs: tuple[Published, ...]) -> list[float]:
     """Return the error of each run, by ratio: 1.3 is 30 % too fast or too slow."""
     return [max(run.ratio, 1 / run.ratio) for run in runs]
@@ -184,14 +262,18 @@ def main() -> None:
     """Print the table."""
     for title, runs in (("published", RUNS), ("reported by users, in no fit", USERS)):
         sys.stdout.write(f"{title}: tokens/s on each GPU, predicted / published\n")
-        for run in runs:
-            predicted = f"{run.ratio * run.published:8,.0f} {run.ratio:5.2f}"
-            sys.stdout.write(f"  {run.name:52} {run.published:8,.0f} {predicted}  {run.source}\n")
+        for trained in runs:
+            predicted = f"{trained.ratio * trained.published:8,.0f} {trained.ratio:5.2f}"
+            sys.stdout.write(f"  {trained.name:52} {trained.published:8,.0f} {predicted}  {trained.source}\n")
         found = errors(runs)
         sys.stdout.write(
             f"  error: median {statistics.median(found) - 1:.0%}, mean {statistics.fmean(found) - 1:.0%}, worst "
             f"{max(found):.2f}x\n"
         )
+    sys.stdout.write("steps of GRPO (NeMo-RL v0.4): lower bound / published seconds\n")
+    for run in RL_RUNS:
+        parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in run.planned().items())
+        sys.stdout.write(f"  {run.name:52} {run.seconds:8,.0f} {run.ratio:14.2f}  {parts}\n")
 
 
 if __name__ == "__main__":

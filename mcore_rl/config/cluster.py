@@ -67,6 +67,23 @@ class NodeConfig(Section):
         return self.gpus or self.ranks or 0
 
 
+class RatesConfig(Section):
+    """Speeds that a run of this cluster has reached, for the times of plans (`mcore-rl plan --calibrate RUN`)."""
+
+    source: Text | None = None
+    """Run that the others are from; `none`: published runs, and ranges as wide as their errors."""
+    host_layer_s: NonNegativeFloat | None = None
+    """Seconds that the host takes to start one MoE layer's forward pass; `none`: that of published runs."""
+    speed: PositiveFloat = 1.0
+    """Factor on the parts of the device's peaks that published runs reach."""
+    rollout: PositiveFloat | None = None
+    """Measured / planned seconds of a rollout; `none`: it is planned as a lower bound, as the next two."""
+    logprobs: PositiveFloat | None = None
+    """Measured / planned seconds of the passes for logprobs and values."""
+    updates: PositiveFloat | None = None
+    """Measured / planned seconds of the updates of a rollout batch."""
+
+
 class ContainerConfig(Section):
     """The container that ranks run in, if any."""
 
@@ -159,3 +176,4 @@ class ClusterConfig(Section):
     paths: PathsConfig = PathsConfig()
     checks: ChecksConfig = ChecksConfig()
     survival: SurvivalConfig = SurvivalConfig()
+    rates: RatesConfig = RatesConfig()

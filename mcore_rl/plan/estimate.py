@@ -12,7 +12,8 @@ from mcore_rl.plan.activations import layers_of
 from mcore_rl.plan.device import device_of
 from mcore_rl.plan.memory import GIB, Memory, main_memory_of_fullest_node, memory_by_stage
 from mcore_rl.plan.parts import Workload, workload_of
-from mcore_rl.plan.rates import Span, span_of_step
+from mcore_rl.plan.rates import Span, rates_of, span_of_step
+from mcore_rl.plan.rollout import RlStep, engine_of, rl_step
 from mcore_rl.plan.schedule import chunks_in_flight
 from mcore_rl.plan.search import Place
 from mcore_rl.plan.simulate import MAX_PASSES, ChunkTimes, Simulation, simulate_mesh, step_times, unit_times
@@ -63,6 +64,8 @@ class Estimate:
     """Fraction of the schedule, simulated, in which the busiest stage is idle; None without a pipeline, and for a
     schedule that is too long to simulate."""
     warnings: list[str]
+    rl: RlStep | None = None
+    """Rollout batch with its updates; None without reinforcement learning, a known device, or known servers."""
 
     @property
     def fullest(self) -> Memory:
@@ -85,8 +88,12 @@ class Estimate:
         return main_memory_of_fullest_node(self.stages, self.place.world_size, self.place.ranks_per_node)
 
 
-def place_of(cluster: ClusterConfig, world_size: int) -> Place:
-    """Return so many ranks of a cluster; ConfigError where its device is not known by the name given."""
+def place_of(
+    cluster: ClusterConfig, world_size: int, *, server_nodes: int = 0, completion_tokens: int | None = None
+) -> Place:
+    """Return so many ranks of a cluster, beside so many nodes of servers; ConfigError where its device is not known by
+    the name given.
+    """
     node = cluster.node
     return Place(
         world_size=world_size,
@@ -94,6 +101,9 @@ def place_of(cluster: ClusterConfig, world_size: int) -> Place:
         room_bytes=(node.gpu_memory_gib - node.reserved_gib) * GIB if node.gpus else inf,
         device=device_of(cluster),
         host_bytes=inf if node.memory_gib == "all" else node.memory_gib * GIB,
+        rates=rates_of(cluster.rates),
+        server_gpus=server_nodes * node.gpus,
+        completion_tokens=completion_tokens,
     )
 
 
@@ -118,6 +128,10 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
             "installed; ours keep more"
         )
     fullest = max(stages, key=lambda stage: stage.total).stage
+    whole = None
+    if work is not None and isinstance(config, RlRunConfig):
+        engine = engine_of(config, world, place.server_gpus, place.rates)
+        whole = None if engine is None else rl_step(config, work, engine, place.completion_tokens)
     return Estimate(
         config=config,
         place=place,
@@ -128,6 +142,7 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
         step=timed,
         bubble=None if simulation is None else simulation.bubble,
         warnings=warnings,
+        rl=whole,
     )
 
 
@@ -146,7 +161,7 @@ def _workload(config: RunConfig, place: Place, seq_length: int) -> Workload | No
     """Return the step of a run; None where the device's bandwidths are not known."""
     if place.device is None or place.device.links is None:
         return None
-    return workload_of(config, place.device, place.world_size, seq_length)
+    return workload_of(config, place.device, place.world_size, seq_length, place.rates)
 
 
 def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate:
@@ -160,7 +175,7 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
     shares = {name: part / seconds for name, part in parts.items()}
     costs = imbalance_costs(work, closed_form, LOADS) if work.model.is_moe else []
     return StepEstimate(
-        span=span_of_step(seconds, str(work.model.family), work.device.name),
+        span=span_of_step(seconds, str(work.model.family), work.device.name, work.rates),
         tokens_per_s=tokens_per_s(work, seconds),
         model_tflops=model_tflops(work, seconds),
         shares=dict(sorted(shares.items(), key=lambda share: -share[1])),

@@ -93,7 +93,9 @@ class Workload:
         return self.device.links
 
 
-def workload_of(config: RunConfig, device: Device, world_size: int, seq_length: int) -> Workload:
+def workload_of(
+    config: RunConfig, device: Device, world_size: int, seq_length: int, rates: Rates | None = None
+) -> Workload:
     """Return the optimizer step of a run on one device.
 
     Lengths of completions and of compared answers are not known before: each is taken as long as it may be, so that the
@@ -104,6 +106,7 @@ def workload_of(config: RunConfig, device: Device, world_size: int, seq_length: 
         device: The device, with its bandwidths.
         world_size: Number of ranks.
         seq_length: Positions of a sequence, packed or not.
+        rates: Parts of the device's peaks that are reached; None: those of published runs.
 
     Raises:
         ConfigError: The device has no products in the run's number format.
@@ -146,6 +149,7 @@ def workload_of(config: RunConfig, device: Device, world_size: int, seq_length: 
         overlap_dp=config.mesh.overlap_grad_reduce,
         offload_fraction=config.optim.offload_fraction,
         offload_overlap=config.optim.offload_overlap,
+        rates=rates or Rates(),
     )
 
 

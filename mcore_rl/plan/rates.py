@@ -4,8 +4,11 @@ The values are those that predict the 18 published runs of `python -m bench.plan
 those runs. What a run of one's own reaches depends most on `host_layer_s`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Any
+
+from mcore_rl.config.cluster import RatesConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +51,21 @@ class Rates:
     """Seconds until a message arrives in another domain."""
     link_latency_s: float = 6e-6
     """Seconds until a message arrives inside a domain."""
+    decode_step_s: float = 3e-3
+    """Seconds of a step of decoding for the scheduler and for sampling."""
+    decode_layer_s: float = 25e-6
+    """Seconds of a server's layer in a step of decoding that no bandwidth explains (CUDA graphs)."""
+    decode_layer_native_s: float = 5e-4
+    """The same of the native engine, which starts some fifty kernels a layer from Python: a guess."""
+    decode_message_s: float = 12e-6
+    """Seconds of a small all-reduce inside a node."""
+    source: str = ""
+    """Run that they were calibrated with; empty: published runs."""
+    rl_factors: dict[str, float] = field(default_factory=dict)
+    """Measured / planned seconds of the parts of an RL step, where a run has been measured; empty: a lower bound."""
 
 
-SENSITIVITIES = {
+SENSITIVITIES: dict[str, dict[str, Any]] = {
     "free matrix products": {"products": inf, "products_fp8": inf},
     "free HBM": {"hbm": inf},
     "free NVLink": {"link": inf, "link_latency_s": 0.0},
@@ -78,14 +93,37 @@ class Span:
     """Reason why it is so wide."""
 
 
+CALIBRATED = 1.2
+"""Width of the range of calibrated predictions, by ratio: half of the error, as a logarithm, on published runs of a
+family whose runs the rates were fitted to; a guess."""
 KNOWN_FAMILIES = {"mixtral", "qwen3_moe", "deepseek_v3", "llama"}
 """Families of the published runs."""
 KNOWN_DEVICES = {"H100", "H800", "B200", "GB200"}
 """Devices of the published runs."""
 
 
-def span_of_step(seconds: float, family: str, device: str) -> Span:
+def rates_of(config: RatesConfig) -> Rates:
+    """Return the rates of a cluster: those of its file, and those of published runs where it has none."""
+    rates = Rates()
+    if config.host_layer_s is not None:
+        rates = replace(rates, host_layer_s=config.host_layer_s)
+    if config.speed != 1.0:
+        scaled = ("products", "products_fp8", "attention", "attention_backward", "hbm", "link", "nic")
+        rates = replace(rates, **{name: getattr(rates, name) * config.speed for name in scaled})
+    factors = {"rollout": config.rollout, "logprobs and values": config.logprobs, "updates": config.updates}
+    known = {name: factor for name, factor in factors.items() if factor is not None}
+    return replace(rates, rl_factors=known, source=config.source or "")
+
+
+def span_of_step(seconds: float, family: str, device: str, rates: Rates | None = None) -> Span:
     """Return the range of a predicted step. Its width is the error on published runs (bench/plan.py), by ratio."""
+    if rates is not None and rates.source:
+        return Span(
+            low=seconds / CALIBRATED,
+            likely=seconds,
+            high=CALIBRATED * seconds,
+            reason=f"calibrated with {rates.source}: its own step is met, other meshes and lengths less exactly",
+        )
     if family in KNOWN_FAMILIES and device in KNOWN_DEVICES:
         return Span(
             low=seconds / 1.3,

@@ -7,17 +7,21 @@ from typing import Any
 from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.programs import Program
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.device import Device
 from mcore_rl.plan.memory import Memory, StageMemory, layout_of
 from mcore_rl.plan.meshes import changed_fields, meshes, relaxed, ways_to_keep, with_choice
 from mcore_rl.plan.parts import LayerTimes, Workload, layer_times, workload_of
+from mcore_rl.plan.rates import Rates
 from mcore_rl.plan.step import step
 
 WITHIN = 1.3
 """Choices whose predicted steps differ less than this are not told apart by a prediction (bench/plan.py)."""
 SHOWN = 8
+SPARE = 0.04
+"""Share of the device's memory for tensors that a mesh should leave: an estimate is not exact to the last GiB."""
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -62,23 +66,31 @@ class Place:
     """Device; None or one without bandwidths: nothing is predicted of time."""
     host_bytes: float = inf
     """Main memory of a node; inf: not known."""
+    rates: Rates = field(default_factory=Rates)
+    """Parts of the device's peaks that are reached, and what the host costs."""
+    server_gpus: int = 0
+    """GPUs of inference servers beside these ranks."""
+    completion_tokens: int | None = None
+    """Mean length of a completion; None: half of the longest."""
 
 
 def search(config: RunConfig, program: Program, place: Place) -> Search:
     """Return all combinations that the program's checks accept and that fit, in an order that does not change.
 
-    Where none fits, the same with what may wait in main memory there: routes of replay, state of the optimizer.
+    Where none leaves SPARE of the device's memory, also those with what may wait in main memory there: routes of
+    replay, state of the optimizer.
     """
     result = _search(config, program, place)
+    enough = (1 - SPARE) * place.room_bytes
     for other in relaxed(config):
-        if result.choices or not result.too_large:
+        if any(choice.memory.total <= enough for choice in result.choices) or not result.too_large:
             break
         more = _search(other, program, place)
         result = Search(
             tried=result.tried + more.tried,
             refused=result.refused + more.refused,
             too_large=result.too_large + more.too_large,
-            choices=more.choices,
+            choices=sorted([*result.choices, *more.choices], key=_order),
         )
     return result
 
@@ -110,7 +122,7 @@ def _search(config: RunConfig, program: Program, place: Place) -> Search:
                 continue
             seconds = None
             if place.device is not None and place.device.links is not None:
-                work = workload_of(chosen, place.device, place.world_size, seq_length)
+                work = workload_of(chosen, place.device, place.world_size, seq_length, place.rates)
                 seconds = step(work, _layers(work, layers)).seconds
             result.choices.append(Choice(config=chosen, memory=memory, seconds=seconds))
     result.choices.sort(key=_order)
@@ -162,7 +174,13 @@ def changes(config: RunConfig, choice: Choice) -> dict[str, Any]:
 def _layout(choice: Choice) -> tuple[int, ...]:
     """Return what makes two choices different for people; chunks and recomputation do not."""
     mesh = choice.mesh
-    return (mesh.tp, mesh.pp, mesh.ep, mesh.cp)
+    return (mesh.tp, mesh.pp, mesh.ep, mesh.cp, *_waiting(choice.config))
+
+
+def _waiting(config: RunConfig) -> tuple[bool, bool]:
+    """Return whether routes of replay and state of the optimizer wait in main memory."""
+    routes = isinstance(config, RlRunConfig) and config.replay.store != "device"
+    return routes, config.optim.offload_fraction > 0
 
 
 def _order(choice: Choice) -> tuple[float, ...]:
@@ -191,4 +209,5 @@ def _distance(old: RunConfig, new: RunConfig) -> float:
     modules = 0.5 if kinds[0] == kinds[1] == 1 and not same else 0.0
     layout = 0.5 if old.mesh.pp_layout != new.mesh.pp_layout else 0.0
     doublings = sum(abs(log2(after / before)) for before, after in sizes)
-    return doublings + abs(kinds[1] - kinds[0]) / 2 + modules + layout
+    waiting = sum(after != before for before, after in zip(_waiting(old), _waiting(new), strict=True)) / 2
+    return doublings + abs(kinds[1] - kinds[0]) / 2 + modules + layout + waiting

@@ -5,19 +5,27 @@ from dataclasses import asdict
 from math import isinf
 from typing import Any
 
+from mcore_rl.config.cluster import RatesConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.toml import toml_value
+from mcore_rl.plan.disk import disk_of
 from mcore_rl.plan.estimate import Estimate, StepEstimate, step_name
 from mcore_rl.plan.memory import GIB, Memory, models_on_ranks
 from mcore_rl.plan.meshes import toml_lines
 from mcore_rl.plan.ranks import RankView
+from mcore_rl.plan.rates import Rates
+from mcore_rl.plan.rollout import PUBLISHED_FACTORS
 from mcore_rl.plan.search import WITHIN, Choice, Place, Search, changes
 
 JSON_VERSION = 1
 LEAST_SHARE = 0.015
 """Shares of a step below this are not shown, but for the bubble and the host."""
 RANKS_SHOWN = 8
+HOUR_S = 3600
+STORAGE_BYTES_PER_S = 2e9
+"""Bytes that a node writes to a shared file system in a second: a guess, which the text names."""
 
 
 def estimate_lines(plan: Estimate) -> Iterator[str]:
@@ -47,8 +55,70 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
             yield f"bubble  {plan.bubble:.1%} of the schedule, if a backward pass takes twice a forward pass"
     else:
         yield from _step_lines(plan, plan.step)
+        yield from _rl_lines(plan)
+        yield run_line(plan)
     for warning in plan.warnings:
         yield f"warn    {warning}"
+
+
+def _rl_lines(plan: Estimate) -> Iterator[str]:
+    config, step = plan.config, plan.rl
+    if not isinstance(config, RlRunConfig):
+        return
+    if step is None:
+        yield "rollout not planned: how many GPUs the servers have is not known. Give --server-nodes N"
+        return
+    shares = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.parts.items())
+    lengths = (
+        f"{config.rollout_size:,} completions of {step.mean_tokens:,.0f} tokens in the mean (--completion-tokens), at "
+        f"most {config.rl.max_completion_tokens:,}"
+    )
+    if step.factors:
+        yield f"rl step {_seconds(step.seconds)} s, calibrated with {plan.place.rates.source}: {shares}; {lengths}"
+    else:
+        low, high = PUBLISHED_FACTORS
+        yield f"rl step at least {_seconds(step.seconds)} s: {shares}; {lengths}"
+        yield (
+            f"        a lower bound: published steps took {low:g} to {high:g} times as long; measure one, and give it "
+            "to --calibrate"
+        )
+    if step.tail_s > 0:
+        yield f"        in {_seconds(step.tail_s)} s of the rollout less than a tenth of the completions is in progress"
+
+
+def run_line(plan: Estimate) -> str:
+    """Return hours, GPU-hours and checkpoints of the whole run; the plan has times."""
+    assert plan.step is not None
+    config, gpus = plan.config, plan.place.world_size + plan.place.server_gpus
+    low, high = plan.step.span.low, plan.step.span.high
+    count, text = config.train.steps, ""
+    if isinstance(config, RlRunConfig):
+        count = -(-config.train.steps // max(1, config.updates_per_rollout))
+        if plan.rl is None:
+            return f"run     {config.train.steps:,} updates; {_checkpoints(plan)}"
+        low = high = plan.rl.seconds
+        text = "" if plan.rl.factors else "at least "
+    hours = [seconds * count / HOUR_S for seconds in (low, high)]
+    shown = f"{hours[0]:,.0f}" if hours[0] == hours[1] else f"{hours[0]:,.0f}-{hours[1]:,.0f}"
+    each = (
+        f"{hours[0] * gpus:,.0f}"
+        if hours[0] == hours[1]
+        else f"{hours[0] * gpus:,.0f}-{hours[1] * gpus:,.0f}"
+    )
+    return (
+        f"run     {config.train.steps:,} steps: {text}{shown} hours, {each} GPU-hours; {_checkpoints(plan)}"
+    )
+
+
+def _checkpoints(plan: Estimate) -> str:
+    """Return size and number of checkpoints, and the seconds to write one, which the file system decides."""
+    disk = disk_of(plan.config)
+    nodes = -(-plan.place.world_size // plan.place.ranks_per_node)
+    seconds = disk.checkpoint / (nodes * STORAGE_BYTES_PER_S)
+    return (
+        f"{disk.num_checkpoints} checkpoints of {disk.checkpoint / GIB:,.0f} GiB, each {_seconds(seconds)} s of "
+        f"writing at {STORAGE_BYTES_PER_S / 1e9:g} GB/s a node"
+    )
 
 
 def layout_line(plan: Estimate) -> str:
@@ -127,7 +197,7 @@ def span_text(plan: Estimate) -> str:
     assert timed is not None
     span, what = timed.span, ""
     if step_name(plan.config) == "update":
-        what = ", when every completion is as long as it may be; rollouts and logprobs are not in it, and not planned"
+        what = ", when every completion is as long as it may be"
     elif isinstance(plan.config, PreferenceRunConfig):
         what = ", when every answer is as long as it may be"
     return (
@@ -195,6 +265,26 @@ def nearest_text(config: RunConfig, choices: list[Choice], place: Place) -> str:
     return "\n".join(lines)
 
 
+def calibration_lines(rates: RatesConfig) -> Iterator[str]:
+    """Yield the rates of a run as a section of the cluster's file, with their meaning as comments."""
+    usual = Rates()
+    yield "# For the cluster's file:"
+    yield "[rates]"
+    meaning = {
+        "source": "",
+        "host_layer_s": f"published runs: {usual.host_layer_s:g}",
+        "speed": "times the parts of the peaks that published runs reach",
+        "rollout": "measured / the lower bound",
+        "logprobs": "measured / the lower bound",
+        "updates": "measured / planned, at the lengths of this run",
+    }
+    for name, comment in meaning.items():
+        value = getattr(rates, name)
+        if value is not None and (name != "speed" or value != 1.0):
+            shown = toml_value(value if isinstance(value, str) else float(f"{value:.4g}"))
+            yield f"{name} = {shown}" + (f"   # {comment}" if comment else "")
+
+
 def rank_lines(plan: Estimate, view: RankView) -> Iterator[str]:
     """Yield what one rank is and holds."""
     coordinates = " ".join(f"{name} {index}" for name, index in view.coordinates.items())
@@ -227,6 +317,7 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "chunks_alive": plan.chunks_alive,
         "bubble": plan.bubble,
         step_name(plan.config): None if plan.step is None else asdict(plan.step),
+        "rl_step": None if plan.rl is None else asdict(plan.rl) | {"seconds": plan.rl.seconds},
         "warnings": plan.warnings,
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 from mcore_rl.config.toml import toml_value
 from mcore_rl.obs.attempts_file import RunAttempt
 from mcore_rl.report.accuracies import Accuracy, accuracies, by_conditions
+from mcore_rl.report.planned import Planned, planned
 from mcore_rl.report.runs import RunRecord, Series
 
 
@@ -136,8 +137,37 @@ def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     rows = [
         *_accuracy_rows(runs),
         *((name, [show(run) for run in runs]) for name, show in NUMBERS.items()),
+        *_planned_rows(runs),
     ]
     return [(name, cells) for name, cells in rows if any(cells)]
+
+
+def _planned_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
+    """Yield what was measured beside what `mcore-rl plan` says, for runs on devices that it knows."""
+    plans = [planned(run) for run in runs]
+    yield (
+        "a step, measured; planned",
+        [_step_text(run, plan) if plan else "" for run, plan in zip(runs, plans, strict=True)],
+    )
+    yield (
+        "device memory, measured; planned",
+        [
+            f"{_of(run.series('memory/peak_device_bytes'), max, size) or '?'}; {size(float(plan.memory_bytes))}"
+            if plan
+            else ""
+            for run, plan in zip(runs, plans, strict=True)
+        ],
+    )
+
+
+def _step_text(run: RunRecord, plan: Planned) -> str:
+    """Return the seconds of an optimizer step; a rollout batch has several, of lengths that no plan knows."""
+    if run.stage == "rl":
+        return ""
+    passes, updates = run.series("time/forward_backward_s"), run.series("time/optimizer_s")
+    measured = f"{median(passes.values) + median(updates.values):.3g} s" if len(passes) else "?"
+    span = plan.step
+    return f"{measured}; {span.likely:.3g} s ({span.low:.3g}-{span.high:.3g})"
 
 
 def _accuracy_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:

@@ -400,7 +400,7 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a config, a cluster, a number of nodes, and what to print about them."""
-    parser.add_argument("config", metavar="CONFIG", type=Path, help=CONFIG_HELP)
+    parser.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help=CONFIG_HELP)
     _overrides(parser)
     parser.add_argument(
         "--cluster",
@@ -430,6 +430,31 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="also build Megatron's modules of the first, middle and last stage (of one rank with --rank) without "
         "GPUs and without their memory, record Megatron's own schedule, and show where the closed forms differ; takes "
         "seconds, and torch",
+    )
+    parser.add_argument(
+        "--completion-tokens",
+        type=positive,
+        metavar="N",
+        help="mean length of a completion, for the time of rollouts; default: half of the longest",
+    )
+    parser.add_argument(
+        "--server-nodes",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="nodes of inference servers beside the trainer's",
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="RUN",
+        help="without CONFIG: fit the rates of the cluster to this finished run on it, and print them for its file",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="with --calibrate: also write the cluster's file with the rates",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan as JSON")
     parser.add_argument(

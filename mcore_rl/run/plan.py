@@ -11,13 +11,16 @@ from mcore_rl.backend.without_gpus import run_without_gpus
 from mcore_rl.checks.cluster import check_cluster, placement
 from mcore_rl.checks.programs import PROGRAMS, Program
 from mcore_rl.checks.run import refuse
-from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.cluster import ClusterConfig, RatesConfig
 from mcore_rl.config.kinds import READERS
-from mcore_rl.config.load import kind_of, load_config
+from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.files import write_atomically
+from mcore_rl.obs.attempts_file import read_attempts
+from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.plan.activations import layers_of
+from mcore_rl.plan.calibrate import calibrated
 from mcore_rl.plan.estimate import Estimate, estimate, place_of, timeline_of, times_of
 from mcore_rl.plan.exact import (
     Exact,
@@ -33,7 +36,14 @@ from mcore_rl.plan.memory import GIB
 from mcore_rl.plan.ranks import view_of_rank
 from mcore_rl.plan.search import Place, nearest, search, shortlist
 from mcore_rl.plan.simulate import timeline_svg
-from mcore_rl.plan.text import as_json, estimate_lines, nearest_text, rank_lines, search_lines
+from mcore_rl.plan.text import (
+    as_json,
+    calibration_lines,
+    estimate_lines,
+    nearest_text,
+    rank_lines,
+    search_lines,
+)
 
 HOUR_S = 3600
 DRAWN_GROUPS = 3
@@ -42,6 +52,10 @@ DRAWN_GROUPS = 3
 
 def main(args: argparse.Namespace) -> int:
     """Print what the arguments ask for; ConfigError, with the nearest meshes that fit, where the config cannot run."""
+    if args.calibrate is not None:
+        return _calibrate(args)
+    if args.config is None:
+        raise ConfigError("CONFIG is missing. Give a recipe or a file, or --calibrate RUN.")
     kind = args.program or kind_of(args.config, args.overrides)
     if kind not in PROGRAMS:
         raise ConfigError(
@@ -58,7 +72,12 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             "The number of nodes is missing. Give --nodes N, or --world 8..1024 for a table of sizes."
         )
-    place = place_of(cluster, args.nodes * cluster.node.ranks_per_node)
+    place = place_of(
+        cluster,
+        args.nodes * cluster.node.ranks_per_node,
+        server_nodes=args.server_nodes,
+        completion_tokens=args.completion_tokens,
+    )
     if args.search:
         found = search(config, program, place)
         shown = shortlist(found, program, place)
@@ -96,6 +115,32 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             "It does not fit. " + nearest_text(config, nearest(found, config, program, place), place)
         )
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Print the rates of a cluster from a finished run on it, and the run's step with them beside the measured one."""
+    run_dir: Path = args.calibrate
+    attempts = read_attempts(run_dir)
+    if not attempts or not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"--calibrate {run_dir} is no folder of a run. Give the run_dir of a training.")
+    kind = kind_of(run_dir / "config.toml", ())
+    if kind not in PROGRAMS:
+        raise ConfigError(f"--calibrate {run_dir} is a run of {kind}, which trains nothing.")
+    program = PROGRAMS[kind]
+    config = load_config(program.config, run_dir / "config.toml")
+    cluster = load_config(ClusterConfig, args.cluster)
+    check_cluster(cluster)
+    world, seq_length = int(attempts[-1].machine["ranks"]), program.seq_length(config)
+    plain = cluster.model_copy(update={"rates": RatesConfig()})
+    records = [record for record in read_records(run_dir / FILE_NAME) if "event" not in record]
+    place = place_of(plain, world, server_nodes=args.server_nodes)
+    rates = calibrated(config, place, seq_length, records, str(run_dir))
+    found = cluster.model_copy(update={"rates": rates})
+    _write(calibration_lines(rates))
+    if args.output:
+        write_atomically(args.output, dump_config(found))
+        sys.stdout.write(f"{args.output}: the cluster with these rates; give it to --cluster\n")
     return 0
 
 

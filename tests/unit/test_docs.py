@@ -89,7 +89,7 @@ def test_what_this_machine_cannot_run_is_marked(command):
     trains = words[0] == "mcore-rl" and words[1] in ("pretrain", "sft", "rm", "dpo", "rl", "eval")
     is_large = trains and "tiny_moe" not in words[2]
     wants_gpu = "platform.precision=bf16" in words or words == ["make", "gpu"]
-    wants_server = "--url" in words
+    wants_server = "--url" in words or "--calibrate" in words
     assert command.is_marked == (wants_cluster or is_large or wants_gpu or wants_server)
 
 

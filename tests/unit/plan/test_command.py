@@ -58,8 +58,8 @@ def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
     with pytest.raises(ConfigError) as raised:
         run(of_recipe)
     assert "82.3 of 73.6 GiB: DOES NOT FIT" in capsys.readouterr().out
-    assert '\n  mesh.pp=2 mesh.ep=4 replay.store="pinned"\n' in str(raised.value)
-    assert "routes wait in main memory" in str(raised.value)
+    assert "\n  optim.offload_fraction=1.0\n" in str(raised.value)
+    assert "the processor updates the weights" in str(raised.value)
     pinned = "replay.store=pinned"
     with pytest.raises(ConfigError) as raised:
         run([*of_recipe, pinned])
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_with_the_nearest_meshes_that_do(capsys):
         "80.4 of 73.6 GiB: DOES NOT FIT" in shown and "main memory for routes (replay.store): 15.0" in shown
     )
     assert "nearest that pass the checks and fit" in str(raised.value)
-    assert "\n  mesh.pp=2 mesh.ep=4\n" in str(raised.value)
+    assert "\n  optim.offload_fraction=1.0\n" in str(raised.value)
     assert "update" in lines_of(
         capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "1", pinned, "mesh.pp=2", "mesh.ep=4"
     )[3]  # fmt: skip

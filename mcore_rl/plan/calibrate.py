@@ -1,0 +1,117 @@
+"""Rates of a cluster from a run on it: the host's time first, then the speed of the device, then the parts of RL.
+
+The host's time to start a layer's kernels is what predictions of small models miss most. It is fitted where the device
+waits for the host in the prediction; elsewhere no step could tell it, and the speed of the device is fitted alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from mcore_rl.config.cluster import RatesConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.errors import DataError
+from mcore_rl.plan.parts import Workload, workload_of
+from mcore_rl.plan.rates import Rates, rates_of
+from mcore_rl.plan.rollout import engine_of, rl_step, with_lengths
+from mcore_rl.plan.search import Place
+from mcore_rl.plan.step import step
+
+LARGEST_HOST_S = 20e-3
+"""Longest time of the host for a layer that a calibration believes; what is slower is put down to the device."""
+LEAST_WAITS = 0.02
+"""Share of a step that waits for the host, below which the step says nothing about it."""
+WARMING_UP = 2
+"""First records of a run that are left out: they compile, allocate and read for the first time."""
+LOGPROBS = ("time/old_logprobs_s", "time/reference_s", "time/values_s")
+UPDATES = ("time/forward_backward_s", "time/optimizer_s")
+
+
+def calibrated(
+    config: RunConfig, place: Place, seq_length: int, records: Sequence[Mapping[str, object]], name: str
+) -> RatesConfig:
+    """Return the rates with which the run's own step is predicted as it was measured.
+
+    Args:
+        config: The run's config.
+        place: Its ranks, with their device.
+        seq_length: Positions of a sequence, packed or not.
+        records: Its metrics, of metrics.jsonl.
+        name: Its folder, for the text.
+
+    Raises:
+        DataError: It has too few steps, or the device's bandwidths are not known.
+    """
+    if place.device is None or place.device.links is None:
+        raise DataError(
+            "a calibration needs the device that the run was on. Set node.device in the cluster's file."
+        )
+    timed = [record for record in records if UPDATES[0] in record]
+    if len(timed) <= WARMING_UP:
+        raise DataError(
+            f"{name} has {len(timed)} records of steps, and the first {WARMING_UP} are left out. Train longer."
+        )
+
+    def measured(*names: str) -> float:
+        values = [sum(float(str(one.get(name, 0.0))) for name in names) for one in timed[WARMING_UP:]]
+        return median(values)
+
+    work = workload_of(config, place.device, place.world_size, seq_length)
+    count = 1
+    if isinstance(config, RlRunConfig):
+        mean = measured("rollout/completion_tokens")
+        work = with_lengths(work, config, measured("rollout/prompt_tokens") + mean)
+        count = config.updates_per_rollout
+    fitted = RatesConfig(source=name)
+    fitted = fitted.model_copy(update=fitted_speed(work, measured(*UPDATES) / count))
+    if not isinstance(config, RlRunConfig):
+        return fitted
+    rates = rates_of(fitted)
+    engine = engine_of(config, place.world_size, place.server_gpus, rates)
+    if engine is None:
+        return fitted
+    whole = workload_of(config, place.device, place.world_size, seq_length, rates)
+    planned = rl_step(config, whole, engine, mean).parts
+    found = {
+        "rollout": (planned["rollout"], measured("time/rollout_s")),
+        "logprobs": (planned["logprobs and values"], measured(*LOGPROBS)),
+        "updates": (planned["updates"], measured(*UPDATES)),
+    }
+    return fitted.model_copy(
+        update={part: seen / bound for part, (bound, seen) in found.items() if bound and seen}
+    )
+
+
+def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
+    """Return the fields of RatesConfig with which a step takes so many seconds: `host_layer_s`, or `speed`, or both."""
+
+    def with_host(host_s: float) -> float:
+        return step(replace(work, rates=replace(Rates(), host_layer_s=host_s))).seconds
+
+    planned = step(work)
+    fields: dict[str, float] = {}
+    if planned.parts.get("host waits", 0.0) >= LEAST_WAITS * planned.seconds:
+        host_s = _where(with_host, seconds, 0.0, LARGEST_HOST_S)
+        fields["host_layer_s"] = host_s
+        if with_host(host_s) == seconds or 0.0 < host_s < LARGEST_HOST_S:
+            return fields
+
+    def with_speed(slowness: float) -> float:
+        config = RatesConfig(speed=1 / slowness, host_layer_s=fields.get("host_layer_s"))
+        return step(replace(work, rates=rates_of(config))).seconds
+
+    fields["speed"] = 1 / _where(with_speed, seconds, 0.05, 20.0)
+    return fields
+
+
+def _where(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
+    """Return where a rising function has a value, by bisection; an end where it is beyond that."""
+    if rising(low) >= wanted:
+        return low
+    if rising(high) <= wanted:
+        return high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < wanted else (low, middle)
+    return (low + high) / 2

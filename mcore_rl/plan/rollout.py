@@ -1,0 +1,256 @@
+"""Seconds of a reinforcement-learning step by its parts, as a lower bound: generation, passes, updates, new weights.
+
+A step of decoding reads the weights that its tokens touch and their keys and values once (or computes, where that
+takes longer), sends two small messages a layer, and costs the host a fixed time. Lengths of completions are log-normal,
+cut at the longest. What is not in it: the engine's scheduler, environments, rewards, queues between processes.
+Published steps took 1.1 to 4.4 times as long (`python -m bench.plan`), so that a run of one's own has to calibrate it
+(plan/calibrate.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import ceil, erf, log, sqrt
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.families import family_of
+from mcore_rl.plan.device import Device, Links
+from mcore_rl.plan.flops import forward_flops_per_token
+from mcore_rl.plan.parts import Workload, layer_times
+from mcore_rl.plan.rates import Rates
+from mcore_rl.plan.step import stage_times, step
+from mcore_rl.plan.weights import Weights, layer_weights
+
+SPREAD = 0.6
+"""Standard deviation of the logarithm of a completion's length."""
+PUBLISHED_FACTORS = (1.1, 4.4)
+"""Published steps as multiples of this bound."""
+DECODE_PRODUCTS = 0.5
+"""Fraction of the peak that the products of decoding reach where they are not bound by memory."""
+STRIDE = 16
+"""Tokens between two steps of decoding whose time is computed; those between take as long."""
+ACROSS = 3.0
+"""A small message over nodes takes so many times one inside a node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """The replicas of a model that generate."""
+
+    replicas: int
+    tp: int
+    """GPUs that share each layer's dense weights."""
+    ep: int
+    """GPUs that share the experts of each layer, over which tokens of several replicas may meet."""
+    slots: int
+    """Completions in progress at a time on a replica."""
+    layer_s: float
+    """Seconds in which the host starts one layer."""
+    is_served: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Lengths in tokens, and the number of completions of a rollout batch."""
+
+    num_completions: int
+    prompt: int
+    mean: float
+    longest: int
+    spread: float = SPREAD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RlStep:
+    """Seconds of a rollout batch with its updates, at least."""
+
+    parts: dict[str, float]
+    """Seconds of rollout, logprobs, updates, critic, weights to servers; on their own ranks one after the other."""
+    tail_s: float
+    """Seconds of the rollout in which less than a tenth of the completions is in progress."""
+    mean_tokens: float
+    """Mean length of a completion that it is planned for."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """Measured / planned seconds by part, of the run that the rates were calibrated with; empty: a bound."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.parts.values())
+
+
+def engine_of(config: RlRunConfig, world_size: int, server_gpus: int, rates: Rates) -> Engine | None:
+    """Return the engine of a run; None for servers whose number is not known."""
+    engine, mesh = config.rl.engine, config.mesh
+    if not engine.is_served:
+        return Engine(
+            replicas=max(1, world_size // mesh.model_parallel),
+            tp=mesh.tp,
+            ep=mesh.ep * mesh.etp,
+            slots=engine.native_slots,
+            layer_s=rates.decode_layer_native_s,
+        )
+    tp = engine.tensor_parallel
+    replicas = server_gpus // tp or engine.count
+    if not replicas:
+        return None
+    # Each replica of the trained model asks for so many completions at a time, of all servers together.
+    asked = engine.requests * max(1, world_size // mesh.model_parallel)
+    return Engine(
+        replicas=replicas,
+        tp=tp,
+        ep=tp,
+        slots=max(1, asked // replicas),
+        layer_s=rates.decode_layer_s,
+        is_served=True,
+    )
+
+
+def rl_step(config: RlRunConfig, work: Workload, engine: Engine, mean_tokens: float | None = None) -> RlStep:
+    """Return the step of a run.
+
+    Args:
+        config: The config, checked.
+        work: Its update with completions of the longest length (`plan.parts.workload_of`).
+        engine: Its engine (`engine_of`).
+        mean_tokens: Mean length of a completion; None: half of the longest.
+    """
+    longest = config.rl.max_completion_tokens
+    mean = min(float(longest), mean_tokens or longest / 2)
+    prompt = config.rl.prompts.max_tokens // 2
+    lengths = Lengths(num_completions=config.rollout_size, prompt=prompt, mean=mean, longest=longest)
+    rollout, tail = generation(config.model, work.device, engine, lengths, work.rates)
+    update = with_lengths(work, config, prompt + mean)
+    forward = forward_seconds(update) * config.updates_per_rollout / config.rl.update.epochs
+    passes = (config.rl.update.old_logprobs == "trainer") + bool(config.rl.loss.kl_coeff) + config.has_critic
+    parts = {
+        "rollout": rollout,
+        "logprobs and values": passes * forward,
+        "updates": step(update).seconds * config.updates_per_rollout,
+    }
+    if config.has_critic:
+        share = config.critic_epochs / config.rl.update.epochs
+        parts["critic"] = step(update).seconds * config.updates_per_rollout * share
+    if engine.is_served:
+        parts["weights to servers"] = push_seconds(config.model, work, engine)
+    factors = work.rates.rl_factors
+    return RlStep(
+        parts={name: seconds * factors.get(name, 1.0) for name, seconds in parts.items()},
+        tail_s=tail * factors.get("rollout", 1.0),
+        mean_tokens=mean,
+        factors=factors,
+    )
+
+
+def with_lengths(work: Workload, config: RlRunConfig, sample_tokens: float) -> Workload:
+    """Return an update whose samples have this mean length, packed as densely as can be."""
+    packed = ceil(config.train.global_batch * sample_tokens / work.seq_length)
+    rows = -(-packed // (work.dp * work.micro_batch)) * work.dp * work.micro_batch
+    return replace(work, global_batch=rows, sample_length=ceil(sample_tokens))
+
+
+def forward_seconds(work: Workload) -> float:
+    """Return the seconds of a pass without gradients over the rows of an update."""
+    layers = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
+    stages = [stage.forward for stage in stage_times(work, layers)]
+    return (work.num_microbatches - 1) * max(stages) + sum(stages)
+
+
+def generation(
+    model: ModelConfig, device: Device, engine: Engine, lengths: Lengths, rates: Rates
+) -> tuple[float, float]:
+    """Return the seconds of a rollout batch, and of them those with less than a tenth of the completions."""
+    rows = lengths.num_completions / engine.replicas
+    slots = min(rows, float(engine.slots))
+    context = lengths.prompt + lengths.mean / 2
+    flops = (
+        lengths.num_completions
+        * lengths.prompt
+        * sum(forward_flops_per_token(model, max(1, lengths.prompt)).values())
+    )
+    gpus = engine.replicas * engine.tp
+    seconds = flops / gpus / (device.peak_tflops["bf16"] * 1e12 * DECODE_PRODUCTS)
+    # Those for which there is no slot at first follow one another in slots that are always taken.
+    steps = (rows - slots) * lengths.mean / slots
+    seconds += steps * decode_seconds(model, device, engine, slots, context, rates)
+    alive = share_longer(lengths.mean, lengths.longest, lengths.spread)
+    tail = 0.0
+    for token in range(0, lengths.longest, STRIDE):
+        now = slots * alive(token)
+        if now < 0.5:  # as long as one of the replica's completions is expected to go on
+            break
+        each = STRIDE * decode_seconds(model, device, engine, max(1.0, now), lengths.prompt + token, rates)
+        seconds += each
+        tail += each if now < slots / 10 else 0.0
+    return seconds, tail
+
+
+def decode_seconds(
+    model: ModelConfig, device: Device, engine: Engine, rows: float, context: float, rates: Rates
+) -> float:
+    """Return the seconds in which a replica samples one token of each of `rows` completions."""
+    links = device.links
+    assert links is not None, f"no bandwidths of {device.name}"
+    element = 2
+    dense, expert = _weights(model)
+    met = rows * engine.ep / engine.tp  # tokens of all replicas that share experts
+    touched = 1 - (1 - model.moe.top_k / model.moe.num_experts) ** met if model.is_moe else 0.0
+    read = element * (dense / engine.tp + expert * touched / engine.ep)
+    read += element * rows * context * _cached_numbers(model, engine)
+    flops = rows * sum(forward_flops_per_token(model, 2 * context).values()) / engine.tp
+    computed = flops / (device.peak_tflops["bf16"] * 1e12 * DECODE_PRODUCTS)
+    seconds = max(read / (links.hbm_gbytes_per_s * 1e9 * rates.hbm), computed)
+    if max(engine.tp, engine.ep) > 1:
+        seconds += _messages(model, links, engine, rows, rates)
+    return seconds + model.num_layers * engine.layer_s + rates.decode_step_s
+
+
+def push_seconds(model: ModelConfig, work: Workload, engine: Engine) -> float:
+    """Return the seconds in which every weight reaches every server once, over the network and inside of each."""
+    total = 2 * sum(_weights(model))
+    roof_nic = work.links.nic_gbit_per_s / 8 * 1e9 * work.rates.nic
+    roof_link = work.links.link_gbytes_per_s * 1e9 * work.rates.link
+    return total / (roof_nic * engine.tp) + total / (engine.tp * roof_link)
+
+
+def share_longer(mean: float, longest: int, spread: float) -> Callable[[float], float]:
+    """Return the share of completions longer than t tokens: log-normal with this mean once cut at the longest."""
+
+    def share(tokens: float, middle: float) -> float:
+        return 0.5 * (1 - erf((log(max(tokens, 1.0)) - middle) / (spread * sqrt(2))))
+
+    low, high = log(mean / 4), log(mean * 64)
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = STRIDE * sum(share(token, middle) for token in range(0, longest, STRIDE))
+        low, high = (middle, high) if found < mean else (low, middle)
+    return lambda tokens: share(tokens, middle) if tokens < longest else 0.0
+
+
+def _weights(model: ModelConfig) -> tuple[int, int]:
+    """Return the numbers of weights outside of routed experts and in them."""
+    whole = sum(
+        (layer_weights(model, MeshConfig(), is_moe=is_moe) for is_moe in model.moe_layers), start=Weights()
+    )
+    return whole.dense + 2 * model.padded_vocab_size * model.hidden_size, whole.expert
+
+
+def _cached_numbers(model: ModelConfig, engine: Engine) -> float:
+    """Return the numbers that the cache holds of a token, on one GPU; a server keeps latents, our engine all heads."""
+    if family_of(model).is_latent:
+        mla = model.mla
+        heads = model.num_heads / engine.tp
+        whole = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+        return model.num_layers * (mla.kv_lora_rank + mla.qk_rope_head_dim if engine.is_served else whole)
+    return model.num_layers * 2 * max(1.0, model.num_kv_heads / engine.tp) * model.head_dim
+
+
+def _messages(model: ModelConfig, links: Links, engine: Engine, rows: float, rates: Rates) -> float:
+    """Return the seconds of two exchanges a layer."""
+    inside = max(engine.tp, engine.ep) <= links.domain
+    speed = (
+        links.link_gbytes_per_s * 1e9 * rates.link if inside else links.nic_gbit_per_s / 8 * 1e9 * rates.nic
+    )
+    each = rates.decode_message_s * (1 if inside else ACROSS) + 2 * rows * model.hidden_size / speed
+    return 2 * model.num_layers * each
