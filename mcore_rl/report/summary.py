@@ -7,8 +7,8 @@ from typing import Any
 
 from mcore_rl.config.toml import toml_value
 from mcore_rl.obs.attempts_file import RunAttempt
+from mcore_rl.plan.finished import Planned, plan_of_run
 from mcore_rl.report.accuracies import Accuracy, accuracies, by_conditions
-from mcore_rl.report.planned import Planned, planned
 from mcore_rl.report.runs import RunRecord, Series
 
 
@@ -144,7 +144,7 @@ def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 def _planned_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
     """Yield what was measured beside what `mcore-rl plan` says, for runs on devices that it knows."""
-    plans = [planned(run) for run in runs]
+    plans = [_plan(run) for run in runs]
     yield (
         "a step, measured; planned",
         [_step_text(run, plan) if plan else "" for run, plan in zip(runs, plans, strict=True)],
@@ -158,6 +158,13 @@ def _planned_rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str, list[str]]]:
             for run, plan in zip(runs, plans, strict=True)
         ],
     )
+
+
+def _plan(run: RunRecord) -> Planned | None:
+    if not run.attempts:
+        return None
+    machine = run.attempts[-1].machine
+    return plan_of_run(run.path, run.stage, str(machine["device"]), int(machine["ranks"]))
 
 
 def _step_text(run: RunRecord, plan: Planned) -> str:
