@@ -270,7 +270,7 @@ def main() -> None:
             "versions": {package: version(package) for package in ("torch", "megatron-core")},
             "rollouts": args.rollouts,
             "reward_models": [
-                found for model in ("rm", "weak_rm") if (found := accuracy_of_model(folder / model))
+                found for model in ("rm", "rm_any", "weak_rm") if (found := accuracy_of_model(folder / model))
             ],
             "rows": rows,
             "curves": curves,
