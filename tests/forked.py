@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.ranks import forkserver, free_port
@@ -47,22 +47,6 @@ def run_main(module: str, words: Sequence[object], num_ranks: int = 1) -> "subpr
         status = next((code for code in failed if code is not None), -1) if failed else 0
         output, errors = (path.read_text() for path in outputs[0])
         return subprocess.CompletedProcess([module, *arguments], status, output, errors)
-
-
-def kill_main(module: str, words: Sequence[object], is_time: Callable[[], bool]) -> None:
-    """Start `python -m module words...`, and end it by SIGKILL as soon as `is_time` returns True."""
-    with tempfile.TemporaryDirectory() as folder:
-        output, errors = Path(folder, "stdout"), Path(folder, "stderr")
-        process = forkserver().Process(
-            target=_main, args=(module, [str(word) for word in words], os.getcwd(), output, errors)
-        )
-        process.start()
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while not is_time() and process.is_alive() and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        assert process.is_alive() and is_time(), errors.read_text()
-        process.kill()
-        process.join()
 
 
 def _main(module: str, words: list[str], folder: str, output: Path, errors: Path, **environment: str) -> None:

@@ -16,7 +16,7 @@ from mcore_rl.plan.memory import memory_of_fullest_rank
 from tests.e2e.conftest import command
 from tests.e2e.test_resume import ranks_of, started, wait_for_step
 from tests.emitted import assert_emitted
-from tests.forked import kill_main, run_main
+from tests.forked import run_main
 
 CONFIG = """
 run_dir = "{folder}/rl"
@@ -180,12 +180,16 @@ def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_p
     run_dir = tmp_path / "broken"
     # Between their phases both models wait in files, which changes nothing and is no part of what is resumed.
     words = [rl_file, *ppo, f"run_dir={run_dir}", "rl.critic.store=file", "rl.update.store=file"]
-    kill_main("mcore_rl.run.rl", words, lambda: (run_dir / "checkpoints/iter_0000004").exists())
+    # In the second rollout, between the critic's four updates of it, and before the save of both models has its name.
+    for phase in ("rollout.30", "critic.2", "save.1"):
+        killed = run_main("tests.e2e.killed", [phase, *words])
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert [path.name for path in (run_dir / "checkpoints").glob("iter_*")] == ["iter_0000002"], phase
     assert not (run_dir / "DONE").exists()
     last = run_main("mcore_rl.run.rl", words)
     assert last.returncode == 0, last.stderr
     assert "resumed from" in last.stdout and "critic: " not in last.stdout
-    assert f"teacher: {run_dir}/teacher/step_0000004" in last.stdout
+    assert f"teacher: {run_dir}/teacher/step_0000000" in last.stdout
     # The teacher is the policy as it was after the second rollout, where its KL is 0.
     kls = {
         step: numbers["teacher/kl_nats"] for step, numbers in wanted.items() if "teacher/kl_nats" in numbers
