@@ -158,6 +158,7 @@ def _be_the_rank(
     os.environ.update(environment)
     _set_threads(environment)
     sys.argv = [module, *args]
+    sys.orig_argv = [sys.executable, "-m", module, *args]  # what a run records as its command
     sys.modules.pop(module, None)  # so that runpy does not warn that it runs a second time
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

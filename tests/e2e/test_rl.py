@@ -158,10 +158,29 @@ OF_PPO = (
 )
 
 
+def reward_model(folder: Path) -> Path:
+    """A reward model of two steps, which prefers answers of one letter."""
+    lines = [
+        '{"prompt": "12=", "chosen": "a", "rejected": "abcd"}\n',
+        '{"prompt": "7=", "chosen": "b", "rejected": "bc"}\n',
+    ]
+    (folder / "pairs.jsonl").write_text("".join(lines * 20))
+    path = folder / "rm.toml"
+    path.write_text(CONFIG.format(folder=folder).partition("[train]")[0])
+    words = [f"run_dir={folder / 'rm'}", f"data.train=['{folder / 'pairs.jsonl'}']", "data.seq_length=64"]
+    words += ["model.head=score", "mesh.tp=1", "mesh.ep=1", "train.steps=2", "train.global_batch=8"]
+    trained = run_main("mcore_rl.run.rm", [path, *words])
+    assert trained.returncode == 0, trained.stderr
+    return folder / "rm"
+
+
 def test_ppo_killed_is_bit_equal_in_the_end_with_its_critic(rl_file: Path, tmp_path: Path) -> None:
     """The critic warms up for a rollout; its schedule decays over its own steps."""
     (tmp_path / "chats.jsonl").write_text('{"prompt": "12=", "response": "ab"}\n' * 40)
-    ppo = (*PPO, *WITH_PPO, f"rl.ptx.files=['{tmp_path / 'chats.jsonl'}']")
+    texts = f"rl.ptx.files=['{tmp_path / 'chats.jsonl'}']"
+    # Its scores are normalised by the moments of all before, which are part of what is resumed.
+    scored = f"rl.reward.parts=['length', 'model:{reward_model(tmp_path)}']"
+    ppo = (*PPO, *WITH_PPO, texts, scored, "rl.reward.normalize_models=true")
     straight = run_main("mcore_rl.run.rl", [rl_file, *ppo])
     assert straight.returncode == 0, straight.stderr
     assert "critic: layers of the policy, and a new head: all values start at 0" in straight.stdout

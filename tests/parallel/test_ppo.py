@@ -56,6 +56,8 @@ ADAM = OptimConfig(
 TEACHERS = {"other": "a checkpoint", "itself": "self"}
 MESHES = {
     "tp2": MeshConfig(tp=2),
+    "pp2": MeshConfig(pp=2),
+    "ep2": MeshConfig(ep=2),
     "pp2-vpp2": MeshConfig(pp=2, vpp=2),
     "cp2": MeshConfig(cp=2),
     "dp2": MeshConfig(dp=2),

@@ -100,6 +100,7 @@ def test_a_forked_rank_is_as_one_of_a_fresh_python(program, tmp_path):
         sys.stdout.write(f"out of {rank}\\n")
         seen = {
             "words": sys.argv[1:],
+            "command": sys.orig_argv,
             "environment": {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "LC_CTYPE")},
             "leads its session": os.getsid(0) == os.getpid(),
             "input": sys.stdin.read(),

@@ -102,6 +102,6 @@ def test_an_example_of_a_cluster_is_found_by_its_name_and_a_file_by_its_path(tmp
         cli.main(["plan", "qwen3_30b_a3b/pretrain", "--cluster", "h100", "--nodes", "2"])
     assert ended.value.code == 2
     assert (
-        "there is no file h100, and no example of that name: example_a100_apptainer, "
+        "there is no file h100, and no example of that name: example_1gpu, example_a100_apptainer, "
         in capsys.readouterr().err
     )

@@ -30,6 +30,7 @@ def test_the_example_clusters_name_devices_of_the_table_with_their_memory():
         device = device_of(load_config(ClusterConfig, path))
         names[path.stem] = device and (device.name, device.links.domain)
     assert names == {
+        "example_1gpu": ("H100", 1),
         "example_a100_apptainer": ("A100", 4),
         "example_cpu": None,
         "example_h100": ("H100", 8),
