@@ -155,7 +155,7 @@ def _joined_numbers(
 
 
 def _joined_routes(before: Tensor | None, part: Tensor | None) -> Tensor | None:
-    return None if before is None or part is None else grown_routes(before, part)
+    return None if before is None or part is None else grown_routes(before, part, len(before))
 
 
 def copied_engine(

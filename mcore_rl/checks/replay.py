@@ -24,6 +24,11 @@ def replay_violations(
             f"replay.split_layers={replay.split_layers} with replay.split_interval=none: no mismatch is divided. Set "
             "replay.split_interval, or replay.split_layers=none."
         )
+    if replay.split_layers is not None and replay.missing == "live":
+        yield (
+            f'replay.split_layers={replay.split_layers} with replay.missing="live": tokens without routes have '
+            'no part by layer. Set replay.split_layers=none, or replay.missing="error".'
+        )
     if replay.kind == "none":
         yield from _unused(replay, model)
         return

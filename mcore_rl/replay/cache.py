@@ -227,15 +227,27 @@ class RoutingCache:
         """
         lower, upper = below.sample(version, sample), above.sample(version, sample)
         assert lower.checksum_l is not None and upper.checksum_l is not None
-        assert torch.equal(lower.position_n, upper.position_n), "the caches are of other layouts"
+        assert not len(upper.missing_n), "tokens without routes have no checksum of their own"
         is_below_l = torch.tensor([index < layer for index in self.layers])
-        index_n = torch.arange(len(lower.position_n))
-        codes_nlK = below.codes(lower, index_n).where(is_below_l[:, None], above.codes(upper, index_n))
+        lower_nlK = below.codes(lower, torch.arange(len(lower.position_n)))
+        codes_nlK = lower_nlK.where(is_below_l[:, None], above.codes_at(version, sample, lower.position_n))
         block = self._storage.add(self.codec.encode(codes_nlK.to(self.device)))
         checksum_l = lower.checksum_l.where(is_below_l, upper.checksum_l)
         self._samples[version, sample] = CachedSample(
             lower.num_tokens, lower.position_n, block, 0, checksum_l
         )
+
+    def codes_at(self, version: int, sample: int, position_n: Tensor) -> Tensor:
+        """Return the codes `[n, l, K]` of positions of a sample that are here, those that it shares included."""
+        cached = self._samples[version, sample]
+        is_own_n = torch.ones(len(position_n), dtype=torch.bool)
+        codes_nlK = torch.empty((len(position_n), len(self.layers), self.top_k), dtype=self.dtype)
+        if cached.shared is not None:
+            is_own_n = position_n >= cached.shared.num_positions
+            giver = self._samples[version, cached.shared.sample]
+            codes_nlK[~is_own_n] = self.codes(giver, _found(giver, position_n[~is_own_n]))
+        codes_nlK[is_own_n] = self.codes(cached, _found(cached, position_n[is_own_n]))
+        return codes_nlK
 
     def needed_positions(self, layouts: Sequence[MicrobatchLayout], mesh: Mesh) -> dict[int, NeededPositions]:
         """Return the positions of each sample that this rank's routers will see in a pass over `layouts`."""
@@ -270,6 +282,13 @@ class RoutingCache:
                 routes.shared,
             )
             first += len(routes.position_n)
+
+
+def _found(cached: CachedSample, position_n: Tensor) -> Tensor:
+    """Return the indices of positions in a cached sample, all of which are here."""
+    index_n = torch.searchsorted(cached.position_n, position_n)
+    assert torch.equal(cached.position_n[index_n], position_n), "the caches are of other layouts"
+    return index_n
 
 
 def _rows(cached: CachedSample | None, length: int, position_n: Tensor) -> tuple[Tensor, str]:

@@ -32,6 +32,12 @@ def test_a_run_without_replay_needs_no_experts() -> None:
         (ReplayConfig(reference="replay"), MOE, {}, 'reference="replay"'),
         (ReplayConfig(split_layers=4), MOE, {}, "replay.split_interval=none: no mismatch is divided"),
         (
+            ReplayConfig(kind="r3", split_interval=1, split_layers=4, missing="live"),
+            MOE,
+            {},
+            "tokens without routes have no part by layer",
+        ),
+        (
             ReplayConfig(kind="r3", on_disagreement="live"),
             MOE,
             {},
