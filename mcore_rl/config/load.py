@@ -5,8 +5,8 @@ import json
 import math
 import shlex
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -58,7 +58,9 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
     outdated = [
         (setting, change) for setting in written for change in field_changes(setting.key, setting.value)
     ]
-    settings = {setting.key: setting for setting in written}
+    settings: dict[str, Setting] = {}
+    for setting in written:
+        settings[setting.key] = _on_top(settings.get(setting.key), setting, fields)
     names_of_before = {setting.key for setting, _ in outdated}
     mistakes = [
         _not_a_field(cls, setting)
@@ -189,6 +191,16 @@ def _override_tables(
         for parent in reversed(parents):
             table = {parent: table}
         yield None, table
+
+
+def _on_top(before: Setting | None, setting: Setting, fields: Mapping[str, FieldDoc]) -> Setting:
+    """Return `setting`; of a section that may be "none", with the fields that it leaves as they were set `before`."""
+    if before is None or not (isinstance(before.value, dict) and isinstance(setting.value, dict)):
+        return setting
+    members = alternatives(fields[setting.key].annotation) if setting.key in fields else ()
+    if not any(section_of(member) for member in members):
+        return setting
+    return replace(setting, value=before.value | setting.value)
 
 
 def _meant(annotation: Any, text: str, value: Any) -> Any:

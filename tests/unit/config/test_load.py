@@ -5,6 +5,7 @@ import pytest
 
 from mcore_rl.config.kinds import KINDS
 from mcore_rl.config.load import dump_config, kind_of, load_config
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError
 
@@ -248,4 +249,20 @@ def test_a_config_of_another_program_is_named_as_such_in_one_line():
     assert complaint(path=Path("tiny_moe/grpo")) == (
         "tiny_moe/grpo is a config of rl, not of pretrain: it sets data.chat_template, rl.prompts.task, "
         "rl.prompts.smallest, .... Give it to `mcore-rl rl`."
+    )
+
+
+def test_overrides_of_a_section_that_may_be_none_add_up(tmp_path):
+    """Fields of `rl.reward.model_tokenizer` come one by one, in a file, one that extends it, and as overrides."""
+    (tmp_path / "base.toml").write_text('[rl.reward.model_tokenizer]\nkind = "huggingface"\npath = "a"\n')
+    path = tmp_path / "rl.toml"
+    path.write_text('extends = "base.toml"\n[rl.reward.model_tokenizer]\npath = "b"\n')
+    found = load_config(RlRunConfig, path).rl.reward.model_tokenizer
+    assert found is not None and (found.kind, found.path) == ("huggingface", "b")
+    words = [f"rl.reward.model_tokenizer.{field}" for field in ("path=c", "kind=sentencepiece")]
+    for given in (words, words[::-1]):
+        found = load_config(RlRunConfig, path, given).rl.reward.model_tokenizer
+        assert found is not None and (found.kind, found.path) == ("sentencepiece", "c")
+    assert (
+        load_config(RlRunConfig, path, ["rl.reward.model_tokenizer=none"]).rl.reward.model_tokenizer is None
     )
