@@ -30,6 +30,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             'rl.prompts.task="file": its problems are in rl.prompts.files already. Name a built-in task.'
         )
+    if args.faults != "character" and not args.preferences:
+        raise ConfigError(
+            f"--faults {args.faults} without --preferences: problems have no wrong answers. Add --preferences."
+        )
     held_out = frozenset(problem.prompt for problem in held_out_problems(config.rl.eval, prompts, seed))
     kind = "pairs of answers to problems" if args.preferences else "problems"
     # The problems to validate on are chosen first, and none of the others has their text.

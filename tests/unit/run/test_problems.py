@@ -76,6 +76,7 @@ def test_wrong_answers_of_any_kind_are_wrong_and_of_each_kind_as_often(tmp_path:
     [
         (["rl.prompts.task=file", "--output", "x.jsonl"], "Name a built-in task"),
         (["--output", "/dev/null/x.jsonl"], "Choose another --output"),
+        (["--faults", "any", "--output", "x.jsonl"], "Add --preferences"),
     ],
 )
 def test_what_it_cannot_write_is_refused(
