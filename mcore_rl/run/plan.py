@@ -32,7 +32,7 @@ from mcore_rl.plan.exact import (
     schedule_lines,
     summary,
 )
-from mcore_rl.plan.memory import GIB
+from mcore_rl.plan.memory import GIB, models_on_ranks
 from mcore_rl.plan.ranks import view_of_rank
 from mcore_rl.plan.search import Place, nearest, search, shortlist
 from mcore_rl.plan.simulate import timeline_svg
@@ -88,6 +88,8 @@ def main(args: argparse.Namespace) -> int:
     plan = checked_estimate(config, program, place)
     if args.rank is not None and args.rank >= place.world_size:
         raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {place.world_size - 1}.")
+    if args.exact:
+        refuse(list(_uncounted(config)))
     exact = _exact(args, kind, plan) if args.exact else None
     recorded = None
     if exact is not None and exact.schedule:
@@ -116,6 +118,21 @@ def main(args: argparse.Namespace) -> int:
             "It does not fit. " + nearest_text(config, nearest(found, config, program, place), place)
         )
     return 0
+
+
+def _uncounted(config: RunConfig) -> Iterator[str]:
+    """Yield why Megatron's modules would be counted with what is not on the device."""
+    for one in models_on_ranks(config):
+        if one.offload_fraction:
+            yield (
+                f"--exact with optim.offload_fraction={one.offload_fraction} of the {one.name}: a state in main memory "
+                "is not counted without its device. Check the rest with offload_fraction=0."
+            )
+        if one.store == "file" or (one.trains and one.store != "device"):
+            yield (
+                f'--exact with the {one.name} in store="{one.store}" between its phases: all models are built at once. '
+                'Check them with store="device".'
+            )
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -1,7 +1,9 @@
 import json
 from pathlib import Path
 
-from mcore_rl.run.cli import run
+import pytest
+
+from mcore_rl.run.cli import main, run
 
 CPU = str(Path(__file__).parents[3] / "launch/clusters/example_cpu.toml")
 
@@ -26,3 +28,19 @@ def test_a_plan_is_checked_with_megatrons_modules_and_its_own_schedule(capsys, t
     assert [rank["stage"] for rank in written["ranks"]] == [0, 1]
     assert written["schedule"]["as_planned"] and written["schedule"]["chunks_alive"] == [4, 3]
     assert "microbatches, time in layers' forward passes, recorded<" in (tmp_path / "step.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["qwen3_30b_a3b/sft_1node"], "--exact with optim.offload_fraction=1.0 of the model"),
+        (
+            ["qwen3_30b_a3b/ppo", "rl.critic.store=host", "rl.update.store=host", "--nodes", "8"],
+            '--exact with the critic in store="host"',
+        ),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(words, said, capsys):
+    """The error comes before anything is built."""
+    assert main(["plan", "--cluster", "example_h100", "--nodes", "1", "--exact", *words]) == 2
+    assert said in capsys.readouterr().err
