@@ -1,6 +1,5 @@
 """A call in a forked copy of this process, while this one goes on."""
 
-import ctypes
 import gc
 import os
 import pickle
@@ -13,10 +12,10 @@ from typing import Generic, NoReturn, TypeVar
 
 import torch
 
+from mcore_rl.backend.forked_rank import die_with
 from mcore_rl.errors import McoreRlError
 
 T = TypeVar("T")
-PR_SET_PDEATHSIG = 1
 RETURNED, FAILED, RAISED = 0, 1, 2
 """The exit statuses of the child."""
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -73,7 +72,7 @@ def _live_as_child(parent: int, report: int, function: Callable[[], object]) -> 
     """Run `function`, leave its pickled result, or its error, in `report`, and end without any clean-up."""
     status, content = FAILED, b""
     try:
-        _die_with(parent)
+        die_with(parent)
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)  # a request to stop is for the parent, which waits for us
         gc.disable()  # the garbage includes the parent's tensors on the GPU
@@ -90,10 +89,3 @@ def _live_as_child(parent: int, report: int, function: Callable[[], object]) -> 
         with open(report, "wb") as file:
             file.write(content)
         os._exit(status)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends: an orphan must not go on writing."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -142,9 +142,7 @@ def _be_the_rank(
 ) -> None:
     """Run the module as `python -m` does, in a session of its own that ends with the launcher."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended in between
-        os._exit(1)
+    die_with(parent)
     for number in handled:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
@@ -172,6 +170,14 @@ def _be_the_rank(
         atexit._run_exitfuncs()
         if isinstance(error, Exception):
             sys.exit(1)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when `parent`, which forked it, ends: an orphan must not go on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended in between
+            os._exit(1)
 
 
 def _set_threads(environment: Mapping[str, str]) -> None:

@@ -6,7 +6,6 @@ A rank that SIGKILL, SIGSEGV or the out-of-memory killer ends cannot say so itse
 other nodes: the first error in a log is then that of an innocent rank, which has lost its peer. Imports no torch.
 """
 
-import ctypes
 import os
 import resource
 import runpy
@@ -19,7 +18,7 @@ from types import FrameType
 
 from mcore_rl.backend.binding import bind
 from mcore_rl.backend.failures import OomKills, Order, has_noted, note_failure, rank_death, rank_failure
-from mcore_rl.backend.forked_rank import PR_SET_PDEATHSIG
+from mcore_rl.backend.forked_rank import die_with
 from mcore_rl.backend.launcher import FORWARDED, raise_open_files, rank_of_launcher
 from mcore_rl.errors import INTERRUPTED_STATUS
 
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _be_the_rank(parent: int, rank: int, argv: Sequence[str]) -> None:
     """Run the module as `python -m` does and end; an error that nobody has handled is recorded, then raised."""
-    _die_with(parent)
+    die_with(parent)
     for number in FORWARDED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -83,14 +82,6 @@ def _note_unforeseen(rank: int, error: BaseException | None) -> None:
         cause = f"{type(error).__name__}: {error}"
         text = "".join(traceback.format_exception(error)).rstrip()
         note_failure(rank_failure(rank, 1, cause, f"{cause}\n{text}"))
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end the rank when the process above it is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _end_by(number: int) -> None:

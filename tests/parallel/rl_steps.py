@@ -18,7 +18,7 @@ from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import run_pass
-from mcore_rl.rl.batch import SampleShape
+from mcore_rl.rl.batch import Minibatch, SampleShape
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.objectives.advantages import StepReward
@@ -166,10 +166,10 @@ def updates(
     return told
 
 
-def disagreeing(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, Any]:
-    """On a rank: what a rollout with an engine's random routes, and its first update, report with
-    replay.on_disagreement="live".
-    """
+def begin(
+    config: RlRunConfig, initial: Tensors, folder: Path
+) -> tuple[Rollout, PolicyRoutes, Learner, list[Minibatch]]:
+    """On a rank: a rollout, its routes, and the minibatches of a learner with weights `initial`, with old logprobs."""
     state = set_up(config, start(config.platform))
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
@@ -178,7 +178,14 @@ def disagreeing(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
-    minibatches = learner.with_old_logprobs(minibatches)
+    return rollout, routes, learner, learner.with_old_logprobs(minibatches)
+
+
+def disagreeing(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, Any]:
+    """On a rank: what a rollout with an engine's random routes, and its first update, report with
+    replay.on_disagreement="live".
+    """
+    rollout, routes, learner, minibatches = begin(config, initial, folder)
     before, warning = routes.take_metrics(), routes.take_warning()
     report = learner.update(minibatches[0], learner.advantages(rollout, minibatches))
     assert report is not None
@@ -195,15 +202,7 @@ def routing_splits(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[
     """On a rank: the split of both mismatches of the first of two minibatches, and what its updates measure themselves:
     the first one that of the engine, the one of the second epoch that of the old policy after the two updates.
     """
-    state = set_up(config, start(config.platform))
-    copy_in(state.chunks, initial)
-    state.optimizer.reload_model_params()
-    routes = PolicyRoutes(state, config, folder / str(state.mesh.world.rank))
-    learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
-    rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
-    minibatches = learner.minibatches(rollout)
-    routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
-    minibatches = learner.with_old_logprobs(minibatches)
+    rollout, _, learner, minibatches = begin(config, initial, folder)
     metrics = rollout_split(learner, minibatches[0])
     advantages = learner.advantages(rollout, minibatches)
     first, _ = [learner.update(minibatch, advantages) for minibatch in minibatches]
