@@ -12,7 +12,7 @@ device of its own. The model lies on one rank, and replicas share no experts.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -40,10 +40,7 @@ class CopiedEngine:
     def __init__(
         self, config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, decode: Decode, delay_s: float
     ) -> None:
-        assert mesh.tp.size == mesh.pp.size == mesh.ep.size == mesh.etp.size == 1, mesh.config
-        settings = config.platform.model_copy(update={"layers": "torch"})
-        with torch.random.fork_rng():
-            copies = build_model(config.model, mesh, start(settings), settings)
+        copies = built_copies(config, mesh)
         self.decode = decode
         self._policy, self._copies, self._delay_s = list(chunks), copies, delay_s
         self._native = MegatronEngine(copies, mesh, config.model, decode, config.rl.engine)
@@ -63,11 +60,8 @@ class CopiedEngine:
     def update_weights(self, policy_version: int) -> None:
         """Copy the policy's weights between two parts of completions."""
         with self._one_at_a_time:
-            for policy, copy in zip(self._policy, self._copies, strict=True):
-                model, copied = unwrap(policy), unwrap(copy)
-                tensors = [*model.parameters(), *model.buffers()]
-                for theirs, ours in zip(tensors, [*copied.parameters(), *copied.buffers()], strict=True):
-                    ours.copy_(theirs)
+            for ours, theirs in paired_tensors(self._copies, self._policy):
+                ours.copy_(theirs)
             self._native.update_weights(policy_version)
 
     def generate(
@@ -138,6 +132,23 @@ class CopiedEngine:
     def _goes_on(completion: Completion | None, sampling: Sampling) -> bool:
         assert completion is not None
         return completion.finish == "length" and len(completion.tokens_T) < sampling.max_new_tokens
+
+
+def built_copies(config: RlRunConfig, mesh: Mesh) -> list[nn.Module]:
+    """Return modules like the policy's, of a model that lies on one rank; their weights are still to be copied."""
+    assert mesh.tp.size == mesh.pp.size == mesh.ep.size == mesh.etp.size == 1, mesh.config
+    settings = config.platform.model_copy(update={"layers": "torch"})
+    with torch.random.fork_rng():
+        return build_model(config.model, mesh, start(settings), settings)
+
+
+def paired_tensors(
+    copies: Sequence[nn.Module], policy: Sequence[nn.Module]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter and buffer of the copies with that of the policy."""
+    for copy, model in zip(map(unwrap, copies), map(unwrap, policy), strict=True):
+        yield from zip(copy.parameters(), model.parameters(), strict=True)
+        yield from zip(copy.buffers(), model.buffers(), strict=True)
 
 
 def joined_versions(before: tuple[VersionSpan, ...], version: int, end: int) -> tuple[VersionSpan, ...]:

@@ -2,13 +2,13 @@
 
     python -m bench.study                                 all arms, one seed after the other: hours on one core
     python -m bench.study --budget-minutes 90             stops then, in the middle of a run; the same command goes on
-    python -m bench.study --seeds 1 --rollouts 10         less of it, in a folder of its own
+    python -m bench.study --lr 6e-4 --arms "GRPO" "GSPO"  a part of it at another learning rate, in a folder of its own
 
 A Qwen3-MoE of 5 M parameters (24 layers of width 64, 32 experts, 4 a token) is fine-tuned for `--sft-steps` steps on
-reversing 2 to 4 digits. Each arm then trains from there on `--rollouts` rollout batches of 64 completions for
-strings of 2 and 3 digits, with 4 updates each, at a learning rate at which an update changes about a tenth of the
-routes. `mcore-rl study` runs the arms and writes rows, table and figures; they are copied to bench/results/study.json
-and docs/images/study.svg.
+reversing 2 to 4 digits. Each arm then trains from there on `--rollouts` rollout batches of 128 completions for
+strings of 2 and 3 digits, with 4 updates each. In the last three the rollout engine's weights are rounded to bf16
+(bench/rounded_engine.py). `mcore-rl study` runs the arms and writes rows, table and figures; they are copied to
+bench/results/study.json and docs/images/study.svg, or for another learning rate to study-LR.json and study-LR.svg.
 """
 
 import argparse
@@ -55,12 +55,14 @@ eval_batches = "none"
 [optim]
 warmup_steps = 8
 """
+LR = 3e-4
+"""Learning rate of all arms, at which GRPO with replay learns."""
 UPDATES = 4
 """Optimizer steps of a rollout batch."""
 RL = """
 extends = "model.toml"
 [train]
-global_batch = 16
+global_batch = 32
 eval_interval = "none"
 [optim]
 warmup_steps = 0
@@ -73,11 +75,11 @@ smallest = 2
 largest = 3
 max_tokens = 8
 [rl.rollout]
-prompts_per_step = 8
+prompts_per_step = 16
 group_size = 8
 max_new_tokens = 6
 [rl.engine]
-slots = 64
+slots = 128
 [rl.update]
 max_tokens_per_microbatch = 512
 [rl.reward]
@@ -88,6 +90,8 @@ interval = "none"
 split_interval = 5
 split_layers = 4
 """
+ROUNDED = "rl.engine.kind=bench.rounded_engine:rounded_engine"
+"""The native engine, but on weights in bf16, so that engine and trainer differ as at scale."""
 ARMS = {
     "GRPO": ["rl.loss.kind=grpo"],
     "GRPO + R2": ["rl.loss.kind=grpo", "replay.kind=r2"],
@@ -97,6 +101,9 @@ ARMS = {
     "CISPO": ["rl.loss.kind=cispo"],
     "GRPO + router shift": ["rl.loss.kind=grpo", "rl.loss.router_shift=true"],
     "RSPO": ["rl.loss.kind=rspo"],
+    "GRPO, rounded engine": ["rl.loss.kind=grpo", ROUNDED],
+    "GRPO + R2, rounded engine": ["rl.loss.kind=grpo", "replay.kind=r2", ROUNDED],
+    "GRPO + R3, rounded engine": ["rl.loss.kind=grpo", "replay.kind=r3", ROUNDED],
 }
 SFT_EXAMPLES = 20_000
 SAVED_ROLLOUTS = 20
@@ -124,7 +131,7 @@ def study_text(run_dir: Path, start: str, args: argparse.Namespace) -> str:
         f"train.steps={args.rollouts * UPDATES}",
         f"checkpoint.interval={SAVED_ROLLOUTS * UPDATES}",
     ]
-    return study_toml(run_dir, args.seeds, overrides, ARMS)
+    return study_toml(run_dir, args.seeds, overrides, {arm: ARMS[arm] for arm in args.arms})
 
 
 def main() -> None:
@@ -132,11 +139,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/study"), help="folder of all runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of all arms")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument("--lr", type=float, default=LR, help="learning rate of all arms")
     parser.add_argument(
-        "--sft-steps", type=int, default=150, help="steps of the fine-tuning that is the start"
+        "--sft-steps", type=int, default=100, help="steps of the fine-tuning that is the start"
     )
-    parser.add_argument("--rollouts", type=int, default=40, help="rollout batches of a run")
+    parser.add_argument("--rollouts", type=int, default=50, help="rollout batches of a run")
     parser.add_argument("--budget-minutes", type=float, help="minutes after which the study stops and saves")
     parser.add_argument("--output", type=Path, default=ROOT, help="folder of bench/results and docs/images")
     args = parser.parse_args()
@@ -144,8 +152,9 @@ def main() -> None:
     make_start(folder, start, args.sft_steps)
     run_dir = folder / f"{start}-{args.lr:g}-{args.rollouts}"
     run_study(folder, study_text(run_dir, start, args), run_dir, args.budget_minutes)
-    shutil.copy(run_dir / "study.json", args.output / "bench" / "results" / "study.json")
-    shutil.copy(run_dir / "study.svg", args.output / "docs" / "images" / "study.svg")
+    name = "study" if args.lr == LR else f"study-{args.lr:g}"
+    shutil.copy(run_dir / "study.json", args.output / "bench" / "results" / f"{name}.json")
+    shutil.copy(run_dir / "study.svg", args.output / "docs" / "images" / f"{name}.svg")
 
 
 if __name__ == "__main__":
