@@ -15,20 +15,25 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import DataError
 
 FILE_NAME = "run.json"
-NUMERICS = 2
+NUMERICS = 3
 """Version of what a training step computes from the same config, weights and data.
 
 1: Rows that pad the vocabulary take part in the losses of pretraining and fine-tuning. Balance and z losses act at
    their coefficients times tokens / counted tokens; the loss of sequences weighs 1 / micro_batch with megatron-core
    0.16, and counts packed sequences as one; the global one weighs 1 / dp. Capacity is counted on each tp and cp rank.
 2: Padding has no probability. Balance and z losses are means over all tokens but padding, on every mesh. Capacity is
-   that of a micro-batch, on every mesh.
+   that of a micro-batch, on every mesh. In a bf16 model the expert bias moves by counts of tokens in bf16.
+3: The expert bias moves by exact counts of tokens.
 """
 
 
-def depends_on_numerics(model: ModelConfig) -> bool:
-    """Return whether the versions of NUMERICS train this model differently."""
+def depends_on_numerics(model: ModelConfig, precision: str, before: int) -> bool:
+    """Return whether the code of NUMERICS trains this model otherwise than that of version `before` did."""
     moe = model.moe
+    if before < 3 and model.is_moe and moe.expert_bias and precision == "bf16":
+        return True
+    if before >= 2:
+        return False
     has_balance = moe.balance != "none" and moe.aux_loss_coeff > 0
     has_router_losses = has_balance or moe.z_loss_coeff > 0 or moe.capacity_factor is not None
     return model.padded_vocab_size > model.vocab_size or (model.is_moe and has_router_losses)

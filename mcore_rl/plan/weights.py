@@ -23,8 +23,9 @@ class Weights:
     fp32_buffers: int = 0
     """Numbers that no gradient trains, fp32 in every precision: experts' biases, the shift of scores."""
     buffers: int = 0
-    """Numbers that no gradient trains, in the type of the weights: the load of each expert since the last step, YaRN's
-    cosines and sines. They are not saved."""
+    """Numbers that no gradient trains, in the type of the weights: YaRN's cosines and sines. They are not saved."""
+    loads: int = 0
+    """Numbers of tokens of each expert since the last step, fp32 in every precision. They are not saved."""
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(
@@ -33,6 +34,7 @@ class Weights:
             self.router + other.router,
             self.fp32_buffers + other.fp32_buffers,
             self.buffers + other.buffers,
+            self.loads + other.loads,
         )
 
     def __mul__(self, count: int) -> "Weights":
@@ -42,11 +44,12 @@ class Weights:
             self.router * count,
             self.fp32_buffers * count,
             self.buffers * count,
+            self.loads * count,
         )
 
     def bytes(self, element: int) -> int:
         """Return the bytes of weights of `element` bytes, and of the buffers beside them."""
-        return (self.total + self.buffers) * element + self.fp32_buffers * FP32_BYTES
+        return (self.total + self.buffers) * element + (self.fp32_buffers + self.loads) * FP32_BYTES
 
     @property
     def total(self) -> int:
@@ -136,7 +139,8 @@ def layer_weights(model: ModelConfig, mesh: MeshConfig, *, is_moe: bool) -> Weig
             dense + router + shared,
             moe.num_experts // mesh.ep * expert,
             router,
-            *(moe.num_experts if moe.expert_bias else 0 for _ in ("bias", "load")),
+            fp32_buffers=moe.num_experts if moe.expert_bias else 0,
+            loads=moe.num_experts if moe.expert_bias else 0,
         )
         + tables
     )

@@ -288,7 +288,7 @@ class Checkpoints:
             changes = config_changes(marker.settings, config)
         else:  # an earlier version recorded the model alone
             changes = config_changes(marker.model, config.model, "model.")
-        if marker.numerics != NUMERICS and depends_on_numerics(config.model):
+        if depends_on_numerics(config.model, config.platform.precision, marker.numerics):
             changes.append(ConfigChange(key="numerics", before=marker.numerics, now=NUMERICS))
         return changes
 

@@ -151,11 +151,11 @@ def test_changes_on_a_resume_are_logged_and_those_of_data_and_random_numbers_ref
     del earlier["numerics"]
     marker.write_text(json.dumps(earlier))
     message = run_ranks(refusal, 2, changed)[0]
-    assert "- numerics is 1 there, 2 here\n" in message
+    assert "- numerics is 1 there, 3 here\n" in message
     assert 'checkpoint.allow_changes=["numerics"]' in message
     accepted = config.checkpoint.model_copy(update={"allow_changes": ("numerics",)})
     lines = run(changed.model_copy(update={"checkpoint": accepted}), until=2).lines
-    assert "not as in the checkpoint: numerics is 1 there, 2 here" in lines
+    assert "not as in the checkpoint: numerics is 1 there, 3 here" in lines
 
 
 class NanHead(NextTokenHead):

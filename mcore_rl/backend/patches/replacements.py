@@ -71,6 +71,17 @@ def padding_counts_no_tokens(apply_expert_bias: Callable[..., None]) -> Callable
     return wrapped
 
 
+def loads_in_float32(maintain_float32: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`TopKRouter._maintain_float32_expert_bias` that keeps the counts of tokens of each expert in float32 too."""
+
+    def wrapped(self: Any) -> None:
+        maintain_float32(self)
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
+
+    return wrapped
+
+
 def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     """`GPTModel._preprocess` that cuts the mask of padding `[B, s]` for sequence parallelism on later stages too."""
 

@@ -15,6 +15,7 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.router_load import ExpertLoads, RouterLoad, load_entropy, load_max_over_mean
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.parallel.routers import routers
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -95,6 +96,31 @@ def test_a_training_token_is_counted_once_whatever_is_recomputed_and_evaluation_
             assert gathered.tokens_LE[layer].tolist() == tokens_E.tolist()
         assert gathered.tokens_LE.sum(1).tolist() == [2 * ROWS * LENGTH * MOE.moe.top_k] * MOE.num_layers
         assert not gathered.dropped_L.any()
+
+
+def loads_behind_the_bias(model):
+    """On a rank: of a bf16 model, the counts by which the biases will move, and the same counts as whole numbers."""
+    settings = PlatformConfig(precision="bf16")
+    platform, mesh = start(settings), build_mesh(MeshConfig())
+    seed_ranks(1)
+    chunks = build_model(model, mesh, platform, settings)
+    load = RouterLoad(chunks)
+    for step in range(3):
+        tokens_BS = torch.randint(0, 64, (9, 128), generator=torch.Generator().manual_seed(step))
+        positions_BS = torch.arange(128).expand(9, -1)
+        inputs = {"input_ids": tokens_BS, "position_ids": positions_BS, "attention_mask": None}
+        chunks[0](**inputs, labels=tokens_BS).sum().backward()
+    found = {layer: router.local_tokens_per_expert for layer, router in routers(chunks[0])}
+    return found, load.gather(mesh).tokens_LE
+
+
+def test_the_expert_bias_of_a_bf16_model_moves_by_exact_counts():
+    """bf16 has no odd numbers above 256, and none but multiples of 16 above 2,048."""
+    [(found, counts_LE)] = run_ranks(loads_behind_the_bias, 1, TINY["deepseek_v3"])
+    assert any(int(count) % 16 for count in counts_LE.flatten())
+    assert {layer: tokens_E.tolist() for layer, tokens_E in found.items()} == {
+        layer: counts_LE[layer].tolist() for layer in (1, 2, 3)
+    }
 
 
 def test_choices_beyond_an_experts_capacity_are_counted_as_dropped():

@@ -27,4 +27,20 @@ PLAIN = TINY["qwen3_moe"].moe.model_copy(update={"balance": "none", "z_loss_coef
     ids=["padded", "dense", "balanced", "no losses", "capacity"],
 )
 def test_padding_losses_of_routers_and_capacity_depend_on_it(model: ModelConfig, depends: bool) -> None:
-    assert depends_on_numerics(model) == depends
+    assert depends_on_numerics(model, "fp32", before=1) == depends
+    assert not depends_on_numerics(model, "bf16", before=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "before", "depends"),
+    [
+        ("deepseek_v3", "bf16", 2, True),
+        ("deepseek_v3", "fp32", 2, False),
+        ("qwen3_moe", "bf16", 2, False),
+        ("deepseek_v3", "bf16", 3, False),
+    ],
+)
+def test_the_expert_bias_of_a_bf16_model_depends_on_it(
+    model: str, precision: str, before: int, depends: bool
+) -> None:
+    assert depends_on_numerics(TINY[model], precision, before) == depends
