@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mcore_rl.backend.platform import Platform, stop
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
-from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks, without_other_groups
 
 
 @contextmanager
@@ -26,8 +26,6 @@ def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
     new_group, gather, show_error = dist.new_group, dist.all_gather_object, sys.excepthook
 
     def new_fake_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-        if ranks is not None and rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER  # thousands of them in a large world
         # Megatron asks for gloo groups by name, which the fake store cannot make.
         return new_group(ranks, **options | {"backend": "fake"})
 
@@ -38,7 +36,8 @@ def fake_rank(config: MeshConfig, rank: int, world_size: int) -> Iterator[Mesh]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     functions.new_group, functions.all_gather_object = new_fake_group, gather_own
     try:
-        mesh = build_mesh(config)
+        with without_other_groups(rank):
+            mesh = build_mesh(config)
         seed_ranks(1)
         yield mesh
     finally:

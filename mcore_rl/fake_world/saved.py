@@ -1,17 +1,18 @@
 """Bytes of activations that a layer of ours keeps for its backward pass: the tensors saved in a real forward pass.
 
 A layer is what two layers keep less what one keeps. It has its true widths, as many experts as a token picks, so that
-weights are few and loads even, and random values; collectives move nothing. It computes as on CUDA where that is
-different: grouped products, torch's attention, the fused activation. TransformerEngine's layers need a GPU, and are not
-counted.
+weights are few and loads even; collectives move nothing, and matrix products, whose results nobody reads, are zeros.
+It takes the operations that it takes on CUDA where those are others: grouped products, torch's attention, the fused
+activation. TransformerEngine's layers need a GPU, and are not counted.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -94,13 +95,43 @@ def _storages(model: ModelConfig, settings: PlatformConfig, tp: int, tokens: int
             saved.append(tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        products: Any = _WithoutProducts  # torch's modes are not typed
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), products():
             tokens_BS = torch.randint(0, VOCABULARY, (1, tokens))
             output = chunk(input_ids=tokens_BS, position_ids=torch.arange(tokens)[None], attention_mask=None)
         # After the forward pass: what recomputation frees has a storage of 0 bytes by then.
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
         del output
     return Counter(size for storage, size in found.items() if storage not in weights)
+
+
+class _WithoutProducts(TorchDispatchMode):
+    """Matrix products give zeros: of a layer of true width they are seconds, and read gigabytes of weights."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, or leave its arithmetic out."""
+        named = dict(kwargs or {})
+        if func not in PRODUCTS:
+            return func(*args, **named)
+        left, right = args[-2:] if func is torch.ops.aten.addmm.default else args[:2]
+        dtype = named.get("out_dtype") or left.dtype
+        return left.new_zeros((*left.shape[:-1], right.shape[-1]), dtype=dtype)
+
+
+PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._grouped_mm.default,
+    }
+)
 
 
 @contextmanager

@@ -1,9 +1,12 @@
 """The closed form of our layers' activations against the tensors that a real forward pass keeps."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.fake_world import saved
 from mcore_rl.fake_world.saved import saved_by_layer
 from mcore_rl.families import FAMILIES, family_of
 from tests.ranks import run_ranks
@@ -60,3 +63,15 @@ def test_a_layer_of_ours_keeps_the_bytes_that_a_forward_pass_keeps(case):
     (counts,) = run_ranks(counted, 1, *case)
     # Offsets of experts and tables of angles are left out: small beside widths that are not of a test.
     assert counts.planned == pytest.approx(counts.counted, rel=0.02)
+
+
+def counted_with_products(*case):
+    """The same, with every matrix product computed."""
+    saved._WithoutProducts = nullcontext
+    return counted(*case)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_products_that_are_left_out_change_no_count(family):
+    case = (family, "bf16", 1, "none", ())
+    assert run_ranks(counted_with_products, 1, *case) == run_ranks(counted, 1, *case)
