@@ -1,8 +1,8 @@
 """A Slurm cluster: what its nodes have, how a job asks for them, and how Python is reached there."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mcore_rl.config.section import Section, Text
 
@@ -76,6 +76,9 @@ class RatesConfig(Section):
     """Seconds that the host takes to start one MoE layer's forward pass; `none`: that of published runs."""
     speed: PositiveFloat = 1.0
     """Factor on the parts of the device's peaks that published runs reach."""
+    imbalance: Annotated[float, Field(ge=1)] | None = None
+    """Tokens sent to the experts of the fullest rank of an expert-parallel group, as a multiple of the mean; `none`: it
+    is not known, and plans say what several would cost."""
     rollout: PositiveFloat | None = None
     """Measured / planned seconds of a rollout; `none`: it is planned as a lower bound, as the next two."""
     logprobs: PositiveFloat | None = None

@@ -2,7 +2,8 @@
 
 Two implementations of layers keep different tensors. TransformerEngine's ("te") follow arXiv 2205.05198, with attention
 that keeps no scores; ours ("torch") were counted in a forward pass, tensor by tensor
-(tests/unit/fake_world/test_saved.py counts them again). Experts are taken as evenly loaded.
+(tests/unit/fake_world/test_saved.py counts them again). Experts are evenly loaded, or a rank's have
+a multiple of the mean.
 """
 
 from collections.abc import Iterator
@@ -34,6 +35,18 @@ def layers_of(config: RunConfig) -> Layers:
     return "torch" if platform.layers == "torch" or platform.device == "cpu" else "te"
 
 
+def load_of_fullest_rank(model: ModelConfig, mesh: MeshConfig, imbalance: float) -> float:
+    """Return the tokens that the experts of the fullest rank compute, as a multiple of the mean.
+
+    Args:
+        model: The model; choices beyond its experts' capacity are dropped.
+        mesh: The mesh; with ep = 1 each rank has all experts, and as many tokens as the others.
+        imbalance: Tokens sent to the fullest rank's experts, as a multiple of the mean.
+    """
+    load, capacity = imbalance if mesh.ep > 1 else 1.0, model.moe.capacity_factor
+    return load if capacity is None else min(load, capacity)
+
+
 @dataclass(frozen=True)
 class LayerActivations:
     """Bytes of the activations that one transformer layer keeps of one microbatch on one rank."""
@@ -45,6 +58,8 @@ class LayerActivations:
     """Number of the microbatch's tokens on a rank, before sequence parallelism cuts them."""
     layers: Layers = "te"
     """Implementation of the layers."""
+    imbalance: float = 1.0
+    """Tokens sent to the rank's experts, as a multiple of the mean over ranks."""
 
     @property
     def element(self) -> int:
@@ -185,6 +200,7 @@ class LayerActivations:
         family = family_of(model)
         # Tokens are spread over tp * cp * dp ranks; an expert cut over etp ranks works on the tokens of all of them.
         routed = self.tokens * moe.top_k * self.mesh.etp // tp
+        routed = int(routed * load_of_fullest_rank(model, self.mesh, self.imbalance))
         numbers = routed * moe.ffn_hidden_size // self.mesh.etp
         yield "router", self.tokens // tp * self._router_bytes
         yield "routed_in", routed * model.hidden_size * self._fp8_element

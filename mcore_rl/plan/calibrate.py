@@ -6,7 +6,8 @@ waits for the host in the prediction; elsewhere no step could tell it, and the s
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 from mcore_rl.config.cluster import RatesConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -25,6 +26,7 @@ LEAST_WAITS = 0.02
 WARMING_UP = 2
 """First records of a run that are left out: they compile, allocate and read for the first time."""
 LOGPROBS = ("time/old_logprobs_s", "time/reference_s", "time/values_s")
+LOADS = "moe/expert_load"
 UPDATES = ("time/forward_backward_s", "time/optimizer_s")
 
 
@@ -35,7 +37,7 @@ def calibrated(
 
     Args:
         config: The run's config.
-        place: Its ranks, with their device.
+        place: Its ranks, with their device; an imbalance of its rates replaces the run's.
         seq_length: Positions of a sequence, packed or not.
         records: Its metrics, of metrics.jsonl.
         name: Its folder, for the text.
@@ -57,13 +59,15 @@ def calibrated(
         values = [sum(float(str(one.get(name, 0.0))) for name in names) for one in timed[WARMING_UP:]]
         return median(values)
 
-    work = workload_of(config, place.device, place.world_size, seq_length)
+    imbalance = place.rates.imbalance or imbalance_of_run(config, timed[WARMING_UP:])
+    balanced = replace(Rates(), imbalance=imbalance)
+    work = workload_of(config, place.device, place.world_size, seq_length, balanced)
     count = 1
     if isinstance(config, RlRunConfig):
         mean = measured("rollout/completion_tokens")
         work = with_lengths(work, config, measured("rollout/prompt_tokens") + mean)
         count = config.updates_per_rollout
-    fitted = RatesConfig(source=name)
+    fitted = RatesConfig(source=name, imbalance=imbalance)
     fitted = fitted.model_copy(update=fitted_speed(work, measured(*UPDATES) / count))
     if not isinstance(config, RlRunConfig):
         return fitted
@@ -83,11 +87,35 @@ def calibrated(
     )
 
 
+def imbalance_of_run(config: RunConfig, records: Sequence[Mapping[str, object]]) -> float | None:
+    """Return the tokens of the fullest expert-parallel rank's experts as a multiple of the mean; None where every rank
+    has all experts, or the run did not count.
+
+    It is the mean over MoE layers, which wait for their fullest rank each, and the median over the records. Counts are
+    those of whole steps: single microbatches are less even.
+    """
+    if config.mesh.ep == 1:
+        return None
+    found = [_imbalance(loads, config.mesh.ep) for record in records if (loads := record.get(LOADS))]
+    return median(found) if found else None
+
+
+def _imbalance(loads: Any, ep: int) -> float:
+    """Return the load of the fullest of `ep` ranks over their mean, for tokens by layer and expert."""
+    of_layers = []
+    for layer in loads:
+        if sum(layer):  # dense layers have zeros
+            local = len(layer) // ep
+            ranks = [sum(layer[first : first + local]) for first in range(0, len(layer), local)]
+            of_layers.append(max(ranks) * ep / sum(layer))
+    return fmean(of_layers) if of_layers else 1.0
+
+
 def fitted_speed(work: Workload, seconds: float) -> dict[str, float]:
     """Return the fields of RatesConfig with which a step takes so many seconds: `host_layer_s`, or `speed`, or both."""
 
     def with_host(host_s: float) -> float:
-        return step(replace(work, rates=replace(Rates(), host_layer_s=host_s))).seconds
+        return step(replace(work, rates=replace(work.rates, host_layer_s=host_s))).seconds
 
     planned = step(work)
     fields: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """An estimate of a run on a cluster: memory by stage, and seconds of a step as a range with its reasons."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isinf
 
 from mcore_rl.checks.cluster import placement
@@ -44,7 +44,8 @@ class StepEstimate:
     """Fractions of the step by what they are spent on, the largest first."""
     limits: list[Sensitivity]
     imbalance: dict[float, float]
-    """Load of the fullest rank's experts, as a multiple of the mean -> fraction of the speed that is lost."""
+    """Load of the fullest rank's experts, as a multiple of the mean -> fraction of the speed that is lost; empty where
+    the load is an input, or every rank has all experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,9 @@ class Estimate:
     """Fraction of the schedule, simulated, in which the busiest stage is idle; None without a pipeline, and for a
     schedule that is too long to simulate."""
     warnings: list[str]
+    fullest_by_load: dict[float, int]
+    """Load of the fullest rank's experts, as a multiple of the mean -> bytes of the fullest stage; empty where the load
+    is an input, or every rank has all experts."""
     rl: RlStep | None = None
     """Rollout batch with its updates; None without reinforcement learning, a known device, or known servers."""
 
@@ -89,19 +93,36 @@ class Estimate:
 
 
 def place_of(
-    cluster: ClusterConfig, world_size: int, *, server_nodes: int = 0, completion_tokens: int | None = None
+    cluster: ClusterConfig,
+    world_size: int,
+    *,
+    server_nodes: int = 0,
+    completion_tokens: int | None = None,
+    imbalance: float | None = None,
 ) -> Place:
-    """Return so many ranks of a cluster, beside so many nodes of servers; ConfigError where its device is not known by
-    the name given.
+    """Return so many ranks of a cluster, beside so many nodes of servers.
+
+    Args:
+        cluster: The cluster.
+        world_size: Number of ranks.
+        server_nodes: Nodes of inference servers beside them.
+        completion_tokens: Mean length of a completion; None: half of the longest.
+        imbalance: Tokens sent to the experts of the fullest rank, as a multiple of the mean; None: that of the
+            cluster's rates, if they have one.
+
+    Raises:
+        ConfigError: The cluster's device is not known by the name given.
     """
-    node = cluster.node
+    node, rates = cluster.node, rates_of(cluster.rates)
+    if imbalance is not None:
+        rates = replace(rates, imbalance=imbalance, imbalance_source="--imbalance")
     return Place(
         world_size=world_size,
         ranks_per_node=node.ranks_per_node,
         room_bytes=(node.gpu_memory_gib - node.reserved_gib) * GIB if node.gpus else inf,
         device=device_of(cluster),
         host_bytes=inf if node.memory_gib == "all" else node.memory_gib * GIB,
-        rates=rates_of(cluster.rates),
+        rates=rates,
         server_gpus=server_nodes * node.gpus,
         completion_tokens=completion_tokens,
     )
@@ -110,7 +131,14 @@ def place_of(
 def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
     """Return what a run takes; its config has passed the program's checks for `place`."""
     seq_length, world = program.seq_length(config), place.world_size
-    stages = memory_by_stage(config, world, seq_length)
+    imbalance = place.rates.imbalance
+    stages = memory_by_stage(config, world, seq_length, imbalance or 1.0)
+    by_load: dict[float, int] = {}
+    if imbalance is None and config.model.is_moe and config.mesh.ep > 1:
+        by_load = {
+            load: max(stage.total for stage in memory_by_stage(config, world, seq_length, load))
+            for load in LOADS
+        }
     microbatches = max(1, config.train.global_batch * config.mesh.model_parallel // world)
     microbatches = max(1, microbatches // config.train.micro_batch)
     warnings = list(placement(config.model, config.mesh, place.ranks_per_node, world).warnings)
@@ -142,6 +170,7 @@ def estimate(config: RunConfig, program: Program, place: Place) -> Estimate:
         step=timed,
         bubble=None if simulation is None else simulation.bubble,
         warnings=warnings,
+        fullest_by_load=by_load,
         rl=whole,
     )
 
@@ -173,7 +202,8 @@ def step_estimate(work: Workload, simulation: Simulation | None) -> StepEstimate
         del parts["pipeline messages"]
     seconds = sum(parts.values())
     shares = {name: part / seconds for name, part in parts.items()}
-    costs = imbalance_costs(work, closed_form, LOADS) if work.model.is_moe else []
+    is_open = work.model.is_moe and work.mesh.ep > 1 and work.rates.imbalance is None
+    costs = imbalance_costs(work, closed_form, LOADS) if is_open else []
     return StepEstimate(
         span=span_of_step(seconds, str(work.model.family), work.device.name, work.rates),
         tokens_per_s=tokens_per_s(work, seconds),

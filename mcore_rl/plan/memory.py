@@ -2,8 +2,9 @@
 
 The estimate contains the weights of every model on the ranks, fp32 gradients, the rank's share of the optimizer state,
 the activations that forward passes keep for the backward pass (plan/activations.py), the recomputation of one layer,
-and the logits; for RL also the keys and values of rollouts, during which no activations are kept. It takes experts as
-evenly loaded. CUDA's context, NCCL's buffers and fragmentation are not in it: a cluster reserves room for them.
+and the logits; for RL also the keys and values of rollouts, during which no activations are kept. Experts are evenly
+loaded, or those of the rank have a given multiple of the mean. CUDA's context, NCCL's buffers and fragmentation are not
+in it: a cluster reserves room for them.
 """
 
 from collections import Counter
@@ -222,16 +223,27 @@ def layout_of(config: RunConfig) -> Layout:
     )
 
 
-def memory_by_stage(config: RunConfig, world_size: int, seq_length: int) -> list[Memory]:
-    """Return the memory of one rank of each pipeline stage, for sequences of `seq_length` tokens."""
-    stages = StageMemory(config, world_size, seq_length, layout_of(config))
+def memory_by_stage(
+    config: RunConfig, world_size: int, seq_length: int, imbalance: float = 1.0
+) -> list[Memory]:
+    """Return the memory of one rank of each pipeline stage, for sequences of `seq_length` tokens.
+
+    Args:
+        config: The config, checked for this world.
+        world_size: Number of ranks.
+        seq_length: Positions of a sequence, packed or not.
+        imbalance: Tokens sent to the rank's experts, as a multiple of the mean over ranks.
+    """
+    stages = StageMemory(config, world_size, seq_length, layout_of(config), imbalance)
     return [stages.of(stage) for stage in range(config.mesh.pp)]
 
 
 class StageMemory:
     """The memory of a rank of any pipeline stage; a search asks only for as many stages as decide."""
 
-    def __init__(self, config: RunConfig, world_size: int, seq_length: int, layout: Layout) -> None:
+    def __init__(
+        self, config: RunConfig, world_size: int, seq_length: int, layout: Layout, imbalance: float = 1.0
+    ) -> None:
         self.config, self.world_size, self.layout = config, world_size, layout
         self.models = models_on_ranks(config)
         self.layer = LayerActivations(
@@ -240,6 +252,7 @@ class StageMemory:
             config.platform,
             config.train.micro_batch * seq_length // config.mesh.cp,
             layers_of(config),
+            imbalance,
         )
         self.sizes = {is_moe: LayerBytes.of(self.layer, is_moe) for is_moe in set(config.model.moe_layers)}
 

@@ -17,6 +17,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
+from mcore_rl.plan.activations import load_of_fullest_rank
 from mcore_rl.plan.device import Device, Links
 from mcore_rl.plan.rates import Rates
 
@@ -73,7 +74,7 @@ class Workload:
     offload_overlap: bool = True
     """Whether offloaded gradients and weights travel while the processor updates others."""
     imbalance: float = 1.0
-    """Tokens of the fullest rank's experts, as a multiple of the mean."""
+    """Tokens sent to the fullest rank's experts, as a multiple of the mean."""
     rates: Rates = field(default_factory=Rates)
 
     @property
@@ -85,6 +86,11 @@ class Workload:
     def num_microbatches(self) -> int:
         """Microbatches of a step on each rank."""
         return max(1, self.global_batch // (self.micro_batch * self.dp))
+
+    @cached_property
+    def load(self) -> float:
+        """Tokens that the fullest rank's experts compute, as a multiple of the mean."""
+        return load_of_fullest_rank(self.model, self.mesh, self.imbalance)
 
     @cached_property
     def links(self) -> Links:
@@ -149,6 +155,7 @@ def workload_of(
         overlap_dp=config.mesh.overlap_grad_reduce,
         offload_fraction=config.optim.offload_fraction,
         offload_overlap=config.optim.offload_overlap,
+        imbalance=1.0 if rates is None or rates.imbalance is None else rates.imbalance,
         rates=rates or Rates(),
     )
 
@@ -241,16 +248,16 @@ class Roofline:
         token = work.model.hidden_size * self.element
         sent = self.slice * moe.top_k * token
         if ranks <= domain:
-            return sent * (ranks - 1) / ranks * work.imbalance / self.link + 3 * self.rates.link_latency_s
+            return sent * (ranks - 1) / ranks * work.load / self.link + 3 * self.rates.link_latency_s
         nodes, inside = ranks / domain, domain
         remote = (nodes - 1) / nodes
         if work.deepep:
             reached = _distinct(moe.top_k, nodes, moe.top_groups or nodes)
             across = self.slice * token * reached * remote / self.nic
             within = sent * (inside - 1) / inside / self.link
-            return max(across, within) * work.imbalance + 3 * self.rates.nic_latency_s
+            return max(across, within) * work.load + 3 * self.rates.nic_latency_s
         seconds = sent * remote / self.nic + sent / nodes / self.link
-        return seconds * work.imbalance + nodes * self.rates.nic_latency_s
+        return seconds * work.load + nodes * self.rates.nic_latency_s
 
 
 def layer_times(work: Workload, is_moe: bool) -> LayerTimes:
@@ -348,7 +355,7 @@ def _mlp(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
 def _experts(roof: Roofline) -> Iterator[tuple[str, Seconds]]:
     work, model, moe, mesh = roof.work, roof.work.model, roof.work.model.moe, roof.work.mesh
     hidden, local, width = model.hidden_size, moe.num_experts // mesh.ep, moe.ffn_hidden_size // mesh.etp
-    routed = int(roof.slice * moe.top_k * mesh.etp * work.imbalance)
+    routed = int(roof.slice * moe.top_k * mesh.etp * work.load)
     each = max(1, routed // local)
     yield "experts", roof.linear(each, 2 * width, hidden, local, fp8=work.fp8)
     yield "experts", roof.linear(each, hidden, width, local, fp8=work.fp8)

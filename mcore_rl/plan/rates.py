@@ -59,6 +59,10 @@ class Rates:
     """The same of the native engine, which starts some fifty kernels a layer from Python: a guess."""
     decode_message_s: float = 12e-6
     """Seconds of a small all-reduce inside a node."""
+    imbalance: float | None = None
+    """Tokens sent to the experts of the fullest rank, as a multiple of the mean; None: not known."""
+    imbalance_source: str = ""
+    """Option or run that it is from."""
     source: str = ""
     """Run that they were calibrated with; empty: published runs."""
     rl_factors: dict[str, float] = field(default_factory=dict)
@@ -110,6 +114,8 @@ def rates_of(config: RatesConfig) -> Rates:
     if config.speed != 1.0:
         scaled = ("products", "products_fp8", "attention", "attention_backward", "hbm", "link", "nic")
         rates = replace(rates, **{name: getattr(rates, name) * config.speed for name in scaled})
+    if config.imbalance is not None:
+        rates = replace(rates, imbalance=config.imbalance, imbalance_source=config.source or "[rates]")
     factors = {"rollout": config.rollout, "logprobs and values": config.logprobs, "updates": config.updates}
     known = {name: factor for name, factor in factors.items() if factor is not None}
     return replace(rates, rl_factors=known, source=config.source or "")

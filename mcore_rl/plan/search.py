@@ -112,7 +112,8 @@ def _search(config: RunConfig, program: Program, place: Place) -> Search:
                 result.refused += 1
                 continue
             layout = layout or layout_of(chosen)
-            stages = StageMemory(chosen, place.world_size, seq_length, layout)
+            imbalance = place.rates.imbalance or 1.0
+            stages = StageMemory(chosen, place.world_size, seq_length, layout, imbalance)
             memory = stages.fullest(place.room_bytes)
             is_too_large = memory.total > place.room_bytes
             if not is_too_large and memory.main_memory and not isinf(place.host_bytes):

@@ -57,6 +57,8 @@ def estimate_lines(plan: Estimate) -> Iterator[str]:
         yield from _step_lines(plan, plan.step)
         yield from _rl_lines(plan)
         yield run_line(plan)
+    if load := load_text(plan):
+        yield load
     for warning in plan.warnings:
         yield f"warn    {warning}"
 
@@ -183,12 +185,29 @@ def _step_lines(plan: Estimate, timed: StepEstimate) -> Iterator[str]:
     rest = ", ".join(f"{one.term} {max(0.0, one.gain):.0%}" for one in others[:4])
     yield f"limits  {first.term} would give {first.gain:.0%}, {rest}"
     yield f"range   {timed.span.reason}"
-    if timed.imbalance:
-        loads = " / ".join(f"{load:g}x" for load in timed.imbalance)
-        costs = " / ".join(f"{max(0.0, cost):.0%}".rstrip("%") for cost in timed.imbalance.values())
-        yield (
-            f"warn    experts are taken as evenly loaded; the fullest rank at {loads} of the mean would cost {costs} %"
+
+
+def load_text(plan: Estimate) -> str:
+    """Return the line on the load of the experts: the one that is planned, or what several would cost; else empty."""
+    rates, by_load = plan.place.rates, plan.fullest_by_load
+    if rates.imbalance is not None and plan.config.model.is_moe and plan.config.mesh.ep > 1:
+        return (
+            f"experts the fullest rank's get {rates.imbalance:.3g} times the mean of tokens, in time and memory "
+            f"({rates.imbalance_source})"
         )
+    if not by_load:
+        return ""
+    loads = " / ".join(f"{load:g}x" for load in by_load)
+    more = " / ".join(f"{(size - plan.fullest.total) / GIB:.1f}" for size in by_load.values())
+    costs = f"{more} GiB"
+    if plan.step is not None:
+        lost = [f"{max(0.0, cost):.0%}".rstrip("%") for cost in plan.step.imbalance.values()]
+        costs = f"{' / '.join(lost)} % of the speed and {costs}"
+    text = f"warn    experts are taken as evenly loaded; the fullest rank at {loads} of the mean would cost {costs}"
+    too_large = [load for load, size in by_load.items() if size > plan.place.room_bytes]
+    if plan.fits and too_large:
+        text += f", which does not fit from {min(too_large):g}x on"
+    return f"{text} (--imbalance)"
 
 
 def span_text(plan: Estimate) -> str:
@@ -273,6 +292,7 @@ def calibration_lines(rates: RatesConfig) -> Iterator[str]:
     meaning = {
         "source": "",
         "host_layer_s": f"published runs: {usual.host_layer_s:g}",
+        "imbalance": "tokens of the fullest rank's experts / the mean, on the run's mesh",
         "speed": "times the parts of the peaks that published runs reach",
         "rollout": "measured / the lower bound",
         "logprobs": "measured / the lower bound",
@@ -316,6 +336,8 @@ def as_json(plan: Estimate) -> dict[str, Any]:
         "stages": [_stage(stage) for stage in plan.stages],
         "chunks_alive": plan.chunks_alive,
         "bubble": plan.bubble,
+        "imbalance": plan.place.rates.imbalance,
+        "fullest_by_load": plan.fullest_by_load,
         step_name(plan.config): None if plan.step is None else asdict(plan.step),
         "rl_step": None if plan.rl is None else asdict(plan.rl) | {"seconds": plan.rl.seconds},
         "warnings": plan.warnings,

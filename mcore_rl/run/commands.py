@@ -1,6 +1,7 @@
 """The commands of `mcore-rl` and their arguments. Imports neither torch nor Megatron, so that help is quick."""
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -445,6 +446,13 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="nodes of inference servers beside the trainer's",
     )
     parser.add_argument(
+        "--imbalance",
+        type=multiple,
+        metavar="X",
+        help="tokens of the fullest rank's experts, as a multiple of the mean (1.3), for time and memory; default: "
+        "that of a calibrated cluster, else even, with the cost of several",
+    )
+    parser.add_argument(
         "--calibrate",
         type=Path,
         metavar="RUN",
@@ -492,6 +500,14 @@ def positive(text: str) -> int:
     """Return the number; argparse refuses one below 1."""
     number = int(text)
     if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
+    return number
+
+
+def multiple(text: str) -> float:
+    """Return a multiple of a mean that is the largest of several; argparse refuses one below 1."""
+    number = float(text)
+    if not 1 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
     return number
 

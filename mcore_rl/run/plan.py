@@ -77,6 +77,7 @@ def main(args: argparse.Namespace) -> int:
         args.nodes * cluster.node.ranks_per_node,
         server_nodes=args.server_nodes,
         completion_tokens=args.completion_tokens,
+        imbalance=args.imbalance,
     )
     if args.search:
         found = search(config, program, place)
@@ -151,7 +152,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     world, seq_length = int(attempts[-1].machine["ranks"]), program.seq_length(config)
     plain = cluster.model_copy(update={"rates": RatesConfig()})
     records = [record for record in read_records(run_dir / FILE_NAME) if "event" not in record]
-    place = place_of(plain, world, server_nodes=args.server_nodes)
+    place = place_of(plain, world, server_nodes=args.server_nodes, imbalance=args.imbalance)
     rates = calibrated(config, place, seq_length, records, str(run_dir))
     found = cluster.model_copy(update={"rates": rates})
     _write(calibration_lines(rates))

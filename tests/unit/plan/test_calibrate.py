@@ -8,7 +8,7 @@ from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.plan.calibrate import calibrated
+from mcore_rl.plan.calibrate import calibrated, imbalance_of_run
 from mcore_rl.plan.parts import workload_of
 from mcore_rl.plan.rates import Rates
 from mcore_rl.plan.rollout import Lengths, engine_of, forward_seconds, generation, with_lengths
@@ -25,8 +25,12 @@ def records(*measured):
     return [{name: seconds * factor for name, seconds in measured} for factor in (9.0, 3.0, 0.99, 1.0, 1.02)]
 
 
+def work_of(rates, config=PRETRAIN, world=16, length=4096):
+    return workload_of(config, place(world).device, world, length, rates)
+
+
 def seconds_with(rates, config=PRETRAIN, world=16, length=4096):
-    return step(workload_of(config, place(world).device, world, length, rates)).seconds
+    return step(work_of(rates, config, world, length)).seconds
 
 
 def supervised(seconds, config=PRETRAIN, length=4096):
@@ -70,6 +74,34 @@ def test_the_parts_of_an_rl_step_are_factors_on_the_bound():
     fitted = calibrated(config, place(16), config.packed_length, found, "runs/mine")
     assert (fitted.rollout, fitted.logprobs) == (pytest.approx(1.5, rel=1e-3), pytest.approx(1.2, rel=0.01))
     assert fitted.updates == pytest.approx(1.0, rel=0.01) and fitted.speed == pytest.approx(1.0, rel=0.01)
+
+
+def loads(ep, *experts):
+    """Tokens by layer and expert, of three layers, of which the first is dense."""
+    config = PRETRAIN.model_copy(update={"mesh": PRETRAIN.mesh.model_copy(update={"ep": ep})})
+    record = {"moe/expert_load": [[0] * 8, *experts]}
+    return imbalance_of_run(config, [record] * 3)
+
+
+def test_the_load_of_the_fullest_rank_is_that_of_its_experts_together():
+    first, second = [50, 10, 10, 10, 5, 5, 5, 5], [10] * 8
+    # Of four ranks with two experts each the fullest has 60 of 100 tokens, then 20 of 80: 2.4 and 1 times a quarter.
+    assert loads(4, first, second) == pytest.approx((2.4 + 1.0) / 2)
+    assert loads(8, first, first) == 4.0 and loads(1, first, first) is None
+    assert imbalance_of_run(PRETRAIN, [{}]) is None
+
+
+def test_a_step_of_uneven_experts_is_not_put_down_to_the_host():
+    busy = work_of(replace(Rates(), imbalance=1.5, host_layer_s=7e-3))
+    seconds = step(busy).seconds
+    experts = [0.0] * 128
+    experts[:16] = [1.5 / 128] * 16
+    experts[16:] = [(1 - 16 * 1.5 / 128) / 112] * 112
+    found = records(("time/forward_backward_s", seconds))
+    for record in found:
+        record["moe/expert_load"] = [experts] * 48
+    fitted = calibrated(PRETRAIN, place(16), 4096, found, "runs/mine")
+    assert fitted.imbalance == pytest.approx(1.5) and fitted.host_layer_s == pytest.approx(7e-3, rel=1e-3)
 
 
 def test_a_run_of_two_steps_and_a_cluster_without_a_device_calibrate_nothing():

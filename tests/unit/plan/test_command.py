@@ -30,7 +30,26 @@ def test_a_plan_says_layout_memory_time_and_what_limits_it(capsys):
     assert step.startswith("step    2.") and "tokens/s a GPU" in step
     assert "experts 6" in shares and "host waits 0" in shares and "bubble" in shares
     assert "free matrix products would give" in limits and "published" in reason
-    assert any("evenly loaded" in warning for warning in warnings)
+    (loads,) = (warning for warning in warnings if "evenly loaded" in warning)
+    # 35 chunks of one layer, each with 8192 routed rows of 4096 + 3 x 14336 numbers: 25.2 GiB in the mean.
+    assert loads.endswith(
+        "1.1x / 1.3x / 2x of the mean would cost 7 / 18 / 42 % of the speed and 2.5 / 7.5 / 25.2 GiB, which does not "
+        "fit from 2x on (--imbalance)"
+    )
+
+
+def test_the_load_of_the_fullest_ranks_experts_is_an_input_of_time_and_memory(capsys):
+    words = ("mixtral_8x7b/pretrain", "--cluster", H100, "--nodes", "8")
+    _, memory, step, *lines = lines_of(capsys, *words, "--imbalance", "1.3")
+    assert "58.5 of 73.6 GiB: lasting 18.7" in memory and step.startswith("step    3.59 s")
+    assert (
+        "experts the fullest rank's get 1.3 times the mean of tokens, in time and memory (--imbalance)"
+        in lines
+    )
+    assert not any("evenly loaded" in line for line in lines)
+    with pytest.raises(SystemExit):
+        run(["plan", *words, "--imbalance", "0.9"])
+    assert "0.9, wanted 1 or more" in capsys.readouterr().err
 
 
 def test_a_plan_imports_no_torch_and_is_written_as_json(tmp_path):

@@ -8,7 +8,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.convert.megatron.mesh_bytes import bytes_by_stage
 from mcore_rl.families import FAMILIES, weight_map
-from mcore_rl.plan.activations import LayerActivations
+from mcore_rl.plan.activations import LayerActivations, load_of_fullest_rank
 from mcore_rl.plan.memory import (
     GIB,
     memory_by_stage,
@@ -119,6 +119,20 @@ def test_activations_of_a_layer_are_those_counted_by_hand():
         "shared_up": 0,
         "shared_act": 0,
     }
+
+
+def test_a_rank_whose_experts_get_more_tokens_keeps_more_of_them_up_to_their_capacity():
+    """4096 tokens, top-8, tp 2: 16,384 routed rows in the mean, of 2048 + 2 x 768 numbers, in each of 48 layers, which
+    compute the activation again.
+    """
+    even, fuller = (memory_by_stage(config(), 16, 4096, load)[0] for load in (1.0, 1.3))
+    assert fuller.activations - even.activations == 48 * (int(16384 * 1.3) - 16384) * (2048 + 2 * 768) * 2
+    assert fuller.permanent == even.permanent
+    # No expert takes more than 1.1 times the mean; and with ep 1 every rank has all experts.
+    model = config().model
+    model = model.model_copy(update={"moe": model.moe.model_copy(update={"capacity_factor": 1.1})})
+    assert load_of_fullest_rank(model, MeshConfig(ep=8), 1.3) == 1.1
+    assert load_of_fullest_rank(config().model, MeshConfig(ep=1), 1.3) == 1.0
 
 
 def test_latent_attention_keeps_expanded_heads_and_latents_of_both_sides_of_their_norms():
