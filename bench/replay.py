@@ -6,7 +6,9 @@ A step is a pass for old logprobs and an update's forward and backward pass over
 thread. Ours records in the first and imposes in the second: routes in a byte, checksums, accounts, and the comparison
 with the live choice. RouterReplay records and imposes too, checks and compares nothing; its indices are kept as it
 gives them, int64. R3 takes routes as an engine returns them, checks and exchanges them, and imposes them in both
-passes. The four take turns; figures are medians over the rounds of CPU seconds of this process.
+passes. The four, and a second step without replay that shows the noise, take turns in an order that rotates; figures
+are CPU time of this process: the median over the rounds of the difference to the step without replay of the same
+round, with the interval that holds the true median with 95 % probability (order statistics).
 `attributed` is the CPU time inside the tape and its hooks, without the top-k that routers compute anyway: less noisy
 than a difference of steps.
 """
@@ -14,6 +16,7 @@ than a difference of steps.
 import argparse
 import datetime
 import json
+import math
 import os
 import shlex
 import sys
@@ -300,14 +303,22 @@ class Attribution:
 def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Clock]]:
     """One row of the table."""
     bench = Bench(model)
-    ways = {"without": bench.without, "ours": bench.ours, "r3": bench.r3, "int64": bench.int64}
+    ways = {
+        "without": bench.without,
+        "again": bench.without,
+        "ours": bench.ours,
+        "r3": bench.r3,
+        "int64": bench.int64,
+    }
     clocks = {name: Clock() for name in ways}
     for way in ways.values():
         way()
+    order = list(ways)
     for _ in range(rounds):
-        for name, way in ways.items():
+        for name in order:
             with clocks[name]:
-                way()
+                ways[name]()
+        order.append(order.pop(0))
     attribution = Attribution()
     with attribution.attributing():
         for _ in range(rounds):
@@ -317,9 +328,10 @@ def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Cloc
     step_s = clocks["without"].median_s
     row = {
         "step_ms": 1e3 * step_s,
-        "ours_ms": 1e3 * (median(paired(clocks["ours"], clocks["without"]))),
-        "r3_ms": 1e3 * (median(paired(clocks["r3"], clocks["without"]))),
-        "int64_ms": 1e3 * (median(paired(clocks["int64"], clocks["without"]))),
+        "percent_of_a_step": {
+            name: [round(100 * seconds / step_s, 2) for seconds in difference(clocks[name], clocks["without"])]
+            for name in ("again", "ours", "r3", "int64")
+        },
         "attributed_ms": {name: round(1e3 * seconds, 3) for name, seconds in sorted(parts.items())},
         "attributed_fraction": round(sum(parts.values()) / step_s, 4),
         "bytes_per_token": {"ours": bench.our_bytes / tokens, "int64": bench.int64_bytes / tokens},
@@ -332,9 +344,24 @@ def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Cloc
     )
 
 
-def paired(clock: Clock, base: Clock) -> list[float]:
-    """Differences of steps next to each other."""
-    return [mine - theirs for mine, theirs in zip(clock.cpu_s, base.cpu_s, strict=True)]
+def difference(clock: Clock, base: Clock) -> tuple[float, float, float]:
+    """Return the median of the differences of the same round, and the ends of its 95 % interval."""
+    pairs = sorted(mine - theirs for mine, theirs in zip(clock.cpu_s, base.cpu_s, strict=True))
+    rank = median_interval_rank(len(pairs))
+    return median(pairs), pairs[rank], pairs[-1 - rank]
+
+
+def median_interval_rank(count: int) -> int:
+    """Return the index of the order statistic that, with the one as far from the end, has the median of the
+    distribution between them with a probability of at least 95 %; 0 where there are too few for that.
+    """
+    below, rank = 0.0, 0
+    for index in range(count // 2):
+        below += math.comb(count, index) / 2**count
+        if 2 * below > 0.05:
+            break
+        rank = index
+    return rank
 
 
 def big_shape() -> dict[str, Any]:
@@ -383,7 +410,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken")
+    parser.add_argument("--rounds", type=int, default=15, help="of which the median is taken")
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     from mcore_rl.parallel.mesh import destroy_mesh

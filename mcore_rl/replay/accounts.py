@@ -170,22 +170,33 @@ def world_totals(
     # A token may have changed in the layers of another pipeline stage only: union first, then count.
     dist.all_reduce(is_changed_t, op=dist.ReduceOp.MAX, group=mesh.pp.group)
     device = changes_l3.device
-    table = torch.zeros(num_layers + 1, 6, dtype=torch.float64, device=device)
+    table = torch.zeros(num_layers + 1, 7, dtype=torch.float64, device=device)
     # Without sequence parallelism the tensor-parallel ranks have the same tokens: only the first counts them.
     if mesh.sequence_parallel or mesh.tp.rank == 0:
         rows = torch.tensor(layers, dtype=torch.int64, device=device)
-        counts_l3 = torch.tensor(
-            [[compared_tokens, current_tokens, count] for count in consumed_l], device=device
+        counts_l4 = torch.tensor(
+            [[compared_tokens, current_tokens, count, unknown_tokens] for count in consumed_l], device=device
         )
-        table[rows] = torch.cat([changes_l3, counts_l3.view(-1, 3)], 1).double()
+        table[rows] = torch.cat([changes_l3, counts_l4.view(-1, 4)], 1).double()
         # All pipeline stages have the same tokens: only the last one counts them.
         if mesh.is_last_stage:
             table[-1, 0] = is_changed_t.sum()
-            table[-1, 1:3] = torch.tensor([compared_tokens, unknown_tokens])
-    table[-1, 3] = cached_bytes
+    table[-1, 1] = cached_bytes
     dist.all_reduce(table, group=mesh.world.group)
     *by_layer, tokens = table.tolist()
-    changed_L, moved_gates_L, disjoint_L, compared_L, current_L, consumed_L = (
+    changed_L, moved_gates_L, disjoint_L, compared_L, current_L, consumed_L, unknown_L = (
         list(column_L) for column_L in zip(*by_layer, strict=True)
     )
-    return RouteTotals(changed_L, moved_gates_L, disjoint_L, compared_L, current_L, consumed_L, *tokens[:4])
+    # Every layer with a router has all tokens; a stage, even the last, may have no such layer.
+    return RouteTotals(
+        changed_L,
+        moved_gates_L,
+        disjoint_L,
+        compared_L,
+        current_L,
+        consumed_L,
+        changed_tokens=tokens[0],
+        compared_tokens=max(compared_L),
+        unknown_tokens=max(unknown_L),
+        cached_bytes=tokens[1],
+    )

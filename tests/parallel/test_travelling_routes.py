@@ -13,6 +13,7 @@ MESHES = {
     "cp2-dp2": MeshConfig(cp=2, dp=2),
     "pp2-dp2": MeshConfig(pp=2, dp=2),
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
+    "pp2-layout-dp2": MeshConfig(pp=2, dp=2, pp_layout=(4, 0)),
 }
 
 
