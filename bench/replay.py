@@ -329,7 +329,9 @@ def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Cloc
     row = {
         "step_ms": 1e3 * step_s,
         "percent_of_a_step": {
-            name: [round(100 * seconds / step_s, 2) for seconds in difference(clocks[name], clocks["without"])]
+            name: [
+                round(100 * seconds / step_s, 2) for seconds in difference(clocks[name], clocks["without"])
+            ]
             for name in ("again", "ours", "r3", "int64")
         },
         "attributed_ms": {name: round(1e3 * seconds, 3) for name, seconds in sorted(parts.items())},

@@ -15,10 +15,10 @@ def test_a_run_learns_saves_and_is_done_once(
     run_dir = tmp_path / "run"
     first = mcore_rl("pretrain", config_file, "train.steps=60")
     assert first.returncode == 0, first.stderr
-    told = losses(run_dir)
-    assert list(told) == list(range(1, 61))
-    assert abs(told[1] - 4.79) < 0.1, "at first every token is as likely as any: log 120 = 4.787"
-    assert told[60] < 3.5, "the corpus can be learned down to log 4 = 1.386"
+    logged = losses(run_dir)
+    assert list(logged) == list(range(1, 61))
+    assert abs(logged[1] - 4.79) < 0.1, "at first every token is as likely as any: log 120 = 4.787"
+    assert logged[60] < 3.5, "the corpus can be learned down to log 4 = 1.386"
     assert (run_dir / "DONE").exists() and (run_dir / "config.toml").exists()
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} >= {"iter_0000056", "iter_0000060"}
     again = mcore_rl("pretrain", config_file, "train.steps=60")

@@ -299,16 +299,16 @@ def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, t
 OWN_REWARDS = """
 import os, time
 
-def broken(judged):
+def broken(scored):
     raise ValueError("no")
 
-def unnumbered(judged):
+def unnumbered(scored):
     return float("nan")
 
-def out_of_text(judged):
-    return [(len(judged.completion) + 1, 1.0)]
+def out_of_text(scored):
+    return [(len(scored.completion) + 1, 1.0)]
 
-def hangs_and_crashes_once(judged):
+def hangs_and_crashes_once(scored):
     with open("calls", "a") as calls:
         calls.write(".")
         call = calls.tell()
@@ -440,9 +440,9 @@ def test_a_reward_of_steps_is_learned_from_and_bad_steps_are_counted(
     rl_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_steps.py").write_text(
-        "def digits(judged):\n"
-        "    return [(end, float(c.isdigit())) for end, c in enumerate(judged.completion, 1)]\n\n\n"
-        "def late(judged):\n    return [(len(judged.completion) + 1, 1.0)]\n"
+        "def digits(scored):\n"
+        "    return [(end, float(c.isdigit())) for end, c in enumerate(scored.completion, 1)]\n\n\n"
+        "def late(scored):\n    return [(len(scored.completion) + 1, 1.0)]\n"
     )
     monkeypatch.chdir(tmp_path)
     parts = "rl.reward.parts=['own_steps:digits','own_steps:late']"

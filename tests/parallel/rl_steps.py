@@ -122,12 +122,12 @@ def random_routes(config: RlRunConfig, num_tokens: int, generator: torch.Generat
 def updates(
     config: RlRunConfig, initial: Tensors, other: Tensors, folder: Path, changes: Sequence[dict[str, Any]]
 ) -> list[list[dict[str, float]]]:
-    """On a rank, for each change of rl.loss: what is told of every update of one rollout, from `initial` weights, with
+    """On a rank, for each change of rl.loss: the report of every update of one rollout, from `initial` weights, with
     `other` ones as the reference.
     """
     state = set_up(config, start(config.platform))
     mesh = state.mesh
-    told = []
+    found = []
     for number, change in enumerate(changes):
         loss = {name: value for name, value in change.items() if name != "advantage"}
         rl = config.rl.model_copy(
@@ -157,13 +157,13 @@ def updates(
             for _ in range(varied.rl.update.epochs)
             for minibatch in minibatches
         ]
-        told.append(
+        found.append(
             [
                 replaced(report.sums) | {"grad_norm": report.grad_norm, "loss": report.loss}
                 for report in reports
             ]
         )
-    return told
+    return found
 
 
 def begin(
@@ -331,8 +331,8 @@ def router_shifts(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[s
         ]
         shift_T = torch.stack(moved).mean((0, 2)).neg().exp()
         shifts.append(shift_T[microbatch.mask_T])
-    told = [replaced(report.sums)["router_shift"] for report in reports]
-    return {"on-policy": told[0], "reported": told[1], "by hand": float(torch.cat(shifts).mean())}
+    found = [replaced(report.sums)["router_shift"] for report in reports]
+    return {"on-policy": found[0], "reported": found[1], "by hand": float(torch.cat(shifts).mean())}
 
 
 def log_sigmoid(logits: Tensor, _: int) -> Tensor:
@@ -362,14 +362,14 @@ def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, 
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
     advantages = learner.advantages(rollout, minibatches)
-    told = []
+    found = []
     for minibatch in minibatches:
         for one in minibatch.microbatches:
             weighted = one.with_advantages(advantages.of_samples, minibatch.loss_weights_N)
             for t in one.mask_T.nonzero().flatten().tolist():
                 sample = one.samples[int(one.sequence_T[t])]
-                told.append((sample, int(one.inputs.position_ids_Bs[0, t]), float(weighted.advantages_T[t])))
-    return told if state.mesh.is_last_stage else []
+                found.append((sample, int(one.inputs.position_ids_Bs[0, t]), float(weighted.advantages_T[t])))
+    return found if state.mesh.is_last_stage else []
 
 
 def replaced(sums: dict[str, float]) -> dict[str, float]:

@@ -46,7 +46,7 @@ def on_a_part(cp):
         tokens = type(whole)(**mine, lengths_N=whole.lengths_N)
         loss = policy_loss(tokens, config, cp)
         (gradient,) = torch.autograd.grad(loss.loss, leaf)
-        numbers = [{name: float(x) for name, x in facts.items()} for facts in (loss.sums, loss.maxima)]
+        numbers = [{name: float(x) for name, x in values.items()} for values in (loss.sums, loss.maxima)]
         results.append((*numbers, gradient))
     return results
 

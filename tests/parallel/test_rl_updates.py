@@ -96,7 +96,7 @@ def weights(model: str, seed: int) -> Tensors:
     return random_weights(config.model_copy(update={"train": TrainConfig(seed=seed)}))
 
 
-def told_by(config: RlRunConfig, model: str, folder: Path) -> list[list[dict[str, float]]]:
+def reports_of(config: RlRunConfig, model: str, folder: Path) -> list[list[dict[str, float]]]:
     """What all ranks tell alike."""
     work = (config, weights(model, 1), weights(model, 2), folder, CHANGES)
     ranks = run_ranks(updates, config.mesh.smallest_world, *work)
@@ -106,7 +106,7 @@ def told_by(config: RlRunConfig, model: str, folder: Path) -> list[list[dict[str
 
 @functools.cache
 def alone(model: str, folder: Path, replay: ReplayKind = "none") -> list[list[dict[str, float]]]:
-    return told_by(config_of(model, MeshConfig(), replay=replay), model, folder / replay)
+    return reports_of(config_of(model, MeshConfig(), replay=replay), model, folder / replay)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_updates_do_not_depend_on_the_mesh(model: str, mesh: str, folder: Path, 
     config = config_of(model, MESHES[mesh])
     platform = PlatformConfig(logits_chunk_tokens=LOGITS_CHUNKS.get(mesh, "auto"))
     config = config.model_copy(update={"platform": platform})
-    assert_same(told_by(config, model, tmp_path), alone(model, folder))
+    assert_same(reports_of(config, model, tmp_path), alone(model, folder))
 
 
 @pytest.mark.matrix("r2-ep2", "r3-pp2-vpp2", "r3-cp2")
@@ -143,7 +143,7 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
     """Of R3 the routes are random ones: nothing but replay could choose them."""
     reference = alone("qwen3_moe", folder, replay)
     assert_same(
-        told_by(config_of("qwen3_moe", MESHES[mesh], replay=replay), "qwen3_moe", tmp_path), reference
+        reports_of(config_of("qwen3_moe", MESHES[mesh], replay=replay), "qwen3_moe", tmp_path), reference
     )
     free = alone("qwen3_moe", folder)
     # Ten times what meshes may differ by.
@@ -229,7 +229,7 @@ def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_p
 def test_tokens_with_routes_like_none_of_the_trainer_fall_back_and_no_ratio_sees_it(
     mesh: str, router_shift: bool, tmp_path: Path
 ) -> None:
-    """The pass for old logprobs is made again, so that the first update has ratios of one, and routers have not moved."""
+    """The pass for old logprobs is made again: the first update has ratios of one, and no router has moved."""
     config = config_of("qwen3_moe", MESHES.get(mesh, MeshConfig()), replay="r3")
     loss = config.rl.loss.model_copy(update={"router_shift": router_shift})
     config = config.model_copy(update={"rl": config.rl.model_copy(update={"loss": loss})})
@@ -268,19 +268,19 @@ def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str,
                 later = sum((step.value - mean) / spread for step in steps if step.end >= t)
                 wanted[group * SIZE + place, position] = later
     ranks = run_ranks(token_advantages, config.mesh.smallest_world, config, tmp_path)
-    told = [one for rank in ranks for one in rank]
-    assert len(told) == len(wanted)
-    assert {(sample, t): x for sample, t, x in told} == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+    found = [one for rank in ranks for one in rank]
+    assert len(found) == len(wanted)
+    assert {(sample, t): x for sample, t, x in found} == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
 def test_updates_do_not_depend_on_how_completions_are_packed(folder: Path, tmp_path: Path) -> None:
     short = config_of("qwen3_moe", MeshConfig(), ROWS["short"])
-    assert_same(told_by(short, "qwen3_moe", tmp_path), alone("qwen3_moe", folder))
+    assert_same(reports_of(short, "qwen3_moe", tmp_path), alone("qwen3_moe", folder))
 
 
 def test_the_first_update_has_ratios_of_one_and_later_ones_have_not(folder: Path) -> None:
-    for change, told in zip(CHANGES, alone("qwen3_moe", folder), strict=True):
-        first, second = told
+    for change, reports in zip(CHANGES, alone("qwen3_moe", folder), strict=True):
+        first, second = reports
         assert first["ratio_minus_1"] == first["ratio_minus_1_squared"] == first["kl_old"] == 0.0, change
         assert first["max/log_ratio"] == first["max/minus_log_ratio"] == 0.0
         assert second["kl_old"] > 1e-9, change
@@ -318,11 +318,11 @@ def test_old_logprobs_of_a_pass_before_are_those_of_the_update_itself(folder: Pa
     """With a second epoch the first minibatch needs them from a pass: its ratios are exactly 1 all the same."""
     config = config_of("qwen3_moe", MeshConfig(), epochs=2)
     initial, other = weights("qwen3_moe", 1), weights("qwen3_moe", 2)
-    (told,) = run_ranks(updates, 1, config, initial, other, tmp_path, CHANGES[:1])[0]
+    (reports,) = run_ranks(updates, 1, config, initial, other, tmp_path, CHANGES[:1])[0]
     once = alone("qwen3_moe", folder)[0]
-    assert told[:2] == once
-    assert len(told) == 4
-    assert told[2]["kl_old"] > 0.0
+    assert reports[:2] == once
+    assert len(reports) == 4
+    assert reports[2]["kl_old"] > 0.0
 
 
 @pytest.mark.parametrize("mesh", ["alone", "ep2"])
@@ -342,9 +342,9 @@ def test_sampled_old_logprobs_need_no_routes(mesh: str, folder: Path, tmp_path: 
 def test_the_kl_to_an_equal_reference_is_nothing(tmp_path: Path) -> None:
     config = config_of("qwen3_moe", MeshConfig())
     same = weights("qwen3_moe", 1)
-    (told,) = run_ranks(updates, 1, config, same, same, tmp_path, CHANGES[:1])[0]
-    assert told[0]["kl_reference"] == 0.0
-    assert told[1]["kl_reference"] > 1e-9
+    (reports,) = run_ranks(updates, 1, config, same, same, tmp_path, CHANGES[:1])[0]
+    assert reports[0]["kl_reference"] == 0.0
+    assert reports[1]["kl_reference"] > 1e-9
 
 
 def test_frozen_routers_and_their_biases_stay_and_all_else_learns(tmp_path: Path) -> None:

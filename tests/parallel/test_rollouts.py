@@ -30,10 +30,10 @@ def alone(dynamic: bool) -> list[dict[str, Any]]:
 def test_groups_are_those_of_one_replica(mesh: MeshConfig, dynamic: bool) -> None:
     ranks = run_ranks(taken, mesh.smallest_world, mesh, STEPS, {"dynamic_sampling": dynamic})
     for step, wanted in enumerate(alone(dynamic)):
-        for told in (rank[step] for rank in ranks):
+        for found in (rank[step] for rank in ranks):
             for known_to_all in ("rewards", "shapes", "taken"):
-                assert told[known_to_all] == wanted[known_to_all], known_to_all
-            assert told["metrics"] == pytest.approx(wanted["metrics"])
+                assert found[known_to_all] == wanted[known_to_all], known_to_all
+            assert found["metrics"] == pytest.approx(wanted["metrics"])
         for share in ("prompts", "lengths"):
             whole = {number: x for rank in ranks for number, x in rank[step][share].items()}
             assert whole == wanted[share]

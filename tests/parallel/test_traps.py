@@ -75,18 +75,18 @@ def poisoned_step(config: PretrainConfig) -> tuple[object, object]:
     state = set_up(config, start(config.platform))
     train_step(state, batch(state, 0), NextTokenHead())
     hook = next(state.chunks[0].parameters()).register_hook(lambda gradient: gradient * math.inf)
-    before = facts(state)
+    before = snapshot(state)
     report = train_step(state, batch(state, 1), NextTokenHead())
     hook.remove()
     assert report.skipped and math.isnan(report.grad_norm)
     assert state.progress.skipped_steps == 1 and state.progress.step == 2
-    after = facts(state)
+    after = snapshot(state)
     healthy = train_step(state, batch(state, 2), NextTokenHead())
     assert not healthy.skipped and math.isfinite(healthy.loss)
     return before, after
 
 
-def facts(state) -> object:  # type: ignore[no-untyped-def]
+def snapshot(state) -> object:  # type: ignore[no-untyped-def]
     """State that a skipped step must leave unchanged."""
     weights = [shard.data.double().sum().item() for shard in local_shards(state.chunks)]
     return weights, state.schedule.num_steps, [g["step"] for g in state.optimizer.param_groups]

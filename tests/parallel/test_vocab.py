@@ -31,11 +31,13 @@ def on_a_rank(vocab_size):
     axis = Axis(dist.group.WORLD, dist.get_rank(), 2)
     logits, targets, pull = inputs()
     shard = logits.chunk(2, dim=1)[axis.rank].clone().requires_grad_()
-    facts = logprobs_and_entropy(shard, targets, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
-    (facts[0] * pull[0] + facts[1] * pull[1]).sum().backward()
+    values = logprobs_and_entropy(
+        shard, targets, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4
+    )
+    (values[0] * pull[0] + values[1] * pull[1]).sum().backward()
     nothing = torch.full_like(targets, IGNORED_TARGET)
     logprobs_and_entropy(shard, nothing, axis, vocab_size=vocab_size, temperature=0.8, chunk_tokens=4)
-    return [x.detach() for x in facts], shard.grad, deferred_on_a_rank(axis, vocab_size)
+    return [x.detach() for x in values], shard.grad, deferred_on_a_rank(axis, vocab_size)
 
 
 def factors():
@@ -100,8 +102,8 @@ def test_two_slices_equal_the_whole_in_value_and_gradient():
         entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1).where(asked, 0.0)
         (logprobs * pull[0] + entropy * pull[1]).sum().backward()
         assert_deferred([rank[index][2] for rank in ranks], vocab_size)
-        for facts, _, _ in (ranks[0][index], ranks[1][index]):
-            torch.testing.assert_close(facts, [logprobs.detach(), entropy.detach()], rtol=0, atol=1e-12)
+        for values, _, _ in (ranks[0][index], ranks[1][index]):
+            torch.testing.assert_close(values, [logprobs.detach(), entropy.detach()], rtol=0, atol=1e-12)
         gradient = torch.cat([ranks[0][index][1], ranks[1][index][1]], dim=1)
         torch.testing.assert_close(gradient, logits.grad, rtol=0, atol=1e-12)
 

@@ -190,9 +190,9 @@ def test_the_pointer_shows_the_values_and_one_cursor_runs_over_all_charts(open_p
     opened.page.mouse.move(box["x"] + box["width"] - 5, box["y"] + 60)
     opened.page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 60)
     opened.page.wait_for_function("figure => !figure.querySelector('.tip').hidden", arg=figure)
-    told = figure.query_selector(".tip").text_content()
-    assert told.startswith("step 40") and "grpo" in told and "gspo" in told
-    assert "0.4" in told  # the reward at step 40
+    tip = figure.query_selector(".tip").text_content()
+    assert tip.startswith("step 40") and "grpo" in tip and "gspo" in tip
+    assert "0.4" in tip  # the reward at step 40
     other, _ = figure_of(opened.page, "Entropy of the policy")
     same = "plot.posToVal(plot.cursor.left, 'x')"
     opened.page.wait_for_function(f"f => {{ const plot = PLOTS.get(f); return {same} > 39; }}", arg=other)

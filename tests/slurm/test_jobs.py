@@ -47,7 +47,7 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
 
 
 def gets_on(cluster: Cluster, run_dir: Path) -> None:
-    """A step is told that was not told before."""
+    """A step is reported that was not reported before."""
     reached = max(losses(run_dir))
     cluster.until(lambda: max(losses(run_dir)) > reached, f"a step after {reached}", BEGIN_S)
 

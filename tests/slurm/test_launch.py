@@ -127,8 +127,10 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
     cause = "DataError: answers.jsonl:7: not JSON"
     log = (folder / f"tuned/logs/{sft}.log").read_text().splitlines()
     assert "first cause: rank " in log[1] and cause in log[1], log
-    told = mcore_rl(cluster, "jobs", "tuned", "runs/pipeline/convert").stdout.splitlines()
-    assert cause in told[1] and f"not started: both-sft (job {sft}, " in told[2] and cause in told[2], told
+    lines = mcore_rl(cluster, "jobs", "tuned", "runs/pipeline/convert").stdout.splitlines()
+    assert cause in lines[1] and f"not started: both-sft (job {sft}, " in lines[2] and cause in lines[2], (
+        lines
+    )
     (folder / "answers.jsonl").write_text(good)
     trained = (folder / "launched/metrics.jsonl").read_bytes()
     mended = mcore_rl(cluster, *words)
@@ -143,8 +145,8 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
     script = (folder / "launched/launch/0/job.sbatch").read_text()
     assert script == shown.stdout.partition("\n#!/")[0]
 
-    told = mcore_rl(cluster, "jobs", "launched", "tuned").stdout.splitlines()
-    assert [line.split()[:5] for line in told[1:]] == [
+    lines = mcore_rl(cluster, "jobs", "launched", "tuned").stdout.splitlines()
+    assert [line.split()[:5] for line in lines[1:]] == [
         ["launched", pretrain, "DONE", "1", "6"],
         ["tuned", sft, "DONE", "1", "3"],
     ]

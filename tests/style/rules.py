@@ -146,7 +146,7 @@ def imports_are_absolute(source: Source) -> Iterator[str]:
 
 
 def nothing_prints(source: Source) -> Iterator[str]:
-    """What is told goes through obs, or is written to a stream on purpose."""
+    """Output goes through obs, or is written to a stream on purpose."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield f"{source.path}:{node.lineno}: print"

@@ -82,7 +82,7 @@ def test_settings_that_agree_pass(family, overrides, world_size):
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides", "world_size", "told"),
+    ("family", "overrides", "world_size", "message"),
     [
         ("qwen3_moe", "", 4, "has 4 ranks, but mesh.tp=1 x pp=1 x cp=1 x dp=1 takes 1. Start so many"),
         ("qwen3_moe", "mesh.tp=2 mesh.dp=auto", 3, "Start 2, 4, 6 or another multiple of 2"),
@@ -300,9 +300,9 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ),
     ],
 )
-def test_a_disagreement_is_told_alone_and_with_a_remedy(family, overrides, world_size, told):
+def test_a_disagreement_is_told_alone_and_with_a_remedy(family, overrides, world_size, message):
     lines = violations(family, overrides, world_size)
-    assert [told in line for line in lines] == [True], lines
+    assert [message in line for line in lines] == [True], lines
     assert lines[0].split(". ")[-1].split()[0] in REMEDIES
 
 

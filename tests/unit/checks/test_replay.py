@@ -21,7 +21,7 @@ def test_a_run_without_replay_needs_no_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replay", "model", "facts", "named"),
+    ("replay", "model", "arguments", "named"),
     [
         (ReplayConfig(kind="r2"), DENSE, {}, "no experts"),
         (ReplayConfig(kind="r2"), MOE, {"router_fusion": True}, "moe_router_fusion"),
@@ -47,8 +47,8 @@ def test_a_run_without_replay_needs_no_experts() -> None:
         (ReplayConfig(on_disagreement="live"), MOE, {}, "no routes are imposed that tokens could lose"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(replay, model, facts, named) -> None:  # type: ignore[no-untyped-def]
-    (reason,) = replay_violations(replay, model, **facts)
+def test_what_cannot_be_replayed_is_refused(replay, model, arguments, named) -> None:  # type: ignore[no-untyped-def]
+    (reason,) = replay_violations(replay, model, **arguments)
     assert named in reason
 
 

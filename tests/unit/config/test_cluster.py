@@ -23,7 +23,7 @@ def test_every_example_loads_passes_its_checks_and_comes_back_from_toml(path, tm
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("slurm.partion=gpu", "Did you mean slurm.partition?"),
         ("node.gpu=8", "Did you mean node.gpus?"),
@@ -31,13 +31,13 @@ def test_every_example_loads_passes_its_checks_and_comes_back_from_toml(path, tm
         ("survival.starter=mpirun", 'expected one of "torchrun", "srun"'),
     ],
 )
-def test_what_no_cluster_has_is_told_with_what_was_meant(override, told):
-    with pytest.raises(ConfigError, match=f"(?s){override.partition('=')[0]}.*{told.replace('?', '[?]')}"):
+def test_what_no_cluster_has_is_told_with_what_was_meant(override, message):
+    with pytest.raises(ConfigError, match=f"(?s){override.partition('=')[0]}.*{message.replace('?', '[?]')}"):
         load_config(ClusterConfig, H100, [override])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["node.ranks=4"], "node.gpus=8 and node.ranks=4"),
         (["node.gpus=0"], "no rank would be started"),
@@ -53,10 +53,10 @@ def test_what_no_cluster_has_is_told_with_what_was_meant(override, told):
         (["container.kind=apptainer", 'container.options=["--cleanenv"]'], "ranks would not hear of Slurm"),
     ],
 )
-def test_settings_of_a_cluster_that_do_not_agree_are_refused(overrides, told):
+def test_settings_of_a_cluster_that_do_not_agree_are_refused(overrides, message):
     with pytest.raises(ConfigError) as raised:
         check_cluster(load_config(ClusterConfig, H100, overrides))
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(

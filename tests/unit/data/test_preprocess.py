@@ -208,8 +208,8 @@ def test_bad_lines_are_left_out_counted_and_told_with_file_and_line(options, tmp
     said = run(replace(options, inputs=(tmp_path / "a.jsonl", tmp_path / "b.jsonl"), workers=2))
     assert len(IndexedDataset(str(options.output))) == 4
     assert json.loads(files(options.output)[".json"])["bad_lines"] == 10
-    told = [(e["path"], e["line"]) for e in events(options.output) if e["event"] == "bad line"]
-    assert told == [
+    reported = [(e["path"], e["line"]) for e in events(options.output) if e["event"] == "bad line"]
+    assert reported == [
         (str(tmp_path / name), line) for name in ("a.jsonl", "b.jsonl") for line in range(2, 7) if line
     ]
     assert "10 bad lines were left out" in said

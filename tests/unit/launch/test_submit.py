@@ -174,7 +174,7 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--servers", "2"], "--servers 2 needs --server-command"),
         (["--server-command", "serve"], "need --servers N"),
@@ -200,9 +200,9 @@ def test_servers_are_a_second_part_of_the_job_with_the_clusters_gpus(home, slurm
         (["run_dir=runs/try#3"], "cannot stand in an #SBATCH line"),
     ],
 )
-def test_what_would_fail_later_is_refused_before_anything_is_submitted(words, told, home, slurm, capsys):
+def test_what_would_fail_later_is_refused_before_anything_is_submitted(words, message, home, slurm, capsys):
     assert launch(DATA, *words) == 2
-    assert told in capsys.readouterr().err and slurm.submitted == []
+    assert message in capsys.readouterr().err and slurm.submitted == []
 
 
 def test_the_mesh_must_fit_nodes_times_gpus(home, slurm, capsys):
@@ -222,9 +222,9 @@ def test_a_disk_that_is_too_small_for_the_run_is_warned_of(home, slurm, capsys, 
     usage = shutil.disk_usage(home)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=2**20))
     assert launch(DATA, "--dry-run") == 0
-    told = capsys.readouterr().err
-    assert re.search(r"disk, estimated: (\S+ [GM]iB) \(\d checkpoints of .*\)\n", told)
-    assert re.search(r"warning: the run will take .* of disk, and \S+ has 1\.0 MiB free", told)
+    message = capsys.readouterr().err
+    assert re.search(r"disk, estimated: (\S+ [GM]iB) \(\d checkpoints of .*\)\n", message)
+    assert re.search(r"warning: the run will take .* of disk, and \S+ has 1\.0 MiB free", message)
 
 
 def test_experts_across_nodes_are_warned_of(home, slurm, capsys):
@@ -243,10 +243,12 @@ def test_an_estimate_above_the_gpus_memory_is_refused_with_its_parts_unless_forc
         "cluster": tmp_path / "cluster.toml",
     }
     assert launch(*words, **qwen3) == 2
-    told = capsys.readouterr().err
-    assert re.search(r"estimate is 7\d\.\d GiB .*\(weights 8\.2, .*but a GPU of h100 has 74 GiB for it", told)
+    message = capsys.readouterr().err
+    assert re.search(
+        r"estimate is 7\d\.\d GiB .*\(weights 8\.2, .*but a GPU of h100 has 74 GiB for it", message
+    )
     # Forwards and backwards: one step of recomputation more is the smallest change that fits.
-    assert re.search(r"nearest that pass the checks and fit.*\n  platform\.recompute", told)
+    assert re.search(r"nearest that pass the checks and fit.*\n  platform\.recompute", message)
     assert launch(*words, "--force", **qwen3) == 0
     assert "warning: the estimate is" in capsys.readouterr().err
     assert launch(*words, "run_dir=runs/two", nodes=("--nodes", "2"), **qwen3) == 0
@@ -387,7 +389,7 @@ def test_keys_are_read_by_the_job_and_are_in_no_file_of_the_launch(home, slurm, 
 
 
 @pytest.mark.parametrize(
-    ("where", "mode", "text", "told"),
+    ("where", "mode", "text", "message"),
     [
         ("keys.env", 0o644, "A=secret\n", "can be read by others (mode 644). Take that away: chmod 600"),
         ("home/runs/tiny_moe/keys.env", 0o600, "A=secret\n", "lies in the run's folder"),
@@ -395,7 +397,9 @@ def test_keys_are_read_by_the_job_and_are_in_no_file_of_the_launch(home, slurm, 
         ("gone/keys.env", None, "", "cannot be read"),
     ],
 )
-def test_a_file_of_keys_that_is_not_safe_is_refused(where, mode, text, told, home, slurm, capsys, tmp_path):
+def test_a_file_of_keys_that_is_not_safe_is_refused(
+    where, mode, text, message, home, slurm, capsys, tmp_path
+):
     keys = tmp_path / where
     if mode is not None:
         keys.parent.mkdir(parents=True, exist_ok=True)
@@ -403,7 +407,7 @@ def test_a_file_of_keys_that_is_not_safe_is_refused(where, mode, text, told, hom
         keys.chmod(mode)
     assert launch(DATA, cluster=with_keys(tmp_path, keys)) == 2
     shown = capsys.readouterr().err
-    assert told in shown and "secret" not in shown and slurm.submitted == []
+    assert message in shown and "secret" not in shown and slurm.submitted == []
 
 
 def test_a_run_whose_fence_names_a_live_job_is_refused(home, slurm, capsys):

@@ -68,16 +68,16 @@ def test_an_evaluation_does_not_wait_for_the_interval(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("matrix_interval", "told"),
+    ("matrix_interval", "logged"),
     [(2, {2: [[2, 4]], 4: [[2, 4]]}), (None, {}), (3, {3: [[3, 6]], 4: [[1, 2]]})],
 )
-def test_matrices_have_their_own_interval_and_lose_nothing(tmp_path, matrix_interval, told):
+def test_matrices_have_their_own_interval_and_lose_nothing(tmp_path, matrix_interval, logged):
     log = jsonl_log(tmp_path / "m", matrix_interval=matrix_interval)
     for step in range(1, 5):
         log.write(step, [Metric("train/lr", 1.0), Metric("moe/expert_load", torch.tensor([[1, 2]]))])
     log.close()
     matrices = {r["step"]: r["moe/expert_load"] for r in records(tmp_path / "m") if "moe/expert_load" in r}
-    assert matrices == told
+    assert matrices == logged
 
 
 def test_an_event_is_a_record_of_the_current_step(tmp_path):

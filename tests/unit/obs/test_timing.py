@@ -16,9 +16,9 @@ def test_a_phase_counts_every_time_it_is_entered_until_it_is_taken():
             time.sleep(0.02)
     with timers.phase("optimizer"):
         time.sleep(0.01)
-    told = reduced(timers.take())
-    assert 0.04 <= told["time/data_s"] < 0.4
-    assert 0.01 <= told["time/optimizer_s"] < 0.2
+    metrics = reduced(timers.take())
+    assert 0.04 <= metrics["time/data_s"] < 0.4
+    assert 0.01 <= metrics["time/optimizer_s"] < 0.2
     assert timers.take() == []
 
 

@@ -35,7 +35,7 @@ def page(runs):
     return output.read_text(encoding="utf-8")
 
 
-def told(run, name):
+def series(run, name):
     """Steps and values of a metric, read from the file by other means than the report's."""
     lines = (run.path / "metrics.jsonl").read_text().splitlines()
     found = [record for record in map(json.loads, lines) if name in record]
@@ -55,7 +55,7 @@ def test_every_line_of_the_page_has_the_numbers_of_the_metrics(page, runs):
     ]
     assert {one["metric"] for one in drawn} >= {"train/loss_nats", "reward/mean", "memory/resident_bytes"}
     for one in drawn:
-        steps, values = told(runs[one["run"]], one["metric"])
+        steps, values = series(runs[one["run"]], one["metric"])
         assert one["x"] == steps
         assert one["y"] == pytest.approx(values, rel=1e-5)
 
@@ -64,8 +64,8 @@ def test_the_band_of_the_reward_is_its_spread(page, runs):
     reward = next(chart for chart in data_of(page)["charts"] if chart["title"] == "Reward")
     assert [one["run"] for one in reward["series"]] == [2, 3]
     for one in reward["series"]:
-        _, means = told(runs[one["run"]], "reward/mean")
-        _, spreads = told(runs[one["run"]], "reward/group_std")
+        _, means = series(runs[one["run"]], "reward/mean")
+        _, spreads = series(runs[one["run"]], "reward/group_std")
         both = list(zip(means, spreads, strict=True))
         assert one["low"] == pytest.approx([mean - spread for mean, spread in both], rel=1e-5, abs=1e-9)
         assert one["high"] == pytest.approx([mean + spread for mean, spread in both], rel=1e-5, abs=1e-9)
@@ -109,9 +109,9 @@ def test_runs_come_by_stage_and_the_table_tells_first_and_last(runs):
     table = dict(summary.numbers(runs))
     (accuracy,) = [cells for name, cells in table.items() if name.startswith("accuracy, ")]
     assert accuracy == ["", "", *["11.0 % → 50.0 % (95 %: 38.1 to 61.9, n = 64)"] * 2]
-    _, losses = told(runs[0], "train/loss_nats")
+    _, losses = series(runs[0], "train/loss_nats")
     assert table["loss"][0] == f"{losses[0]:.4g} → {losses[-1]:.4g}"
-    speeds = told(runs[0], "train/tokens_per_s_per_rank")[1]
+    speeds = series(runs[0], "train/tokens_per_s_per_rank")[1]
     assert table["tokens / s / rank, median"][0] == f"{statistics.median_low(speeds) / 1000:.3g} k"
 
 
@@ -120,8 +120,9 @@ def test_only_what_differs_between_the_configs_is_told(runs):
 
 
 def test_what_was_run_is_told_with_the_command_a_user_gives(runs):
-    told = {fact.name: fact.value for fact in summary.provenance(runs[0])}
-    assert told["mesh"] == "world 2" and "2 ranks on" in told["machine"] and "torch" in told["versions"]
+    provenance = {fact.name: fact.value for fact in summary.provenance(runs[0])}
+    assert provenance["mesh"] == "world 2" and "2 ranks on" in provenance["machine"]
+    assert "torch" in provenance["versions"]
     attempt = replace(runs[0].attempts[0], command=["python", "-m", "mcore_rl.run.pretrain", "a b.toml"])
     assert summary.command_text(attempt) == "mcore-rl pretrain 'a b.toml'"
 

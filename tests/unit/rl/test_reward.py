@@ -30,20 +30,20 @@ from tests.unit.rl.groups import text_group
 
 OWN = """
 import time
-def bonus(judged):
-    return 0.25 * judged.num_tokens + judged.fields["more"]
-def never(judged):
+def bonus(scored):
+    return 0.25 * scored.num_tokens + scored.fields["more"]
+def never(scored):
     raise KeyError("lost")
-def nan(judged):
+def nan(scored):
     return float("nan")
-def steps(judged):
-    return [(2, 1.0), (len(judged.completion), 0.5)]
-def told(judged):
-    return eval(judged.completion)
-def sometimes(judged):
-    if judged.completion == "raise":
+def steps(scored):
+    return [(2, 1.0), (len(scored.completion), 0.5)]
+def evaluated(scored):
+    return eval(scored.completion)
+def sometimes(scored):
+    if scored.completion == "raise":
         raise ValueError("as asked")
-    return float(len(judged.completion))
+    return float(len(scored.completion))
 notafunction = 3
 """
 
@@ -68,8 +68,8 @@ def test_parts_are_weighed_and_added_and_told_by_name(own_module):
     assert scores.parts[f"{own_module}:bonus"].tolist() == [[1.5, 1.25], [0.25, 0.25]]
     assert scores.rewards_PG.tolist() == [[4.5, 2.5], [1.0, 1.5]]
     assert scores.failures == ()
-    told = reduced(scores.metrics())
-    assert told == {
+    metrics = reduced(scores.metrics())
+    assert metrics == {
         "reward/unscored_completions": 0,
         "reward/mean": 9.5 / 4,
         "reward/part/exact": 0.5,
@@ -85,18 +85,22 @@ def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):
     with Reward(config, max_new_tokens=8) as reward:
         scores = reward([text_group("a", "a", "b")])
     assert scores.rewards_PG.tolist() == [[-1, -2]]
-    told = {
+    failures = {
         failed.part.partition(":")[2]: (failed.failure.kind, failed.failure.text)
         for failed in scores.failures
     }
-    assert told == {"never": ("raised", "KeyError: 'lost'"), "nan": ("not_finite", "nan")}
-    told = reduced(scores.metrics())
-    assert (told["reward/errors"], told["reward/errors_raised"], told["reward/errors_not_finite"]) == (
+    assert failures == {"never": ("raised", "KeyError: 'lost'"), "nan": ("not_finite", "nan")}
+    metrics = reduced(scores.metrics())
+    assert (
+        metrics["reward/errors"],
+        metrics["reward/errors_raised"],
+        metrics["reward/errors_not_finite"],
+    ) == (
         4,
         2,
         2,
     )
-    assert told["reward/unscored_completions"] == 0
+    assert metrics["reward/unscored_completions"] == 0
 
 
 def test_a_completion_whose_score_failed_has_no_reward_and_counts_in_no_mean(own_module):
@@ -106,11 +110,11 @@ def test_a_completion_whose_score_failed_has_no_reward_and_counts_in_no_mean(own
     rewards = [[None if math.isnan(x) else x for x in row] for row in scores.rewards_PG.tolist()]
     assert rewards == [[3.0, None, 1.0], [None, None, 2.0]]
     assert scores.steps_PG[0][1] == scores.steps_PG[1][0] == ()
-    told = reduced(scores.metrics())
-    assert told["reward/mean"] == 2.0
-    assert told[f"reward/part/{own_module}:sometimes"] == pytest.approx(4 / 3)
-    assert told["reward/part/exact"] == told["reward/accuracy"] == pytest.approx(2 / 6)
-    assert told["reward/unscored_completions"] == told["reward/errors"] == 3
+    metrics = reduced(scores.metrics())
+    assert metrics["reward/mean"] == 2.0
+    assert metrics[f"reward/part/{own_module}:sometimes"] == pytest.approx(4 / 3)
+    assert metrics["reward/part/exact"] == metrics["reward/accuracy"] == pytest.approx(2 / 6)
+    assert metrics["reward/unscored_completions"] == metrics["reward/errors"] == 3
 
 
 def test_the_first_failure_of_each_kind_is_reported_with_traceback_and_sample(own_module, tmp_path):
@@ -169,7 +173,7 @@ def test_a_trial_on_reference_answers_refuses_what_always_fails(own_module):
     ],
 )
 def test_a_reward_may_come_with_its_reason(own_module, returned, value, reason):
-    part = f"{own_module}:told"
+    part = f"{own_module}:evaluated"
     with Reward(RewardConfig(parts=(part,)), max_new_tokens=8) as reward:
         scores = reward([text_group("", returned)])
     assert scores.failures == ()
@@ -179,7 +183,7 @@ def test_a_reward_may_come_with_its_reason(own_module, returned, value, reason):
 
 @pytest.mark.parametrize("returned", ["None", "{}", "{'value': 1}", "{'score': 1, 'reward': 2}"])
 def test_a_return_without_one_score_names_what_is_wanted(own_module, returned):
-    with Reward(RewardConfig(parts=(f"{own_module}:told",)), max_new_tokens=8) as reward:
+    with Reward(RewardConfig(parts=(f"{own_module}:evaluated",)), max_new_tokens=8) as reward:
         (failed,) = reward([text_group("", returned)]).failures
     assert "wanted: a number, (number, reason), a dict with 'score', or steps" in failed.failure.text
 
@@ -208,7 +212,9 @@ def test_bad_steps_are_counted_by_their_kind(own_module):
         "[(1, float('nan'))]",
         "[]",
     )
-    with Reward(RewardConfig(parts=(f"{own_module}:told",), error_value=-1.0), max_new_tokens=8) as reward:
+    with Reward(
+        RewardConfig(parts=(f"{own_module}:evaluated",), error_value=-1.0), max_new_tokens=8
+    ) as reward:
         scores = reward([text_group("", *texts)])
     assert [failed.failure.kind for failed in scores.failures] == ["bad_steps"] * 5 + ["not_finite"]
     assert scores.rewards_PG.tolist() == [[-1, -1, -1, -1, -1, -1, 0]]
@@ -315,31 +321,31 @@ def test_a_function_that_is_not_there_is_told_before_any_work(own_module, path, 
         Reward(RewardConfig(parts=(path.format(own=own_module),)), max_new_tokens=8)
 
 
-def obey(judged):
+def obey(scored):
     """A reward function that does what the completion says."""
-    if judged.completion == "hang":
+    if scored.completion == "hang":
         time.sleep(60)
-    if judged.completion == "hang in C":
+    if scored.completion == "hang in C":
         ctypes.PyDLL(None).sleep(60)  # holds Python's lock: no handler in Python runs
-    if judged.completion == "ignore the alarm":
+    if scored.completion == "ignore the alarm":
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         time.sleep(60)
-    if judged.completion == "crash":
+    if scored.completion == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
-    if judged.completion == "exit":
+    if scored.completion == "exit":
         os._exit(3)
-    if judged.completion == "quit":
+    if scored.completion == "quit":
         raise SystemExit(4)
-    if judged.completion == "pid":
+    if scored.completion == "pid":
         return os.getpid()
-    if judged.completion.startswith("start"):
-        leave_running(judged.completion)
-        time.sleep(60 if "hang" in judged.completion else 0)
-    if judged.completion == "error of 20 MB":
+    if scored.completion.startswith("start"):
+        leave_running(scored.completion)
+        time.sleep(60 if "hang" in scored.completion else 0)
+    if scored.completion == "error of 20 MB":
         raise ValueError("x" * (20 << 20))
-    if judged.completion == "take 3 GiB":
+    if scored.completion == "take 3 GiB":
         return len(bytes(3 << 30)) / 2**30
-    return len(judged.completion)
+    return len(scored.completion)
 
 
 def leave_running(completion):

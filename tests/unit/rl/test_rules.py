@@ -21,7 +21,7 @@ from mcore_rl.rl.rewards.rules import (
 TAG = r"<answer>(.*?)</answer>"
 
 
-def judged(completion, answer="", num_tokens=5, **fields):
+def scored(completion, answer="", num_tokens=5, **fields):
     return RewardInput(
         prompt="?",
         completion=completion,
@@ -56,7 +56,7 @@ def test_the_answer_is_the_last_match_or_all(text, pattern, wanted):
     ],
 )
 def test_exact(completion, pattern, reward):
-    assert exact(judged(completion, "dcba"), answer_pattern=pattern) == reward
+    assert exact(scored(completion, "dcba"), answer_pattern=pattern) == reward
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_exact(completion, pattern, reward):
     [("dcba", 1), ("dcbb", 0.375), ("dcb", 0.375), ("dcbaxxxx", 0.25), ("", 0), ("abcd", 0), ("dxbx", 0.25)],
 )
 def test_positions(completion, reward):
-    assert positions(judged(completion, "dcba"), answer_pattern="") == reward
+    assert positions(scored(completion, "dcba"), answer_pattern="") == reward
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_the_last_number_of_a_text(text, number):
     ],
 )
 def test_numeric(completion, answer, reward):
-    assert numeric(judged(completion, answer), answer_pattern="") == reward
+    assert numeric(scored(completion, answer), answer_pattern="") == reward
 
 
 @pytest.mark.parametrize("rule", [numeric, math_equal])
 def test_a_reference_that_cannot_be_compared_is_an_error_not_a_zero(rule):
     with pytest.raises(ValueError, match="reference answer"):
-        rule(judged("12", " "), answer_pattern="")
+        rule(scored("12", " "), answer_pattern="")
 
 
 @pytest.mark.parametrize(
@@ -145,30 +145,30 @@ def test_a_reference_that_cannot_be_compared_is_an_error_not_a_zero(rule):
     ],
 )
 def test_mathematics(completion, answer, reward):
-    assert math_equal(judged(completion, answer), answer_pattern="") == reward
+    assert math_equal(scored(completion, answer), answer_pattern="") == reward
 
 
 def test_an_answer_that_a_pattern_finds_may_have_a_unit():
-    assert numeric(judged("in 3 days <answer>12km (2 h)</answer>", "12"), answer_pattern=TAG) == 1
+    assert numeric(scored("in 3 days <answer>12km (2 h)</answer>", "12"), answer_pattern=TAG) == 1
 
 
 def test_mathematics_within_a_tag():
-    assert math_equal(judged("7 <answer>1/2</answer> 9", "0.5"), answer_pattern=TAG) == 1
-    assert math_equal(judged("0.5", "0.5"), answer_pattern=TAG) == 0
+    assert math_equal(scored("7 <answer>1/2</answer> 9", "0.5"), answer_pattern=TAG) == 1
+    assert math_equal(scored("0.5", "0.5"), answer_pattern=TAG) == 0
 
 
 def test_format_is_of_the_whole_and_regex_of_any_part():
     pattern = r"<think>.*</think>\s*<answer>.*</answer>"
     good = "<think>a\nb</think>\n<answer>1</answer>"
-    assert format_matches(judged(good + "\n"), pattern=pattern) == 1
-    assert format_matches(judged(good + " more"), pattern=pattern) == 0
-    assert regex_found(judged(good + " more"), pattern=pattern) == 1
-    assert regex_found(judged("<think>"), pattern=pattern) == 0
+    assert format_matches(scored(good + "\n"), pattern=pattern) == 1
+    assert format_matches(scored(good + " more"), pattern=pattern) == 0
+    assert regex_found(scored(good + " more"), pattern=pattern) == 1
+    assert regex_found(scored("<think>"), pattern=pattern) == 0
 
 
 @pytest.mark.parametrize(("length", "reward"), [(4, -0.5), (8, 0), (20, 0), (25, -0.25), (100, -1), (0, -1)])
 def test_length(length, reward):
-    assert length_within(judged("", num_tokens=length), min_tokens=8, max_tokens=20) == reward
+    assert length_within(scored("", num_tokens=length), min_tokens=8, max_tokens=20) == reward
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_length(length, reward):
     ],
 )
 def test_countdown_takes_any_expression_of_the_numbers_that_makes_the_target(completion, reward):
-    assert countdown(judged(completion, target=24, numbers=[3, 5, 3]), answer_pattern="") == reward
+    assert countdown(scored(completion, target=24, numbers=[3, 5, 3]), answer_pattern="") == reward
 
 
 def test_countdown_divides_exactly():
-    assert countdown(judged("8 / (3 - 8 / 3)", target=24, numbers=[3, 3, 8, 8]), answer_pattern="") == 1
+    assert countdown(scored("8 / (3 - 8 / 3)", target=24, numbers=[3, 3, 8, 8]), answer_pattern="") == 1

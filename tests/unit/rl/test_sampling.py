@@ -1,4 +1,4 @@
-"""Tokens are drawn by the law: against distributions in float64, and by counting."""
+"""Tokens are drawn with their probabilities: against distributions in float64, and by counting."""
 
 import math
 
@@ -28,7 +28,7 @@ def logits_of(rows: int, seed: int = 0) -> Tensor:
     return logits_BV
 
 
-def law(logits_V: Tensor, cut: Cut) -> Tensor:
+def probabilities(logits_V: Tensor, cut: Cut) -> Tensor:
     """The distribution that a cut defines, token by token from the likeliest on, in float64."""
     probs_V = (logits_V[:VOCAB].double() / cut.temperature).softmax(0)
     order = probs_V.argsort(descending=True).tolist()
@@ -52,10 +52,10 @@ def test_a_token_is_where_the_sum_of_the_law_passes_the_uniform(cut: Cut, one_ra
     uniforms_B = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     drawn = draw(logits_BV, uniforms_B, cut, one_rank.tp, vocab_size=VOCAB)
     for logits_V, uniform, token in zip(logits_BV, uniforms_B, drawn.tokens_B, strict=True):
-        ends_V = law(logits_V, cut).cumsum(0)
+        ends_V = probabilities(logits_V, cut).cumsum(0)
         before = ends_V[token - 1] if token else 0.0
         assert before - 1e-6 <= uniform <= ends_V[token] + 1e-6
-        assert law(logits_V, cut)[token] > 0
+        assert probabilities(logits_V, cut)[token] > 0
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
@@ -78,7 +78,7 @@ def test_the_kept_mass_is_the_probability_of_what_may_be_drawn(cut: Cut, one_ran
     drawn = draw(logits_BV, torch.full((64,), 0.5).double(), cut, one_rank.tp, vocab_size=VOCAB)
     whole_BV = (logits_BV[:, :VOCAB].double() / (cut.temperature or 1.0)).softmax(1)
     if cut.temperature:
-        cut_BV = torch.stack([law(logits_V, cut) for logits_V in logits_BV])[:, :VOCAB].double()
+        cut_BV = torch.stack([probabilities(logits_V, cut) for logits_V in logits_BV])[:, :VOCAB].double()
         kl_B = (torch.special.xlogy(cut_BV, cut_BV) - torch.special.xlogy(cut_BV, whole_BV)).sum(1)
         torch.testing.assert_close(-drawn.kept_logprobs_B, kl_B, rtol=0, atol=2e-6)
 
@@ -99,7 +99,7 @@ def test_many_seeds_draw_each_token_as_often_as_the_law_says(name: str, one_rank
     logits_1V = logits_of(1, seed=4)
     uniforms_B = uniforms(torch.arange(count), torch.full((count,), 17))
     drawn = draw(logits_1V.expand(count, -1), uniforms_B, cut, one_rank.tp, vocab_size=VOCAB)
-    expected_V = law(logits_1V[0], cut) * count
+    expected_V = probabilities(logits_1V[0], cut) * count
     seen_V = drawn.tokens_B.bincount(minlength=VOCAB).double()
     often = expected_V >= 5
     terms = (seen_V[often] - expected_V[often]) ** 2 / expected_V[often]

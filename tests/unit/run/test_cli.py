@@ -44,8 +44,8 @@ def mcore_rl(*words, **variables):
 def test_help_has_an_example(words, capsys):
     with contextlib.suppress(SystemExit):
         main(words)
-    told = capsys.readouterr()
-    assert "  mcore-rl " in told.out and not told.err
+    message = capsys.readouterr()
+    assert "  mcore-rl " in message.out and not message.err
 
 
 def test_help_imports_nothing_that_takes_seconds():
@@ -93,7 +93,7 @@ def test_config_prints_what_loads_back_equal(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["pretrian", TINY], "Did you mean pretrain?"),
         (["data", "tokeniser"], "Did you mean data tokenizer?"),
@@ -114,11 +114,11 @@ def test_config_prints_what_loads_back_equal(tmp_path, capsys):
         (["sft", "tiny_moe/grpo"], "tiny_moe/grpo is a config of rl, not of sft"),
     ],
 )
-def test_what_the_user_can_mend_is_told_at_once_with_status_2(words, told, capsys, monkeypatch):
+def test_what_the_user_can_mend_is_told_at_once_with_status_2(words, message, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert main(words) == 2
     errors = capsys.readouterr().err
-    assert told in errors and errors.startswith("ConfigError") and "Traceback" not in errors
+    assert message in errors and errors.startswith("ConfigError") and "Traceback" not in errors
 
 
 def test_a_run_dir_that_cannot_be_written_is_refused_before_ranks_start(tmp_path, capsys):
@@ -133,9 +133,9 @@ def test_a_model_larger_than_this_machines_memory_is_refused_before_ranks_start(
         (tmp_path / f"data{ending}").touch()
     words = [TINY, f"data.train={tmp_path}/data", "model.hidden_size=10000000", f"run_dir={tmp_path}/run"]
     assert main(["pretrain", *words]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert re.search(
-        r"optimizer state of this model take [\d,]+ GiB on 2 local ranks, and this machine has \d", told
+        r"optimizer state of this model take [\d,]+ GiB on 2 local ranks, and this machine has \d", message
     )
     assert not (tmp_path / "run").exists()
 

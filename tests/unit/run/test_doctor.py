@@ -19,8 +19,8 @@ KERNELS = [
 
 
 def found(**changes: object) -> Found:
-    facts = {"has_cuda": True, "has_te": False, "has_apex": False, "unusable": {}} | changes
-    return Found(**facts)  # type: ignore[arg-type]
+    fields = {"has_cuda": True, "has_te": False, "has_apex": False, "unusable": {}} | changes
+    return Found(**fields)  # type: ignore[arg-type]
 
 
 def lacks(machine: Found, megatron: str = "0.19", **kernels: bool) -> list[str]:

@@ -47,7 +47,9 @@ def test_two_nodes_of_two_ranks_are_fit_and_told_at_what_speed_unless_more_is_wa
 
     port = free_port()
     nodes = node(0, port, 0.0), node(1, port, 1e9)
-    told = [process.communicate(timeout=100)[0] for process in nodes]
-    assert [process.returncode for process in nodes] == [0, UNFIT], told
-    assert "localhost: with 127.0.0.1: all-reduce at " in told[0] and told[0].endswith("localhost: fit\n")
-    assert "UNFIT: no all-reduce was as it should be" in told[1]
+    outputs = [process.communicate(timeout=100)[0] for process in nodes]
+    assert [process.returncode for process in nodes] == [0, UNFIT], outputs
+    assert "localhost: with 127.0.0.1: all-reduce at " in outputs[0] and outputs[0].endswith(
+        "localhost: fit\n"
+    )
+    assert "UNFIT: no all-reduce was as it should be" in outputs[1]

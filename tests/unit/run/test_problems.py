@@ -72,7 +72,7 @@ def test_wrong_answers_of_any_kind_are_wrong_and_of_each_kind_as_often(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["rl.prompts.task=file", "--output", "x.jsonl"], "Name a built-in task"),
         (["--output", "/dev/null/x.jsonl"], "Choose another --output"),
@@ -80,7 +80,7 @@ def test_wrong_answers_of_any_kind_are_wrong_and_of_each_kind_as_often(tmp_path:
     ],
 )
 def test_what_it_cannot_write_is_refused(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["problems", str(RECIPE), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -16,8 +16,8 @@ GREEDY = Sampling(max_new_tokens=6, cut=Cut(temperature=0.0))
 
 def check_all(engine: Engine, vocab: int) -> None:
     """AssertionError where `engine` breaks the contract."""
-    for law in (groups_in_order, versions, ends, seeds, routes, refusals):
-        law(engine, vocab)
+    for check in (groups_in_order, versions, ends, seeds, routes, refusals):
+        check(engine, vocab)
 
 
 def one(engine: Engine, tokens: tuple[int, ...], sampling: Sampling, seed: int = 0) -> Completion:

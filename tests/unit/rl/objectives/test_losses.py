@@ -353,10 +353,10 @@ def test_metrics_equal_counting_by_hand(kind):
     ratios, low, high, kl, reference, mismatch = [], [], [], [], [], []
     for response in responses(rows):
         log_ratio = response["logprobs"] - response["old_logprobs"]
-        judged = log_ratio.mean().expand_as(log_ratio).exp() if kind == "gspo" else log_ratio.exp()
+        compared = log_ratio.mean().expand_as(log_ratio).exp() if kind == "gspo" else log_ratio.exp()
         good, bad = response["advantages"] > 0, response["advantages"] < 0
-        low.append((judged < 0.9) & (bad | (kind == "cispo")))
-        high.append((judged > 1.15) & (good | (kind == "cispo")))
+        low.append((compared < 0.9) & (bad | (kind == "cispo")))
+        high.append((compared > 1.15) & (good | (kind == "cispo")))
         ratios.append(log_ratio.exp())
         kl.append(log_ratio.exp() - 1 - log_ratio)
         reference.append(KL["k3"](response["reference_logprobs"] - response["logprobs"]))
