@@ -118,7 +118,7 @@ def trained_on_rollouts(
     meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors, recorded: Recorded
 ) -> list[dict[str, Any]]:
     """Train on each mesh with routes that the engine returned to other replicas, in each encoding in turn."""
-    encodings: Sequence[RouteEncoding] = ("bytes", "sets", "bits", "sets")
+    encodings: Sequence[RouteEncoding] = ("bytes", "sets", "bits", "sets", "bytes")
     return [
         one_rollout(mesh, model, weights, recorded, encoding)
         for mesh, encoding in zip(meshes, encodings, strict=True)
