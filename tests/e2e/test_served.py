@@ -94,34 +94,53 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         assert result["eval/reward"] == pytest.approx(wanted[4]["eval/reward"], abs=1e-6)
 
 
-def test_ctrl_c_saves_and_ends_the_servers_that_the_run_started(
+def test_ctrl_c_saves_and_a_second_one_ends_at_once_and_both_end_the_servers_that_the_run_started(
     rl_file: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Groups are in progress beside the training."""
+    """Groups are in progress beside the training; the same command resumes, and is then ended by two Ctrl-C."""
     run_dir = tmp_path / "run"
     server = json.dumps([sys.executable, str(ROOT / "tests/fake_server.py")])
     words = command("rl", rl_file, *SMALL, f"run_dir={run_dir}", "train.steps=2000", "replay.kind=none")
     words += ["rl.engine.kind=vllm", "rl.engine.count=2", f"rl.engine.command={server}"]
     words += ["rl.engine.probe_tolerance=1e9"]  # the servers answer from a table
     words += ["rl.rollout.max_staleness=1", "rl.loss.importance_sampling=truncate"]
+    last = "Stopped by Ctrl-C, and saved. The same command goes on from there."
+    assert interrupted(words, run_dir, after_step=4, times=1).splitlines()[-1] == last
+    (saved,) = (run_dir / "checkpoints").glob("iter_*")
+    step = int(saved.name.removeprefix("iter_"))
+    output = interrupted(words, run_dir, after_step=step + 2, times=2)
+    assert f"resumed from {saved}" in output
+    assert (
+        output.splitlines()[-1]
+        == "Ended at once. The same command goes on from the last complete checkpoint."
+    )
+
+
+def interrupted(words: list[str], run_dir: Path, *, after_step: int, times: int) -> str:
+    """Run a command, press Ctrl-C `times` times once a step is in the log, and return its output; it has to end its
+    servers.
+    """
     with interruptible(words) as run:
         try:
             assert run.stdout is not None
             metrics = run_dir / "metrics.jsonl"
-            while not (metrics.exists() and '"step": 4,' in metrics.read_text()):
+            while not (metrics.exists() and f'"step": {after_step},' in metrics.read_text()):
                 assert run.poll() is None, run.stdout.read()
                 time.sleep(0.05)
             servers = [one for one in psutil.Process(run.pid).children(recursive=True) if is_fake_server(one)]
             assert len(servers) >= 2
             run.send_signal(signal.SIGINT)
-            output = run.stdout.read()
+            output = ""
+            if times == 2:
+                while "press it again to end at once" not in output:
+                    output += run.stdout.readline()
+                run.send_signal(signal.SIGINT)
+            output += run.stdout.read()
             assert run.wait() == 130 and "Traceback" not in output, output
-            last = "Stopped by Ctrl-C, and saved. The same command goes on from there."
-            assert output.splitlines()[-1] == last
-            assert len(list((run_dir / "checkpoints").glob("iter_*"))) == 1
-            _, left = psutil.wait_procs(servers, timeout=60)
+            _, left = psutil.wait_procs(servers, timeout=10)
             assert not left
+            return output
         finally:
             run.kill()  # its ranks and servers end with it
 

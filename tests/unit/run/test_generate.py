@@ -27,6 +27,7 @@ from mcore_rl.run.cli import main
 from mcore_rl.run.generate import Request, request_of
 from mcore_rl.run.trained_model import TrainedModel
 from tests.fake_server import FakeServer, TableAnswers
+from tests.served_model import ModelAnswers
 
 TEXT = "the cat sat on the mat and the dog sat on the cat while nobody looked at 1984 letters "
 MODEL = ModelConfig(
@@ -235,3 +236,20 @@ def test_a_server_is_asked_for_the_text_of_its_own_weights(
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "--run", str(run_dir), "--url", server.url, "--stream"])
     assert "neither --checkpoint nor --stream" in capsys.readouterr().err
+
+
+def test_a_server_with_the_runs_weights_writes_what_the_native_engine_writes(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Greedily, and by seeds at a temperature under a cut."""
+    words = ("--run", run_dir, "--prompt", "the cat", "--tokens", 12)
+    for asked in (words, (*words, "--n", 3, "--seed", 7, "--temperature", 0.8, "--top-k", 50)):
+        wanted = generate(capsys, *asked)
+        platform, mesh = platforms.start(PlatformConfig()), build_mesh(MeshConfig())
+        seed_ranks(1)
+        chunks = build_model(MODEL, mesh, platform, PlatformConfig())
+        load_weights(chunks, mesh, MODEL, run_dir)
+        with FakeServer(ModelAnswers(chunks, mesh, MODEL, {})) as server:
+            assert generate(capsys, *asked, "--url", server.url) == wanted
+            assert len(server.bodies("/inference/v1/generate")) == wanted.count("the cat")
+    assert len(set(wanted.split("---"))) == 4
