@@ -137,7 +137,8 @@ class EngineConfig(Section):
     machine's memory."""
     probe_tolerance: PositiveFloat | Literal["auto"] = "auto"
     """Limit in nats of the difference between a server's and the trainer's logprobs of fixed texts after an update: of
-    the largest where both compute in fp32, else of the mean; `auto`: 2e-4, or 0.1."""
+    the largest where both compute in fp32, else of the mean; `auto`: 2e-4, or three times the mean that rounding makes
+    within the trainer, 0.1 at most, and then the tokens of each expert are compared with the others too."""
     api_key_env: Text | None = None
     """Name of the environment variable with the key that servers ask for (--api-key); `none`: they ask for none."""
     ca_file: Text | None = None

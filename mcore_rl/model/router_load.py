@@ -1,8 +1,7 @@
 """The load of the experts: the number of tokens that each expert of each layer works on."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,32 +100,6 @@ class RouterLoad:
                 dropped.add_(num_tokens * top_k - tokens_E.sum())
 
         return count
-
-
-@contextmanager
-def experts_hit(chunks: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield a bool tensor `[L, E]` that becomes true where this rank's routers choose an expert inside, for a token
-    that is no padding; rows are those of `ExpertLoads`.
-    """
-    config = get_model_config(chunks[0])
-    num_rows, num_experts = config.num_layers + (config.mtp_num_layers or 0), config.num_moe_experts or 0
-    device = next(chunks[0].parameters()).device
-    hits_LE = torch.zeros(num_rows, num_experts, dtype=torch.bool, device=device)
-
-    def marker(layer: int) -> Callable[..., None]:
-        def mark(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-            hits_LE[layer] |= _routed_tokens(inputs, output)[0].any(0)
-
-        return mark
-
-    hooks = [
-        router.register_forward_hook(marker(layer)) for chunk in chunks for layer, router in routers(chunk)
-    ]
-    try:
-        yield hits_LE
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _routed_tokens(inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, int | Tensor]:

@@ -24,7 +24,8 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.rl.engines.make import server_apis
-from mcore_rl.rl.engines.probe import Probe, ProbeDifference, ProbeLimit, difference_of, probe_limit
+from mcore_rl.rl.engines.probe import Probe, ProbeReference
+from mcore_rl.rl.engines.probe_difference import FEWEST_TOKENS, ProbeDifference, difference_of
 from mcore_rl.rl.engines.server_api import ServerApi
 from mcore_rl.run.trained_model import read_trained_model
 
@@ -72,16 +73,15 @@ def main(args: argparse.Namespace) -> int:
         seed_ranks(0)
         chunks = build_model(trained.model, mesh, platform, settings)
         load_weights(chunks, mesh, trained.model, checkpoint)
-        probe = Probe(chunks, mesh, trained.model)
-        ours = probe.logprobs()
+        probe = Probe(chunks, mesh, trained.model, args.dtype)
+        ours = probe.reference(args.tolerance)
         theirs = [server.prompt_logprobs(tokens) for tokens in probe.sequences]
-        limit = probe_limit(is_fp32=settings.precision == "fp32", dtype=args.dtype, tolerance=args.tolerance)
-        found = difference_of(ours, theirs)
+        found = ours.difference(theirs)
         replaced = None if older is None else _weights(older, trained.model, mesh, platform, settings)
-        lines = list(_groups(chunks, probe, ours, theirs, replaced))
-        sys.stdout.write(_text(args.url, checkpoint, older, found, limit, lines, probe))
+        lines = list(_groups(chunks, probe, ours.logprobs_NT, theirs, replaced))
+        sys.stdout.write(_text(args.url, checkpoint, older, ours, found, lines, probe))
         platforms.stop()
-    return 0 if limit.holds(found) else 1
+    return 0 if ours.limit.holds(found) else 1
 
 
 def _server(args: argparse.Namespace, model: ModelConfig) -> ServerApi:
@@ -115,7 +115,7 @@ def _weights(
 def _groups(
     chunks: Sequence[nn.Module],
     probe: Probe,
-    ours: Sequence[Sequence[float]],
+    ours_NT: Tensor,
     theirs: Sequence[Sequence[float]],
     replaced: Sequence[Tensor] | None,
 ) -> Iterator[GroupLine]:
@@ -124,8 +124,10 @@ def _groups(
     for name in dict.fromkeys(_group_of(key) for key in keys):
         chosen = [index for index, key in enumerate(keys) if _group_of(key) == name]
         with _replaced(chunks, chosen, replaced):
-            other = probe.logprobs()
-        yield GroupLine(name=name, moved=difference_of(ours, other), server=difference_of(other, theirs))
+            other_NT = probe.logprobs()
+        yield GroupLine(
+            name=name, moved=difference_of(ours_NT, other_NT), server=difference_of(other_NT, theirs)
+        )
 
 
 def _group_of(key: str) -> str:
@@ -153,29 +155,48 @@ def _text(
     url: str,
     checkpoint: Path,
     older: Path | None,
+    ours: ProbeReference,
     found: ProbeDifference,
-    limit: ProbeLimit,
     lines: Sequence[GroupLine],
     probe: Probe,
 ) -> str:
     """Return what is printed."""
+    limit = ours.limit
     number = {"largest": "at most", "mean": "in the mean"}[limit.statistic]
-    verdict = "has these weights" if limit.holds(found) else "does NOT have these weights"
+    excess = limit.excess(found)
+    verdict = "has these weights" if excess is None else "does NOT have these weights"
     other = f"of {older}" if older else f"times {NUDGE}"
     text = [
         f"{url} {verdict}: {checkpoint}",
         f"logprobs of {len(probe.sequences)} sequences differ by {found.largest:.2e} at most, {found.mean:.2e} in the "
-        f"mean; the limit is {limit.limit:.0e} {number}",
+        f"mean; the limit is {limit.limit:.1e} {number}",
+        *_expert_lines(found, is_shown=ours.experts_NTLK is not None),
         "",
         f"With one group of weights {other} instead, logprobs",
         f"{'group':<16}{'change by':>12}{'then differ from the server by':>34}",
     ]
     for line in lines:
-        fits = not limit.holds(found) and limit.holds(line.server)
-        text.append(
-            f"{line.name:<16}{limit.of(line.moved):>12.2e}{limit.of(line.server):>34.2e}"
-            + ("  <- this is what the server has" if fits else "")
-        )
+        note = ""
+        if limit.of(line.moved) < limit.limit:
+            note = "  less than the limit: such a change is not seen"
+        elif excess is not None and limit.of(line.server) < limit.limit:
+            note = "  <- this is what the server has"
+        text.append(f"{line.name:<16}{limit.of(line.moved):>12.2e}{limit.of(line.server):>34.2e}{note}")
     if probe.num_unreached:
-        text.append(f"{probe.num_unreached} experts are reached by no sequence: nothing is known of them")
+        few = "no sequence" if limit.statistic == "largest" else f"fewer than {FEWEST_TOKENS} tokens"
+        text.append(f"{probe.num_unreached} experts are reached by {few}: what they alone lack is not seen")
     return "\n".join(text) + "\n"
+
+
+def _expert_lines(found: ProbeDifference, *, is_shown: bool) -> list[str]:
+    """Return the line on the expert that stands out most, where experts are compared."""
+    expert = found.expert
+    if not is_shown:
+        return []
+    if expert is None:
+        return ["no expert has tokens enough to be compared with the others"]
+    is_apart = "it is another one on the server" if expert.is_apart else "as rounding does"
+    return [
+        f"the expert that stands out most is {expert.expert} of layer {expert.layer}: its tokens differ by "
+        f"{expert.ratio:.2f} times as much as the others, {expert.errors:.1f} standard errors; {is_apart}"
+    ]

@@ -16,6 +16,7 @@ from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.rl.engines import weight_push
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.make import make_engine, server_apis
+from mcore_rl.rl.engines.probe import Probe, ProbeReference
 from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.types import Completion, Prompt
@@ -50,8 +51,12 @@ def served_completions(
     return replicas.rank, routed_layers(chunks), [one for group in groups for one in group.completions], error
 
 
-def pushed(config: RlRunConfig, tensors: Tensors, message_bytes: int) -> tuple[PushReport, int]:
-    """The outcome of a push of these weights, and the most bytes of tensors that this rank had for it at a time."""
+def pushed(
+    config: RlRunConfig, tensors: Tensors, message_bytes: int
+) -> tuple[PushReport, int, ProbeReference]:
+    """The outcome of a push of these weights, the most bytes of tensors that this rank had for it at a time, and the
+    trainer's side of the probe of servers in bf16.
+    """
     hf_stream.MESSAGE_BYTES = message_bytes
     settings = PlatformConfig()
     start(settings)
@@ -71,4 +76,5 @@ def pushed(config: RlRunConfig, tensors: Tensors, message_bytes: int) -> tuple[P
                 yield bucket
 
     weight_push.iter_hf_weights = watched
-    return WeightPush(apis, chunks, mesh, config.model, engine).push(7), live.most
+    report = WeightPush(apis, chunks, mesh, config.model, engine).push(7)
+    return report, live.most, Probe(chunks, mesh, config.model, "bf16").reference()

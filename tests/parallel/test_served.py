@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.probe import probe_sequences
 from tests.fake_server import FakeServer, TableAnswers
 from tests.generating import ragged_prompts
 from tests.hf_models import VOCAB, oracle
@@ -120,4 +121,16 @@ def test_a_trainer_that_is_cut_in_every_way_gives_two_servers_its_weights_with_t
     assert report.num_bytes > 4 * layer
     # Messages on their way come on top: one and its copy.
     assert ranks[0][1] <= layer + 2 * MESSAGE_BYTES
-    assert max(most for _, most in ranks[1:]) <= 2 * MESSAGE_BYTES
+    assert max(most for _, most, _ in ranks[1:]) <= 2 * MESSAGE_BYTES
+    sequences = torch.tensor(probe_sequences(96, VOCAB))
+    with torch.no_grad():
+        read = theirs.model(sequences, output_router_logits=True)
+    logprobs_NT = read.logits[:, :-1].double().log_softmax(-1).gather(2, sequences[:, 1:, None])[..., 0]
+    experts_NTLK = torch.stack(
+        [one.view(*sequences.shape, -1)[:, :-1].topk(2).indices for one in read.router_logits], 2
+    )
+    for _, _, reference in ranks:
+        assert reference.experts_NTLK is not None
+        assert (reference.logprobs_NT - logprobs_NT).abs().max() < 1e-4
+        assert torch.equal(reference.experts_NTLK.sort(-1).values, experts_NTLK.sort(-1).values.int())
+        assert reference.limit == ranks[0][2].limit and 1e-3 < reference.limit.limit < 0.1

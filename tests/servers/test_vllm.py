@@ -1,30 +1,35 @@
 """A real vLLM on CPUs has the trainer's weights after each update, and the probe shows when it has not."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from time import sleep
 
 import pytest
+import torch
 
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.checkpoint.weights import save_weights
+from mcore_rl.config.data import DataConfig, TokenizerConfig
+from mcore_rl.config.load import dump_config
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.data.chat import Conversation
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import Capabilities
 from mcore_rl.rl.engines.http_client import HttpClient
-from mcore_rl.rl.engines.make import refuse_version
-from mcore_rl.rl.engines.served import ServedEngine
-from mcore_rl.rl.engines.server_fleet import ServerFleet
+from mcore_rl.rl.types import Problem, Prompt
+from tests.conversing import END, chat_of, config_of, conversations_of, sampling, seeds_of, write_tokenizer
 from tests.generating import spelled
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import (
-    MAX_TOKENS,
+    FAULTS,
     MODELS,
     OmittingApi,
     Trainer,
     VllmServer,
     generated,
     random_prompts,
+    served_engine,
 )
 from tests.unit.rl.engines import contract
 
@@ -36,13 +41,6 @@ PARTS = {
     "experts": "experts.experts.",
     "norms": "norm",
     "head": "output_layer.",
-}
-FAULTS = {
-    "one tensor left old": ("layers.2.mlp.gate.weight",),
-    "half an update": ("layers.2.", "layers.3."),
-    "an expert missing": ("layers.1.mlp.experts.5.",),
-    "q without k and v": ("k_proj", "v_proj"),
-    "a tied head left old": ("lm_head.weight",),
 }
 
 
@@ -163,23 +161,102 @@ def test_the_probe_finds_weights_that_did_not_arrive(
 
 
 def test_the_served_engine_keeps_the_contract_of_engines(
-    server: VllmServer, trainer: Trainer, mesh: Mesh, tmp_path: Path
+    server: VllmServer, trainer: Trainer, tmp_path: Path
 ) -> None:
-    config = EngineConfig(kind="vllm", urls=(server.url,))
-    engine = ServedEngine(
-        lambda url: server.api,
-        ServerFleet(config, lambda url: server.api, tmp_path, None, partial(refuse_version, "vllm")),
-        trainer.chunks,
-        mesh,
-        trainer.model,
-        spelled,
-        config,
-        capabilities=Capabilities(max_tokens=MAX_TOKENS, routes=False, seeded=False),
-        refusal=lambda sampling: None,
-    )
+    engine = served_engine(server, trainer, tmp_path, spelled)
     try:
         trainer.version += 1
         engine.update_weights(trainer.version)
         contract.check_all(engine, VOCAB)
     finally:
         engine.close()
+
+
+def test_masks_and_logprobs_of_conversations_are_those_of_a_pass_over_the_whole_conversation(
+    family: str, server: VllmServer, trainer: Trainer, mesh: Mesh, tmp_path: Path, figures: Figures
+) -> None:
+    """Three batches of the guessing game, each under weights of its own: a turn reads what the server remembers of the
+    turns before. The tokenizer has fewer ids than the model; a turn ends by a letter.
+    """
+    folder = write_tokenizer(tmp_path / "characters")
+    config = config_of(trainer.model, name="guessing", arguments={"guesses": 4}, max_turns=4, max_tokens=400)
+    tokenizer, chat = chat_of(config, folder)
+    rules = sampling(config, tokenizer)
+    engine = served_engine(server, trainer, tmp_path, tokenizer.decode)
+    worst, after_ties, num_sampled, num_compared, num_turns = 0.0, 0.0, 0, 0, 0
+    try:
+        with conversations_of(config, engine, folder, mesh) as conversations:
+            for batch in range(3):
+                trainer.randomize(seed=51 + batch)
+                trainer.version += 1
+                engine.update_weights(trainer.version)
+                prompts = [game(8 * batch + index) for index in range(8)]
+                for group in conversations.hold(prompts, rules, [seeds_of(one) for one in prompts]):
+                    for one in group.completions:
+                        assert one.episode is not None and {span.version for span in one.versions} == {
+                            trainer.version
+                        }
+                        messages = one.episode.messages
+                        said = [message["content"] for message in messages if message["role"] == "assistant"]
+                        decoded = [
+                            tokenizer.decode([token for token in one.tokens_T[a:b] if token != END])
+                            for a, b in one.sampled_spans
+                        ]
+                        assert decoded == said
+                        before = chat.prompt(Conversation(messages=tuple(messages[: 2 * len(said) - 1])))
+                        start = one.sampled_spans[-1][0]
+                        assert [*group.prompt.tokens_T, *one.tokens_T[:start]] == before
+                        ours_T, num_sure = trainer.logprobs(
+                            group.prompt.tokens_T, one.tokens_T, vocab_size=tokenizer.vocab_size
+                        )
+                        sampled_T = torch.zeros(len(ours_T), dtype=torch.bool)
+                        for a, b in one.sampled_spans:
+                            sampled_T[a:b] = True
+                        is_sure_T = sampled_T & (torch.arange(len(ours_T)) < num_sure)
+                        apart_T = (torch.tensor(ours_T) - torch.tensor(one.logprobs_T)).abs()
+                        worst = max([worst, *apart_T[is_sure_T].tolist()])
+                        after_ties = max([after_ties, *apart_T[sampled_T & ~is_sure_T].tolist()])
+                        num_sampled += int(sampled_T.sum())
+                        num_compared += int(is_sure_T.sum())
+                        num_turns += len(said)
+    finally:
+        engine.close()
+    figures[f"{family}: 48 conversations with the guessing game"] = {
+        "turns": num_turns,
+        "sampled_tokens": num_sampled,
+        "largest": worst,
+        "compared_fraction": num_compared / num_sampled,
+        "after_ties": after_ties,
+    }
+    assert num_turns > 100 and num_compared > 0.5 * num_sampled
+    assert worst <= 1e-5
+
+
+def game(seed: int) -> Prompt:
+    """A problem of the guessing game, whose prompt the environment makes."""
+    fields = {"seed": seed, "size": 2}
+    return Prompt(
+        problem=Problem(problem_id=str(seed), prompt="", answer="", fields=fields), tokens_T=(1, 2, 3)
+    )
+
+
+def test_generate_writes_what_the_native_engine_writes(
+    family: str, server: VllmServer, trainer: Trainer, mesh: Mesh, tmp_path: Path
+) -> None:
+    """`mcore-rl generate --url`, greedily, beside the same command on a checkpoint of the same weights."""
+    folder = write_tokenizer(tmp_path / "characters")
+    tokenizer = TokenizerConfig(kind="huggingface", path=str(folder))
+    config = PretrainConfig(model=trainer.model, data=DataConfig(tokenizer=tokenizer))
+    (tmp_path / "config.toml").write_text(dump_config(config))
+    trainer.randomize(seed=61)
+    assert trainer.push(server.api).living
+    save_weights(trainer.chunks, mesh, trainer.model, tmp_path / "checkpoints")
+    words = [sys.executable, "-m", "mcore_rl.run.cli", "generate", "--run", str(tmp_path), "--tokens", "24"]
+    for prompt in ("the cat", "7 + 8"):
+        native, served = (
+            subprocess.run(
+                [*words, "--prompt", prompt, *more], capture_output=True, text=True, check=True
+            ).stdout
+            for more in ([], ["--url", server.url])
+        )
+        assert served == native and len(native) > len(prompt) + 8

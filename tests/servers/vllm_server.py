@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -27,9 +28,12 @@ from mcore_rl.families import hf_config
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.base import Sampling
+from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
+from mcore_rl.rl.engines.make import refuse_version
+from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.engines.server_api import ServedCompletion
+from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
@@ -63,13 +67,29 @@ MODELS = {
     ),
 }
 
+FAULTS = {
+    "one tensor left old": ("layers.2.mlp.gate.weight",),
+    "half an update": ("layers.2.", "layers.3."),
+    "an expert missing": ("layers.1.mlp.experts.5.",),
+    "q without k and v": ("k_proj", "v_proj"),
+    "a tied head left old": ("lm_head.weight",),
+}
+"""Tensors that an update leaves out, by the beginning or a part of their names."""
+
 
 class VllmServer:
     """A server of a model with random weights of vLLM's own; nothing of it outlives `close`."""
 
-    def __init__(self, python: str, model: ModelConfig, folder: Path, backend: str = "mcore_files") -> None:
+    def __init__(
+        self,
+        python: str,
+        model: ModelConfig,
+        folder: Path,
+        backend: str = "mcore_files",
+        dtype: str = "float32",
+    ) -> None:
         folder.mkdir(parents=True)
-        config = hf_config(model) | {"dtype": "float32", "torch_dtype": "float32"}
+        config = hf_config(model) | {"dtype": dtype, "torch_dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config))
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -87,7 +107,7 @@ class VllmServer:
         arguments = [
             *("--model", str(folder), "--served-model-name", "policy", "--load-format", "dummy"),
             *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init", "--enable-scale-out"),
-            *("--dtype", "float32", "--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "64"),
+            *("--dtype", dtype, "--max-model-len", str(MAX_TOKENS), "--max-num-seqs", "64"),
             *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
             *("--worker-extension-cls", "mcore_rl.vllm_worker.Extension"),
             *("--weight-transfer-config", json.dumps({"backend": backend})),
@@ -146,8 +166,8 @@ class OmittingApi(VllmApi):
 class Trainer:
     """A model on one rank whose weights a test sets by seeds."""
 
-    def __init__(self, model: ModelConfig, mesh: Mesh) -> None:
-        settings = PlatformConfig()
+    def __init__(self, model: ModelConfig, mesh: Mesh, precision: Literal["fp32", "bf16"] = "fp32") -> None:
+        settings = PlatformConfig(precision=precision)
         self.model, self.mesh = model, mesh
         self.chunks: list[nn.Module] = build_model(model, mesh, start(settings), settings)
         self.version = 0
@@ -170,10 +190,14 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(
-        self, prompt_T: Sequence[int], tokens_T: Sequence[int], temperature: float = 1.0
+        self,
+        prompt_T: Sequence[int],
+        tokens_T: Sequence[int],
+        temperature: float = 1.0,
+        vocab_size: int | None = None,
     ) -> tuple[list[float], int]:
         """Return the logprobs of a completion by one teacher-forced pass of the modules that train, and how many of its
-        tokens are sure to take the same routes in a server.
+        tokens are sure to take the same routes in a server; ids from `vocab_size` on cannot be drawn.
 
         The pass is in fp64: in fp32 its own rounding is 7e-6 of the 1e-5 that are allowed. A token whose experts K and
         K + 1 are nearly alike takes either by rounding, and the tokens after it read what it wrote: none is compared.
@@ -195,7 +219,7 @@ class Trainer:
             for hook in hooks:
                 hook.remove()
         first = len(prompt_T) - 1
-        logits_TV = logits_SV[first:-1, : self.model.vocab_size] / temperature
+        logits_TV = logits_SV[first:-1, : vocab_size or self.model.vocab_size] / temperature
         picked_T1 = logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens_T)[:, None])
         assert len(gaps) == self.model.num_layers and picked_T1.dtype == torch.float64
         alike = (torch.stack(gaps).amin(0) < NEARLY_ALIKE).nonzero()
@@ -222,6 +246,24 @@ class Trainer:
             num_tokens += end - start
             num_compared += len(sure)
         return Compared(worst, num_compared / num_tokens, after_ties)
+
+
+def served_engine(
+    server: VllmServer, trainer: Trainer, folder: Path, decode: Callable[[Sequence[int]], str]
+) -> ServedEngine:
+    """The engine of one server that runs, which gets the trainer's weights by `update_weights`."""
+    config = EngineConfig(kind="vllm", urls=(server.url,))
+    return ServedEngine(
+        lambda url: server.api,
+        ServerFleet(config, lambda url: server.api, folder, None, partial(refuse_version, "vllm")),
+        trainer.chunks,
+        trainer.mesh,
+        trainer.model,
+        decode,
+        config,
+        capabilities=Capabilities(max_tokens=MAX_TOKENS, routes=False, seeded=False),
+        refusal=lambda sampling: None,
+    )
 
 
 @dataclass(frozen=True)

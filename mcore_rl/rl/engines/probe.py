@@ -2,86 +2,67 @@
 
 A server's status codes and version numbers do not show it: a reload can be silently wrong with HTTP 200. The probe does
 not see a server's prefix cache, as logprobs of a prompt are computed without it. Nor does it see weights that differ by
-too little to move these logprobs by `ProbeLimit.limit`, as one small step may; over further updates they add up to it.
+too little to move these logprobs by more than rounding does, as one small step may; over further updates they add up.
 """
 
-import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import lcm
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.data.packing import padded
 from mcore_rl.data.plan import PackingLimits
-from mcore_rl.model.router_load import experts_hit
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.parallel.schedule import run_pass
-from mcore_rl.rl.batch import TrainedSample, make_microbatch
+from mcore_rl.parallel.routers import replayed_routers
+from mcore_rl.parallel.schedule import HeadOutput, Routing, run_pass
+from mcore_rl.parallel.vocab import Logits
+from mcore_rl.replay.layouts import LocalTokens, local_tokens
+from mcore_rl.rl.batch import PolicyMicrobatch, TrainedSample, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating, without_capacity
+from mcore_rl.rl.engines.probe_difference import (
+    FEWEST_TOKENS,
+    ProbeDifference,
+    ProbeLimit,
+    difference_of,
+    probe_limit,
+    tokens_of_experts,
+)
 from mcore_rl.rl.objectives.heads import LogprobHead
+from mcore_rl.rl.policy_routes import layout_of
 
 SEQUENCE_TOKENS = 24
 FEWEST, MOST = 6, 96
-"""Numbers of sequences: as few as reach every expert of every layer, and no more than the second."""
+"""Numbers of sequences: in fp32 as few as reach every expert of every layer, and no more than the second, which is the
+number in a lower precision."""
 PACKED = 6
 """Sequences of one microbatch."""
 LENGTH_MULTIPLE = 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeDifference:
-    """Difference of the logprobs of a server and of the trainer, in nats."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeReference:
+    """The trainer's side of a comparison."""
 
-    largest: float
-    mean: float
-    """Mean of the absolute differences."""
+    logprobs_NT: Tensor
+    """Logprobs of tokens 1, 2, ... of each sequence at temperature 1, in nats, float64 on the CPU."""
+    experts_NTLK: Tensor | None
+    """Experts chosen where each of these tokens is predicted, on the CPU, -1 in layers without; None: trainer and
+    server compute in fp32, or the model has no experts."""
+    limit: ProbeLimit
 
-
-@dataclass(frozen=True, slots=True)
-class ProbeLimit:
-    """Limit of a difference above which the server does not have the trainer's weights."""
-
-    statistic: Literal["largest", "mean"]
-    limit: float
-
-    def holds(self, difference: ProbeDifference) -> bool:
-        """Whether a difference is of the same weights; a NaN is not."""
-        return self.of(difference) < self.limit
-
-    def of(self, difference: ProbeDifference) -> float:
-        """Return the number of a difference that the limit is for."""
-        return difference.largest if self.statistic == "largest" else difference.mean
-
-
-def probe_limit(*, is_fp32: bool, dtype: str = "auto", tolerance: float | None = None) -> ProbeLimit:
-    """Return the limit of the difference between a server and a trainer.
-
-    Args:
-        is_fp32: Whether the trainer computes in fp32.
-        dtype: Type of the server's weights, as `rl.engine.dtype` names it; `auto`: the trainer's.
-        tolerance: Replaces the limit's number.
-
-    Seen on vLLM 0.32: 5e-6 at most in fp32; in bf16 0.26 at most and 0.017 in the mean, while each kind of broken
-    update gave 0.5 or more in the mean of unrelated weights.
-    """
-    if is_fp32 and dtype in ("auto", "fp32"):
-        return ProbeLimit("largest", 2e-4 if tolerance is None else tolerance)
-    return ProbeLimit("mean", 0.1 if tolerance is None else tolerance)
-
-
-def difference_of(ours: Iterable[Sequence[float]], theirs: Iterable[Sequence[float]]) -> ProbeDifference:
-    """Return the difference of two lists of logprobs of the same sequences."""
-    apart = [
-        abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)
-    ]
-    largest = math.nan if any(math.isnan(value) for value in apart) else max(apart)
-    return ProbeDifference(largest, sum(apart) / len(apart))
+    def difference(self, theirs: Sequence[Sequence[float]]) -> ProbeDifference:
+        """Return the difference of a server's logprobs."""
+        return difference_of(self.logprobs_NT, theirs, self.experts_NTLK)
 
 
 def probe_sequences(count: int, vocab_size: int) -> list[tuple[int, ...]]:
@@ -93,29 +74,62 @@ def probe_sequences(count: int, vocab_size: int) -> list[tuple[int, ...]]:
 class Probe:
     """Sequences that reach all experts, and the trainer's logprobs of them."""
 
-    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, served_dtype: str = "auto"
+    ) -> None:
+        """Prepare passes.
+
+        Args:
+            chunks: This rank's chunks of the policy.
+            mesh: The mesh that they are cut by.
+            model: The model's config.
+            served_dtype: Type of the server's weights, as `rl.engine.dtype` names it; `auto`: the trainer's.
+        """
         self._chunks, self._mesh, self._model = list(chunks), mesh, model
         self._device = next(chunks[0].parameters()).device
-        self.sequences = probe_sequences(FEWEST, model.vocab_size)
+        self._rounded_to = _lower_precision(chunks, served_dtype)
+        self._fewest_tokens = 1 if self._rounded_to is None else FEWEST_TOKENS
+        self.sequences = probe_sequences(FEWEST if self._rounded_to is None else MOST, model.vocab_size)
         self.num_unreached = 0
-        """Experts, over all layers, that no sequence reaches although there are MOST of them."""
+        """Experts, over all layers, that too few tokens reach, although there are MOST sequences: the probe does not
+        see what they alone lack."""
 
-    def logprobs(self) -> list[list[float]]:
-        """Collective over the world: return the logprobs of tokens 1, 2, ... of each sequence, under the weights that
-        the modules have now, at temperature 1.
+    def reference(self, tolerance: float | None = None) -> ProbeReference:
+        """Collective over the world: return the trainer's side under the weights that the modules have now.
 
-        Where experts are reached by no sequence, there are more sequences from this call on.
+        In fp32 there are more sequences from this call on where experts are reached by none. In a lower precision a
+        second pass, with all activations rounded to it, measures how much rounding makes.
+
+        Args:
+            tolerance: Replaces the limit's number, and the comparison of experts; None: neither.
         """
         while True:
-            logprobs_NT, self.num_unreached = self._pass()
+            logprobs_NT, experts_NTLK = self._pass()
+            self.num_unreached = self._unreached(experts_NTLK)
             if not self.num_unreached or len(self.sequences) >= MOST:
-                return logprobs_NT.tolist()
+                break
             self.sequences = probe_sequences(min(MOST, 2 * len(self.sequences)), self._model.vocab_size)
+        if self._rounded_to is None:
+            return ProbeReference(
+                logprobs_NT=logprobs_NT, experts_NTLK=None, limit=probe_limit(None, tolerance)
+            )
+        with _rounding(self._chunks, self._rounded_to):
+            rounded_NT, _ = self._pass()
+        rounding_nats = float((rounded_NT - logprobs_NT).abs().mean())
+        return ProbeReference(
+            logprobs_NT=logprobs_NT,
+            experts_NTLK=experts_NTLK if self._model.is_moe and tolerance is None else None,
+            limit=probe_limit(rounding_nats, tolerance),
+        )
+
+    def logprobs(self) -> Tensor:
+        """Collective over the world: return the logprobs `[N, T - 1]` of `reference` alone."""
+        return self._pass()[0]
 
     @torch.no_grad()
-    def _pass(self) -> tuple[Tensor, int]:
-        """Collective over the world: return the logprobs `[N, T - 1]`, and how many experts are not reached."""
-        mesh = self._mesh
+    def _pass(self) -> tuple[Tensor, Tensor]:
+        """Collective over the world: return the logprobs `[N, T - 1]`, and the experts `[N, T - 1, L, K]`."""
+        mesh, model = self._mesh, self._model
         samples = {
             index: TrainedSample(
                 tokens_T=torch.tensor(tokens),
@@ -129,10 +143,20 @@ class Probe:
         rows = [list(samples)[start : start + PACKED] for start in range(0, len(samples), PACKED)]
         rows += [[]] * (-len(rows) % limits.microbatch_multiple)
         microbatches = [make_microbatch(samples, row, limits, mesh.cp, self._device) for row in rows]
-        head = LogprobHead(mesh, self._model.vocab_size, temperature=1.0, chunk_tokens=1024)
-        with evaluating(self._chunks), without_capacity(self._chunks), experts_hit(self._chunks) as hit_LE:
-            outputs = run_pass(self._chunks, microbatches, head, backward=False)
-        logprobs_NT = torch.zeros(len(samples), SEQUENCE_TOKENS - 1, dtype=torch.float64, device=self._device)
+        head = _FullLogits(LogprobHead(mesh, model.vocab_size, temperature=1.0, chunk_tokens=1024))
+        shape = len(samples), SEQUENCE_TOKENS - 1
+        # int32: NCCL has no smaller type with a sign.
+        experts_NTLK = torch.full(
+            (*shape, model.num_layers, model.moe.top_k if model.is_moe else 0), -1, dtype=torch.int32
+        ).to(self._device)
+        tokens = [local_tokens(layout_of(microbatch), mesh) for microbatch in microbatches]
+        with (
+            evaluating(self._chunks),
+            without_capacity(self._chunks),
+            _recorded(self._chunks, tokens, experts_NTLK) as routing,
+        ):
+            outputs = run_pass(self._chunks, microbatches, head, backward=False, routing=routing)
+        logprobs_NT = torch.zeros(shape, dtype=torch.float64, device=self._device)
         # Tensor- and data-parallel ranks have the same numbers: those of the first count.
         if mesh.tp.rank == 0 and mesh.dp.rank == 0:
             for microbatch, output in zip(microbatches, outputs, strict=False):
@@ -142,16 +166,16 @@ class Probe:
                 positions_T = microbatch.inputs.position_ids_Bs[0][mask_T]
                 logprobs_NT[rows_T, positions_T] = output["logprobs"][mask_T].double()
         dist.all_reduce(logprobs_NT, group=mesh.world.group)
-        num_unreached = 0
-        if self._model.is_moe:
-            hits_LE = hit_LE.int()
-            dist.all_reduce(hits_LE, op=dist.ReduceOp.MAX, group=mesh.world.group)
-            num_unreached = sum(
-                int((hits_LE[layer] == 0).sum())
-                for layer, is_moe in enumerate(self._model.moe_layers)
-                if is_moe
-            )
-        return logprobs_NT.cpu(), num_unreached
+        # Each rank has those of its layers and tokens.
+        dist.all_reduce(experts_NTLK, op=dist.ReduceOp.MAX, group=mesh.world.group)
+        return logprobs_NT.cpu(), experts_NTLK.cpu()
+
+    def _unreached(self, experts_NTLK: Tensor) -> int:
+        """Return how many experts, over all layers, fewer than `_fewest_tokens` tokens have chosen."""
+        if not self._model.is_moe:
+            return 0
+        counts_LE = tokens_of_experts(experts_NTLK.flatten(0, 1), self._model.moe.num_experts)
+        return int((counts_LE[torch.tensor(self._model.moe_layers)] < self._fewest_tokens).sum())
 
     def _limits(self) -> PackingLimits:
         mesh = self._mesh
@@ -164,3 +188,112 @@ class Probe:
             microbatch_multiple=mesh.pp.size if mesh.config.vpp > 1 else 1,
             is_fixed=mesh.pp.size > 1,
         )
+
+
+class _FullLogits:
+    """A head whose model computes logits as a tensor, which `_rounding` can round."""
+
+    wants_losses = False
+
+    def __init__(self, head: LogprobHead) -> None:
+        self._head = head
+
+    def count(self, microbatch: PolicyMicrobatch) -> Tensor:
+        """Return 0: there is no loss."""
+        return self._head.count(microbatch)
+
+    def __call__(self, microbatch: PolicyMicrobatch, output: Logits) -> HeadOutput:
+        """Return the logprobs of one microbatch."""
+        return self._head(microbatch, output)
+
+
+def _lower_precision(chunks: Sequence[nn.Module], served_dtype: str) -> torch.dtype | None:
+    """Return the lower precision of the trainer and its servers; None: both compute in fp32."""
+    dtypes = {parameter.dtype for chunk in chunks for parameter in chunk.parameters()}
+    if served_dtype != "auto":
+        dtypes.add(DTYPES[served_dtype])
+    lower = dtypes - {torch.float32}
+    return max(lower, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+@contextmanager
+def _recorded(
+    chunks: Sequence[nn.Module], tokens: Sequence[LocalTokens], experts_NTLK: Tensor
+) -> Iterator[Routing]:
+    """Yield a routing for `run_pass` that writes this rank's choices into `experts_NTLK`.
+
+    Args:
+        chunks: This rank's chunks.
+        tokens: Tokens of each microbatch that this rank's routers see.
+        experts_NTLK: The experts, by sequence, position, layer and choice.
+    """
+    device, top_k = experts_NTLK.device, experts_NTLK.shape[3]
+    current: list[LocalTokens] = []
+
+    def writer(layer: int) -> Callable[..., None]:
+        def write(module: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+            here = current[-1]
+            is_real_t = here.is_real_t
+            samples_N = torch.tensor((*here.samples, -1))
+            rows_t, positions_t = samples_N[here.sample_index_t][is_real_t], here.position_t[is_real_t]
+            chosen_tK = output[1][is_real_t.to(device)].int().topk(top_k).indices
+            experts_NTLK[rows_t.to(device), positions_t.to(device), layer] = chosen_tK.int()
+
+        return write
+
+    @contextmanager
+    def routing(chunk: nn.Module, index: int) -> Iterator[None]:
+        current.append(tokens[index])
+        try:
+            yield
+        finally:
+            current.pop()
+
+    hooks = [
+        router.register_forward_hook(writer(layer))
+        for chunk in chunks
+        for layer, router in replayed_routers(chunk)
+    ]
+    try:
+        yield routing
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _rounding(chunks: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Compute all activations inside as another program would that rounds them to `dtype`.
+
+    Activations of fp32 are rounded. Those that have `dtype` already move by the difference of two roundings, at random.
+    """
+    generator = torch.Generator(next(chunks[0].parameters()).device).manual_seed(0)
+
+    def other(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(other(one) for one in value)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if torch.finfo(value.dtype).eps < torch.finfo(dtype).eps:
+            return value.to(dtype).to(value.dtype)
+        first, second = torch.rand((2, *value.shape), generator=generator, device=value.device)
+        # A third of eps moves logprobs by about as much as rounding those of an fp32 trainer does.
+        return (value.float() * (1 + torch.finfo(dtype).eps / 3 * (first - second))).to(value.dtype)
+
+    def is_rounded(module: nn.Module) -> bool:
+        # The angles of a rotary embedding are never rounded; the output of a layer is a sum with the residual.
+        if isinstance(module, RotaryEmbedding):
+            return False
+        return isinstance(module, TransformerLayer) or next(module.children(), None) is None
+
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, output: other(output))
+        for chunk in chunks
+        for module in chunk.modules()
+        if is_rounded(module)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

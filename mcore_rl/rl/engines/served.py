@@ -100,6 +100,7 @@ class ServedEngine:
         """Called at once with a line for the log, by any thread, when a server is lost; None: nobody listens."""
         self._metrics: list[Metric] = []
         self._lines: list[str] = []
+        self._num_unreached = 0
 
     @property
     def asks(self) -> bool:
@@ -184,6 +185,12 @@ class ServedEngine:
             fleet.write_status(report.living, policy_version)
             self._lines += fleet.lines
             fleet.lines.clear()
+        if report.num_unreached_experts != self._num_unreached:
+            self._num_unreached = report.num_unreached_experts
+            self._lines.append(
+                f"too few tokens of the probe reach {self._num_unreached} experts, over all layers: what these alone "
+                "lack is not seen"
+            )
         if len(report.living) < self._config.min_servers:
             reasons = "; ".join(f"{url}: {reason}" for url, reason in report.failed.items())
             raise EngineError(

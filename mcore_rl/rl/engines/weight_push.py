@@ -20,7 +20,8 @@ from mcore_rl.config.rl import EngineConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.engines.probe import Probe, ProbeDifference, ProbeLimit, difference_of, probe_limit
+from mcore_rl.rl.engines.probe import Probe, ProbeReference
+from mcore_rl.rl.engines.probe_difference import ProbeDifference, ProbeLimit
 from mcore_rl.rl.engines.server_api import ServerApi, ServerError
 from mcore_rl.rl.engines.weight_transport import BroadcastTransport, FileTransport
 
@@ -43,7 +44,7 @@ class PushReport:
     """Largest difference of a living server, in the statistic of `limit`; 0 without one."""
     limit: ProbeLimit
     num_unreached_experts: int
-    """Experts whose weights the probe cannot see, as no token of it reaches them."""
+    """Experts whose weights the probe cannot see, as too few of its tokens reach them."""
     num_bytes: int
     """Bytes of all weights."""
     largest_bucket_bytes: int
@@ -79,14 +80,9 @@ class WeightPush:
         """
         self._servers, self._chunks, self._mesh = list(servers), list(chunks), mesh
         self._model, self._engine = model, engine
-        self._probe = Probe(chunks, mesh, model)
+        self._probe = Probe(chunks, mesh, model, engine.dtype)
         self._device = next(chunks[0].parameters()).device
-        trained_in_fp32 = all(p.dtype == torch.float32 for chunk in chunks for p in chunk.parameters())
-        self._limit = probe_limit(
-            is_fp32=trained_in_fp32,
-            dtype=engine.dtype,
-            tolerance=None if engine.probe_tolerance == "auto" else engine.probe_tolerance,
-        )
+        self._tolerance = None if engine.probe_tolerance == "auto" else engine.probe_tolerance
 
     def push(self, version: int) -> PushReport:
         """Collective over the world: send all weights, as they are now, to all servers, and probe these.
@@ -94,7 +90,7 @@ class WeightPush:
         Never raises for a server that fails; the report names it.
         """
         watch = _Stopwatch()
-        ours = self._probe.logprobs()
+        ours = self._probe.reference(self._tolerance)
         watch.lap("trainer")
         sender = _Sender(self._servers) if self._mesh.world.rank == 0 else None
         num_bytes = largest = 0
@@ -135,8 +131,8 @@ class WeightPush:
                 living=living,
                 failed=sender.failed,
                 differences=differences,
-                probe=max((self._limit.of(differences[url]) for url in living), default=0.0),
-                limit=self._limit,
+                probe=max((ours.limit.of(differences[url]) for url in living), default=0.0),
+                limit=ours.limit,
                 num_unreached_experts=self._probe.num_unreached,
                 num_bytes=num_bytes,
                 largest_bucket_bytes=largest,
@@ -165,16 +161,14 @@ class WeightPush:
         sender.everywhere(f"update of {bucket}", lambda server: server.load(update_of(server.url)))
 
     def _compare(
-        self, server: ServerApi, ours: Sequence[Sequence[float]], differences: dict[str, ProbeDifference]
+        self, server: ServerApi, ours: ProbeReference, differences: dict[str, ProbeDifference]
     ) -> None:
         """Probe one server; ServerError when it does not have the trainer's weights."""
         theirs = [server.prompt_logprobs(tokens) for tokens in self._probe.sequences]
-        difference = differences[server.url] = difference_of(ours, theirs)
-        if not self._limit.holds(difference):
+        difference = differences[server.url] = ours.difference(theirs)
+        if excess := ours.limit.excess(difference):
             raise ServerError(
-                f"{server.url} does not have the trainer's weights although its update succeeded: logprobs of the "
-                f"probe differ by {difference.largest:.3g} at most and {difference.mean:.3g} in the mean, of which the "
-                f"{self._limit.statistic} may be {self._limit.limit:.3g}"
+                f"{server.url} does not have the trainer's weights although its update succeeded: {excess}"
             )
 
 
