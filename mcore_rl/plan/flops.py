@@ -35,7 +35,8 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
     family = family_of(config)
     projections, scores = (_latent_attention if family.is_latent else _attention)(config)
     shared_gate = hidden if family.has_shared_expert_gate else 0
-    seen = sum(_seen_positions(config, layer, seq_length) for layer in range(num_layers))
+    # Layers with an even index may have a window, those with an odd one have none.
+    seen = sum((num_layers + 1 - odd) // 2 * _seen_positions(config, odd, seq_length) for odd in (0, 1))
     macs = {
         "attention_projections": num_layers * projections,
         "attention_scores": seen * scores,

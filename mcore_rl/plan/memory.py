@@ -84,14 +84,20 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def phases(self) -> dict[str, int]:
+        """Bytes in use in each phase; without reinforcement learning there are no rollouts and scoring passes."""
+        in_use = {
+            "rollout": self.rollout_models + self.rollout_cache,
+            "scoring": self.scoring_models,
+            "update": self.permanent + self.activations + self.recomputed + self.logits,
+            "checkpoint": self.saving_models,
+        }
+        return {phase: self.routes + size for phase, size in in_use.items()}
+
+    @property
     def total(self) -> int:
         """Largest number of bytes in use at one time: in an update, a rollout, a scoring pass, or a save."""
-        return self.routes + max(
-            self.permanent + self.activations + self.recomputed + self.logits,
-            self.rollout_models + self.rollout_cache,
-            self.scoring_models,
-            self.saving_models,
-        )
+        return max(self.phases.values())
 
     def describe(self) -> str:
         """Return the total and its parts in GiB, for messages."""

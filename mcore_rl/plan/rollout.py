@@ -10,6 +10,7 @@ Published steps took 1.1 to 4.4 times as long (`python -m bench.plan`), so that 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, erf, log, sqrt
+from typing import Any
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
@@ -17,10 +18,10 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.device import Device, Links
 from mcore_rl.plan.flops import forward_flops_per_token
-from mcore_rl.plan.parts import Workload, layer_times
+from mcore_rl.plan.parts import LayerTimes, Workload, layer_times
 from mcore_rl.plan.rates import Rates
 from mcore_rl.plan.step import stage_times, step
-from mcore_rl.plan.weights import Weights, layer_weights
+from mcore_rl.plan.weights import layer_weights
 
 SPREAD = 0.6
 """Standard deviation of the logarithm of a completion's length."""
@@ -80,6 +81,27 @@ class RlStep:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True, slots=True)
+class KnownParts:
+    """Parts of the steps of a run that many of its meshes have in common; a search fills it."""
+
+    generations: dict[Engine, tuple[float, float]] = field(default_factory=dict)
+    """Engine -> seconds of a rollout batch, and of its tail."""
+    layers: dict[tuple[Any, ...], dict[bool, LayerTimes]] = field(default_factory=dict)
+    """Seconds of the layers of an update (`known_layers`)."""
+
+
+def known_layers(
+    work: Workload, known: dict[tuple[Any, ...], dict[bool, LayerTimes]]
+) -> dict[bool, LayerTimes]:
+    """Return the seconds of the layers, which pipeline stages do not change; `known` has those of the same run."""
+    mesh = work.mesh
+    key = (mesh.tp, mesh.ep, mesh.etp, mesh.cp, work.micro_batch, work.recompute, work.recompute_modules)
+    if key not in known:
+        known[key] = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
+    return known[key]
+
+
 def engine_of(config: RlRunConfig, world_size: int, server_gpus: int, rates: Rates) -> Engine | None:
     """Return the engine of a run; None for servers whose number is not known."""
     engine, mesh = config.rl.engine, config.mesh
@@ -107,7 +129,13 @@ def engine_of(config: RlRunConfig, world_size: int, server_gpus: int, rates: Rat
     )
 
 
-def rl_step(config: RlRunConfig, work: Workload, engine: Engine, mean_tokens: float | None = None) -> RlStep:
+def rl_step(
+    config: RlRunConfig,
+    work: Workload,
+    engine: Engine,
+    mean_tokens: float | None = None,
+    known: "KnownParts | None" = None,
+) -> RlStep:
     """Return the step of a run.
 
     Args:
@@ -115,23 +143,29 @@ def rl_step(config: RlRunConfig, work: Workload, engine: Engine, mean_tokens: fl
         work: Its update with completions of the longest length (`plan.parts.workload_of`).
         engine: Its engine (`engine_of`).
         mean_tokens: Mean length of a completion; None: half of the longest.
+        known: Parts of other steps of the same run and place, where there are some.
     """
+    known = known or KnownParts()
     longest = config.rl.max_completion_tokens
     mean = min(float(longest), mean_tokens or longest / 2)
     prompt = config.rl.prompts.max_tokens // 2
     lengths = Lengths(num_completions=config.rollout_size, prompt=prompt, mean=mean, longest=longest)
-    rollout, tail = generation(config.model, work.device, engine, lengths, work.rates)
+    if engine not in known.generations:
+        known.generations[engine] = generation(config.model, work.device, engine, lengths, work.rates)
+    rollout, tail = known.generations[engine]
     update = with_lengths(work, config, prompt + mean)
-    forward = forward_seconds(update) * config.updates_per_rollout / config.rl.update.epochs
+    layers = known_layers(update, known.layers)
+    update_s = step(update, layers).seconds
+    forward = forward_seconds(update, layers) * config.updates_per_rollout / config.rl.update.epochs
     passes = (config.rl.update.old_logprobs == "trainer") + bool(config.rl.loss.kl_coeff) + config.has_critic
     parts = {
         "rollout": rollout,
         "logprobs and values": passes * forward,
-        "updates": step(update).seconds * config.updates_per_rollout,
+        "updates": update_s * config.updates_per_rollout,
     }
     if config.has_critic:
         share = config.critic_epochs / config.rl.update.epochs
-        parts["critic"] = step(update).seconds * config.updates_per_rollout * share
+        parts["critic"] = update_s * config.updates_per_rollout * share
     if engine.is_served:
         parts["weights to servers"] = push_seconds(config.model, work, engine)
     factors = work.rates.rl_factors
@@ -150,9 +184,10 @@ def with_lengths(work: Workload, config: RlRunConfig, sample_tokens: float) -> W
     return replace(work, global_batch=rows, sample_length=ceil(sample_tokens))
 
 
-def forward_seconds(work: Workload) -> float:
-    """Return the seconds of a pass without gradients over the rows of an update."""
-    layers = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
+def forward_seconds(work: Workload, layers: dict[bool, LayerTimes] | None = None) -> float:
+    """Return the seconds of a pass without gradients over the rows of an update, whose layers may be known already."""
+    if layers is None:
+        layers = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
     stages = [stage.forward for stage in stage_times(work, layers)]
     return (work.num_microbatches - 1) * max(stages) + sum(stages)
 
@@ -173,27 +208,38 @@ def generation(
     seconds = flops / gpus / (device.peak_tflops["bf16"] * 1e12 * DECODE_PRODUCTS)
     # Those for which there is no slot at first follow one another in slots that are always taken.
     steps = (rows - slots) * lengths.mean / slots
-    seconds += steps * decode_seconds(model, device, engine, slots, context, rates)
+    weights = _weights(model)
+    seconds += steps * decode_seconds(model, device, engine, slots, context, rates, weights)
     alive = share_longer(lengths.mean, lengths.longest, lengths.spread)
     tail = 0.0
     for token in range(0, lengths.longest, STRIDE):
         now = slots * alive(token)
         if now < 0.5:  # as long as one of the replica's completions is expected to go on
             break
-        each = STRIDE * decode_seconds(model, device, engine, max(1.0, now), lengths.prompt + token, rates)
+        seen = lengths.prompt + token
+        each = STRIDE * decode_seconds(model, device, engine, max(1.0, now), seen, rates, weights)
         seconds += each
         tail += each if now < slots / 10 else 0.0
     return seconds, tail
 
 
 def decode_seconds(
-    model: ModelConfig, device: Device, engine: Engine, rows: float, context: float, rates: Rates
+    model: ModelConfig,
+    device: Device,
+    engine: Engine,
+    rows: float,
+    context: float,
+    rates: Rates,
+    weights: tuple[int, int] | None = None,
 ) -> float:
-    """Return the seconds in which a replica samples one token of each of `rows` completions."""
+    """Return the seconds in which a replica samples one token of each of `rows` completions.
+
+    Numbers of weights outside of routed experts and in them may be known already.
+    """
     links = device.links
     assert links is not None, f"no bandwidths of {device.name}"
     element = 2
-    dense, expert = _weights(model)
+    dense, expert = weights or _weights(model)
     met = rows * engine.ep / engine.tp  # tokens of all replicas that share experts
     touched = 1 - (1 - model.moe.top_k / model.moe.num_experts) ** met if model.is_moe else 0.0
     read = element * (dense / engine.tp + expert * touched / engine.ep)
@@ -217,23 +263,26 @@ def push_seconds(model: ModelConfig, work: Workload, engine: Engine) -> float:
 def share_longer(mean: float, longest: int, spread: float) -> Callable[[float], float]:
     """Return the share of completions longer than t tokens: log-normal with this mean once cut at the longest."""
 
-    def share(tokens: float, middle: float) -> float:
-        return 0.5 * (1 - erf((log(max(tokens, 1.0)) - middle) / (spread * sqrt(2))))
-
+    width = spread * sqrt(2)
+    logs = [log(max(token, 1)) for token in range(0, longest, STRIDE)]
     low, high = log(mean / 4), log(mean * 64)
     for _ in range(40):
         middle = (low + high) / 2
-        found = STRIDE * sum(share(token, middle) for token in range(0, longest, STRIDE))
+        found = STRIDE * sum(0.5 * (1 - erf((each - middle) / width)) for each in logs)
         low, high = (middle, high) if found < mean else (low, middle)
-    return lambda tokens: share(tokens, middle) if tokens < longest else 0.0
+
+    def share(tokens: float) -> float:
+        return 0.5 * (1 - erf((log(max(tokens, 1.0)) - middle) / width)) if tokens < longest else 0.0
+
+    return share
 
 
 def _weights(model: ModelConfig) -> tuple[int, int]:
     """Return the numbers of weights outside of routed experts and in them."""
-    whole = sum(
-        (layer_weights(model, MeshConfig(), is_moe=is_moe) for is_moe in model.moe_layers), start=Weights()
-    )
-    return whole.dense + 2 * model.padded_vocab_size * model.hidden_size, whole.expert
+    layers = {is_moe: layer_weights(model, MeshConfig(), is_moe=is_moe) for is_moe in set(model.moe_layers)}
+    dense = sum(layers[is_moe].dense for is_moe in model.moe_layers)
+    expert = sum(layers[is_moe].expert for is_moe in model.moe_layers)
+    return dense + 2 * model.padded_vocab_size * model.hidden_size, expert
 
 
 def _cached_numbers(model: ModelConfig, engine: Engine) -> float:

@@ -13,8 +13,9 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.plan.device import Device
 from mcore_rl.plan.memory import Memory, StageMemory, layout_of
 from mcore_rl.plan.meshes import changed_fields, meshes, relaxed, ways_to_keep, with_choice
-from mcore_rl.plan.parts import LayerTimes, Workload, layer_times, workload_of
+from mcore_rl.plan.parts import LayerTimes, Workload, workload_of
 from mcore_rl.plan.rates import Rates
+from mcore_rl.plan.rollout import KnownParts, RlStep, engine_of, known_layers, rl_step
 from mcore_rl.plan.step import step
 
 WITHIN = 1.3
@@ -32,7 +33,10 @@ class Choice:
     config: RunConfig
     memory: Memory
     seconds: float | None
-    """Predicted seconds of a step; None where nothing is known of the device."""
+    """Predicted seconds of a step, of reinforcement learning those of `rl` where it is known; None where nothing is
+    known of the device."""
+    rl: RlStep | None = None
+    """Rollout batch with its updates; None without reinforcement learning, a known device, or known servers."""
 
     @property
     def mesh(self) -> MeshConfig:
@@ -99,6 +103,7 @@ def _search(config: RunConfig, program: Program, place: Place) -> Search:
     result, ways = Search(), ways_to_keep(config)
     seq_length = program.seq_length(config)
     layers: dict[tuple[Any, ...], dict[bool, LayerTimes]] = {}
+    known = KnownParts()
     for mesh in meshes(config, place.world_size, place.ranks_per_node, seq_length):
         result.tried += len(ways)
         accepted: dict[int, bool] = {}
@@ -121,11 +126,12 @@ def _search(config: RunConfig, program: Program, place: Place) -> Search:
             if is_too_large:
                 result.too_large += 1
                 continue
-            seconds = None
+            seconds, whole = None, None
             if place.device is not None and place.device.links is not None:
                 work = workload_of(chosen, place.device, place.world_size, seq_length, place.rates)
-                seconds = step(work, _layers(work, layers)).seconds
-            result.choices.append(Choice(config=chosen, memory=memory, seconds=seconds))
+                whole = _whole_step(chosen, work, place, known)
+                seconds = step(work, known_layers(work, layers)).seconds if whole is None else whole.seconds
+            result.choices.append(Choice(config=chosen, memory=memory, seconds=seconds, rl=whole))
     result.choices.sort(key=_order)
     return result
 
@@ -140,10 +146,14 @@ def is_accepted(config: RunConfig, program: Program, place: Place) -> bool:
 
 
 def shortlist(found: Search, program: Program, place: Place) -> list[Choice]:
-    """Return the fastest choice of each layout among those that a prediction cannot tell apart from the fastest."""
+    """Return the fastest choice of each layout among those that a prediction cannot tell apart from the fastest.
+
+    Those that leave less than SPARE of the device's memory are left out where others leave it.
+    """
     shown: dict[tuple[int, ...], Choice] = {}
-    for choice in found.choices:
-        fastest = found.choices[0].seconds
+    choices = with_spare(found, place)
+    for choice in choices:
+        fastest = choices[0].seconds
         if fastest and choice.seconds and choice.seconds > WITHIN * fastest:
             break
         if _layout(choice) not in shown and is_accepted(choice.config, program, place):
@@ -151,6 +161,12 @@ def shortlist(found: Search, program: Program, place: Place) -> list[Choice]:
         if len(shown) == SHOWN:
             break
     return list(shown.values())
+
+
+def with_spare(found: Search, place: Place) -> list[Choice]:
+    """Return the choices that leave SPARE of the device's memory, the fastest first; all where none does."""
+    enough = (1 - SPARE) * place.room_bytes
+    return [choice for choice in found.choices if choice.memory.total <= enough] or found.choices
 
 
 def nearest(found: Search, config: RunConfig, program: Program, place: Place, count: int = 3) -> list[Choice]:
@@ -192,13 +208,12 @@ def _order(choice: Choice) -> tuple[float, ...]:
     return (mesh.model_parallel, kind, mesh.vpp, -choice.config.train.micro_batch, choice.memory.total)
 
 
-def _layers(work: Workload, known: dict[tuple[Any, ...], dict[bool, LayerTimes]]) -> dict[bool, LayerTimes]:
-    """Return the seconds of the layers, which pipeline stages do not change."""
-    mesh = work.mesh
-    key = (mesh.tp, mesh.ep, mesh.etp, mesh.cp, work.micro_batch, work.recompute, work.recompute_modules)
-    if key not in known:
-        known[key] = {is_moe: layer_times(work, is_moe) for is_moe in set(work.model.moe_layers)}
-    return known[key]
+def _whole_step(config: RunConfig, work: Workload, place: Place, known: KnownParts) -> RlStep | None:
+    """Return the rollout batch of a run with its updates; None where it has none, or its servers are not known."""
+    if not isinstance(config, RlRunConfig):
+        return None
+    engine = engine_of(config, place.world_size, place.server_gpus, place.rates)
+    return None if engine is None else rl_step(config, work, engine, place.completion_tokens, known)
 
 
 def _distance(old: RunConfig, new: RunConfig) -> float:

@@ -17,7 +17,7 @@ from mcore_rl.plan.meshes import toml_lines
 from mcore_rl.plan.ranks import RankView
 from mcore_rl.plan.rates import Rates
 from mcore_rl.plan.rollout import PUBLISHED_FACTORS
-from mcore_rl.plan.search import WITHIN, Choice, Place, Search, changes
+from mcore_rl.plan.search import SPARE, WITHIN, Choice, Place, Search, changes, with_spare
 
 JSON_VERSION = 1
 LEAST_SHARE = 0.015
@@ -225,6 +225,45 @@ def span_text(plan: Estimate) -> str:
     )
 
 
+def world_header(config: RunConfig, place: Place) -> Iterator[str]:
+    """Yield the names of the columns of `world_line`."""
+    if not isinstance(config, RlRunConfig):
+        yield f"{'ranks':>7} {'GiB':>6} {'fits':>5} {'s a step':>18} {'tokens/s a GPU':>15} {'the whole run':>22}"
+        return
+    servers = f"; servers on {place.server_gpus} GPUs beside them" if place.server_gpus else ""
+    kind = f"calibrated with {place.rates.source}" if place.rates.rl_factors else "lower bounds"
+    yield f"GiB by phase on the fullest stage of each; seconds of a whole step are {kind}{servers}"
+    yield (
+        f"{'ranks':>7} {'rollout':>8} {'scoring':>8} {'update':>7} {'fits':>5} {'rollout s':>10} {'train s':>8} "
+        f"{'rl step s':>10} {'the whole run':>22}"
+    )
+
+
+def world_line(plan: Estimate) -> str:
+    """Return a size of the world with its memory, whether it fits, its seconds, and the hours of the whole run."""
+    world, fits, steps = plan.place.world_size, "yes" if plan.fits else "no", plan.config.train.steps
+    if isinstance(plan.config, RlRunConfig):
+        phases = [
+            max(stage.phases[name] for stage in plan.stages) for name in ("rollout", "scoring", "update")
+        ]
+        rollout, scoring, update = (_gib(size) for size in phases)
+        line = f"{world:>7} {rollout:>8} {scoring:>8} {update:>7} {fits:>5}"
+        if plan.rl is None:
+            return line
+        generated = plan.rl.parts["rollout"]
+        steps = -(-steps // max(1, plan.config.updates_per_rollout))
+        hours = f"{'' if plan.rl.factors else 'at least '}{plan.rl.seconds * steps / HOUR_S:,.0f} hours"
+        line += f" {_seconds(generated):>10} {_seconds(plan.rl.seconds - generated):>8}"
+        return f"{line} {_seconds(plan.rl.seconds):>10} {hours:>22}"
+    line = f"{world:>7} {plan.fullest.total / GIB:>6.1f} {fits:>5}"
+    if plan.step is None:
+        return line
+    span = plan.step.span
+    hours = "-".join(f"{seconds * steps / HOUR_S:,.0f}" for seconds in (span.low, span.high))
+    line += f" {f'{span.likely:.3g} ({span.low:.3g}-{span.high:.3g})':>18}"
+    return f"{line} {plan.step.tokens_per_s:>15,.0f} {f'{hours} hours':>22}"
+
+
 def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: Place) -> Iterator[str]:
     """Yield the counts of a search, and each choice with what it gives up and the fields that set it."""
     yield (
@@ -233,6 +272,10 @@ def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: P
     )
     if not shown:
         return
+    if narrow := len(found.choices) - len(with_spare(found, place)):
+        yield f"{narrow:,} of them leave less than {SPARE:.0%} of the device's memory, and are left out."
+    if isinstance(config, RlRunConfig):
+        yield _bound_line(config, shown[0], place)
     if shown[0].seconds is not None:
         yield (
             f"Different layouts within {WITHIN:g}x of the fastest, which a prediction cannot tell apart: measure two."
@@ -240,6 +283,20 @@ def search_lines(config: RunConfig, found: Search, shown: list[Choice], place: P
     for choice in shown:
         yield f"  {choice_text(choice, shown, place)}"
         yield f"      {' '.join(toml_lines(changes(config, choice))) or 'as configured'}"
+
+
+def _bound_line(config: RlRunConfig, choice: Choice, place: Place) -> str:
+    """Return what the seconds of choices are in reinforcement learning, and who generates."""
+    if choice.rl is None:
+        return "Seconds are those of an update: how many GPUs the servers have is not known. Give --server-nodes N"
+    engine = "the engine on these ranks"
+    if config.rl.engine.is_served:
+        engine = f"servers on {place.server_gpus} GPUs" if place.server_gpus else "the servers of rl.engine"
+    kind = f"calibrated with {place.rates.source}" if choice.rl.factors else "a lower bound"
+    return (
+        f"Seconds are those of a whole step, {kind}: rollout by {engine}, with {choice.rl.mean_tokens:,.0f} tokens a "
+        "completion in the mean (--completion-tokens), logprobs, updates."
+    )
 
 
 def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
@@ -253,6 +310,11 @@ def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
     if choice.seconds is not None and shown[0].seconds is not None:
         slower = choice.seconds / shown[0].seconds - 1
         text += f", {_seconds(choice.seconds)} s" + (f", {slower:.0%} slower" if slower > 0.005 else "")
+    if choice.rl is not None:
+        text += f" ({', '.join(f'{name} {_seconds(part)}' for name, part in choice.rl.parts.items())})"
+    if isinstance(config, RlRunConfig):
+        sizes_of = choice.memory.phases
+        text += f", GiB by phase: {', '.join(f'{phase} {_gib(size)}' for phase, size in sizes_of.items())}"
     given_up = []
     if config.optim.offload_fraction:
         given_up.append("the processor updates the weights")

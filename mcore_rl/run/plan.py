@@ -32,7 +32,7 @@ from mcore_rl.plan.exact import (
     schedule_lines,
     summary,
 )
-from mcore_rl.plan.memory import GIB, models_on_ranks
+from mcore_rl.plan.memory import models_on_ranks
 from mcore_rl.plan.ranks import view_of_rank
 from mcore_rl.plan.search import Place, nearest, search, shortlist
 from mcore_rl.plan.simulate import timeline_svg
@@ -43,9 +43,10 @@ from mcore_rl.plan.text import (
     nearest_text,
     rank_lines,
     search_lines,
+    world_header,
+    world_line,
 )
 
-HOUR_S = 3600
 DRAWN_GROUPS = 3
 """Microbatches of a picture, as a multiple of the stages: warm-up, steady state and end."""
 
@@ -66,19 +67,13 @@ def main(args: argparse.Namespace) -> int:
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
     if args.world:
-        _write(_world_lines(config, program, cluster, *args.world))
+        _write(_world_lines(config, program, cluster, args))
         return 0
     if not args.nodes:
         raise ConfigError(
             "The number of nodes is missing. Give --nodes N, or --world 8..1024 for a table of sizes."
         )
-    place = place_of(
-        cluster,
-        args.nodes * cluster.node.ranks_per_node,
-        server_nodes=args.server_nodes,
-        completion_tokens=args.completion_tokens,
-        imbalance=args.imbalance,
-    )
+    place = _place(cluster, args.nodes * cluster.node.ranks_per_node, args)
     if args.search:
         found = search(config, program, place)
         shown = shortlist(found, program, place)
@@ -119,6 +114,17 @@ def main(args: argparse.Namespace) -> int:
             "It does not fit. " + nearest_text(config, nearest(found, config, program, place), place)
         )
     return 0
+
+
+def _place(cluster: ClusterConfig, world_size: int, args: argparse.Namespace) -> Place:
+    """Return so many ranks of a cluster with what the arguments say of servers, completions and experts."""
+    return place_of(
+        cluster,
+        world_size,
+        server_nodes=args.server_nodes,
+        completion_tokens=args.completion_tokens,
+        imbalance=args.imbalance,
+    )
 
 
 def _uncounted(config: RunConfig) -> Iterator[str]:
@@ -234,26 +240,19 @@ def _refusal(config: RunConfig, program: Program, place: Place) -> str:
 
 
 def _world_lines(
-    config: RunConfig, program: Program, cluster: ClusterConfig, smallest: int, largest: int
+    config: RunConfig, program: Program, cluster: ClusterConfig, args: argparse.Namespace
 ) -> Iterator[str]:
     """Yield one line for each doubling of the world: whether the mesh fits, its speed, hours of the whole run."""
-    yield f"{'ranks':>7} {'GiB':>6} {'fits':>5} {'s a step':>18} {'tokens/s a GPU':>15} {'the whole run':>22}"
-    world = smallest
+    yield from world_header(config, _place(cluster, args.world[0], args))
+    world, largest = args.world
     while world <= largest:
-        place = place_of(cluster, world)
+        place = _place(cluster, world, args)
         try:
             program.check(config, world)
         except ConfigError as error:
             yield f"{world:>7} refused: {str(error).splitlines()[0].removeprefix('- ')}"
         else:
-            plan = estimate(config, program, place)
-            line = f"{world:>7} {plan.fullest.total / GIB:>6.1f} {'yes' if plan.fits else 'no':>5}"
-            if plan.step is not None:
-                span, steps = plan.step.span, config.train.steps
-                hours = [seconds * steps / HOUR_S for seconds in (span.low, span.high)]
-                line += f" {f'{span.likely:.3g} ({span.low:.3g}-{span.high:.3g})':>18}"
-                line += f" {plan.step.tokens_per_s:>15,.0f} {f'{hours[0]:,.0f}-{hours[1]:,.0f} hours':>22}"
-            yield line
+            yield world_line(estimate(config, program, place))
         world *= 2
 
 

@@ -112,10 +112,11 @@ def test_a_mesh_that_the_checks_refuse_is_answered_by_one_that_they_accept():
 
 
 def test_a_search_lists_layouts_with_what_they_give_up_and_the_fields_to_set(capsys):
-    first, second, *choices = lines_of(
+    first, narrow, second, *choices = lines_of(
         capsys, "qwen3_30b_a3b/pretrain", "--cluster", H100, "--nodes", "2", "--search"
     )
     assert first.startswith("2,940 combinations") and "measure two" in second
+    assert narrow == "100 of them leave less than 4% of the device's memory, and are left out."
     assert len(choices) == 16
     assert all("GiB" in line and "free" in line for line in choices[::2])
     assert any("recomputes" in line and "slower" in line for line in choices[::2])
@@ -135,6 +136,33 @@ def test_a_table_of_worlds_says_from_where_a_mesh_fits(capsys):
     gib = [float(row[1]) for row in rows]
     assert gib[0] - gib[1] == pytest.approx(2 * (gib[1] - gib[2]), abs=0.2)
     assert lines[1].endswith("hours")
+
+
+def test_a_table_of_worlds_has_the_phases_and_the_whole_step_of_reinforcement_learning(capsys):
+    words = ("qwen3_30b_a3b/grpo_r2", "--cluster", H100)
+    bound, names, *rows = lines_of(capsys, *words, "--world", "8..16")
+    assert bound.endswith("seconds of a whole step are lower bounds")
+    assert names.split()[:5] == ["ranks", "rollout", "scoring", "update", "fits"]
+    plan = "\n".join(lines_of(capsys, *words, "--nodes", "2"))
+    ranks, *phases, fits, rollout, train, whole = rows[1].split("at least")[0].split()
+    assert [row.split()[4] for row in rows] == ["no", fits] == ["no", "yes"]
+    # The fullest phase is what the plan of this size has, and the parts are those of its bound.
+    assert f"{max(phases, key=float)} of 73.6 GiB" in plan and ranks == "16"
+    assert f"rl step at least {whole} s: rollout {rollout}, logprobs" in plan
+    rollout, train, whole = (float(value.replace(",", "")) for value in (rollout, train, whole))
+    assert rollout + train == pytest.approx(whole, abs=2)
+    served = ("rl.engine.kind=vllm", "rl.engine.urls=[http://a:1]")
+    lines = lines_of(capsys, *words, *served, "--server-nodes", "2", "--world", "16..16")
+    assert "servers on 16 GPUs beside them" in lines[0]
+    # Without a number of servers there is memory alone.
+    assert len(lines_of(capsys, *words, *served, "--world", "16..16")[2].split()) == 5
+
+
+def test_a_search_of_reinforcement_learning_lists_its_parts_and_phases(capsys):
+    lines = lines_of(capsys, "qwen3_30b_a3b/grpo_r2", "--cluster", H100, "--nodes", "2", "--search")
+    assert any("a whole step, a lower bound: rollout by the engine on these ranks" in line for line in lines)
+    first = next(line for line in lines if line.startswith("  "))
+    assert "(rollout " in first and "updates " in first and "GiB by phase: rollout " in first
 
 
 def test_one_rank_is_described_with_its_groups_layers_and_experts(capsys):

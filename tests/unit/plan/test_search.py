@@ -9,10 +9,11 @@ from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
 from mcore_rl.plan.device import DEVICES
+from mcore_rl.plan.estimate import estimate
 from mcore_rl.plan.memory import GIB, memory_of_fullest_rank
 from mcore_rl.plan.meshes import toml_lines
 from mcore_rl.plan.parts import workload_of
-from mcore_rl.plan.search import Place, changes, nearest, search, shortlist
+from mcore_rl.plan.search import Place, changes, nearest, search, shortlist, with_spare
 from mcore_rl.plan.step import step
 
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
@@ -85,6 +86,33 @@ def test_the_published_mesh_of_mixtral_is_among_the_fastest():
     found = searched("mixtral_8x7b/pretrain", 64)
     published = step(workload_of(config, DEVICES["H100"], 64, 4096)).seconds
     assert published <= 1.03 * found.choices[0].seconds
+
+
+def test_the_published_mesh_of_qwen3_30b_is_among_the_fastest_that_leave_room():
+    """16 H100 with tp 1 x pp 1 x ep 16, fp8 (Megatron-Bridge 26.04.01)."""
+    fp8 = ("train.global_batch=1024", "platform.fp8=hybrid", "model.moe.dispatcher=deepep")
+    choices = with_spare(searched("qwen3_30b_a3b/pretrain", 16, overrides=fp8), place(16))
+    of_mesh = (
+        one for one in choices if (one.mesh.tp, one.mesh.pp, one.mesh.cp, one.mesh.ep) == (1, 1, 1, 16)
+    )
+    assert next(of_mesh).seconds <= 1.03 * choices[0].seconds
+    assert max(one.memory.total for one in choices) <= 0.96 * 73.6 * GIB
+
+
+def test_reinforcement_learning_is_searched_by_its_whole_step():
+    program, config = load("qwen3_30b_a3b/grpo_r2")
+    found, where = searched("qwen3_30b_a3b/grpo_r2", 16), place(16)
+    for choice in found.choices[::250]:
+        # The same as the plan of that config, which shares no part with others.
+        alone = estimate(choice.config, program, where).rl
+        assert choice.rl == alone and choice.seconds == pytest.approx(sum(alone.parts.values()))
+    # Half as many replicas generate with as many slots each: what a faster update gains a rollout may lose.
+    updates = [choice.rl.parts["updates"] for choice in found.choices]
+    assert updates != sorted(updates)
+    served = ("rl.engine.kind=vllm", "rl.engine.tensor_parallel=4", "rl.engine.urls=[http://a:1]")
+    program, config = load("qwen3_30b_a3b/grpo_r2", *served)
+    with_servers = search(config, program, replace(where, server_gpus=16)).choices[0]
+    assert "weights to servers" in with_servers.rl.parts
 
 
 def test_the_nearest_change_little_and_fit():
