@@ -6,6 +6,8 @@ from mcore_rl.backend import platform
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.model.transformer_config import transformer_config
+from mcore_rl.parallel.mesh import build_mesh, destroy_mesh
 from mcore_rl.run import doctor
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
@@ -15,6 +17,10 @@ from tests.parallel import parity
 from tests.tiny_models import TINY
 
 FAMILY, STEPS = "deepseek_v3", 3
+MEGATRON_FLAGS = (
+    "fp8 fp8_recipe moe_permute_fusion moe_router_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl "
+    "gradient_accumulation_fusion apply_rope_fusion bias_activation_fusion bias_dropout_fusion"
+).split()
 
 
 def config(layers: str = "auto") -> PretrainConfig:
@@ -40,7 +46,18 @@ def examine() -> dict[str, Any]:
         "unusable": dict(FOUND.unusable),
         "first_call": gpu.first_call if (gpu := active()) else None,
         "doctor": findings,
+        "megatron": megatron_flags() if FOUND.has_cuda and FOUND.has_te else {},
     }
+
+
+def megatron_flags() -> dict[str, Any]:
+    """What Megatron's config has where all flags of speed are "auto": bf16 in 8 bits, pretraining."""
+    settings = PlatformConfig(precision="bf16", fp8="hybrid")
+    started, mesh = platform.start(settings), build_mesh(MeshConfig())
+    config = transformer_config(TINY["qwen3_moe"], mesh, started, settings)
+    destroy_mesh()
+    platform.stop()
+    return {name: getattr(config, name) for name in MEGATRON_FLAGS}
 
 
 def train(layers: str = "auto") -> dict[str, Any]:

@@ -183,10 +183,10 @@ def _pipeline(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
 
 
 def _overlap(mesh: MeshConfig) -> Iterator[str]:
-    if mesh.overlap_param_gather and not mesh.overlap_grad_reduce:
+    if mesh.overlap_param_gather is True and mesh.overlap_grad_reduce is False:
         yield (
             "mesh.overlap_param_gather=true needs mesh.overlap_grad_reduce=true: Megatron gathers parameters "
-            "by the buckets of the reduction. Set both or neither."
+            'by the buckets of the reduction. Set both or neither, or mesh.overlap_grad_reduce="auto".'
         )
 
 

@@ -9,14 +9,13 @@ MAX_CODES = 2**15
 
 
 def replay_violations(
-    replay: ReplayConfig, model: ModelConfig, *, router_fusion: bool = False, engine_gives_routes: bool = True
+    replay: ReplayConfig, model: ModelConfig, *, engine_gives_routes: bool = True
 ) -> Iterator[str]:
     """Yield a sentence, with its remedy, for each reason why `replay` cannot run.
 
     Args:
         replay: settings of replay.
         model: the policy.
-        router_fusion: whether the policy's router is one fused kernel.
         engine_gives_routes: whether the rollout engine returns routes.
     """
     if replay.split_layers is not None and replay.split_interval is None:
@@ -38,11 +37,6 @@ def replay_violations(
             'Set replay.kind="none".'
         )
         return
-    if router_fusion:
-        yield (
-            f'replay.kind="{replay.kind}" with moe_router_fusion: the fused router returns before it asks for the '
-            "imposed experts, and replay would have no effect. Build the policy without it."
-        )
     codes = model.moe.num_experts * (2 if model.moe.capacity_factor else 1)
     if codes > MAX_CODES:
         yield (

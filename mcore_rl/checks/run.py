@@ -21,6 +21,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500
+TE_FUSIONS = ("permute_fusion", "router_fusion", "weight_gradient_fusion")
+"""Fields of `platform` whose kernels belong to TransformerEngine's layers."""
 
 
 def check(config: PretrainConfig, world_size: int) -> None:
@@ -50,6 +52,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from _world(mesh, model, world_size)
     yield from schedule_violations(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
+    yield from _router_fusion(config)
     yield from offload_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
@@ -252,12 +255,22 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
     yield from tokenizer_violations(data.tokenizer)
 
 
+def _router_fusion(config: RunConfig) -> Iterator[str]:
+    if config.unfuses_router and config.platform.router_fusion is True:
+        yield (
+            "platform.router_fusion=true in reinforcement learning: the fused router shows no choices to record, and "
+            'takes none that a replay imposes. Set it to "auto".'
+        )
+
+
 def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
     wants_cuda = {
         'platform.layers="te"': platform.layers == "te",
         f'platform.fp8="{platform.fp8}"': platform.fp8 != "none",
+        'platform.cross_entropy_fusion="te"': platform.cross_entropy_fusion == "te",
         'model.moe.dispatcher="deepep"': model.is_moe and model.moe.dispatcher == "deepep",
     }
+    wants_cuda |= {f"platform.{name}=true": getattr(platform, name) is True for name in TE_FUSIONS}
     for setting, is_set in wants_cuda.items():
         if is_set and platform.device == "cpu":
             yield f'{setting} needs CUDA, but platform.device="cpu". Change one of them.'
@@ -265,6 +278,27 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
         yield (
             f'platform.fp8="{platform.fp8}" needs TransformerEngine, but platform.layers="torch". Set '
             'platform.layers="te", or platform.fp8="none".'
+        )
+    for name in TE_FUSIONS:
+        if getattr(platform, name) is True and platform.layers == "torch":
+            yield (
+                f'platform.{name}=true with platform.layers="torch": it is a kernel for TransformerEngine\'s layers. '
+                f'Set platform.{name}="auto", or platform.layers="auto".'
+            )
+    if platform.cross_entropy_fusion == "te" and platform.layers == "torch":
+        yield (
+            'platform.cross_entropy_fusion="te" with platform.layers="torch": it is a kernel of TransformerEngine. '
+            'Set it to "auto" or "native".'
+        )
+    if platform.cross_entropy_fusion == "native" and platform.precision == "fp32":
+        yield (
+            'platform.cross_entropy_fusion="native" with platform.precision="fp32": Megatron rounds the gradient of '
+            'the logits to bf16. Set it to "auto", or platform.precision="bf16".'
+        )
+    if platform.fp8_recipe != "auto" and platform.fp8 == "none":
+        yield (
+            f'platform.fp8_recipe="{platform.fp8_recipe}" with platform.fp8="none": nothing is computed in 8 bits. Set '
+            'platform.fp8="hybrid", or the recipe to "auto".'
         )
     if platform.batch_invariant and platform.layers == "te":
         yield (
@@ -313,8 +347,10 @@ def _recompute(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
                 f'platform.recompute_modules names "{module}", which this {model.family} model does not '
                 "have. Take it out."
             )
-        elif platform.fp8 != "none" and module in ("moe_act", "layernorm"):
+        elif (
+            platform.fp8 != "none" and platform.fp8_recipe == "delayed" and module in ("moe_act", "layernorm")
+        ):
             yield (
                 f'platform.recompute_modules names "{module}", which Megatron cannot recompute with '
-                f'platform.fp8="{platform.fp8}" (delayed scaling). Take it out, or set platform.fp8="none".'
+                'platform.fp8_recipe="delayed". Take it out, or set the recipe to "auto".'
             )

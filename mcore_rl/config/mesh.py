@@ -38,10 +38,11 @@ class MeshConfig(Section):
     can be; `none`: stages of equal chunks, with first_stage_layers and last_stage_layers."""
     overlap_p2p: bool = True
     """With vpp > 1, pipeline messages travel beside the computation; vpp > 1 with pp = 2 needs it."""
-    overlap_grad_reduce: bool = False
-    """Gradients are reduced while the backward pass runs."""
-    overlap_param_gather: bool = False
-    """Updated parameters are gathered while the next forward pass runs; needs overlap_grad_reduce."""
+    overlap_grad_reduce: bool | Literal["auto"] = "auto"
+    """Gradients are reduced while the backward pass runs; `auto`: on GPUs where weights have copies on other ranks."""
+    overlap_param_gather: bool | Literal["auto"] = "auto"
+    """Updated parameters are gathered while the next forward pass runs, which needs overlap_grad_reduce; `auto`: on
+    GPUs with it."""
 
     @property
     def model_parallel(self) -> int:

@@ -57,6 +57,16 @@ class RlRunConfig(RunConfig):
         return self.rl.rollout.prompts_per_step * self.rl.rollout.group_size
 
     @property
+    def units_between_collections(self) -> int:
+        """Units of work between two collections of garbage: a rollout batch leaves much, and takes long."""
+        return 1
+
+    @property
+    def unfuses_router(self) -> bool:
+        """Whether the routers' choices are read or imposed, which their fused kernel hides; always here."""
+        return True
+
+    @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps between two rollouts."""
         return self.rl.update.epochs * self.rollout_size // self.train.global_batch

@@ -28,6 +28,21 @@ class PlatformConfig(Section):
     a GPU."""
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     """Format of 8-bit matrix products; needs layers = "te"."""
+    fp8_recipe: Literal["auto", "delayed", "tensorwise", "blockwise", "mxfp8"] = "auto"
+    """Scaling factors of `fp8`: one for each tensor from earlier steps (`delayed`) or from itself (`tensorwise`), one
+    for each block (`blockwise`, `mxfp8`); `auto`: `mxfp8` on Blackwell, `blockwise` on Hopper, else `tensorwise`."""
+    permute_fusion: bool | Literal["auto"] = "auto"
+    """One kernel of TransformerEngine sorts tokens by expert; `auto`: where it is installed and layers are `te`."""
+    router_fusion: bool | Literal["auto"] = "auto"
+    """One kernel of TransformerEngine computes the router's choice; `auto`: as `permute_fusion`, but never in RL, which
+    records and imposes choices."""
+    cross_entropy_fusion: Literal["auto", "none", "native", "te"] = "auto"
+    """Kernel of the cross entropy of pretraining and fine-tuning: Megatron's (`native`), which rounds the gradient of
+    the logits to bf16, or TransformerEngine's (`te`), which Megatron calls unstable; `auto`: `native` with bf16 and
+    layers `te`. Logits in chunks (`logits_chunk_tokens`) are computed without."""
+    weight_gradient_fusion: bool | Literal["auto"] = "auto"
+    """Products add weight gradients to the fp32 buffer themselves; needs apex; `auto`: where it is installed and layers
+    are `te`."""
     deterministic: bool = False
     """Refuse or replace algorithms whose result depends on timing."""
     batch_invariant: bool = False
@@ -86,6 +101,10 @@ class TrainConfig(Section):
     """Steps between evaluations; `none`: only at the end."""
     eval_batches: PositiveInt | None = 4
     """Batches of `global_batch` sequences per evaluation; `none`: no evaluation."""
+    gc_interval: PositiveInt | Literal["auto"] | None = "auto"
+    """Units of work (in RL: rollout batches with their updates) between two collections of Python's garbage, which
+    all ranks then do at the same time, and before evaluations and checkpoints, instead of each when it likes; `auto`:
+    on GPUs with several ranks 100, in RL 1, else `none`; `none`: as Python likes."""
     max_skipped: NonNegativeInt = 10
     """Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run."""
     hang_s: Seconds | Literal["auto"] | None = "auto"
@@ -175,6 +194,16 @@ class RunConfig(Section):
     def critic_store(self) -> Store:
         """Memory in which the critic waits between its passes and updates."""
         return "device"
+
+    @property
+    def units_between_collections(self) -> int:
+        """Units of work between two collections of garbage, where `train.gc_interval` = "auto" has any."""
+        return 100
+
+    @property
+    def unfuses_router(self) -> bool:
+        """Whether the routers' choices are read or imposed, which a fused kernel hides; in reinforcement learning."""
+        return False
 
     @property
     def freezes_router(self) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.speed import planned_flags
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.fake_world.meta import on_meta
 from mcore_rl.model.build import build_model
@@ -54,7 +55,7 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> RankBytes:
         return RankBytes(**place, weights=on_device, gradients=0, optimizer=0, gaps=0, host=on_host)
     if config.freezes_router:
         freeze_routers(bare)
-    chunks = wrap_for_data_parallelism(bare, config.mesh, mesh)
+    chunks = wrap_for_data_parallelism(bare, planned_flags(config, mesh.world.size), mesh)
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     gaps = sum(buffer.numel - sum(param.numel() for param in buffer.params) for buffer in buffers)
     return RankBytes(
@@ -62,7 +63,7 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> RankBytes:
         # Parameters now lie in buffers with gaps between them, which the optimizer gathers as one.
         weights=storage_bytes(tensor for chunk in bare for tensor in (*chunk.parameters(), *chunk.buffers())),
         gradients=storage_bytes(buffer.grad_data for buffer in buffers),
-        optimizer=_state_bytes(build_optimizer(config.optim, config.mesh, platform, chunks)),
+        optimizer=_state_bytes(build_optimizer(config.optim, platform, chunks)),
         gaps=gaps,
         host=0,
     )

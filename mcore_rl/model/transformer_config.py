@@ -14,6 +14,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.config.speed import Kernel, Machine, SpeedFlags, speed_flags
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 from mcore_rl.families.family import Family, yarn
@@ -25,6 +26,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Functions of the activations, which families name because they import no torch."""
 
+PERMUTE_KERNELS = (
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_unpermute",
+)
+"""Names in Megatron of the kernels of TransformerEngine with which it permutes tokens: it takes all or none."""
 ROUTER_KERNELS = ("fused_topk_with_score_function", "fused_moe_aux_loss")
 """Names in Megatron of the kernels of TransformerEngine that the fused router needs."""
 
@@ -45,6 +54,7 @@ def transformer_config(
         | family.architecture(model)
         | _parallel(model, mesh)
         | _numeric(platform, settings)
+        | _fusions(platform, settings, speed_flags(settings, mesh.config, model, machine_of(platform)))
         | _recompute(settings)
     )
     if model.is_moe:
@@ -135,19 +145,74 @@ def _numeric(platform: Platform, settings: PlatformConfig) -> dict[str, Any]:
         "pipeline_dtype": platform.dtype,
         "bf16": platform.dtype == torch.bfloat16,
         "deterministic_mode": settings.deterministic,
-        "fp8": None if settings.fp8 == "none" else settings.fp8,
         # gloo sends from the tensor itself, asynchronously: a freed output would arrive as garbage.
         "deallocate_pipeline_outputs": platform.is_cuda,
         "bias_activation_fusion": platform.is_cuda,
         "bias_dropout_fusion": platform.is_cuda,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": te and has_module("fused_weight_gradient_mlp_cuda"),
-        "cross_entropy_loss_fusion": te,
-        "cross_entropy_fusion_impl": "te" if te else "native",
         "cp_comm_type": "p2p" if te else None,
         "transformer_impl": "transformer_engine" if te else "local",
     }
+
+
+def _fusions(platform: Platform, settings: PlatformConfig, flags: SpeedFlags) -> dict[str, Any]:
+    machine, te = machine_of(platform), platform.layers == "te"
+    asked: tuple[tuple[str, bool, Kernel, str], ...] = (
+        ("permute_fusion", flags.permute_fusion, "permute", "TransformerEngine 2.1 or later"),
+        ("router_fusion", flags.router_fusion, "router", "TransformerEngine 2.7 or later"),
+        (
+            "weight_gradient_fusion",
+            flags.weight_gradient_fusion,
+            "weight gradient",
+            "apex, built with its extensions",
+        ),
+    )
+    for name, is_on, kernel, package in asked:
+        if is_on and not (te and kernel in machine.kernels):
+            raise ConfigError(
+                f"platform.{name}=true needs TransformerEngine's layers and a kernel of {package}, which is not here. "
+                f'Install it, or set platform.{name}="auto".'
+            )
+    if flags.cross_entropy_fusion == "te" and not te:
+        raise ConfigError(
+            'platform.cross_entropy_fusion="te" needs the layers of TransformerEngine, and those here are of torch. '
+            'Set it to "auto".'
+        )
+    fp8: dict[str, Any] = (
+        {"fp8": settings.fp8, "fp8_recipe": flags.fp8_recipe} if settings.fp8 != "none" else {}
+    )
+    return fp8 | {
+        "gradient_accumulation_fusion": flags.weight_gradient_fusion,
+        "cross_entropy_loss_fusion": flags.cross_entropy_fusion != "none",
+        "cross_entropy_fusion_impl": "te" if flags.cross_entropy_fusion == "te" else "native",
+        "moe_permute_fusion": flags.permute_fusion,
+        # The fused router returns before the hook of routing replay; RL switches it off where it observes routers.
+        "moe_router_fusion": flags.router_fusion,
+    }
+
+
+def machine_of(platform: Platform) -> Machine:
+    """Return the facts on which the flags of `auto` depend, for a rank of a run."""
+    has_te_layers = platform.layers == "te"
+    return machine_here(platform.device, has_te_layers=has_te_layers, world_size=platform.world_size)
+
+
+def machine_here(device: torch.device, *, has_te_layers: bool, world_size: int) -> Machine:
+    """Return the facts on which the flags of `auto` depend in this process."""
+    # Older versions of TransformerEngine lack some kernels; their names in Megatron are then None.
+    kernels: dict[Kernel, bool] = {
+        "permute": has_kernels(*PERMUTE_KERNELS),
+        "router": has_kernels(*ROUTER_KERNELS),
+        "weight gradient": has_module("fused_weight_gradient_mlp_cuda"),
+    }
+    return Machine(
+        is_cuda=device.type == "cuda",
+        has_te_layers=has_te_layers,
+        world_size=world_size,
+        kernels=frozenset(kernel for kernel, is_there in kernels.items() if is_there),
+        capability=torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None,
+    )
 
 
 def _recompute(settings: PlatformConfig) -> dict[str, Any]:
@@ -169,14 +234,9 @@ def _dispatch(model: ModelConfig, platform: Platform) -> dict[str, Any]:
             'model.moe.dispatcher="deepep" needs CUDA and the deep_ep package, which is not importable here. '
             'Use "alltoall".'
         )
-    te = platform.layers == "te"
     return {
         "moe_token_dispatcher_type": "flex" if deepep else model.moe.dispatcher,
         "moe_flex_dispatcher_backend": "deepep",
-        # Older versions of TransformerEngine lack these kernels; their names in Megatron are then None.
-        "moe_permute_fusion": te and has_kernels("fused_permute", "fused_unpermute"),
-        # The fused router returns before the hook of routing replay; RL therefore builds its policy without it.
-        "moe_router_fusion": te and has_kernels(*ROUTER_KERNELS),
     }
 
 

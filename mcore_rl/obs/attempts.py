@@ -20,6 +20,7 @@ import torch
 import mcore_rl
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.speed import SpeedFlags
 from mcore_rl.files import write_atomically
 from mcore_rl.obs.attempts_file import FILE_NAME, NUMERICS, RunAttempt, read_attempts
 
@@ -33,12 +34,13 @@ def this_run_attempt(
     step: int,
     extensions: Mapping[str, str] | None = None,
     *,
+    speed: SpeedFlags | None = None,
     changes: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> RunAttempt:
     """Describe this process, on rank 0, as a start of a run at `step`; `extensions` as `load_extensions` returns.
 
-    `changes` and `warnings` are those of the resume.
+    `speed` are the flags of the run; `changes` and `warnings` are those of the resume.
     """
     installed = {"python": host.python_version(), "mcore_rl": mcore_rl.__version__}
     for package in PACKAGES:
@@ -61,6 +63,7 @@ def this_run_attempt(
         numerics=NUMERICS,
         mesh={**{name: getattr(mesh, name) for name in MESH_SIZES}, "world": platform.world_size},
         extensions=dict(extensions or {}),
+        speed={} if speed is None else asdict(speed),
         changes=list(changes),
         warnings=list(warnings),
     )

@@ -15,6 +15,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.speed import planned_flags
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 from mcore_rl.plan.activations import load_of_fullest_rank
@@ -152,7 +153,7 @@ def workload_of(
         )
         is not None,
         deepep=config.model.is_moe and config.model.moe.dispatcher == "deepep",
-        overlap_dp=config.mesh.overlap_grad_reduce,
+        overlap_dp=planned_flags(config, world_size).overlap_grad_reduce,
         offload_fraction=config.optim.offload_fraction,
         offload_overlap=config.optim.offload_overlap,
         imbalance=1.0 if rates is None or rates.imbalance is None else rates.imbalance,

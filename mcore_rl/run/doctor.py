@@ -9,6 +9,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from mcore_rl.backend.patches.table import FOUND, INSTALLED
 from mcore_rl.backend.patches.versions import has_module, megatron_version
 from mcore_rl.backend.platform import adam_package, variables_of_device
 from mcore_rl.checks import nodes
+from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.config.speed import SpeedFlags, run_flags
 from mcore_rl.files import write_atomically
 from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
-from mcore_rl.model.transformer_config import ROUTER_KERNELS, has_kernels
+from mcore_rl.model.transformer_config import PERMUTE_KERNELS, ROUTER_KERNELS, has_kernels, machine_here
 from mcore_rl.run.node_check import shared_memory_faults
 
 GIB = 2**30
@@ -74,6 +78,7 @@ def examine() -> dict[str, Any]:
         "layers": "te" if FOUND.has_te else "torch",
         "adam": adam_package(),
         "kernels": kernels(),
+        "speed": asdict(speed()),
         "communication": communication(),
         "limits": limits(),
         "patches": [
@@ -126,12 +131,21 @@ def kernels() -> dict[str, bool]:
     te = FOUND.has_te
     return {
         "grouped products of experts (torch)": HAS_GROUPED_MM,
-        "permutation of tokens (TransformerEngine)": te and has_kernels("fused_permute", "fused_unpermute"),
+        "permutation of tokens (TransformerEngine)": te and has_kernels(*PERMUTE_KERNELS),
         "router (TransformerEngine)": te and has_kernels(*ROUTER_KERNELS),
         "cross entropy (TransformerEngine)": te,
         "weight gradients added in place (apex)": te and has_module("fused_weight_gradient_mlp_cuda"),
         "DeepEP dispatcher": FOUND.has_cuda and has_module("deep_ep"),
     }
+
+
+def speed() -> SpeedFlags:
+    """Return what the flags of speed come to here, for pretraining a bf16 model with experts on several ranks."""
+    device = torch.device("cuda", 0) if FOUND.has_cuda else torch.device("cpu")
+    machine = machine_here(device, has_te_layers=FOUND.has_te, world_size=2)
+    settings = PlatformConfig(precision="bf16", fp8="hybrid" if FOUND.has_te else "none")
+    model = ModelConfig(family="qwen3_moe", moe=MoEConfig(num_experts=2, top_k=1, ffn_hidden_size=1))
+    return run_flags(PretrainConfig(platform=settings, model=model), machine)
 
 
 def communication() -> dict[str, Any]:
@@ -234,6 +248,7 @@ def readable(found: dict[str, Any]) -> Iterator[str]:
     yield "kernels"
     for name, is_there in found["kernels"].items():
         yield f"  {'yes' if is_there else 'no ':<4} {name}"
+    yield f"auto       {SpeedFlags(**found['speed']).describe()} (bf16, experts, several ranks)"
     causes = Counter(patch["cause"] for patch in found["patches"])
     yield "patches    " + ", ".join(f"{count} for {cause}" for cause, count in causes.items())
     for entry in found["missing"]:

@@ -21,7 +21,7 @@ from mcore_rl.plan.local import device_memory_lines
 from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
-from mcore_rl.train.setup import set_up
+from mcore_rl.train.setup import set_up, speed_flags_of
 from mcore_rl.train.stop import StopRequest
 
 
@@ -61,11 +61,13 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
         checkpoints = Checkpoints(state, folder.checkpoints, fence)
         resumption = checkpoints.resume()
         step = state.progress.step
+        flags = speed_flags_of(config, platform)
         attempt = this_run_attempt(
             platform,
             config.mesh,
             step,
             extensions,
+            speed=flags,
             changes=resumption.changes,
             warnings=resumption.warnings,
         )
@@ -80,7 +82,12 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
         if platform.rank == 0:
             settings = config.model_dump(mode="json")
             log = open_log(folder.path, config.log, step, config.train.steps, settings)
-        for line in [platform.describe(), *_memory_lines(config, platform), *checkpoints.poll()]:
+        for line in [
+            platform.describe(),
+            flags.describe(),
+            *_memory_lines(config, platform),
+            *checkpoints.poll(),
+        ]:
             log.message(line)
         for sentence in mesh_dependences(config, platform.world_size):
             log.message(f"warning: {sentence}")

@@ -20,8 +20,10 @@ from mcore_rl.parallel.schedule import Head
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.batch_size import global_batch_at
+from mcore_rl.train.garbage import TimedGarbage
 from mcore_rl.train.run_folder import Fence, RunFolder
 from mcore_rl.train.saving import Checkpoints
+from mcore_rl.train.setup import speed_flags_of
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, evaluate, train_step
 from mcore_rl.train.stop import StopRequest
@@ -62,6 +64,7 @@ class Trainer(ABC):
         self.watchdog = run.watchdog
         self.log = run.log
         self.stop_reason = run.stop_reason
+        self._garbage = TimedGarbage(speed_flags_of(run.state.config, run.state.platform).gc_interval)
 
     @abstractmethod
     def _step(self) -> None:
@@ -74,14 +77,16 @@ class Trainer(ABC):
     def run(self) -> None:
         """Train until all steps are done, which the folder then records, or a stop is asked for; save in both cases."""
         progress, train = self.state.progress, self.state.config.train
-        while progress.step < train.steps:
-            if reason := self.stop_reason():
-                self.log.message(f"stopping after step {progress.step}: {reason}")
-                self._save_last()
-                return
-            self._step()
-            self._evaluate_and_save_when_due()
-        self._pause_to_evaluate(is_last=True)
+        with self._garbage:
+            while progress.step < train.steps:
+                if reason := self.stop_reason():
+                    self.log.message(f"stopping after step {progress.step}: {reason}")
+                    self._save_last()
+                    return
+                self._step()
+                self._garbage.unit_done()
+                self._evaluate_and_save_when_due()
+            self._pause_to_evaluate(is_last=True)
         self._save_last()
         self._refuse_unfinished_skips()
         self.folder.mark_done(progress.step)
@@ -102,10 +107,12 @@ class Trainer(ABC):
 
     def _pause_to_evaluate(self, *, is_last: bool) -> None:
         self.watchdog.begin("pause")
+        self._garbage.collect()
         self._evaluate(is_last=is_last)
 
     def _save(self) -> None:
         self.watchdog.begin("pause")
+        self._garbage.collect()
         self.log.flush(self.state.progress.step, self._pending_metrics())
         with self.state.timers.phase("checkpoint"):
             self.checkpoints.save()

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
-from torch import nn
 
 from mcore_rl.backend.platform import Platform
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 
 STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
@@ -20,7 +19,7 @@ QK_NORMS = ("q_layernorm.", "k_layernorm.")
 
 
 def build_optimizer(
-    config: OptimConfig, mesh: MeshConfig, platform: Platform, chunks: Sequence[nn.Module]
+    config: OptimConfig, platform: Platform, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """Collective over the world: build AdamW over `chunks`, its state sharded over the data-parallel ranks."""
     settings = OptimizerConfig(
@@ -35,7 +34,7 @@ def build_optimizer(
         bf16=platform.dtype == torch.bfloat16,
         params_dtype=platform.dtype,
         use_distributed_optimizer=True,
-        overlap_param_gather=mesh.overlap_param_gather,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         optimizer_cpu_offload=config.offload_fraction > 0,
         optimizer_offload_fraction=config.offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=config.offload_overlap,

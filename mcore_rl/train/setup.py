@@ -12,10 +12,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
 from mcore_rl.backend.platform import Platform
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Store
+from mcore_rl.config.speed import SpeedFlags, run_flags
 from mcore_rl.model.build import build_model, unwrap
+from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.obs.timing import Timers
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routers
@@ -42,6 +43,11 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     return state
 
 
+def speed_flags_of(config: RunConfig, platform: Platform) -> SpeedFlags:
+    """Return the flags of a run on this rank's machine."""
+    return run_flags(config, machine_of(platform))
+
+
 def _set_up_model(
     config: RunConfig, platform: Platform, mesh: Mesh, steps: int, *, store: Store, weights_stay: bool
 ) -> TrainState:
@@ -51,9 +57,9 @@ def _set_up_model(
     bare = build_model(config.model, mesh, platform, config.platform)
     if config.freezes_router:
         freeze_routers(bare)
-    chunks = wrap_for_data_parallelism(bare, config.mesh, mesh)
-    optimizer = build_optimizer(config.optim, config.mesh, platform, chunks)
-    connect(chunks, optimizer, config.mesh)
+    chunks = wrap_for_data_parallelism(bare, speed_flags_of(config, platform), mesh)
+    optimizer = build_optimizer(config.optim, platform, chunks)
+    connect(chunks, optimizer)
     return TrainState(
         config=config,
         platform=platform,
@@ -80,14 +86,14 @@ def freeze_routers(chunks: Sequence[nn.Module]) -> None:
 
 
 def wrap_for_data_parallelism(
-    chunks: Sequence[nn.Module], config: MeshConfig, mesh: Mesh
+    chunks: Sequence[nn.Module], flags: SpeedFlags, mesh: Mesh
 ) -> list[DistributedDataParallel]:
     """Collective over the world: wrap chunks so that gradients are summed in float32 over data-parallel ranks."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
+        overlap_grad_reduce=flags.overlap_grad_reduce,
+        overlap_param_gather=flags.overlap_param_gather,
     )
     # The backward pass of the first chunk is the last one: only its reduction gains from buckets that start early.
     wrapped = [
@@ -101,13 +107,11 @@ def wrap_for_data_parallelism(
     return wrapped
 
 
-def connect(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, mesh: MeshConfig
-) -> None:
+def connect(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Set in the chunks' config how Megatron's schedules finish gradients, and when they must not reduce them."""
     config = unwrap(chunks[0]).config
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    if mesh.overlap_grad_reduce:
+    if chunks[0].ddp_config.overlap_grad_reduce:
         pauses = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]

@@ -93,7 +93,7 @@ def training_steps(
     gradients = gradients_of(state, batch(state, 0, length))
     reports = [train_step(state, batch(state, step, length), NextTokenHead()) for step in range(STEPS)]
     for chunk in state.chunks:
-        if config.mesh.overlap_param_gather:
+        if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
     return {
         "losses": [report.loss for report in reports],

@@ -75,6 +75,13 @@ def test_every_family_passes(family):
         ("llama", "data.split=[1,0,0] train.eval_batches=none", 1),
         ("llama", "platform.recompute=full platform.recompute_modules=[moe]", 1),
         ("llama", "mesh.overlap_param_gather=true mesh.overlap_grad_reduce=true", 1),
+        ("llama", "mesh.overlap_param_gather=true", 1),
+        ("llama", "platform.cross_entropy_fusion=native platform.precision=bf16", 1),
+        (
+            "qwen3_moe",
+            "platform.fp8=hybrid platform.recompute=selective platform.recompute_modules=[moe_act]",
+            1,
+        ),
     ],
 )
 def test_settings_that_agree_pass(family, overrides, world_size):
@@ -157,7 +164,12 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ("llama", "mesh.vpp=2", 1, "but mesh.pp=1"),
         ("llama", "mesh.pp=2 mesh.vpp=2 mesh.overlap_p2p=false", 2, "needs mesh.overlap_p2p=true"),
         ("deepseek_v3", "model.mtp_layers=1 mesh.pp=2 model.tied_embeddings=true", 2, "Untie the embeddings"),
-        ("llama", "mesh.overlap_param_gather=true", 1, "needs mesh.overlap_grad_reduce=true"),
+        (
+            "llama",
+            "mesh.overlap_param_gather=true mesh.overlap_grad_reduce=false",
+            1,
+            "needs mesh.overlap_grad_reduce=true",
+        ),
         ("llama", "data.seq_length=5000", 1, "longer than model.max_position=4096"),
         ("llama", "mesh.cp=2 data.seq_length=6", 2, "not a multiple of 4: mesh.cp=2"),
         ("llama", "mesh.tp=2 data.seq_length=7", 2, "Use 6 or 8"),
@@ -294,9 +306,26 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ),
         (
             "qwen3_moe",
-            "platform.fp8=hybrid platform.recompute=selective platform.recompute_modules=[moe_act]",
+            "platform.fp8=hybrid platform.fp8_recipe=delayed platform.recompute=selective "
+            "platform.recompute_modules=[moe_act]",
             1,
             "cannot recompute",
+        ),
+        ("llama", "platform.fp8_recipe=mxfp8", 1, "nothing is computed in 8 bits"),
+        ("qwen3_moe", "platform.permute_fusion=true platform.layers=torch", 1, "permute_fusion=true with"),
+        ("qwen3_moe", "platform.router_fusion=true platform.device=cpu", 1, "router_fusion=true needs CUDA"),
+        (
+            "llama",
+            "platform.weight_gradient_fusion=true platform.layers=torch",
+            1,
+            "weight_gradient_fusion=tr",
+        ),
+        ("llama", "platform.cross_entropy_fusion=native", 1, "rounds the gradient of the logits to bf16"),
+        (
+            "llama",
+            "platform.cross_entropy_fusion=te platform.layers=torch platform.precision=bf16",
+            1,
+            "it is a kernel of TransformerEngine",
         ),
     ],
 )

@@ -24,7 +24,6 @@ def test_a_run_without_replay_needs_no_experts() -> None:
     ("replay", "model", "arguments", "named"),
     [
         (ReplayConfig(kind="r2"), DENSE, {}, "no experts"),
-        (ReplayConfig(kind="r2"), MOE, {"router_fusion": True}, "moe_router_fusion"),
         (ReplayConfig(kind="r3"), MOE, {"engine_gives_routes": False}, "does not return its routes"),
         (ReplayConfig(kind="r3"), DROPPING, {}, "capacity_factor"),
         (ReplayConfig(kind="r2", missing="live"), MOE, {}, 'missing="live"'),

@@ -77,6 +77,29 @@ def test_a_machine_gets_the_patches_of_what_it_lacks(machine: str, on_this_cpu: 
         assert trained["doctor"]["faults"] == []
         lacks = [entry["what"].partition(" ")[0] for entry in trained["doctor"]["missing"]]
         assert ("TransformerEngine" in lacks) == (TE not in usable)
+        assert trained["doctor"]["speed"] == {
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "permute_fusion": TE in usable,
+            "router_fusion": TE in usable,
+            "cross_entropy_fusion": "native" if TE in usable else "none",
+            "weight_gradient_fusion": {TE, APEX} <= usable,
+            "fp8_recipe": "blockwise" if TE in usable else "none",
+            "gc_interval": 100,
+        }
+        if TE in usable:
+            assert trained["megatron"] == {
+                "fp8": "hybrid",
+                "fp8_recipe": "blockwise",
+                "moe_permute_fusion": True,
+                "moe_router_fusion": True,
+                "cross_entropy_loss_fusion": True,
+                "cross_entropy_fusion_impl": "native",
+                "gradient_accumulation_fusion": APEX in usable,
+                "apply_rope_fusion": True,
+                "bias_activation_fusion": True,
+                "bias_dropout_fusion": True,
+            }
         assert "deep_ep" in lacks
     if not trains:
         return

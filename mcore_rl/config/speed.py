@@ -1,0 +1,131 @@
+"""The flags that change a run's speed and not what it computes: what "auto" comes to on a machine."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import PlatformConfig, RunConfig
+
+Kernel = Literal["permute", "router", "weight gradient"]
+"""A fused kernel that may be installed or not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What "auto" depends on beside the config."""
+
+    is_cuda: bool
+    """Whether tensors live on GPUs."""
+    has_te_layers: bool
+    """Whether the layers are TransformerEngine's."""
+    world_size: int
+    """Number of ranks."""
+    kernels: frozenset[Kernel] = frozenset()
+    """Fused kernels that are installed."""
+    capability: int | None = None
+    """Major compute capability of the GPU: 9 is Hopper, 10 and 12 are Blackwell; None: it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedFlags:
+    """The flags of a run without "auto", by the names of their fields in the config."""
+
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    permute_fusion: bool
+    router_fusion: bool
+    cross_entropy_fusion: Literal["none", "native", "te"]
+    weight_gradient_fusion: bool
+    fp8_recipe: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
+    gc_interval: int | None = None
+
+    def describe(self) -> str:
+        """Return one line for the log: what is on, then what is off."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        on = [
+            name if value is True else f"{name}={value}"
+            for name, value in values.items()
+            if value not in (False, "none", None)
+        ]
+        off = [name for name, value in values.items() if value in (False, "none", None)]
+        return f"speed: on: {', '.join(on) or 'nothing'}; off: {', '.join(off) or 'nothing'}"
+
+
+def speed_flags(
+    platform: PlatformConfig,
+    mesh: MeshConfig,
+    model: ModelConfig,
+    machine: Machine,
+    *,
+    unfuses_router: bool = False,
+) -> SpeedFlags:
+    """Return the flags of a model on a machine.
+
+    Args:
+        platform: Section of the config.
+        mesh: Section of the config.
+        model: The model.
+        machine: The machine.
+        unfuses_router: Whether the program reads or imposes the routers' choices, which a fused one hides.
+    """
+    te, kernels = machine.has_te_layers, machine.kernels
+    gather, reduce = mesh.overlap_param_gather, mesh.overlap_grad_reduce
+    if reduce == "auto":
+        reduce = gather is True or (machine.is_cuda and _has_copies(mesh, model, machine.world_size))
+    if gather == "auto":
+        gather = machine.is_cuda and reduce
+    fusion = platform.cross_entropy_fusion
+    if fusion == "auto":
+        # Megatron's own computes in fp32 and gives the logits a bf16 gradient, whatever their type.
+        fusion = "native" if te and platform.precision == "bf16" else "none"
+
+    def has(kernel: Kernel, setting: bool | Literal["auto"]) -> bool:
+        return te and kernel in kernels if setting == "auto" else setting
+
+    return SpeedFlags(
+        overlap_grad_reduce=reduce,
+        overlap_param_gather=gather,
+        permute_fusion=model.is_moe and has("permute", platform.permute_fusion),
+        router_fusion=model.is_moe and not unfuses_router and has("router", platform.router_fusion),
+        cross_entropy_fusion=fusion,
+        weight_gradient_fusion=has("weight gradient", platform.weight_gradient_fusion),
+        fp8_recipe="none" if platform.fp8 == "none" else _fp8_recipe(platform, machine.capability),
+    )
+
+
+def planned_flags(config: RunConfig, world_size: int) -> SpeedFlags:
+    """Return the flags as a plan supposes them: of GPUs without packages, unless the run wants CPUs."""
+    machine = Machine(
+        is_cuda=config.platform.device != "cpu",
+        has_te_layers=config.platform.layers == "te",
+        world_size=world_size,
+    )
+    return run_flags(config, machine)
+
+
+def run_flags(config: RunConfig, machine: Machine) -> SpeedFlags:
+    """Return the flags of a run on a machine."""
+    flags = speed_flags(
+        config.platform, config.mesh, config.model, machine, unfuses_router=config.unfuses_router
+    )
+    interval = config.train.gc_interval
+    if interval == "auto":
+        interval = config.units_between_collections if machine.is_cuda and machine.world_size > 1 else None
+    return replace(flags, gc_interval=interval)
+
+
+def _has_copies(mesh: MeshConfig, model: ModelConfig, world_size: int) -> bool:
+    """Return whether any weights have copies on other ranks, whose gradients are added up."""
+    dense = world_size > mesh.tp * mesh.pp
+    return dense or (model.is_moe and world_size > mesh.etp * mesh.ep * mesh.pp)
+
+
+def _fp8_recipe(
+    platform: PlatformConfig, capability: int | None
+) -> Literal["delayed", "tensorwise", "blockwise", "mxfp8"]:
+    if platform.fp8_recipe != "auto":
+        return platform.fp8_recipe
+    if capability is not None and capability >= 10:
+        return "mxfp8"
+    return "blockwise" if capability == 9 else "tensorwise"

@@ -1,0 +1,44 @@
+"""Python's garbage, collected by all ranks at the same time."""
+
+import gc
+from types import TracebackType
+
+
+class TimedGarbage:
+    """Collects garbage between units of work, and never within one, while it is entered.
+
+    Python collects when it has counted enough objects, on each rank at another time, and all ranks then wait for that
+    one in the next collective.
+    """
+
+    def __init__(self, interval: int | None) -> None:
+        """Collect every `interval` units of work; None: leave it to Python."""
+        self._interval = interval
+        self._units = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> "TimedGarbage":
+        if self._interval is not None:
+            self._was_enabled = gc.isenabled()
+            gc.disable()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._was_enabled:
+            gc.enable()
+
+    def unit_done(self) -> None:
+        """Collect if it is time."""
+        self._units += 1
+        if self._interval is not None and self._units % self._interval == 0:
+            gc.collect()
+
+    def collect(self) -> None:
+        """Collect where all ranks stop anyway."""
+        if self._interval is not None:
+            gc.collect()
