@@ -4,6 +4,10 @@ from typing import Any
 
 from mcore_rl.backend import platform
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
+
+# isort: split
+from megatron.core.transformer.moe import fused_a2a
+
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.model.transformer_config import transformer_config
@@ -18,8 +22,9 @@ from tests.tiny_models import TINY
 
 FAMILY, STEPS = "deepseek_v3", 3
 MEGATRON_FLAGS = (
-    "fp8 fp8_recipe moe_permute_fusion moe_router_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl "
-    "gradient_accumulation_fusion apply_rope_fusion bias_activation_fusion bias_dropout_fusion"
+    "moe_token_dispatcher_type moe_flex_dispatcher_backend fp8 fp8_recipe moe_permute_fusion moe_router_fusion "
+    "cross_entropy_loss_fusion cross_entropy_fusion_impl gradient_accumulation_fusion apply_rope_fusion "
+    "bias_activation_fusion bias_dropout_fusion"
 ).split()
 
 
@@ -54,7 +59,10 @@ def megatron_flags() -> dict[str, Any]:
     """What Megatron's config has where all flags of speed are "auto": bf16 in 8 bits, pretraining."""
     settings = PlatformConfig(precision="bf16", fp8="hybrid")
     started, mesh = platform.start(settings), build_mesh(MeshConfig())
-    config = transformer_config(TINY["qwen3_moe"], mesh, started, settings)
+    moe = TINY["qwen3_moe"].moe.model_copy(update={"dispatcher": "hybridep"})
+    fused_a2a.HAVE_HYBRIDEP = True  # as the import of deep_ep decides
+    model = TINY["qwen3_moe"].model_copy(update={"moe": moe})
+    config = transformer_config(model, mesh, started, settings)
     destroy_mesh()
     platform.stop()
     return {name: getattr(config, name) for name in MEGATRON_FLAGS}

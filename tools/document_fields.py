@@ -5,6 +5,8 @@
 <!-- statuses -->                        exit statuses of commands, ranks and jobs
 <!-- metrics -->                         the metrics of a run
 <!-- commands -->                        the commands of mcore-rl
+<!-- flags of speed -->                  Megatron-LM's arguments with the fields that stand for them
+<!-- flags not offered -->               Megatron-LM's arguments that have none
 
 python tools/document_fields.py           # write what has changed
 python tools/document_fields.py --check   # name the pages that would change; status 1 when there are any
@@ -19,6 +21,7 @@ from launch.job import MEANING
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import SectionDoc, describe_sections
+from mcore_rl.config.megatron_names import ARGUMENTS, Argument
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import EXIT_STATUSES
@@ -26,7 +29,7 @@ from mcore_rl.obs.metric_table import METRICS
 from mcore_rl.run.commands import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
-MARK = r"fields of (?P<name>\w+)(?: beyond (?P<other>\w+))?|statuses|metrics|commands"
+MARK = r"fields of (?P<name>\w+)(?: beyond (?P<other>\w+))?|statuses|metrics|commands|flags of speed|flags not offered"
 REGION = re.compile(rf"(<!-- (?P<mark>{MARK}) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONFIGS: dict[str, type[Section]] = {
     "cluster": ClusterConfig,
@@ -68,11 +71,25 @@ def content(region: re.Match[str]) -> str:
     if region["mark"] == "commands":
         rows = ((f"`mcore-rl {name}`", command.summary) for name, command in COMMANDS.items())
         return table("command | what it does", rows)
+    if region["mark"] == "flags of speed":
+        flags = (
+            (_options(one), f"`{one.field}`", one.on_gpus, one.on_cpus, one.note)
+            for one in ARGUMENTS
+            if one.field
+        )
+        return table("Megatron-LM | here | on GPUs | on CPUs | what it needs, what is seen", flags)
+    if region["mark"] == "flags not offered":
+        missing = ((_options(one), one.note) for one in ARGUMENTS if not one.field)
+        return table("Megatron-LM | why not", missing)
     sections = describe_sections(CONFIGS[region["name"]])
     known = describe_sections(CONFIGS[region["other"]]) if region["other"] else []
     return "\n" + "".join(
         _section(section) for section in sections if section.fields and section not in known
     )
+
+
+def _options(argument: Argument) -> str:
+    return ", ".join(f"`--{name.replace('_', '-')}`" for name in argument.names)
 
 
 def table(heads: str, rows: Iterator[tuple[str, ...]]) -> str:

@@ -120,9 +120,7 @@ def placement(model: ModelConfig, mesh: MeshConfig, ranks_per_node: int, world_s
                 "(--allow-tp-across-nodes)."
             )
     if model.is_moe and not refused and _crosses(mesh.etp * mesh.ep, ranks_per_node, world_size):
-        advice = (
-            "" if model.moe.dispatcher == "deepep" else '; model.moe.dispatcher="deepep" is made for that'
-        )
+        advice = "" if model.moe.is_flex else '; model.moe.dispatcher="deepep" is made for that'
         warnings.append(
             f"mesh.ep={mesh.ep} (x etp={mesh.etp}) goes over nodes of {ranks_per_node} ranks: tokens travel over the "
             f"network in every MoE layer{advice}."

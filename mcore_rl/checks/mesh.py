@@ -45,10 +45,10 @@ def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
             f"mesh.etp={mesh.etp}: {model.family}'s experts have biases, which Megatron does not cut. "
             "Set mesh.etp=1 and use mesh.ep."
         )
-    if moe.dispatcher == "deepep" and mesh.ep * mesh.etp == 1:
+    if moe.is_flex and mesh.ep * mesh.etp == 1:
         yield (
-            'model.moe.dispatcher="deepep" with mesh.ep=1 and mesh.etp=1: no token travels. Set mesh.ep > 1, '
-            'or model.moe.dispatcher="alltoall".'
+            f'model.moe.dispatcher="{moe.dispatcher}" with mesh.ep=1 and mesh.etp=1: no token travels. Set '
+            'mesh.ep > 1, or model.moe.dispatcher="alltoall".'
         )
 
 

@@ -268,7 +268,7 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
         'platform.layers="te"': platform.layers == "te",
         f'platform.fp8="{platform.fp8}"': platform.fp8 != "none",
         'platform.cross_entropy_fusion="te"': platform.cross_entropy_fusion == "te",
-        'model.moe.dispatcher="deepep"': model.is_moe and model.moe.dispatcher == "deepep",
+        f'model.moe.dispatcher="{model.moe.dispatcher}"': model.is_moe and model.moe.is_flex,
     }
     wants_cuda |= {f"platform.{name}=true": getattr(platform, name) is True for name in TE_FUSIONS}
     for setting, is_set in wants_cuda.items():

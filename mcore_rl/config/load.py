@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, section_of
 from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
+from mcore_rl.config.megatron_names import argument_named
 from mcore_rl.config.migrate import BACKUP, FieldChange, field_changes, translated
 from mcore_rl.config.recipes import config_file
 from mcore_rl.config.section import Section, alternatives
@@ -262,7 +263,14 @@ def _not_a_field(cls: type[Section], setting: Setting) -> str:
             f"{key} = {_shown(setting.value)} {setting.source}: routing replay is of {READERS['rl']}. "
             f"{READERS[own]} has none: {NO_REPLAY[own]} Leave it out."
         )
-    near = _nearest(key, [doc.key for doc in describe(cls)] + list(sections))
+    fields = [doc.key for doc in describe(cls)]
+    argument = argument_named(key)
+    if argument is not None and argument.field in ("", *fields):
+        named = f"Unknown key {key} {setting.source}. It is an argument of Megatron-LM"
+        if argument.field:
+            return f"{named}: here {argument.field} stands for it."
+        return f"{named} that is not offered here. {argument.note}"
+    near = _nearest(key, fields + list(sections))
     remedy = f"Did you mean {near}?" if near else "`mcore-rl <command> --help` lists all keys."
     return f"Unknown key {key} {setting.source}. {remedy}"
 

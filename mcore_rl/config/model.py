@@ -47,8 +47,14 @@ class MoEConfig(Section):
     capacity_factor: PositiveFloat | None = None
     """Number of choices that an expert takes, as a multiple of its even share of a micro-batch on all its tp and cp
     ranks; those with smaller gates are dropped; `none`: an expert takes all."""
-    dispatcher: Literal["alltoall", "allgather", "deepep"] = "alltoall"
-    """Exchange that sends tokens to their experts; `deepep` needs CUDA and the deep_ep package."""
+    dispatcher: Literal["alltoall", "allgather", "deepep", "hybridep"] = "alltoall"
+    """Exchange that sends tokens to their experts; `deepep` and `hybridep` need CUDA and the deep_ep package, the
+    latter (for GPUs that NVLink connects across nodes) that of its branch hybrid-ep."""
+
+    @property
+    def is_flex(self) -> bool:
+        """Whether a library other than NCCL sends the tokens, by Megatron's flex dispatcher."""
+        return self.dispatcher in ("deepep", "hybridep")
 
     @property
     def shared_width(self) -> int:

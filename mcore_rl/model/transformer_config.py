@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -228,15 +228,17 @@ def _recompute(settings: PlatformConfig) -> dict[str, Any]:
 
 
 def _dispatch(model: ModelConfig, platform: Platform) -> dict[str, Any]:
-    deepep = model.moe.dispatcher == "deepep"
-    if deepep and not (platform.is_cuda and has_module("deep_ep")):
+    moe = model.moe
+    names = {"deepep": "HAVE_DEEP_EP", "hybridep": "HAVE_HYBRIDEP"}
+    if moe.is_flex and not (platform.is_cuda and getattr(fused_a2a, names[moe.dispatcher])):
+        branch = " of the branch hybrid-ep" if moe.dispatcher == "hybridep" else ""
         raise ConfigError(
-            'model.moe.dispatcher="deepep" needs CUDA and the deep_ep package, which is not importable here. '
-            'Use "alltoall".'
+            f'model.moe.dispatcher="{moe.dispatcher}" needs CUDA and the deep_ep package{branch}, which is not '
+            'importable here. Use "alltoall".'
         )
     return {
-        "moe_token_dispatcher_type": "flex" if deepep else model.moe.dispatcher,
-        "moe_flex_dispatcher_backend": "deepep",
+        "moe_token_dispatcher_type": "flex" if moe.is_flex else moe.dispatcher,
+        "moe_flex_dispatcher_backend": moe.dispatcher if moe.is_flex else "deepep",
     }
 
 

@@ -152,7 +152,7 @@ def workload_of(
             train.micro_batch * seq_length // config.mesh.cp, config.model.padded_vocab_size // config.mesh.tp
         )
         is not None,
-        deepep=config.model.is_moe and config.model.moe.dispatcher == "deepep",
+        deepep=config.model.is_moe and config.model.moe.is_flex,
         overlap_dp=planned_flags(config, world_size).overlap_grad_reduce,
         offload_fraction=config.optim.offload_fraction,
         offload_overlap=config.optim.offload_overlap,

@@ -1,5 +1,6 @@
 """The rules that Megatron checks too stand where it has them: what it takes passes, and the reverse."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -7,14 +8,39 @@ import pytest
 import mcore_rl.backend.patches.table  # noqa: F401
 
 # isort: split
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.model import model_violations
+from mcore_rl.config.describe import describe
+from mcore_rl.config.megatron_names import ARGUMENTS
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
+from mcore_rl.config.run import PretrainConfig
+
+OF_THE_SCRIPTS = {
+    # Arguments of training/arguments.py, which the wheel does not contain; "no_" ones switch a field of a config off.
+    *(
+        "no_overlap_p2p_communication",
+        "no_gradient_accumulation_fusion",
+        "fp8_format",
+        "recompute_activations",
+    ),
+    *("manual_gc", "manual_gc_interval", "use_torch_fsdp2"),
+}
+
+
+def test_the_names_that_the_config_explains_are_megatrons():
+    configs = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    known = {field.name for config in configs for field in dataclasses.fields(config)}
+    names = {name for argument in ARGUMENTS for name in argument.names}
+    assert names - known == OF_THE_SCRIPTS
+    fields = {doc.key for doc in describe(PretrainConfig)}
+    assert {argument.field for argument in ARGUMENTS} <= fields | {""}
 
 
 def megatron_config(**arguments):

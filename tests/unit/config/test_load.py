@@ -266,3 +266,18 @@ def test_overrides_of_a_section_that_may_be_none_add_up(tmp_path):
     assert (
         load_config(RlRunConfig, path, ["rl.reward.model_tokenizer=none"]).rl.reward.model_tokenizer is None
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("overlap_grad_reduce", "here mesh.overlap_grad_reduce stands for it"),
+        ("platform.moe-permute-fusion", "here platform.permute_fusion stands for it"),
+        ("mesh.tp_comm_overlap", "not offered here. It needs TransformerEngine's user buffers"),
+        ("platform.cuda_graph_impl", "not offered here. A graph repeats fixed shapes"),
+    ],
+)
+def test_a_name_of_megatron_leads_to_the_field_or_to_the_reason_for_none(key, told):
+    message = complaint(f"{key}=true")
+    assert f"Unknown key {key} on the command line. It is an argument of Megatron-LM" in message
+    assert told in message

@@ -89,6 +89,8 @@ def test_a_machine_gets_the_patches_of_what_it_lacks(machine: str, on_this_cpu: 
         }
         if TE in usable:
             assert trained["megatron"] == {
+                "moe_token_dispatcher_type": "flex",
+                "moe_flex_dispatcher_backend": "hybridep",
                 "fp8": "hybrid",
                 "fp8_recipe": "blockwise",
                 "moe_permute_fusion": True,
