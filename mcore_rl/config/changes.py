@@ -23,7 +23,15 @@ samples twice or never, and is no longer the run that it resumes. `numerics` is 
 EVALUATED = ("data.valid", "data.test")
 """Fields in a section of EXACT that no training step reads."""
 NOT_COMPARED = (
-    *("run_dir", "checkpoint", "log", "train.hang_s", "platform.timeout_s", "data.cache_dir"),
+    *(
+        "run_dir",
+        "checkpoint",
+        "log",
+        "train.hang_s",
+        "train.gc_interval",
+        "platform.timeout_s",
+        "data.cache_dir",
+    ),
     "rl.engine.urls",
     *(
         "rl.update.store",

@@ -146,7 +146,8 @@ ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         names=("fine_grained_activation_offloading", "offload_modules", "cpu_offloading_num_layers"),
-        note="It has not been proved with pipelines and replay; platform.recompute frees the same memory.",
+        note="Megatron plans the copies in the first step and repeats that plan, while steps of RL and of growing "
+        "batches, and evaluations, have other passes; platform.recompute frees the same memory.",
     ),
     Argument(
         names=("cuda_graph_impl", "cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph"),

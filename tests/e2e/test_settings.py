@@ -29,7 +29,18 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
         return str(run_ranks(outcome, 1, config)[0])
 
     run = tmp_path / "run"
-    assert started("train.eval_batches=none", "train.steps=2") == ""
+    assert started("train.eval_batches=none", "train.steps=2", "train.gc_interval=1") == ""
+    (first,) = json.loads((run / "run.json").read_text())
+    assert first["speed"] == {
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "permute_fusion": False,
+        "router_fusion": False,
+        "cross_entropy_fusion": "none",
+        "weight_gradient_fusion": False,
+        "fp8_recipe": "none",
+        "gc_interval": 1,
+    }
     before = (run / "config.toml").read_bytes()
     (run / "DONE").unlink()
 

@@ -1,13 +1,25 @@
 """Three Adam steps are the same on every mesh as on one rank; a broken mesh is told apart."""
 
 import functools
+from typing import Any
 
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.run import PlatformConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
+from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.train.state import TrainState
-from tests.parallel.parity import Outcome, Tensors, assert_equal_training, config_of, random_weights, run
+from tests.parallel.parity import (
+    LENGTH,
+    Outcome,
+    Tensors,
+    assert_equal_training,
+    config_of,
+    random_weights,
+    run,
+    training_steps,
+)
+from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
 MESHES = {
@@ -28,6 +40,10 @@ MESHES = {
     "pp2-uneven": MeshConfig(pp=2, first_stage_layers=1, last_stage_layers=3),
     "pp2-layout": MeshConfig(pp=2, pp_layout=(4, 0)),
     "pp2-vpp2-balanced": MeshConfig(pp=2, vpp=2, pp_layout="balanced"),  # 1, 2, 1 and no layer
+    "tp2-dp2-overlapped": MeshConfig(tp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
+    "pp2-vpp2-dp2-overlapped": MeshConfig(
+        pp=2, vpp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True
+    ),
     "ep2-overlapped": MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
 }
 MODELS = dict(TINY)
@@ -69,7 +85,7 @@ def single_rank(model: str) -> tuple[Tensors, Outcome]:
             "tp2-ep2",
             "pp2-vpp2",
             "cp2-ep2",
-            "dp2-overlapped",
+            "pp2-vpp2-dp2-overlapped",
             "tp2-etp2-ep2",
             "pp2-uneven",
             "pp2-layout",
@@ -116,6 +132,30 @@ def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> N
     )
     config = config_of(MODELS["qwen3_moe"], MESHES.get(mesh, MeshConfig()), platform)
     assert_equal_training(run(config, config.mesh.smallest_world, initial), reference)
+
+
+def trained_in_turn(configs: list[PretrainConfig]) -> list[dict[str, Any]]:
+    """On a rank: the three steps of each config, from the same random weights."""
+    outcomes = []
+    for config in configs:
+        outcomes.append(training_steps(config, None, None, LENGTH))
+        destroy_mesh()
+    return outcomes
+
+
+def test_megatrons_fused_cross_entropy_trains_a_bf16_model_as_the_plain_one_does() -> None:
+    """Both give the logits, which are bf16, a gradient that is rounded to bf16 once."""
+    plain, fused = (
+        config_of(
+            MODELS["qwen3_moe"],
+            MESHES["tp2"],
+            PlatformConfig(precision="bf16", cross_entropy_fusion=fusion),
+        )
+        for fusion in ("none", "native")
+    )
+    by_plain, by_fused = run_ranks(trained_in_turn, 2, [plain, fused])[0]
+    assert by_fused["losses"] == pytest.approx(by_plain["losses"], rel=1e-6)
+    assert by_fused["grad_norms"] == pytest.approx(by_plain["grad_norms"], rel=1e-6)
 
 
 def unmark_norms(state: TrainState) -> None:
