@@ -16,7 +16,7 @@ class Argument:
     on_cpus: str = ""
     """Default on CPUs."""
     note: str
-    """What it needs and what is proved; for one that is not offered, why, as a sentence."""
+    """Its needs and what is proved; for one that is not offered the reason, as sentences."""
 
 
 NOT_RUN = "not yet run on a GPU"

@@ -13,7 +13,7 @@ Kernel = Literal["permute", "router", "weight gradient"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What "auto" depends on beside the config."""
+    """The facts on which the flags of "auto" depend beside the config."""
 
     is_cuda: bool
     """Whether tensors live on GPUs."""
