@@ -327,6 +327,7 @@ def test_engine_and_trainer_agree_bit_for_bit_with_batch_invariant_products(
     """Completions of other lengths, prompts in parts, several in a packed row, four updates of two rollouts."""
     words = ["mesh.tp=1", "mesh.ep=1", "platform.batch_invariant=true", "rl.rollout.temperature=0.9"]
     words += ["train.steps=4", "train.eval_interval=none", "rl.engine.step_tokens=24", "rl.engine.slots=5"]
+    words += ["rl.rollout.prompts_per_step=2", "train.global_batch=8"]
     finished = run_main("mcore_rl.run.rl", [rl_file, *words, "replay.observe_rollout=true"])
     assert finished.returncode == 0, finished.stderr
     records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
