@@ -1,10 +1,14 @@
 """Which cells of the matrices run, and how tests are dealt to the processes of pytest-xdist, when there are several."""
 
+import os
 import zlib
 from typing import Any
 
 import pytest
 
+# Before anything imports torch: two processes of tests and their ranks share the cores, and threads of OpenMP that wait
+# for each other's share of a small product spin. What it costs shows on a busy machine: four minutes for one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 WITH_RANKS = ("tests/parallel/", "tests/e2e/")
 """Folders whose tests start ranks; the tests of each keep to one process of pytest-xdist."""
 SHARDS = 3
