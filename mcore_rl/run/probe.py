@@ -164,7 +164,8 @@ def _text(
     limit = ours.limit
     number = {"largest": "at most", "mean": "in the mean"}[limit.statistic]
     excess = limit.excess(found)
-    verdict = "has these weights" if excess is None else "does NOT have these weights"
+    sound = "has these weights" if limit.statistic == "largest" else "has these weights up to rounding"
+    verdict = sound if excess is None else "does NOT have these weights"
     other = f"of {older}" if older else f"times {NUDGE}"
     text = [
         f"{url} {verdict}: {checkpoint}",

@@ -110,6 +110,33 @@ def test_a_server_that_lacks_one_group_is_shown_to_lack_it(
     assert marked == ["experts"]
 
 
+def test_what_rounding_hides_of_a_server_in_bf16_is_said(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that are 1 % larger change logprobs by less than bf16 does."""
+    assert probed(run, "", "--dtype", "bf16") == 0
+    shown = capsys.readouterr().out
+    assert "has these weights up to rounding" in shown and "the expert that stands out most is" in shown
+    rows = shown.split("logprobs\n")[1].splitlines()[1:]
+    limit = float(shown.split("the limit is ")[1].split()[0])
+    assert len(rows) == 6
+    for row in rows:
+        assert (float(row.split()[1]) < limit) == row.endswith(
+            "less than the limit: such a change is not seen"
+        )
+    assert any("not seen" in row for row in rows)
+
+
+def test_a_server_in_bf16_that_lacks_one_group_is_shown_to_lack_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert probed(run, ".experts.", "--dtype", "bf16", "--older", str(run.older)) == 1
+    shown = capsys.readouterr().out
+    assert "does NOT have these weights" in shown and "not seen" not in shown
+    marked = [line.split()[0] for line in shown.splitlines() if "<- this is what the server has" in line]
+    assert marked == ["experts"]
+
+
 def test_a_server_that_is_not_there_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["probe", str(run.folder), "--url", "http://127.0.0.1:9"])
