@@ -19,7 +19,7 @@ def mesh_violations(
     yield from _heads(model, mesh)
     yield from _layers(model, mesh)
     yield from _pipeline(model, mesh)
-    yield from _overlap(mesh)
+    yield from _overlap(model, mesh)
     yield from _sequence(model, mesh, seq_length, field)
 
 
@@ -182,7 +182,19 @@ def _pipeline(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
         )
 
 
-def _overlap(mesh: MeshConfig) -> Iterator[str]:
+def _overlap(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    if mesh.overlap_shared_experts:
+        reason = (
+            "the model has no shared experts"
+            if not (model.is_moe and model.moe.shared_experts)
+            else "no token travels with mesh.ep=1 and mesh.etp=1"
+            if mesh.ep * mesh.etp == 1
+            else 'Megatron does it with model.moe.dispatcher="alltoall", "deepep" and "hybridep" only'
+            if model.moe.dispatcher == "allgather"
+            else ""
+        )
+        if reason:
+            yield f"mesh.overlap_shared_experts=true, but {reason}. Set it to false."
     if mesh.overlap_param_gather is True and mesh.overlap_grad_reduce is False:
         yield (
             "mesh.overlap_param_gather=true needs mesh.overlap_grad_reduce=true: Megatron gathers parameters "

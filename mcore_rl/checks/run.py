@@ -53,6 +53,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from schedule_violations(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
     yield from _router_fusion(config)
+    yield from _overlapped_shared_experts(config)
     yield from offload_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
@@ -253,6 +254,16 @@ def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
             'train.eval_batches="none".'
         )
     yield from tokenizer_violations(data.tokenizer)
+
+
+def _overlapped_shared_experts(config: RunConfig) -> Iterator[str]:
+    platform = config.platform
+    modules = platform.recompute_modules if platform.recompute == "selective" else ()
+    if config.mesh.overlap_shared_experts and "shared_experts" in modules:
+        yield (
+            'mesh.overlap_shared_experts=true with "shared_experts" in platform.recompute_modules: Megatron cannot '
+            "compute them again in parts. Take it out, or set the overlap to false."
+        )
 
 
 def _router_fusion(config: RunConfig) -> Iterator[str]:

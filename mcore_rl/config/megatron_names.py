@@ -38,6 +38,13 @@ ARGUMENTS: tuple[Argument, ...] = (
         f"{NOT_RUN}",
     ),
     Argument(
+        names=("moe_shared_expert_overlap",),
+        field="mesh.overlap_shared_experts",
+        on_gpus="off",
+        on_cpus="off",
+        note=f"ep or etp > 1; equal to without it on CPUs; {NOT_RUN}",
+    ),
+    Argument(
         names=("overlap_p2p_comm", "no_overlap_p2p_communication"),
         field="mesh.overlap_p2p",
         on_gpus="on with vpp > 1",
@@ -130,10 +137,6 @@ ARGUMENTS: tuple[Argument, ...] = (
         names=("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
         note="Megatron's schedule for it interleaves the layers of two microbatches, while routing replay, the "
         "routers' losses and packed sequences are set for one microbatch at a time.",
-    ),
-    Argument(
-        names=("moe_shared_expert_overlap",),
-        note="It has not been proved with this package's layers, nor run on a GPU.",
     ),
     Argument(
         names=("fp8_param_gather", "fp8_param"),

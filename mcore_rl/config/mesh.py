@@ -43,6 +43,8 @@ class MeshConfig(Section):
     overlap_param_gather: bool | Literal["auto"] = "auto"
     """Updated parameters are gathered while the next forward pass runs, which needs overlap_grad_reduce; `auto`: on
     GPUs with it."""
+    overlap_shared_experts: bool = False
+    """Shared experts are computed while tokens travel to the others and back; needs ep or etp > 1."""
 
     @property
     def model_parallel(self) -> int:

@@ -33,6 +33,7 @@ class SpeedFlags:
 
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    overlap_shared_experts: bool
     permute_fusion: bool
     router_fusion: bool
     cross_entropy_fusion: Literal["none", "native", "te"]
@@ -86,6 +87,7 @@ def speed_flags(
     return SpeedFlags(
         overlap_grad_reduce=reduce,
         overlap_param_gather=gather,
+        overlap_shared_experts=mesh.overlap_shared_experts,
         permute_fusion=model.is_moe and has("permute", platform.permute_fusion),
         router_fusion=model.is_moe and not unfuses_router and has("router", platform.router_fusion),
         cross_entropy_fusion=fusion,

@@ -186,6 +186,7 @@ def _fusions(platform: Platform, settings: PlatformConfig, flags: SpeedFlags) ->
         "gradient_accumulation_fusion": flags.weight_gradient_fusion,
         "cross_entropy_loss_fusion": flags.cross_entropy_fusion != "none",
         "cross_entropy_fusion_impl": "te" if flags.cross_entropy_fusion == "te" else "native",
+        "moe_shared_expert_overlap": flags.overlap_shared_experts,
         "moe_permute_fusion": flags.permute_fusion,
         # The fused router returns before the hook of routing replay; RL switches it off where it observes routers.
         "moe_router_fusion": flags.router_fusion,

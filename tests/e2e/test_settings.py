@@ -34,6 +34,7 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
     assert first["speed"] == {
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,
+        "overlap_shared_experts": False,
         "permute_fusion": False,
         "router_fusion": False,
         "cross_entropy_fusion": "none",

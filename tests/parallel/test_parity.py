@@ -44,12 +44,13 @@ MESHES = {
     "pp2-vpp2-dp2-overlapped": MeshConfig(
         pp=2, vpp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True
     ),
+    "tp2-ep2-shared-overlapped": MeshConfig(tp=2, ep=2, overlap_shared_experts=True),
     "ep2-overlapped": MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
 }
 MODELS = dict(TINY)
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
 REPRESENTATIVE = ("tp2-ep2", "tp2-etp2", "pp2-vpp2", "cp2", "tp2-pp2-vpp2")
-CASES = [("qwen3_moe", mesh) for mesh in MESHES] + [
+CASES = [("qwen3_moe", mesh) for mesh in MESHES if "shared" not in mesh] + [
     (model, mesh) for model in ("deepseek_v3", "mixtral") for mesh in REPRESENTATIVE
 ]
 CASES += [
@@ -57,6 +58,7 @@ CASES += [
     for model in ("qwen2_moe", "glm4_moe", "olmoe", "gpt_oss")
     for mesh in ("tp2-ep2", "pp2-vpp2", "cp2")
 ]
+CASES += [(model, "tp2-ep2-shared-overlapped") for model in ("deepseek_v3", "qwen2_moe")]
 CASES += [("qwen2", "tp2"), ("glm4_moe", "tp2-etp2"), ("deepseek_v2", "tp2-ep2")]
 CASES += [("deepseek_v3-mtp", mesh) for mesh in ("tp2", "pp2-vpp2", "pp2-vpp2-balanced", "cp2")]
 LOGITS_CHUNKS = {

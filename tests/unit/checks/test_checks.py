@@ -318,6 +318,21 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             "cannot recompute",
         ),
+        ("qwen3_moe", "mesh.overlap_shared_experts=true mesh.ep=2 mesh.dp=2", 2, "has no shared experts"),
+        ("deepseek_v3", "mesh.overlap_shared_experts=true", 1, "no token travels with mesh.ep=1"),
+        (
+            "deepseek_v3",
+            "mesh.overlap_shared_experts=true mesh.ep=2 mesh.dp=2 model.moe.dispatcher=allgather",
+            2,
+            'Megatron does it with model.moe.dispatcher="alltoall"',
+        ),
+        (
+            "deepseek_v3",
+            "mesh.overlap_shared_experts=true mesh.ep=2 mesh.dp=2 platform.recompute=selective "
+            "platform.recompute_modules=[shared_experts]",
+            2,
+            "cannot compute them again in parts",
+        ),
         ("llama", "platform.fp8_recipe=mxfp8", 1, "nothing is computed in 8 bits"),
         ("qwen3_moe", "platform.permute_fusion=true platform.layers=torch", 1, "permute_fusion=true with"),
         ("qwen3_moe", "platform.router_fusion=true platform.device=cpu", 1, "router_fusion=true needs CUDA"),

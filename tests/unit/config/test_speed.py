@@ -29,14 +29,15 @@ def flags(platform=BF16, mesh=None, model="qwen3_moe", machine=HOPPER, **options
 def test_a_gpu_with_transformer_engine_has_all_of_them_and_the_log_names_each():
     assert flags().describe() == (
         "speed: on: overlap_grad_reduce, overlap_param_gather, permute_fusion, router_fusion, "
-        "cross_entropy_fusion=native, weight_gradient_fusion; off: fp8_recipe, gc_interval"
+        "cross_entropy_fusion=native, weight_gradient_fusion; off: overlap_shared_experts, "
+        "fp8_recipe, gc_interval"
     )
 
 
 def test_a_cpu_has_none():
     assert flags(machine=CPU).describe() == (
-        "speed: on: nothing; off: overlap_grad_reduce, overlap_param_gather, permute_fusion, router_fusion, "
-        "cross_entropy_fusion, weight_gradient_fusion, fp8_recipe, gc_interval"
+        "speed: on: nothing; off: overlap_grad_reduce, overlap_param_gather, overlap_shared_experts, "
+        "permute_fusion, router_fusion, cross_entropy_fusion, weight_gradient_fusion, fp8_recipe, gc_interval"
     )
 
 

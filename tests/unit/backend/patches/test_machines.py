@@ -80,6 +80,7 @@ def test_a_machine_gets_the_patches_of_what_it_lacks(machine: str, on_this_cpu: 
         assert trained["doctor"]["speed"] == {
             "overlap_grad_reduce": True,
             "overlap_param_gather": True,
+            "overlap_shared_experts": False,
             "permute_fusion": TE in usable,
             "router_fusion": TE in usable,
             "cross_entropy_fusion": "native" if TE in usable else "none",
