@@ -2,13 +2,16 @@
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from mcore_rl.backend import batch_invariant, flight_recorder
+from mcore_rl.backend.cpu import kernels as cpu_kernels
+from mcore_rl.backend.cpu.choice import choose
+from mcore_rl.backend.cpu.kernels import CpuKernels
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.table import FOUND  # first: torch and Megatron are patched
 from mcore_rl.backend.patches.versions import megatron_version
@@ -27,6 +30,10 @@ class Platform:
     local_rank: int
     world_size: int
     deterministic: bool
+    kernels: CpuKernels | None = None
+    """Libraries of products and attention on a CPU, equal on all ranks; None on a GPU."""
+    kernels_chosen: str = ""
+    """Sentence on how they were chosen, for the log; empty on a GPU."""
 
     @property
     def is_cuda(self) -> bool:
@@ -46,6 +53,7 @@ class Platform:
         return (
             f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, {layers} layers, "
             f"{adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
+            + (f", {self.kernels_chosen}" if self.kernels_chosen else "")
         )
 
 
@@ -66,6 +74,9 @@ def start(config: PlatformConfig) -> Platform:
         batch_invariant.switch_on(is_cuda=device_type == "cuda", is_deterministic=config.deterministic)
     if not dist.is_initialized():
         _join(device, rank, world_size, config.timeout_s)
+    kernels, chosen = (None, "") if device_type == "cuda" else choose(config, world_size)
+    if kernels is not None:
+        cpu_kernels.use(kernels)
     return Platform(
         device=device,
         dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
@@ -74,7 +85,15 @@ def start(config: PlatformConfig) -> Platform:
         local_rank=local_rank,
         world_size=world_size,
         deterministic=config.deterministic,
+        kernels=kernels,
+        kernels_chosen=chosen,
     )
+
+
+def with_kernels(platform: Platform, kernels: CpuKernels, reason: str) -> Platform:
+    """Return the platform with other kernels of a CPU, which this process uses from now on."""
+    cpu_kernels.use(kernels)
+    return replace(platform, kernels=kernels, kernels_chosen=f"{kernels.describe()} ({reason})")
 
 
 def stop() -> None:
@@ -87,6 +106,11 @@ def _device_type(config: PlatformConfig) -> Literal["cpu", "cuda"]:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             'platform.device="cuda", but torch sees no GPU here. Use "auto" or "cpu", or mend the driver.'
+        )
+    if torch.cuda.is_available() and {config.products, config.attention, config.compiled} != {"auto"}:
+        raise ConfigError(
+            "platform.products, attention and compiled choose among ways to compute on a CPU, and this rank computes "
+            'on a GPU. Use "auto" for all three.'
         )
     if config.device == "cpu" and torch.cuda.is_available():
         raise ConfigError(

@@ -316,6 +316,11 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
             'platform.batch_invariant=true with platform.layers="te": TransformerEngine chooses its kernels by the '
             'number of rows. Set platform.layers="torch".'
         )
+    if platform.batch_invariant and platform.compiled is True:
+        yield (
+            "platform.batch_invariant=true with platform.compiled=true: the compiled experts multiply all rows of an "
+            'expert at once. Set platform.compiled="auto" or false.'
+        )
     if platform.batch_invariant and (family_of(model).has_attention_sinks or model.attention_dropout):
         yield (
             f'platform.batch_invariant=true with model.family="{model.family}" and model.attention_dropout='

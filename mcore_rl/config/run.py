@@ -48,6 +48,14 @@ class PlatformConfig(Section):
     batch_invariant: bool = False
     """Products and attention whose result for a token does not depend on the others of its batch, so that the native
     rollout engine and the trainer agree bit for bit; slow. On a GPU it needs the package batch_invariant_ops."""
+    products: Literal["auto", "mkl", "onednn"] = "auto"
+    """Library of fp32 matrix products on a CPU: `mkl`: torch's own, which is MKL in its packages for x86; `onednn`;
+    `auto`: measured at the start of a run, whose resumes keep it."""
+    attention: Literal["auto", "blocks", "sdpa"] = "auto"
+    """Attention on a CPU in fp32: `blocks`: this package's, by `products`; `sdpa`: torch's; `auto`: as above."""
+    compiled: Literal["auto"] | bool = "auto"
+    """Norms, rotary embedding and experts on a CPU by a C++ file, which the first run builds in the user's cache.
+    `auto`: where there is a compiler and a rank has one thread; a resume keeps what the run began with."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again instead of keeping them: none, those of `recompute_modules`, or
     all between every `recompute_layers` layers."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcore_rl.backend.cpu import attention as cpu_attention
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
@@ -21,7 +22,6 @@ from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.families import family_of
 from mcore_rl.model import transformer_config
 from mcore_rl.model.build import build_uninitialized
-from mcore_rl.model.layers.cpu import attention as cpu_attention
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.plan.activations import LayerActivations
 from mcore_rl.plan.exact import LayerSaved

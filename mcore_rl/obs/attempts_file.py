@@ -59,6 +59,9 @@ class RunAttempt:
     """Size of each parallel dimension, and `world`, the number of ranks."""
     numerics: int = 1
     """NUMERICS of the code; runs of before it was recorded have 1."""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Library of `products` and of `attention` that a CPU uses, and the build of the `compiled` layers or "none"; a
+    resume takes them. Empty on a GPU."""
     extensions: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the source file of everything of the user's own that the config names as `module:name`."""
 

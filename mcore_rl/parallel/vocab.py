@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.products import is_worthwhile, product, weight_gradient
+from mcore_rl.backend.cpu.products import WeightGradient, add_weight_gradient, product
 from mcore_rl.parallel.mesh import Axis
 
 
@@ -217,7 +217,7 @@ class _Gradient:
             self._rows_TX = torch.zeros_like(logits_Tv.hidden_TD)
             # A sum over chunks in bf16 would lose what each of them adds.
             weight_vD = logits_Tv.weight_vD
-            self._weight_vD = torch.zeros_like(weight_vD, dtype=_exact(weight_vD.dtype))
+            self._weight_vD = WeightGradient(weight_vD, _exact(weight_vD.dtype))
 
     def add(self, rows_C: Tensor, grad_Cv: Tensor) -> None:
         """Take the gradient of the scaled logits of some rows, which is overwritten; no row may come twice."""
@@ -228,16 +228,13 @@ class _Gradient:
             return
         hidden_CD, weight_vD = logits_Tv.hidden_TD[rows_C], logits_Tv.weight_vD[: shard.num_valid]
         self._rows_TX[rows_C] = product(grad_Cv, weight_vD.t())
-        by_onednn = is_worthwhile(grad_Cv.t(), hidden_CD.shape[1])
-        self._weight_vD[: shard.num_valid] += (
-            weight_gradient(grad_Cv, hidden_CD) if by_onednn else torch.mm(grad_Cv.t(), hidden_CD)
-        )
+        add_weight_gradient(self._weight_vD.total[: shard.num_valid], grad_Cv, hidden_CD)
 
     def factors(self) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of what `_factors` returns."""
         if isinstance(self._logits_Tv, Tensor):
             return self._rows_TX, None
-        return self._rows_TX, self._weight_vD.to(self._logits_Tv.weight_vD.dtype)
+        return self._rows_TX, self._weight_vD.result()
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):

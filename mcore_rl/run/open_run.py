@@ -18,6 +18,7 @@ from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.plan.disk import disk_warning
 from mcore_rl.plan.local import device_memory_lines
+from mcore_rl.run.recorded_kernels import keep_kernels
 from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
@@ -57,6 +58,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
     limits = Limits(start_s=train.hang_start_s, step_s=train.hang_s, pause_s=train.hang_save_s)
     with Watchdog(limits, platform.rank) as watchdog:
         fence = folder.claim()
+        platform, changed_kernels = keep_kernels(config.platform, platform, folder)
         state = set_up(config, platform)
         checkpoints = Checkpoints(state, folder.checkpoints, fence)
         resumption = checkpoints.resume()
@@ -69,7 +71,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
             extensions,
             speed=flags,
             changes=resumption.changes,
-            warnings=resumption.warnings,
+            warnings=(*resumption.warnings, *changed_kernels),
         )
 
         def record_start() -> None:
@@ -89,7 +91,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
             *checkpoints.poll(),
         ]:
             log.message(line)
-        for sentence in mesh_dependences(config, platform.world_size):
+        for sentence in (*changed_kernels, *mesh_dependences(config, platform.world_size)):
             log.message(f"warning: {sentence}")
         if platform.rank == 0 and (warning := disk_warning(config)):
             log.message(f"warning: {warning}")

@@ -4,13 +4,15 @@ import os
 
 import pytest
 
+from mcore_rl.backend.platform import Platform, start
+from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import CheckpointError, DataError
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, world_max
 from tests.ranks import run_ranks
 
 
-def agreed() -> tuple[int, int, int, str, str]:
-    """On a rank: results of the three, and the errors of two."""
+def agreed() -> tuple[int, int, int, str, str, Platform]:
+    """On a rank: results of the three, the errors of two, and a platform whose kernels were chosen on the way."""
     rank = int(os.environ["RANK"])
 
     def fail_beyond(first: int) -> int:
@@ -32,6 +34,7 @@ def agreed() -> tuple[int, int, int, str, str]:
         world_max(rank),
         str(every.value),
         str(zero.value),
+        start(PlatformConfig()),
     )
 
 
@@ -41,7 +44,12 @@ def refuse() -> None:
 
 def test_ranks_agree_on_results_and_errors() -> None:
     ranks = run_ranks(agreed, 3)
-    for rank, (zero, own, largest, every_error, zero_error) in enumerate(ranks):
+    for rank, (zero, own, largest, every_error, zero_error, platform) in enumerate(ranks):
+        # What rank 0 has measured, to the last digit.
+        assert (
+            platform.kernels_chosen == ranks[0][-1].kernels_chosen and "measured: mkl" in platform.describe()
+        )
+        assert platform.kernels == ranks[0][-1].kernels
         assert (zero, own, largest) == (42, rank, 2)
         assert every_error == "rank 1: no file here 1"
         assert zero_error == "of another model"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_rl.backend.cpu.compiled import compiled_for
 from mcore_rl.backend.cpu.products import linear
 
 
@@ -72,23 +73,32 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        rotated = torch.empty_like(heads)
-        (first, second), (out_first, out_second) = heads.chunk(2, -1), rotated.chunk(2, -1)
-        (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, -1), sin.chunk(2, -1)
-        torch.mul(first, cos_first, out=out_first).addcmul_(second, sin_first, value=-1)
-        torch.mul(second, cos_second, out=out_second).addcmul_(first, sin_second)
-        return rotated
+        return _rotated(heads, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        result = torch.empty_like(gradient)
-        (first, second), (out_first, out_second) = gradient.chunk(2, -1), result.chunk(2, -1)
-        (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, -1), sin.chunk(2, -1)
-        torch.mul(first, cos_first, out=out_first).addcmul_(second, sin_second)
-        torch.mul(second, cos_second, out=out_second).addcmul_(first, sin_first, value=-1)
-        return result, None, None
+        return _rotated(gradient, cos, sin, -1), None, None
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Return the rotation of heads `[S, B, N, D]` by angles `[S, 1, 1, D]`; with sign -1 its transpose."""
+    length, batch, num_heads, width = heads.shape
+    compiled = compiled_for(heads, cos, sin)
+    if compiled is not None and cos.shape == (length, 1, 1, width) and heads.is_contiguous():
+        rotated = torch.empty_like(heads)
+        operands = heads, cos.contiguous(), sin.contiguous()
+        compiled.call("rotate", *operands, length * batch, batch, num_heads, width, sign, rotated)
+        return rotated
+    rotated = torch.empty_like(heads)
+    (first, second), (out_first, out_second) = heads.chunk(2, -1), rotated.chunk(2, -1)
+    (cos_first, cos_second), (sin_first, sin_second) = cos.chunk(2, -1), sin.chunk(2, -1)
+    # The way back multiplies by the sine of the half that a value went to.
+    back_first, back_second = (sin_first, sin_second) if sign > 0 else (sin_second, sin_first)
+    torch.mul(first, cos_first, out=out_first).addcmul_(second, back_first, value=-sign)
+    torch.mul(second, cos_second, out=out_second).addcmul_(first, back_second, value=sign)
+    return rotated
 
 
 def scaled_in_place(scale_tensors: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,8 @@
-"""Matrix products on a CPU by oneDNN instead of MKL, where that is faster.
+"""Matrix products on a CPU by oneDNN or by torch's own way, which is MKL; `kernels.in_use` tells which.
 
-torch gives fp32 products to MKL, which leaves the AVX-512 units of AMD's processors unused: a product of 512 x 256
-by 256 x 256 runs at 105 GFLOP/s there, at 230 by oneDNN (one core of Zen 5), both in full fp32.
+torch gives fp32 products to MKL, which leaves half of the AVX-512 units of some processors unused: a product of
+512 x 256 by 256 x 256 runs at 105 GFLOP/s there, at 230 by oneDNN (one core of Zen 5), both in full fp32. On others
+MKL is as fast, and adds a weight's gradient to a tensor in place, without copies of its operands.
 """
 
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_rl.backend.cpu.kernels import in_use
+
 ROW_MULTIPLE = 16
 """oneDNN compiles a kernel (~0.4 ms) for each new shape: a number of rows that is not of these goes to MKL."""
 SMALL_MACS = 1 << 21
 """Multiply-adds below which oneDNN's look-up of its kernel (~10 us) costs more than it saves."""
 GRADIENT_ROWS = 512
 """Rows that a weight's gradient sums at a time: its two operands then stay in the cache."""
-
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+FEW_SUMMED_ROWS = 64
+"""Number of rows below which a weight's gradient is added in place, which is then faster than a separate product."""
 
 
 def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
@@ -34,7 +37,7 @@ def is_worthwhile(left_MK: Tensor, num_columns: int) -> bool:
     """Whether oneDNN takes the product of `left_MK` with a matrix of `num_columns` columns."""
     num_rows, depth = left_MK.shape
     return (
-        HAS_ONEDNN
+        in_use().products == "onednn"
         and left_MK.dtype == torch.float32
         and left_MK.device.type == "cpu"
         and num_rows % ROW_MULTIPLE == 0
@@ -48,14 +51,58 @@ def _dense(matrix: Tensor) -> Tensor:
 
 
 def weight_gradient(gradient_NO: Tensor, input_NI: Tensor) -> Tensor:
-    """`gradient_NO.T @ input_NI`, the gradient of a weight `[O, I]`; fastest with the first operand transposed."""
-    parts = zip(gradient_NO.split(GRADIENT_ROWS), input_NI.split(GRADIENT_ROWS), strict=True)
-    total_OI: Tensor | None = None
-    for gradient, rows in parts:
-        part_OI = product(gradient.t().contiguous(), rows.t())
-        total_OI = part_OI if total_OI is None else total_OI.add_(part_OI)
-    assert total_OI is not None
+    """Return `gradient_NO.T @ input_NI`, the gradient of a weight `[O, I]`."""
+    if in_use().products == "mkl":
+        return torch.mm(gradient_NO.t(), input_NI)
+    total_OI = input_NI.new_zeros(gradient_NO.shape[1], input_NI.shape[1])
+    add_weight_gradient(total_OI, gradient_NO, input_NI)
     return total_OI
+
+
+def add_weight_gradient(total_OI: Tensor, gradient_NO: Tensor, input_NI: Tensor) -> None:
+    """Add `gradient_NO.T @ input_NI` to `total_OI`, which may have more bits than the operands."""
+    by_onednn = in_use().products == "onednn" and input_NI.dtype == torch.float32 and not input_NI.is_cuda
+    if total_OI.dtype == input_NI.dtype and (not by_onednn or len(input_NI) < FEW_SUMMED_ROWS):
+        total_OI.addmm_(gradient_NO.t(), input_NI)
+    elif not by_onednn:
+        total_OI.add_(torch.mm(gradient_NO.t(), input_NI))
+    else:
+        # Fastest with the first operand transposed.
+        for gradient, rows in zip(
+            gradient_NO.split(GRADIENT_ROWS), input_NI.split(GRADIENT_ROWS), strict=True
+        ):
+            total_OI.add_(product(gradient.t().contiguous(), rows.t()))
+
+
+class WeightGradient:
+    """Gradient of a weight, summed in its final place.
+
+    Under Megatron's data parallelism that is the weight's `main_grad`, which saves writing and reading a tensor of the
+    weight's size. As in Megatron's fused layers, `grad_added_to_main_grad` tells the hook so. The hook then reads no
+    other gradient of this weight in the step, so that whatever multiplies by a weight on a CPU sums its gradient here.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Begin at the sum of the step so far, or at zero in `dtype`, which is the weight's where it is None."""
+        self._weight = weight
+        self._fused = (
+            weight.device.type == "cpu"
+            and getattr(weight, "main_grad", None) is not None
+            and hasattr(weight, "grad_added_to_main_grad")
+        )
+        self.total: Tensor = (
+            weight.main_grad if self._fused else torch.zeros_like(weight, dtype=dtype)  # type: ignore[attr-defined]
+        )
+        """Sum so far, in the shape of the weight; it may have more bits than the weight."""
+
+    def result(self) -> Tensor:
+        """Return the gradient for autograd, or a tensor that is never read but whose arrival runs Megatron's hook."""
+        if not self._fused:
+            return self.total.to(self._weight.dtype)
+        self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        # The hook adds what arrives at an embedding that is also the output layer: the gradient of the embedding.
+        is_read = getattr(self._weight, "zero_out_wgrad", False)
+        return torch.zeros_like(self._weight) if is_read else torch.empty_like(self._weight)
 
 
 def linear(input: Tensor, weight_OI: Tensor) -> Tensor:
@@ -76,5 +123,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         input_NI, weight_OI = ctx.saved_tensors
         d_input = product(gradient_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
-        d_weight = weight_gradient(gradient_NO, input_NI) if ctx.needs_input_grad[1] else None
-        return d_input, d_weight
+        if not ctx.needs_input_grad[1]:
+            return d_input, None
+        if not hasattr(weight_OI, "main_grad"):
+            return d_input, weight_gradient(gradient_NO, input_NI)
+        d_weight = WeightGradient(weight_OI)
+        add_weight_gradient(d_weight.total, gradient_NO, input_NI)
+        return d_input, d_weight.result()

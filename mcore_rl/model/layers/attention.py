@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
+from mcore_rl.backend.cpu import attention as cpu_attention
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
-from mcore_rl.model.layers.cpu import attention as cpu_attention
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
 from mcore_rl.model.layers.sinks import with_sinks
 from mcore_rl.parallel.mesh import layer_groups

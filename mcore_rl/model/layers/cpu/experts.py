@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from mcore_rl.backend.cpu.products import product
+from mcore_rl.backend.cpu.compiled import Library, compiled_for
+from mcore_rl.backend.cpu.kernels import in_use
+from mcore_rl.backend.cpu.products import WeightGradient, add_weight_gradient, product
 
 BLOCK_ROWS = 512
 """Largest number of rows of a block."""
@@ -20,8 +22,6 @@ PADDED_MULTIPLE = 16
 """Multiple to which blocks are filled up, so that oneDNN compiles kernels for few different shapes."""
 FEW_ROWS = 24
 """Number of rows below which a block is not filled up: torch's product is faster than a padded one."""
-FEW_SUMMED_ROWS = 64
-"""Number of rows below which a weight's gradient is added in place, which is then faster than a separate product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,18 @@ class Assignment:
     """True at padding, bool; None when there is none."""
     blocks: list[ExpertBlock]
     """The blocks, in order."""
+
+    @property
+    def longest(self) -> int:
+        """Number of rows of the longest block, 0 where there is none."""
+        return max((block.rows.stop - block.rows.start for block in self.blocks), default=0)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Return the indices of rows and, for each block, its expert, its first row and the one behind its last:
+        int64 `[N]` and `[blocks, 3]`, contiguous.
+        """
+        blocks = [(block.expert, block.rows.start, block.rows.stop) for block in self.blocks]
+        return self.rows_N.contiguous(), torch.tensor(blocks, dtype=torch.int64).view(-1, 3)
 
 
 def swiglu_experts(
@@ -86,12 +98,14 @@ def assign_routed(routed_TE: Tensor) -> Assignment:
 
 def _padded(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignment:
     blocks: list[ExpertBlock] = []
+    # MKL compiles nothing.
+    few_rows = FEW_ROWS if in_use().products == "onednn" else BLOCK_ROWS + 1
     shifts, lasts, sizes = [], [], []
     source = begin = 0
     for expert, count in enumerate(counts):
         for first in range(source, source + count, BLOCK_ROWS):
             size = min(BLOCK_ROWS, source + count - first)
-            filled = size if size < FEW_ROWS else -(-size // PADDED_MULTIPLE) * PADDED_MULTIPLE
+            filled = size if size < few_rows else -(-size // PADDED_MULTIPLE) * PADDED_MULTIPLE
             shifts.append(first - begin)
             lasts.append(first + size - 1)
             sizes.append(filled)
@@ -113,9 +127,22 @@ class _SwiGLUExperts(torch.autograd.Function):
     def forward(
         ctx: Any, input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
     ) -> Tensor:
-        fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
         gates_N1 = _gates(gates, assignment)
-        output_TD = torch.zeros_like(input_TD)
+        output_TD = torch.zeros_like(input_TD, memory_format=torch.contiguous_format)
+        ctx.assignment = assignment
+        ctx.library = library = _library(input_TD, gates_N1, fc1_EFD, fc2_EDF)
+        if library is not None:
+            input_TD = input_TD.contiguous()
+            _, width, inner = fc2_EDF.shape
+            hidden_NF = input_TD.new_empty(len(gates_N1), 2 * inner)
+            scratch = input_TD.new_empty(2 * assignment.longest * (width + inner))
+            operands = input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
+            sizes = len(assignment.blocks), width, inner
+            results = hidden_NF, output_TD, scratch
+            library.call("experts_forward", library.sgemm, *operands, *sizes, *results)
+            ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, hidden_NF)
+            return output_TD
+        fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
         hidden = []
         for block in assignment.blocks:
             rows = assignment.rows_N[block.rows]
@@ -125,7 +152,6 @@ class _SwiGLUExperts(torch.autograd.Function):
             output_TD.index_add_(0, rows, product(active, fc2[block.expert]))
             hidden.append(hidden_NF)
         ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, *hidden)
-        ctx.assignment = assignment
         return output_TD
 
     @staticmethod
@@ -133,11 +159,21 @@ class _SwiGLUExperts(torch.autograd.Function):
     def backward(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor | None, ...]:
         input_TD, gates, fc1_EFD, fc2_EDF, *hidden = ctx.saved_tensors
         assignment: Assignment = ctx.assignment
-        fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
         gates_N1 = _gates(gates, assignment)
         d_gates_N1 = torch.empty_like(gates_N1)
         d_input_TD = torch.zeros_like(input_TD)
-        d_fc1, d_fc2 = WeightGradient(fc1_EFD), WeightGradient(fc2_EDF)
+        sum_fc1, sum_fc2 = WeightGradient(fc1_EFD), WeightGradient(fc2_EDF)
+        if ctx.library is not None:
+            _, width, inner = fc2_EDF.shape
+            scratch = input_TD.new_empty(assignment.longest * (3 * width + 4 * inner))
+            tensors = gradient_TD.contiguous(), input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
+            sizes = len(assignment.blocks), width, inner
+            results = d_input_TD, d_gates_N1, sum_fc1.total, sum_fc2.total, scratch
+            ctx.library.call("experts_backward", ctx.library.sgemm, *tensors, *sizes, hidden[0], *results)
+            d_gates = _d_gates(gates, d_gates_N1, assignment)
+            return d_input_TD, d_gates, sum_fc1.result(), sum_fc2.result(), None
+        fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
+        d_fc1, d_fc2 = sum_fc1.total.unbind(0), sum_fc2.total.unbind(0)
         for block, hidden_NF in zip(assignment.blocks, hidden, strict=True):
             rows = assignment.rows_N[block.rows]
             gate, up = hidden_NF.chunk(2, -1)
@@ -147,15 +183,22 @@ class _SwiGLUExperts(torch.autograd.Function):
             silu_gate = silu(gate)
             active = silu_gate * up
             d_gates_N1[block.rows] = torch.linalg.vecdot(d_active, active)[:, None]
-            d_fc2.add(block.expert, d_output, active.mul_(gates_n1))
+            add_weight_gradient(d_fc2[block.expert], d_output, active.mul_(gates_n1))
             d_active.mul_(gates_n1)
             d_hidden = torch.empty_like(hidden_NF)
             d_gate, d_up = d_hidden.chunk(2, -1)
             torch.mul(d_active, silu_gate, out=d_up)
             torch.ops.aten.silu_backward.grad_input(d_active.mul_(up), gate, grad_input=d_gate)
-            d_fc1.add(block.expert, d_hidden, input_TD.index_select(0, rows))
+            add_weight_gradient(d_fc1[block.expert], d_hidden, input_TD.index_select(0, rows))
             d_input_TD.index_add_(0, rows, product(d_hidden, fc1[block.expert].t()))
-        return d_input_TD, _d_gates(gates, d_gates_N1, assignment), d_fc1.result(), d_fc2.result(), None
+        return d_input_TD, _d_gates(gates, d_gates_N1, assignment), sum_fc1.result(), sum_fc2.result(), None
+
+
+def _library(input_TD: Tensor, gates_N1: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor) -> Library | None:
+    """Return the compiled file where it computes these: its products are MKL's, and it reads dense weights."""
+    library = compiled_for(input_TD, gates_N1, fc1_EFD, fc2_EDF)
+    is_usable = in_use().products == "mkl" and fc1_EFD.is_contiguous() and fc2_EDF.is_contiguous()
+    return library if library is not None and library.sgemm is not None and is_usable else None
 
 
 def _gates(gates: Tensor, assignment: Assignment) -> Tensor:
@@ -171,32 +214,3 @@ def _d_gates(gates: Tensor, d_gates_N1: Tensor, assignment: Assignment) -> Tenso
         d_gates_N.masked_fill_(assignment.padding_N, 0.0)
     d_gates = torch.zeros(gates.numel(), dtype=gates.dtype)
     return d_gates.index_add_(0, assignment.gates_index_N, d_gates_N).view_as(gates)
-
-
-class WeightGradient:
-    """Gradient of stacked weights `[E, O, I]`, summed in its final place.
-
-    Under Megatron's data parallelism that is the weight's `main_grad`, which saves writing and reading a tensor
-    of the weight's size. As in Megatron's fused layers, `grad_added_to_main_grad` tells the hook so.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-        self._fused = hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad")
-        self._total = weight.main_grad if self._fused else torch.zeros_like(weight)  # type: ignore[attr-defined]
-        self._parts = self._total.unbind(0)
-
-    def add(self, expert: int, gradient_NO: Tensor, input_NI: Tensor) -> None:
-        """Add `gradient_NO.T @ input_NI` to the gradient of `expert`."""
-        part_OI = self._parts[expert]
-        if len(input_NI) < FEW_SUMMED_ROWS and part_OI.dtype == input_NI.dtype:
-            part_OI.addmm_(gradient_NO.t(), input_NI)
-        else:
-            part_OI.add_(product(gradient_NO.t().contiguous(), input_NI.t()))
-
-    def result(self) -> Tensor:
-        """Return the gradient for autograd, or a tensor that is never read but whose arrival runs Megatron's hook."""
-        if not self._fused:
-            return self._total
-        self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        return torch.empty_like(self._weight)

@@ -1,8 +1,18 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.cpu.products import HAS_ONEDNN, is_worthwhile, linear, product, weight_gradient
+from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, CpuKernels, using
+from mcore_rl.backend.cpu.products import add_weight_gradient, is_worthwhile, linear, product, weight_gradient
+
+
+@pytest.fixture(params=["mkl", "onednn"], autouse=True)
+def products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both libraries, whichever is faster on this machine."""
+    with using(CpuKernels(products=request.param)):
+        yield
 
 
 def matrix(rows: int, columns: int, layout: str) -> Tensor:
@@ -27,7 +37,6 @@ def test_onednn_computes_in_full_fp32() -> None:
     """Not with operands rounded to bf16, as it can be asked to: that would be off by a hundred times this."""
     assert HAS_ONEDNN, "torch for CPUs comes with it"
     first, second = torch.randn(512, 256), torch.randn(256, 256)
-    assert is_worthwhile(first, 256)
     exact = first.double() @ second.double().t()
     assert (product(first, second) - exact).abs().max() < 2e-6 * exact.abs().max() * 5
 
@@ -43,13 +52,59 @@ def test_onednn_computes_in_full_fp32() -> None:
     ids=["large", "odd", "small", "bf16"],
 )
 def test_only_large_even_fp32_products_are_onednns(operand: Tensor, taken: bool) -> None:
-    assert is_worthwhile(operand, 256) is taken
+    with using(CpuKernels(products="onednn")):
+        assert is_worthwhile(operand, 256) is taken
+    with using(CpuKernels(products="mkl")):
+        assert not is_worthwhile(operand, 256)
 
 
 def test_a_weight_gradient_sums_over_all_rows() -> None:
     gradient, input = torch.randn(1100, 32), torch.randn(1100, 48)
     expected = gradient.double().t() @ input.double()
     torch.testing.assert_close(weight_gradient(gradient, input).double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_rows", [40, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_gradient_is_added_to_what_is_there(num_rows: int, dtype: torch.dtype) -> None:
+    gradient, input = torch.randn(num_rows, 32).to(dtype), torch.randn(num_rows, 48).to(dtype)
+    total = torch.full((32, 48), 3.0)
+    add_weight_gradient(total, gradient, input)
+    # A product of bf16 is rounded to 8 bits once; its sum with what is there is not.
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(
+        total.double() - 3.0, gradient.double().t() @ input.double(), rtol=tolerance, atol=1e-3
+    )
+
+
+def buffered(weight: Tensor) -> Tensor:
+    """Give a weight what Megatron's data parallelism gives it."""
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False  # type: ignore[attr-defined]
+    return weight
+
+
+def test_a_buffered_gradient_is_summed_in_the_buffer() -> None:
+    """Two microbatches of one step; the hook must add nothing to what is in the buffer already."""
+    weight = buffered(torch.randn(24, 16, requires_grad=True))
+    rows = torch.randn(2, 70, 16)
+    for microbatch in rows:
+        linear(microbatch, weight).sum().backward()
+    assert weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
+    expected = 1.0 + rows.double().sum((0, 1)).expand(24, 16)
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-4)  # type: ignore[attr-defined]
+
+
+def test_the_gradient_of_a_tied_embedding_is_not_lost() -> None:
+    """Megatron's hook adds what arrives at such a weight: the lookup's gradient, and nothing of the output layer's."""
+    weight = buffered(torch.randn(24, 16, requires_grad=True))
+    weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+    embedded = torch.nn.functional.embedding(torch.tensor([3, 5]), weight)
+    linear(embedded, weight).sum().backward()
+    with torch.no_grad():
+        from_lookup = torch.zeros(24, 16).index_add_(0, torch.tensor([3, 5]), weight.sum(0).expand(2, 16))
+        from_output = weight[[3, 5]].sum(0).expand(24, 16)
+    torch.testing.assert_close(weight.grad, from_lookup)
+    torch.testing.assert_close(weight.main_grad, 1.0 + from_output)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 256), (37, 256), (0, 2, 256)], ids=str)

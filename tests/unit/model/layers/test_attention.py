@@ -1,4 +1,5 @@
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -7,9 +8,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from mcore_rl.backend.cpu import attention as cpu_attention
+from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.attention import SDPAttention, lengths_of
-from mcore_rl.model.layers.cpu import attention as cpu_attention
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers import oracles
@@ -17,6 +19,13 @@ from tests.unit.model.layers.oracles import assert_close, gradients, small_confi
 
 OWN_KERNEL, OWN_KERNEL_AGAIN, BY_TORCH = 128, 576, 37
 """Lengths: our products with kept weights, with weights made again, torch's kernel."""
+
+
+@pytest.fixture(autouse=True)
+def own_attention() -> Iterator[None]:
+    """Whatever is faster on this machine; lengths of BY_TORCH are torch's in any case."""
+    with using(CpuKernels(attention="blocks")):
+        yield
 
 
 def layer(**changes: object) -> SDPAttention:
@@ -259,3 +268,11 @@ def test_what_attention_is_given_is_left_as_it_was() -> None:
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((query, key, value), before, strict=True))
+
+
+def test_torchs_attention_computes_the_same_where_it_is_chosen(one_rank: Mesh) -> None:
+    query, key, value = heads(OWN_KERNEL), heads(OWN_KERNEL, num_heads=2), heads(OWN_KERNEL, num_heads=2)
+    expected = oracles.attention(query, key, value, oracles.causal(OWN_KERNEL, OWN_KERNEL), 8**-0.5)
+    with using(CpuKernels(attention="sdpa")):
+        assert not cpu_attention.is_supported(query, key)
+        assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])

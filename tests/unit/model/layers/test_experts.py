@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
+from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.parallel.mesh import Mesh
@@ -26,6 +27,13 @@ def sorted_rows(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, counts, gates, as a dispatcher gives them."""
     rows = torch.randn(sum(counts), 32, requires_grad=True)
     return rows, torch.tensor(counts), torch.rand(sum(counts), requires_grad=True)
+
+
+@pytest.fixture(params=["mkl", "onednn"], autouse=True)
+def products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both libraries, whichever is faster on this machine."""
+    with using(CpuKernels(products=request.param)):
+        yield
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

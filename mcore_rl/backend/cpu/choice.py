@@ -1,0 +1,161 @@
+"""The choice of a CPU's kernels, by measuring where the config says "auto".
+
+On Intel MKL is as fast as oneDNN and needs no copies of the operands of a weight's gradient, and torch's attention is
+2.5 times as fast as ours; on AMD's Zen 5 MKL leaves half of the processor unused. No name of a processor says so for
+the next one, and two milliseconds of each do.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mcore_rl.backend.cpu.attention import causal_attention
+from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
+from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, Attention, CpuKernels, Products, using
+from mcore_rl.backend.cpu.products import add_weight_gradient, product
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import ConfigError
+
+CLEARLY = 1.15
+"""How many times as fast as torch's own way another must be: runs on one machine then choose the same way."""
+ROUNDS = 3
+"""Number of times that each is measured."""
+ROWS, WIDTH, HEADS, GROUPS, HEAD_WIDTH = 256, 256, 4, 2, 64
+"""Sizes that are measured: an expert's rows and matrix, and one sequence of ROWS positions."""
+Name = TypeVar("Name", Products, Attention)
+
+
+def choose(config: PlatformConfig, world_size: int) -> tuple[CpuKernels, str]:
+    """Collective over the world: return the kernels of all ranks and a sentence about them; rank 0 measures.
+
+    The compiled file is built where no rank of this user has done so, and used where all ranks have the same build.
+
+    Raises:
+        ConfigError: The config names a library or a compiled file that a rank does not have.
+    """
+    if config.products == "onednn" and not HAS_ONEDNN:
+        raise ConfigError(
+            'platform.products="onednn", and this torch was built without oneDNN. Use "auto" or "mkl".'
+        )
+    box: list[tuple[CpuKernels, str] | None] = [None]
+    if world_size == 1 or dist.get_rank() == 0:
+        box = [_measured(config)]
+    if world_size > 1:
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    assert box[0] is not None
+    kernels, measured = box[0]
+    compiled, reason = _compiled(config, world_size)
+    kernels = replace(kernels, compiled=compiled)
+    return kernels, kernels.describe() + (f" ({reason})" if reason else "") + measured
+
+
+def _compiled(config: PlatformConfig, world_size: int) -> tuple[str, str]:
+    """Collective over the world: return the build that all ranks have, or "none" and the reason."""
+    build, reason = _build(config)
+    builds = [(build, reason)]
+    if world_size > 1:
+        builds = [("", "")] * world_size
+        dist.all_gather_object(builds, (build, reason))
+    for rank, (of_rank, why) in enumerate(builds):
+        if of_rank != builds[0][0]:
+            why = why or f"rank {rank} has another processor, compiler or version than rank 0"
+            build, reason = "none", f"rank {rank}: {why}" if world_size > 1 else why
+            break
+    else:
+        reason = builds[0][1]
+    if build == "none" and config.compiled is True:
+        raise ConfigError(f'platform.compiled=true, and it cannot be: {reason}. Use "auto" or false.')
+    return build, reason
+
+
+def _build(config: PlatformConfig) -> tuple[str, str]:
+    if config.compiled is False:
+        return "none", ""
+    if config.batch_invariant:
+        return "none", "platform.batch_invariant=true needs products in tiles"
+    if config.compiled == "auto" and torch.get_num_threads() > 1:
+        return "none", f"they compute with one thread, and this rank has {torch.get_num_threads()}"
+    try:
+        library()
+        return build_id(), ""
+    except BuildError as error:
+        return "none", str(error)
+
+
+def _measured(config: PlatformConfig) -> tuple[CpuKernels, str]:
+    products, attention = config.products, config.attention
+    times: list[tuple[str, float]] = []
+    # Random numbers of the run are not drawn for this.
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        if products == "auto":
+            of_products = {name: _products_s(name) for name in _products_here()}
+            products = fastest(of_products, "mkl")
+            times += of_products.items()
+        if attention == "auto":
+            with using(CpuKernels(products, "blocks")):
+                of_attention: dict[Attention, float] = {
+                    "sdpa": _attention_s(_sdpa),
+                    "blocks": _attention_s(causal_attention),
+                }
+            attention = fastest(of_attention, "sdpa")
+            times += of_attention.items()
+    kernels = CpuKernels(products, attention)
+    measured = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times)
+    return kernels, f"; measured: {measured}" if times else ""
+
+
+def _products_here() -> tuple[Products, ...]:
+    return ("mkl", "onednn") if HAS_ONEDNN else ("mkl",)
+
+
+def fastest(times: Mapping[Name, float], usual: Name) -> Name:
+    """Return the name with the least seconds, or the usual one where that is not clearly faster."""
+    best = min(times, key=lambda name: times[name])
+    return best if times[best] * CLEARLY <= times[usual] else usual
+
+
+def _products_s(products: Products) -> float:
+    """Return the seconds of one linear layer, forwards and backwards."""
+    rows, weight, total = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.zeros(WIDTH, WIDTH)
+
+    def once() -> None:
+        output = product(rows, weight)
+        product(output, weight.t())
+        add_weight_gradient(total, output, rows)
+
+    with using(CpuKernels(products)):
+        return _least_s(once)
+
+
+def _attention_s(attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> float:
+    """Return the seconds of causal attention of one sequence, forwards and backwards."""
+    query = torch.randn(ROWS, 1, HEADS, HEAD_WIDTH, requires_grad=True)
+    key, value = (torch.randn(ROWS, 1, GROUPS, HEAD_WIDTH, requires_grad=True) for _ in range(2))
+
+    def once() -> None:
+        mixed = attention(query, key, value, HEAD_WIDTH**-0.5)
+        torch.autograd.grad(mixed.square().sum(), (query, key, value))
+
+    return _least_s(once)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+
+
+def _least_s(work: Callable[[], None]) -> float:
+    """Return the CPU seconds of the fastest of a few rounds, which others on this machine disturb least."""
+    work()  # Kernels are compiled.
+    times = []
+    for _ in range(ROUNDS):
+        start_s = time.thread_time()
+        work()
+        times.append(time.thread_time() - start_s)
+    return min(times)

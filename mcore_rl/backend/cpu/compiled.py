@@ -1,0 +1,150 @@
+"""The optional C++ file with layers of a CPU, built where there is a compiler and kept in the user's cache.
+
+It is plain C++ without torch's headers, which takes a second where an extension of torch takes half a minute, and is
+called with addresses: nothing in it depends on torch's version but the product, which is that of torch's library. It
+computes with one thread.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable
+from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.cpp_extension import get_cxx_compiler
+
+from mcore_rl.backend.cpu.kernels import in_use
+from mcore_rl.errors import DataError
+from mcore_rl.files import sole_writer, written_atomically
+
+SOURCE = Path(__file__).with_name("compiled.cpp")
+OPTIONS = (
+    *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp-simd"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+)
+BUILD_S = 120.0
+"""Seconds that a build, or another process's, may take."""
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "rms_norm_forward": (c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
+    "rms_norm_backward": (*[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3),
+    "rotate": (*[c_void_p] * 3, *[c_int64] * 4, c_float, c_void_p),
+    "experts_forward": (*[c_void_p] * 7, *[c_int64] * 3, *[c_void_p] * 3),
+    "experts_backward": (*[c_void_p] * 8, *[c_int64] * 3, *[c_void_p] * 6),
+}
+"""Types of the arguments of each function; a tensor is its address."""
+
+
+class BuildError(Exception):
+    """The file cannot be built or loaded here; the message is the reason."""
+
+
+class Library:
+    """The functions of the built file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            # Calls keep the interpreter's lock, which costs less than to give it back for microseconds.
+            loaded = ctypes.PyDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"{path} cannot be loaded: {error}") from error
+        self._functions: dict[str, Callable[..., None]] = {}
+        for name, types in SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = types, None
+            self._functions[name] = function
+        self.sgemm = _address_of_sgemm()
+        """Address of the product of torch's library; None where it has none, and experts are not computed here."""
+
+    def call(self, name: str, *arguments: Tensor | float | None) -> None:
+        """Call a function with tensors, which must be contiguous and as the C++ file describes them, and numbers."""
+        self._functions[name](*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+
+
+@functools.cache
+def build_id() -> str:
+    """Return what identifies the build: a hash of source, options, compiler and processor.
+
+    Raises:
+        BuildError: There is no compiler.
+    """
+    compiler = get_cxx_compiler()
+    try:
+        done = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, timeout=BUILD_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"there is no compiler: {error}") from error
+    parts = SOURCE.read_text(encoding="utf-8"), " ".join(OPTIONS), done.stdout, _processor()
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def library() -> Library:
+    """Return the built file, which is built first where no process of this user has done so.
+
+    Raises:
+        BuildError: It cannot be built or loaded here.
+    """
+    name = f"layers-{build_id()}.so"
+    try:
+        folder = _cache()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / name
+        if not path.exists():
+            with sole_writer(folder / f"{name}.lock", wait_s=BUILD_S, remedy="Delete that file"):
+                if not path.exists():
+                    with written_atomically(path) as scratch:
+                        _compile(scratch)
+    except (OSError, RuntimeError, DataError) as error:  # RuntimeError: there is no home folder
+        raise BuildError(str(error)) from error
+    return Library(path)
+
+
+def compiled_for(*operands: Tensor) -> Library | None:
+    """Return the library where this process uses it and it computes with these operands: fp32 tensors on a CPU."""
+    if in_use().compiled == "none":
+        return None
+    # Fake tensors and other subclasses have no numbers at their address.
+    plain = all(
+        type(t) in (Tensor, Parameter) and t.dtype == torch.float32 and not t.is_cuda for t in operands
+    )
+    return library() if plain else None
+
+
+def _compile(target: Path) -> None:
+    command = [get_cxx_compiler(), *OPTIONS, str(SOURCE), "-o", str(target)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"there is no compiler: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"{' '.join(command)} ended with {done.returncode}: {' '.join(lines[:1])}")
+
+
+def _cache() -> Path:
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "mcore_rl"
+
+
+def _processor() -> str:
+    """Return what the compiler's "native" depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    names = ("model name", "cpu family", "model\t", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
+
+
+def _address_of_sgemm() -> int | None:
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.cast(ctypes.CDLL(str(path)).sgemm_, c_void_p).value
+    except (OSError, AttributeError):
+        return None

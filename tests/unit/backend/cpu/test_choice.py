@@ -1,0 +1,72 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mcore_rl.backend.cpu import choice
+from mcore_rl.backend.cpu.choice import choose, fastest
+from mcore_rl.backend.cpu.compiled import BuildError, build_id
+from mcore_rl.backend.cpu.kernels import CpuKernels, from_record, in_use, use, using
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def kernels_as_before() -> Iterator[None]:
+    with using(in_use()):
+        yield
+
+
+def test_what_the_config_names_is_taken_unmeasured() -> None:
+    named = PlatformConfig(products="mkl", attention="blocks", compiled=False)
+    wanted = "torch's products (MKL), own attention, no compiled layers"
+    assert choose(named, 1) == (CpuKernels("mkl", "blocks"), wanted)
+
+
+def test_compiled_layers_need_one_thread_a_compiler_and_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = PlatformConfig(products="mkl", attention="sdpa")
+    assert choose(named, 1) == (
+        CpuKernels("mkl", "sdpa", build_id()),
+        "torch's products (MKL), torch's attention, compiled layers",
+    )
+    tiled, sentence = choose(named.model_copy(update={"batch_invariant": True}), 1)
+    assert tiled.compiled == "none" and sentence.endswith(
+        "(platform.batch_invariant=true needs products in tiles)"
+    )
+
+    def fail() -> None:
+        raise BuildError("there is no compiler")
+
+    monkeypatch.setattr(choice, "library", fail)
+    without, sentence = choose(named, 1)
+    assert without.compiled == "none" and sentence.endswith("no compiled layers (there is no compiler)")
+    with pytest.raises(
+        ConfigError, match=r"platform\.compiled=true, and it cannot be: there is no compiler\. Use"
+    ):
+        choose(named.model_copy(update={"compiled": True}), 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert choose(named, 1)[1].endswith("(they compute with one thread, and this rank has 2)")
+
+
+def test_measuring_names_its_times_and_leaves_the_process_as_it_was() -> None:
+    use(CpuKernels("onednn", "blocks"))
+    state = torch.get_rng_state()
+    kernels, sentence = choose(PlatformConfig(), 1)
+    assert torch.equal(torch.get_rng_state(), state) and in_use() == CpuKernels("onednn", "blocks")
+    assert sentence.startswith(kernels.describe() + "; measured: mkl ")
+    assert all(f"{name} " in sentence for name in ("onednn", "sdpa", "blocks")) and sentence.endswith(" ms")
+    half, _ = choose(PlatformConfig(attention="sdpa"), 1)
+    assert half.attention == "sdpa"
+
+
+@pytest.mark.parametrize(("onednn_s", "wanted"), [(0.5, "onednn"), (0.9, "mkl"), (1.0, "mkl"), (3.0, "mkl")])
+def test_another_library_than_torchs_must_be_clearly_faster(onednn_s: float, wanted: str) -> None:
+    """Else two runs on one machine would differ by the noise of a measurement."""
+    assert fastest({"mkl": 1.0, "onednn": onednn_s}, "mkl") == wanted
+
+
+def test_a_record_is_read_again_unless_it_names_what_is_not_here() -> None:
+    kernels = CpuKernels("mkl", "sdpa")
+    assert from_record(kernels.record()) == kernels
+    assert from_record({"products": "blis", "attention": "sdpa"}) is None
+    assert from_record({}) is None

@@ -1,0 +1,130 @@
+"""The compiled file and the Python beside it compute the same, which is what float64 computes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.backend.cpu import compiled
+from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
+from mcore_rl.backend.cpu.kernels import CpuKernels, using
+from mcore_rl.backend.cpu.megatron_speed import rotated_in_halves
+from mcore_rl.model.layers.cpu.experts import assign_routed, swiglu_experts
+from mcore_rl.model.layers.cpu.norm import rms_norm
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One build for all tests of this machine: it stays in the user's cache."""
+    with using(CpuKernels("mkl", "sdpa", build_id() if request.param == "compiled" else "none")):
+        yield
+
+
+def assert_gradients(actual: Tensor, expected: Tensor, inputs: list[Tensor], tolerance: float) -> None:
+    """Compare both and their gradients, relative to the largest element."""
+    weight = torch.randn_like(actual)
+    found = torch.autograd.grad((actual * weight).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weight.double()).sum(), inputs)
+    for ours, theirs in zip((actual, *found), (expected, *wanted), strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours.double() - theirs.double()).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 64), (1, 1, 7), (700, 2, 33), (0, 2, 64)], ids=str)
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_norm_is_that_of_float64(shape: tuple[int, ...], is_dense: bool) -> None:
+    input = torch.randn(shape).requires_grad_()
+    rows = input if is_dense else input.transpose(0, 1)
+    weight = torch.rand(shape[-1], requires_grad=True)
+    wide = rows.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    actual = rms_norm(rows, weight, 1e-5)
+    if not shape[0]:
+        assert actual.shape == rows.shape and not torch.autograd.grad(actual.sum(), weight)[0].any()
+        return
+    assert_gradients(actual, expected, [input, weight], 2e-6)
+
+
+def test_a_rotation_is_that_of_complex_numbers() -> None:
+    heads = torch.randn(19, 3, 4, 32, requires_grad=True)
+    angles_S = torch.arange(19.0)[:, None] * 0.7 ** torch.arange(16)
+    freqs = torch.cat([angles_S, angles_S], -1)[:, None, None]
+    actual = rotated_in_halves(lambda *_: pytest.fail("not computed here"))(heads, freqs)
+    first, second = heads.double().chunk(2, -1)
+    turned = (
+        torch.complex(first, second)
+        * torch.polar(torch.ones(19, 16, dtype=torch.float64), angles_S.double())[:, None, None]
+    )
+    expected = torch.cat([turned.real, turned.imag], -1)
+    assert_gradients(actual, expected, [heads], 1e-6)
+
+
+def routed(num_tokens: int, num_experts: int, per_token: int) -> Tensor:
+    chosen = torch.rand(num_tokens, num_experts).topk(per_token).indices
+    return torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter_(1, chosen, True)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 4), (90, 4), (1300, 3), (40, 64)])
+def test_experts_are_those_of_float64(num_tokens: int, num_experts: int) -> None:
+    """Also blocks of more than one, and experts without a token."""
+    routed_TE = routed(num_tokens, num_experts, 2)
+    input, gates = torch.randn(num_tokens, 24, requires_grad=True), torch.rand(num_tokens, num_experts)
+    gates.requires_grad_()
+    fc1 = (torch.randn(num_experts, 40, 24) / 5).requires_grad_()
+    fc2 = (torch.randn(num_experts, 24, 20) / 5).requires_grad_()
+    actual = swiglu_experts(input, gates, fc1, fc2, assign_routed(routed_TE))
+    x, w1, w2 = input.double(), fc1.double(), fc2.double()
+    gate_up = torch.einsum("td,efd->tef", x, w1)
+    active = torch.nn.functional.silu(gate_up[..., :20]) * gate_up[..., 20:]
+    expected = torch.einsum("tef,edf,te->td", active, w2, gates.double() * routed_TE)
+    assert_gradients(actual, expected, [input, gates, fc1, fc2], 4e-6)
+
+
+def test_experts_keep_what_is_not_finite_and_their_result_is_the_same_again() -> None:
+    """A run finds a bad gradient by that, and a resume is bit-equal by this."""
+    routed_TE = routed(50, 4, 2)
+    input, gates = torch.randn(50, 16), torch.rand(50, 4)
+    weights = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    once, again = (swiglu_experts(input, gates, *weights, assign_routed(routed_TE)) for _ in range(2))
+    assert torch.equal(once, again)
+    input[7, 3], input[9] = float("nan"), 1e30
+    broken = swiglu_experts(input, gates, *weights, assign_routed(routed_TE))
+    assert broken[7].isnan().all() and not broken[9].isfinite().all()
+    others = [row for row in range(50) if row not in (7, 9)]
+    assert torch.equal(broken[others], once[others])
+
+
+def test_weights_of_a_buffer_get_their_gradient_there() -> None:
+    routed_TE, input = routed(30, 4, 2), torch.randn(30, 16)
+    gates = torch.rand(30, 4)
+    plain = [torch.randn(4, 24, 16, requires_grad=True), torch.randn(4, 16, 12, requires_grad=True)]
+    buffered = [weight.detach().clone().requires_grad_() for weight in plain]
+    for weight in buffered:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False  # type: ignore[attr-defined]
+    for weights in (plain, buffered):
+        swiglu_experts(input, gates, *weights, assign_routed(routed_TE)).square().sum().backward()
+    for weight, other in zip(buffered, plain, strict=True):
+        torch.testing.assert_close(weight.main_grad, 1.0 + other.grad, rtol=1e-5, atol=1e-4)  # type: ignore[attr-defined, operator]
+        assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+
+
+def test_where_there_is_no_compiler_the_reason_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "get_cxx_compiler", lambda: str(tmp_path / "c++"))
+    for cached in (build_id, library):
+        with pytest.raises(BuildError, match=r"there is no compiler: .*No such file.*c\+\+"):
+            cached.__wrapped__()
+    broken = tmp_path / "broken"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "fatal error: no assembler" >&2; exit 4\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setattr(compiled, "get_cxx_compiler", lambda: str(broken))
+    monkeypatch.setattr(compiled, "build_id", lambda: "other")
+    with pytest.raises(BuildError, match="ended with 4: fatal error: no assembler"):
+        library.__wrapped__()
+    assert [path.name for path in (tmp_path / "mcore_rl").iterdir()] == ["layers-other.so.lock"]

@@ -1,0 +1,75 @@
+"""What a resume does with the kernels that a run has recorded."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.backend.cpu.compiled import build_id
+from mcore_rl.backend.cpu.kernels import CpuKernels, in_use, using
+from mcore_rl.backend.platform import Platform, start
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.obs.attempts import this_run_attempt
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.run.recorded_kernels import keep_kernels
+from mcore_rl.train.run_folder import RunFolder
+
+HERE = CpuKernels("mkl", "sdpa", build_id())
+
+
+@pytest.fixture
+def platform(one_rank: Mesh) -> Iterator[Platform]:
+    with using(HERE):
+        yield start(PlatformConfig(products=HERE.products, attention=HERE.attention))
+
+
+def recorded(folder: Path, platform: Platform, *kernels: dict[str, str]) -> RunFolder:
+    attempt = asdict(this_run_attempt(platform, MeshConfig(), 0))
+    assert attempt["kernels"] == HERE.record()
+    (folder / "run.json").write_text(json.dumps([attempt | {"kernels": of_start} for of_start in kernels]))
+    return RunFolder(folder)
+
+
+def test_the_kernels_of_the_last_start_are_taken(tmp_path: Path, platform: Platform) -> None:
+    there = CpuKernels("onednn", "blocks")
+    folder = recorded(tmp_path, platform, HERE.record(), there.record())
+    resumed, warnings = keep_kernels(PlatformConfig(), platform, folder)
+    assert (resumed.kernels, in_use(), warnings) == (there, there, ())
+    assert "oneDNN's products, own attention, no compiled layers (of run.json)" in resumed.describe()
+
+
+def test_a_new_run_and_one_of_before_the_record_keep_what_was_measured(
+    tmp_path: Path, platform: Platform
+) -> None:
+    assert keep_kernels(PlatformConfig(), platform, RunFolder(tmp_path)) == (platform, ())
+    assert keep_kernels(PlatformConfig(), platform, recorded(tmp_path, platform, {})) == (platform, ())
+
+
+def test_what_the_config_names_is_used_and_the_difference_reported(
+    tmp_path: Path, platform: Platform
+) -> None:
+    folder = recorded(tmp_path, platform, HERE.record() | {"products": "onednn", "attention": "blocks"})
+    resumed, (warning,) = keep_kernels(PlatformConfig(products="mkl"), platform, folder)
+    assert resumed.kernels == in_use() == CpuKernels("mkl", "blocks", build_id())
+    assert warning.startswith(
+        "run.json has products 'onednn', and this start computes with torch's products (MKL), "
+    )
+    assert "is not continued bit for bit" in warning
+
+
+def test_a_library_that_is_not_here_is_reported(tmp_path: Path, platform: Platform) -> None:
+    folder = recorded(tmp_path, platform, HERE.record() | {"products": "blis"})
+    resumed, (warning,) = keep_kernels(PlatformConfig(), platform, folder)
+    assert resumed is platform and "run.json has products 'blis', and this start" in warning
+
+
+def test_a_build_that_is_not_here_is_reported(tmp_path: Path, platform: Platform) -> None:
+    folder = recorded(tmp_path, platform, HERE.record() | {"compiled": "0123456789abcdef"})
+    resumed, (warning,) = keep_kernels(PlatformConfig(), platform, folder)
+    assert resumed.kernels == HERE
+    assert (
+        "run.json has compiled '0123456789abcdef', and this start computes with torch's products" in warning
+    )
