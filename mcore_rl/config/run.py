@@ -48,9 +48,10 @@ class PlatformConfig(Section):
     batch_invariant: bool = False
     """Products and attention whose result for a token does not depend on the others of its batch, so that the native
     rollout engine and the trainer agree bit for bit; slow. On a GPU it needs the package batch_invariant_ops."""
-    products: Literal["auto", "mkl", "onednn"] = "auto"
-    """Library of fp32 matrix products on a CPU: `mkl`: torch's own, which is MKL in its packages for x86; `onednn`;
-    `auto`: measured at the start of a run, whose resumes keep it."""
+    products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
+    """Fp32 matrix products on a CPU: `mkl`: torch's own, MKL in its packages for x86; `onednn`; `auto`: the faster one,
+    measured at the start of a run, whose resumes keep it; `bf16`: operands rounded to bf16, with sums, weights
+    and all else in fp32 and routers unrounded, which is faster on processors that multiply bf16."""
     attention: Literal["auto", "blocks", "sdpa"] = "auto"
     """Attention on a CPU in fp32: `blocks`: this package's, by `products`; `sdpa`: torch's; `auto`: as above."""
     compiled: Literal["auto"] | bool = "auto"

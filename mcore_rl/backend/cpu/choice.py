@@ -97,6 +97,8 @@ def _measured(config: PlatformConfig) -> tuple[CpuKernels, str]:
             of_products = _least_s({name: _layer(name) for name in _products_here()})
             products = fastest(of_products, "mkl")
             times += of_products.items()
+        if attention == "auto" and products == "bf16":
+            attention = "sdpa"  # Own attention is made of products, which would be rounded.
         if attention == "auto":
             candidates: dict[Attention, Callable[[], None]] = {
                 "sdpa": _attending(_sdpa),

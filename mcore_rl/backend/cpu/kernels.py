@@ -7,17 +7,19 @@ where they compute. It decides the order of sums, so that a run records it and a
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 """Whether torch was built with oneDNN, and gives its linear layer by itself."""
-Products = Literal["mkl", "onednn"]
+Products = Literal["mkl", "onednn", "bf16"]
 Attention = Literal["blocks", "sdpa"]
 NAMES = {
     "mkl": "torch's products (MKL)",
     "onednn": "oneDNN's products",
+    "bf16": "products of operands rounded to bf16",
     "blocks": "own attention",
     "sdpa": "torch's attention",
 }
@@ -56,6 +58,8 @@ class _Process:
     """The choice of this process, which is oneDNN and own attention until `use` is called."""
 
     kernels = CpuKernels()
+    rounded_weights: ClassVar[dict[tuple[int, torch.Size], Tensor] | None] = None
+    """Rounded copies by address and shape inside `weights_unchanged`."""
 
 
 def in_use() -> CpuKernels:
@@ -77,3 +81,27 @@ def using(kernels: CpuKernels) -> Iterator[None]:
         yield
     finally:
         use(before)
+
+
+@contextmanager
+def weights_unchanged() -> Iterator[None]:
+    """Keep the rounded copy of each weight, where products are of bf16, until the end of the context.
+
+    No weight may change or be freed inside: a rollout multiplies by all of them for every token.
+    """
+    before, _Process.rounded_weights = _Process.rounded_weights, {}
+    try:
+        yield
+    finally:
+        _Process.rounded_weights = before
+
+
+def rounded_weight(weight_OI: Tensor) -> Tensor:
+    """Return a weight rounded to bf16, once inside `weights_unchanged`."""
+    copies = _Process.rounded_weights
+    if copies is None:
+        return weight_OI.bfloat16()
+    key = weight_OI.data_ptr(), weight_OI.shape
+    if key not in copies:
+        copies[key] = weight_OI.bfloat16()
+    return copies[key]

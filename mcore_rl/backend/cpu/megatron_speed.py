@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import compiled_for
+from mcore_rl.backend.cpu.kernels import in_use
 from mcore_rl.backend.cpu.products import linear
 
 
@@ -39,11 +40,12 @@ def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def gated_by_onednn(gating: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The router's logits, by the products of `by_onednn`."""
+    """The router's logits, by the products of `by_onednn`; never rounded to bf16, which would choose other experts."""
 
     @functools.wraps(gating)
     def call(input: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
-        if bias is not None or {input.dtype, weight.dtype, router_dtype} != {torch.float32}:
+        is_fp32 = {input.dtype, weight.dtype, router_dtype} == {torch.float32}
+        if in_use().products == "bf16" or bias is not None or not is_fp32:
             return gating(input, weight, bias, router_dtype)
         return linear(input, weight)
 

@@ -2,7 +2,8 @@
 
 torch gives fp32 products to MKL, which leaves half of the AVX-512 units of some processors unused: a product of
 512 x 256 by 256 x 256 runs at 105 GFLOP/s there, at 230 by oneDNN (one core of Zen 5), both in full fp32. On others
-MKL is as fast, and adds a weight's gradient to a tensor in place, without copies of its operands.
+MKL is as fast, and adds a weight's gradient to a tensor in place, without copies of its operands. Products of operands
+rounded to bf16 are twice as fast where the processor has AVX-512's instruction for them, and more with AMX.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.kernels import in_use
+from mcore_rl.backend.cpu.kernels import in_use, rounded_weight
 
 ROW_MULTIPLE = 16
 """oneDNN compiles a kernel (~0.4 ms) for each new shape: a number of rows that is not of these goes to MKL."""
@@ -30,7 +31,21 @@ def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
             _dense(left_MK), _dense(right_NK), None, "none", [], ""
         )
         return by_onednn
+    if rounds(left_MK):
+        return torch.mm(left_MK.bfloat16(), right_NK.bfloat16().t()).float()
     return torch.mm(left_MK, right_NK.t())
+
+
+def product_with_weight(rows_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return `product` with a weight, whose rounded copy is kept inside `weights_unchanged`."""
+    if rounds(rows_NI):
+        return torch.mm(rows_NI.bfloat16(), rounded_weight(weight_OI).t()).float()
+    return product(rows_NI, weight_OI)
+
+
+def rounds(operand: Tensor) -> bool:
+    """Return whether products of this operand round it to bf16; their sums are in fp32, and rounded once."""
+    return in_use().products == "bf16" and operand.dtype == torch.float32 and operand.device.type == "cpu"
 
 
 def is_worthwhile(left_MK: Tensor, num_columns: int) -> bool:
@@ -52,8 +67,8 @@ def _dense(matrix: Tensor) -> Tensor:
 
 def weight_gradient(gradient_NO: Tensor, input_NI: Tensor) -> Tensor:
     """Return `gradient_NO.T @ input_NI`, the gradient of a weight `[O, I]`."""
-    if in_use().products == "mkl":
-        return torch.mm(gradient_NO.t(), input_NI)
+    if in_use().products != "onednn":
+        return product(gradient_NO.t(), input_NI.t())
     total_OI = input_NI.new_zeros(gradient_NO.shape[1], input_NI.shape[1])
     add_weight_gradient(total_OI, gradient_NO, input_NI)
     return total_OI
@@ -61,6 +76,9 @@ def weight_gradient(gradient_NO: Tensor, input_NI: Tensor) -> Tensor:
 
 def add_weight_gradient(total_OI: Tensor, gradient_NO: Tensor, input_NI: Tensor) -> None:
     """Add `gradient_NO.T @ input_NI` to `total_OI`, which may have more bits than the operands."""
+    if rounds(input_NI):
+        total_OI.add_(product(gradient_NO.t(), input_NI.t()))
+        return
     by_onednn = in_use().products == "onednn" and input_NI.dtype == torch.float32 and not input_NI.is_cuda
     if total_OI.dtype == input_NI.dtype and (not by_onednn or len(input_NI) < FEW_SUMMED_ROWS):
         total_OI.addmm_(gradient_NO.t(), input_NI)
@@ -116,7 +134,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_NI: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(input_NI, weight_OI)
-        return product(input_NI, weight_OI)
+        return product_with_weight(input_NI, weight_OI)
 
     @staticmethod
     @once_differentiable

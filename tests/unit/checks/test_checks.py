@@ -290,6 +290,13 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             "chooses its kernels by the number of rows",
         ),
         (
+            "llama",
+            "platform.batch_invariant=true platform.compiled=true",
+            1,
+            "multiply all rows of an expert at once",
+        ),
+        ("llama", "platform.products=bf16 platform.precision=bf16", 1, "there is no fp32 product to round"),
+        (
             "qwen3_moe",
             "platform.device=cpu model.moe.dispatcher=deepep mesh.ep=2 mesh.dp=2",
             2,

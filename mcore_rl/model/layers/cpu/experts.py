@@ -14,7 +14,12 @@ from torch.nn.functional import silu
 
 from mcore_rl.backend.cpu.compiled import Library, compiled_for
 from mcore_rl.backend.cpu.kernels import in_use
-from mcore_rl.backend.cpu.products import WeightGradient, add_weight_gradient, product
+from mcore_rl.backend.cpu.products import (
+    WeightGradient,
+    add_weight_gradient,
+    product,
+    product_with_weight,
+)
 
 BLOCK_ROWS = 512
 """Largest number of rows of a block."""
@@ -146,10 +151,10 @@ class _SwiGLUExperts(torch.autograd.Function):
         hidden = []
         for block in assignment.blocks:
             rows = assignment.rows_N[block.rows]
-            hidden_NF = product(input_TD.index_select(0, rows), fc1[block.expert])
+            hidden_NF = product_with_weight(input_TD.index_select(0, rows), fc1[block.expert])
             gate, up = hidden_NF.chunk(2, -1)
             active = silu(gate).mul_(up).mul_(gates_N1[block.rows])
-            output_TD.index_add_(0, rows, product(active, fc2[block.expert]))
+            output_TD.index_add_(0, rows, product_with_weight(active, fc2[block.expert]))
             hidden.append(hidden_NF)
         ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, *hidden)
         return output_TD

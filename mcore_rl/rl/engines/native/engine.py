@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
+from mcore_rl.backend.cpu.kernels import weights_unchanged
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl import EngineConfig
 from mcore_rl.errors import EngineError
@@ -77,7 +78,7 @@ class MegatronEngine:
         ]
         longest = max((len(prompt.tokens_T) for prompt in prompts), default=0) + sampling.max_new_tokens
         num_slots = max(1, min(self._num_slots, len(drafts)))
-        with evaluating(self._chunks), without_capacity(self._chunks):
+        with evaluating(self._chunks), without_capacity(self._chunks), weights_unchanged():
             decoder = Decoder(self._chunks, self.mesh, num_slots, longest, with_routes=sampling.with_routes)
             run = _Run(self, decoder, Scheduler(drafts, num_slots, self._step_tokens), sampling)
             while self._any_busy(run.scheduler.is_busy, decoder.device):

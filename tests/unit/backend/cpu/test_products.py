@@ -4,8 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, CpuKernels, using
-from mcore_rl.backend.cpu.products import add_weight_gradient, is_worthwhile, linear, product, weight_gradient
+from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, CpuKernels, using, weights_unchanged
+from mcore_rl.backend.cpu.megatron_speed import gated_by_onednn
+from mcore_rl.backend.cpu.products import (
+    add_weight_gradient,
+    is_worthwhile,
+    linear,
+    product,
+    product_with_weight,
+    weight_gradient,
+)
 
 
 @pytest.fixture(params=["mkl", "onednn"], autouse=True)
@@ -132,3 +140,49 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     input, weight = torch.randn(3, 8, requires_grad=True), torch.randn(4, 8)
     linear(input, weight).sum().backward()
     torch.testing.assert_close(input.grad, weight.sum(0).expand(3, 8))
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    return tensor.detach().bfloat16().double()
+
+
+def test_products_of_bf16_round_operands_and_nothing_else() -> None:
+    """The gradient too is of rounded operands; what is summed in a buffer stays fp32."""
+    input, weight = (
+        torch.randn(130, 256, requires_grad=True),
+        buffered(torch.randn(192, 256, requires_grad=True)),
+    )
+    wanted = torch.randn(130, 192)
+    with using(CpuKernels(products="bf16")):
+        output = linear(input, weight)
+        output.backward(wanted)
+    exact = {
+        "output": (output, rounded(input) @ rounded(weight).t()),
+        "input": (input.grad, rounded(wanted) @ rounded(weight)),
+        "weight": (weight.main_grad, 1.0 + rounded(wanted).t() @ rounded(input)),  # type: ignore[attr-defined]
+    }
+    for name, (ours, theirs) in exact.items():
+        assert ours is not None and ours.dtype == torch.float32, name
+        # A sum is rounded to 8 bits once.
+        torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=4e-3)
+    assert not torch.equal(output, torch.nn.functional.linear(input, weight))
+
+
+def test_a_rounded_weight_is_kept_while_weights_do_not_change() -> None:
+    input, weight = torch.randn(4, 64), torch.ones(8, 64)
+    with using(CpuKernels(products="bf16")):
+        with weights_unchanged():
+            first = product_with_weight(input, weight)
+            weight.mul_(2.0)
+            assert torch.equal(product_with_weight(input, weight), first)
+            assert not torch.equal(product_with_weight(input, weight[:3]), first[:, :3])
+        assert torch.equal(product_with_weight(input, weight), 2.0 * first)
+
+
+def test_logits_of_a_router_are_never_rounded() -> None:
+    """Rounded ones would choose other experts than the engine's or a GPU's."""
+    gated = gated_by_onednn(lambda input, weight, *_: input @ weight.t())
+    input, weight = torch.randn(64, 256), torch.randn(16, 256)
+    with using(CpuKernels(products="bf16")):
+        logits = gated(input, weight, None, torch.float32)
+    torch.testing.assert_close(logits.double(), input.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
