@@ -3,12 +3,17 @@
     python -m bench.pretrain                      all workloads, each in a process of its own
     python -m bench.pretrain --workload experts   one, in this process
 
-A step is forward, loss with load balancing, backward, gradient clipping and AdamW, all in fp32. transformers runs
-in the fastest of its implementations of the experts. Steps alternate between the two; figures are CPU seconds of
-this process, medians over the rounds. Results go to bench/results/pretrain.json.
+A step is forward, loss with load balancing, backward, gradient clipping and AdamW. transformers runs in the fastest of
+its implementations of the experts, in fp32 and under bf16 autocast; this package as the machine's choice of kernels has
+it, with the kernels of before there was a choice, and with bf16 products. Steps alternate between them; figures are CPU
+seconds of this process, medians over the rounds; the spread of a ratio is that of its rounds, from quartile to
+quartile. Memory that a step frees stays with the process, for all alike (--allocator kept): with glibc's own settings
+(default) models that alternate pay page faults of each other. Results go to bench/results/pretrain.json; a row that
+others on the machine disturbed (contention above 1.3) is marked, and not to be quoted.
 """
 
 import argparse
+import ctypes
 import datetime
 import json
 import os
@@ -16,7 +21,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +35,16 @@ import torch
 from torch import Tensor
 
 from bench.clock import Clock, Peaks, contention, gflops
+from mcore_rl.backend.cpu.kernels import using
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.run import PretrainConfig, TrainConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import localize
+from mcore_rl.obs.attempts import cpu_name
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
@@ -49,6 +57,16 @@ FEW_TOKENS, HOPELESS_S = 64, 3.0
 IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
 RESULTS = Path(__file__).parent / "results" / "pretrain.json"
 Tensors = dict[str, Tensor]
+OURS: dict[str, dict[str, Any]] = {
+    "mcore_rl": {},
+    "mcore_rl, kernels of before": {"products": "onednn", "attention": "blocks", "compiled": False},
+    "mcore_rl, bf16 products": {"products": "bf16"},
+}
+"""Settings of platform."""
+CONTENDED = 1.3
+"""Wall over CPU seconds above which a row is not to be quoted."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""glibc's names in mallopt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +95,7 @@ class Workload:
 WORKLOADS = {
     "small": Workload(experts=16, top_k=4, length=256, batch=8, target=1.1),
     "experts": Workload(experts=128, top_k=8, length=256, batch=8, target=1.25),
+    "experts-top4": Workload(experts=128, top_k=4, length=256, batch=8, target=1.25),
     "long": Workload(experts=16, top_k=4, length=1024, batch=2, target=1.1),
 }
 
@@ -117,7 +136,7 @@ class Runner:
 
 
 def transformers_step(
-    implementation: str, workload: Workload, weights: Tensors | None
+    implementation: str, workload: Workload, weights: Tensors | None, *, autocasts: bool = False
 ) -> tuple[Any, Tensors]:
     """The step of a model of transformers with `weights` (None: its own random ones), and its weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -157,7 +176,8 @@ def transformers_step(
 
     def step(tokens: Tensor) -> float:
         inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
-        output = model(input_ids=inputs, labels=inputs, shift_labels=labels)
+        with torch.autocast("cpu", torch.bfloat16) if autocasts else nullcontext():
+            output = model(input_ids=inputs, labels=inputs, shift_labels=labels)
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad or float("inf"))
         optimizer.step()
@@ -167,11 +187,20 @@ def transformers_step(
     return step, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def our_step(workload: Workload, weights: Tensors) -> Callable[[Tensor], float]:
+def our_step(
+    workload: Workload, weights: Tensors, settings: Mapping[str, Any] | None = None
+) -> Callable[[Tensor], float]:
     """The step of mcore_rl with weights of transformers."""
     model = workload.model
-    config = PretrainConfig(model=model, optim=OPTIM, train=TrainConfig(global_batch=workload.batch))
+    config = PretrainConfig(
+        model=model,
+        optim=OPTIM,
+        train=TrainConfig(global_batch=workload.batch),
+        platform=PlatformConfig(**settings or {}),
+    )
     state = set_up(config, start(config.platform))
+    kernels = state.platform.kernels
+    assert kernels is not None
     copy_in(state.chunks, to_global(weights, model))
     state.optimizer.reload_model_params()
     head = NextTokenHead()
@@ -184,7 +213,8 @@ def our_step(workload: Workload, weights: Tensors) -> Callable[[Tensor], float]:
             position_ids_BS=torch.arange(workload.length).expand(workload.batch, -1),
         )
         local = localize(microbatch, state.mesh.cp, state.platform.device)
-        return train_step(state, [local], head).loss
+        with using(kernels):
+            return train_step(state, [local], head).loss
 
     return step
 
@@ -193,7 +223,9 @@ def compare(workload: Workload, rounds: int, steps: int) -> dict[str, Any]:
     """The row of one workload."""
     text, peaks = Text(workload), Peaks()
     peer, weights, screened = fastest_peer(workload, text)
-    runners = {"transformers": peer, "mcore_rl": Runner(our_step(workload, weights), Clock(), [])}
+    rounded, _ = transformers_step(max(screened, key=screened.__getitem__), workload, weights, autocasts=True)
+    runners = {"transformers": peer, "transformers, bf16 autocast": Runner(rounded, Clock(), [])}
+    runners |= {name: Runner(our_step(workload, weights, OURS[name]), Clock(), []) for name in OURS}
     number = 0
     for index in range(rounds + 1):
         peaks.measure()
@@ -250,15 +282,38 @@ def row(
             "losses": [round(loss, 4) for loss in runner.losses],
         }
     peer, ours = runners["transformers"], runners["mcore_rl"]
+    peers = peer, runners["transformers, bf16 autocast"]
+    disturbed = contention([runner.clock for runner in runners.values()])
     return {
         "workload": asdict(workload),
         "ratio": round(peer.clock.median_s / ours.clock.median_s, 3),
-        "contention": round(contention([peer.clock, ours.clock]), 2),
+        "ratio_quartiles": quartiles(peer.clock, ours.clock),
+        "ratios": {name: round(peer.clock.median_s / runners[name].clock.median_s, 3) for name in OURS},
+        # Beside the peer's best at bf16, which may be fp32.
+        "ratio_bf16": round(
+            min(one.clock.median_s for one in peers) / runners["mcore_rl, bf16 products"].clock.median_s, 3
+        ),
+        "contention": round(disturbed, 2),
+        "is_contended": disturbed > CONTENDED,
         "loss_difference": round(max(abs(a - b) for a, b in zip(peer.losses, ours.losses, strict=True)), 5),
         "peak_gflops": {name: round(value, 1) for name, value in peaks.gflops().items()},
         "models": models,
         "transformers_implementations_tokens_per_cpu_s": {n: round(s, 1) for n, s in screened.items()},
     }
+
+
+def quartiles(peer: Clock, ours: Clock) -> list[float]:
+    """The first and third quartile of the ratios of steps that followed one another."""
+    ratios = sorted(theirs / own for theirs, own in zip(peer.cpu_s, ours.cpu_s, strict=True))
+    quarter = len(ratios) // 4
+    return [round(ratios[quarter], 3), round(ratios[-1 - quarter], 3)]
+
+
+def keep_memory() -> None:
+    """Let glibc keep what is freed: neither trim the heap nor map large blocks anew."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+    libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def versions() -> dict[str, str]:
@@ -270,6 +325,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "megatron-core": megatron_version(),
         "transformers": transformers.__version__,
+        "machine": cpu_name(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
 
@@ -277,12 +333,16 @@ def versions() -> dict[str, str]:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as text."""
     lines = [
-        "workload   ratio  target  contention  tokens/s ours  transformers  GFLOP/s  of peak  max |loss difference|"
+        "workload      ratio (quartiles)   before  bf16  contention  tokens/s ours  transformers  GFLOP/s  of peak  "
+        "max |loss difference|"
     ]
     for name, figures in rows.items():
         ours, peer = figures["models"]["mcore_rl"], figures["models"]["transformers"]
+        low, high = figures["ratio_quartiles"]
         lines.append(
-            f"{name:10s} {figures['ratio']:5.2f}  {figures['workload']['target']:6.2f}  {figures['contention']:10.2f}  "
+            f"{name:12s} {figures['ratio']:6.2f} ({low:.2f}-{high:.2f})"
+            f"      {figures['ratios']['mcore_rl, kernels of before']:6.2f}  {figures['ratio_bf16']:4.2f}  "
+            f"{figures['contention']:9.2f}{'!' if figures['is_contended'] else ' '}  "
             f"{ours['tokens_per_cpu_s']:13.0f}  {peer['tokens_per_cpu_s']:12.0f}  {ours['gflops']:7.1f}  "
             f"{ours['share_of_peak']:7.2f}  {figures['loss_difference']:.4f}"
         )
@@ -297,16 +357,23 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, help="only this one, as JSON on standard output")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of each model in a round")
+    parser.add_argument(
+        "--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="rows of the table"
+    )
+    parser.add_argument("--allocator", choices=("kept", "default"), default="kept")
     arguments = parser.parse_args()
     if arguments.workload:
         torch.set_num_threads(1)
+        if arguments.allocator == "kept":
+            keep_memory()
         figures = compare(WORKLOADS[arguments.workload], arguments.rounds, arguments.steps)
         print(json.dumps(figures))
         return
     rows = {}
-    for name in WORKLOADS:
+    for name in arguments.only:
         command = [sys.executable, "-m", "bench.pretrain", "--workload", name]
         command += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
+        command += ["--allocator", arguments.allocator]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows[name] = json.loads(done.stdout.splitlines()[-1])
         print(table({name: rows[name]}), flush=True)
@@ -314,6 +381,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench.pretrain", *sys.argv[1:]]),
         "versions": versions(),
+        "allocator": arguments.allocator,
         "rows": rows,
     }
     RESULTS.parent.mkdir(exist_ok=True)

@@ -55,7 +55,7 @@ def this_run_attempt(
         commit=code_commit(Path(mcore_rl.__file__).parents[1]),
         versions=installed,
         machine={
-            "device": torch.cuda.get_device_name(platform.device) if platform.is_cuda else _cpu_name(),
+            "device": torch.cuda.get_device_name(platform.device) if platform.is_cuda else cpu_name(),
             "ranks": platform.world_size,
             "cores": os.cpu_count() or 0,
             "memory_bytes": psutil.virtual_memory().total,
@@ -100,7 +100,7 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """Return the name of the processor as the kernel reports it, else the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
