@@ -8,6 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.backend.cpu.products import product
 
 
@@ -63,10 +64,11 @@ class Peaks:
     def measure(self) -> None:
         """One more round of each."""
         for name, function in self._products.items():
-            function(self._left, self._right)
-            with self._clocks[name]:
-                for _ in range(8):
-                    function(self._left, self._right)
+            with using(CpuKernels("onednn")):
+                function(self._left, self._right)
+                with self._clocks[name]:
+                    for _ in range(8):
+                        function(self._left, self._right)
 
     def gflops(self) -> dict[str, float]:
         """GFLOP/s of each in the best round."""

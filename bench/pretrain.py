@@ -191,6 +191,8 @@ def our_step(
     workload: Workload, weights: Tensors, settings: Mapping[str, Any] | None = None
 ) -> Callable[[Tensor], float]:
     """The step of mcore_rl with weights of transformers."""
+    from megatron.core import parallel_state  # after the patches
+
     model = workload.model
     config = PretrainConfig(
         model=model,
@@ -198,6 +200,7 @@ def our_step(
         train=TrainConfig(global_batch=workload.batch),
         platform=PlatformConfig(**settings or {}),
     )
+    parallel_state.destroy_model_parallel()  # Forgets another variant's groups, which live on: it trains on.
     state = set_up(config, start(config.platform))
     kernels = state.platform.kernels
     assert kernels is not None
