@@ -33,7 +33,7 @@ class CpuKernels:
     products: Products = "onednn" if HAS_ONEDNN else "mkl"
     attention: Attention = "blocks"
     compiled: str = "none"
-    """What identifies the build of the compiled file; "none" where Python computes what is in it."""
+    """Identity of the compiled file's build; "none" where Python computes what is in it."""
 
     def describe(self) -> str:
         """Return the choice in words, for a log."""
