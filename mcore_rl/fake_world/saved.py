@@ -157,12 +157,12 @@ def _only_on_cpus(model: ModelConfig, settings: PlatformConfig, tp: int, tokens:
     """Return the bytes that torch's attention keeps on CPUs because values must be as wide as keys there: padding."""
     family, heads = family_of(model), model.num_heads // tp
     element = 2 if settings.precision == "bf16" else 4
+    recomputed = settings.recompute_modules if settings.recompute == "selective" else ()
+    if "core_attn" in recomputed:
+        return 0  # the padding is inside
     if family.is_latent:
         mla = model.mla
         width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        recomputed = settings.recompute_modules if settings.recompute == "selective" else ()
-        if "core_attn" in recomputed:
-            return 0  # the padding is inside
         splits = "mla_up_proj" in recomputed
         # The padded values stay where recomputation drops the unpadded ones.
         values = width if splits else width - mla.v_head_dim

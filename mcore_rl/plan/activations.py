@@ -86,14 +86,14 @@ class LayerActivations:
     def _dropped(self) -> dict[str, tuple[str, ...]]:
         """Parts that `platform.recompute_modules` leave out."""
         return {
-            # Attention that keeps no scores has nothing to drop but statistics; its inputs stay.
-            "core_attn": ("softmax_statistics",),
+            # Attention that keeps no scores has little to drop but statistics; its inputs stay.
+            "core_attn": ("softmax_statistics", "with_sinks", "mask"),
             "layernorm": ("normed", "norm_statistics"),
             "mla_up_proj": ("queries_keys_values", "rotary") if self._is_latent else (),
             "moe": ("router", "routes", "routed_in", "routed_up", "routed_act", *SHARED),
             "moe_act": ("routed_act",),
             "mlp": ("up", "act"),
-            "shared_experts": ("shared_up", "shared_act"),
+            "shared_experts": ("shared_up", "shared_act", "shared_out"),
         }
 
     @cached_property
@@ -161,17 +161,21 @@ class LayerActivations:
             # In fp32: the heads, and their quotient by the root, for the gradient of the norm's weight.
             yield "unnormed_queries_keys", 2 * 4 * self.tokens * (heads + kv_heads) * width
         elif family.has_qk_norm(model):
-            yield "unnormed_queries_keys", each * heads * width
+            # A view of the product where it has one key/value head, a copy in the order of heads otherwise.
+            yield "unnormed_queries_keys", each * heads * width if kv_heads > 1 else 0
             yield "head_statistics", self.tokens * (heads + kv_heads) * STATISTIC_BYTES
         if family.has_attention_sinks:
+            if self.platform.recompute == "selective" and "core_attn" in self.platform.recompute_modules:
+                # Its inputs: turned queries and keys, and the values, a view of the product that makes all three.
+                yield "queries_keys_values", each * (self._projected_heads + heads + kv_heads) * width
             # Queries and keys with the columns of the sinks; a key and a value of zeros more.
             wide = -(-(width + 1) // 8) * 8
-            yield "queries_keys_values", each * (heads * wide + cp * kv_heads * (wide + width))
+            yield "with_sinks", each * (heads * wide + cp * kv_heads * (wide + width))
             # torch's kernels take a sink by a mask over all pairs of positions, of one long sequence at most.
             yield "mask", self.tokens * self.tokens * cp * self.element
         else:
             # Values, and keys before their norm, are views of the product that makes all three.
-            projected = each * (heads + 2 * kv_heads) * width
+            projected = each * self._projected_heads * width
             # Context-parallel ranks gather keys and values.
             keys = each * kv_heads * width if cp == 1 else 2 * cp * each * kv_heads * width
             views = cp == 1 or family.has_qk_norm(model)
@@ -184,6 +188,15 @@ class LayerActivations:
     def _heads(self) -> tuple[int, int]:
         """Number of query heads and of key/value heads on this rank."""
         return self.model.num_heads // self.mesh.tp, max(1, self.model.num_kv_heads // self.mesh.tp)
+
+    @property
+    def _projected_heads(self) -> int:
+        """Number of heads of the product that makes queries, keys and values, as a rank keeps it: with fewer key/value
+        heads than ranks it is gathered, and values are a view of the whole.
+        """
+        model, (heads, kv_heads) = self.model, self._heads
+        is_gathered = model.num_kv_heads < self.mesh.tp
+        return model.num_heads + 2 * model.num_kv_heads if is_gathered else heads + 2 * kv_heads
 
     def _attended(self, width: int) -> int:
         """Bytes of attention's output; in 8 bits the product behind it keeps its own copy."""
