@@ -42,6 +42,10 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
         "fp8_recipe": "none",
         "gc_interval": 1,
     }
+    assert (
+        '"event": "speed: on: gc_interval=1; off: overlap_grad_reduce, '
+        in (run / "metrics.jsonl").read_text()
+    )
     before = (run / "config.toml").read_bytes()
     # Whatever is faster here: the run was started elsewhere.
     (attempt,) = json.loads((run / "run.json").read_text())
