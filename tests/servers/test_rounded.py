@@ -10,7 +10,7 @@ from mcore_rl.rl.engines.weight_push import PushReport
 from tests.servers.conftest import Figures
 from tests.servers.vllm_server import FAULTS, MODELS, OmittingApi, Trainer, VllmServer
 
-SEEDS = (71, 72, 73)
+OLD, SEEDS = 70, (71, 72)
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +29,25 @@ def test_a_server_in_bf16_has_the_weights_and_each_fault_is_found(
 ) -> None:
     trainer = Trainer(MODELS[family], mesh, "bf16" if precision == "bf16" else "fp32")
     found: dict[str, dict[str, float]] = {}
+    trainer.randomize(OLD)
+    old = trainer.tensors()
     for seed in SEEDS:
         trainer.randomize(seed)
         report = trainer.push(server.api, dtype="bf16")
-        assert report.living == (server.url,), report.failed
         found[f"nothing wrong, {seed}"] = numbers(report, server)
+        assert report.living == (server.url,), report.failed
+    broken = OmittingApi(HttpClient(server.url), vocab_size=2048, request_timeout_s=600, update_timeout_s=600)
+    # An update that lacks tensors can leave memory that nobody has written, of which the probe sees anything.
+    broken.old = old
     for fault, parts in FAULTS.items():
         if fault.startswith("a tied") and not MODELS[family].tied_embeddings:
             continue
-        trainer.randomize(SEEDS[0])
-        # After a broken update one more may be needed that is whole.
-        assert any(trainer.push(server.api, dtype="bf16").living for _ in range(3))
-        broken = OmittingApi(
-            HttpClient(server.url), vocab_size=2048, request_timeout_s=600, update_timeout_s=600
-        )
         broken.omitted = parts
-        trainer.randomize(SEEDS[1])
         report = trainer.push(broken, dtype="bf16")
         found[fault] = numbers(report, server)
         assert report.living == (), fault
         assert "does not have the trainer's weights" in report.failed[server.url]
-        is_expert = found[fault]["standard errors"] > 7
-        assert is_expert == (fault == "an expert missing"), found
+        assert (found[fault]["standard errors"] > 7) == (fault == "an expert missing"), found
     figures[f"{family}: probe in bf16, trainer in {precision}"] = found
 
 

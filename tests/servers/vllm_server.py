@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import psutil
@@ -27,6 +28,7 @@ from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import hf_config
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
+from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
@@ -146,17 +148,19 @@ class VllmServer:
 
 
 class OmittingApi(VllmApi):
-    """Leaves out tensors of a push, and tells nobody."""
+    """Leaves out tensors of a push, or sends old ones, and tells nobody."""
 
     omitted: tuple[str, ...] = ()
+    old: Mapping[str, Tensor] = MappingProxyType({})
+    """Tensors that are sent in the place of omitted ones; what has none is left out."""
 
     def load(self, update: Mapping[str, Any]) -> None:
         """Load what is left of a bucket."""
         path = Path(update["path"])
         tensors = {
-            name: tensor
+            name: self.old.get(name, tensor) if any(part in name for part in self.omitted) else tensor
             for name, tensor in load_file(path).items()
-            if not any(part in name for part in self.omitted)
+            if name in self.old or not any(part in name for part in self.omitted)
         }
         if tensors:
             save_file(tensors, path)
@@ -181,6 +185,14 @@ class Trainer:
             if part in shard.key:
                 is_norm = "norm" in shard.key
                 shard.data.copy_(1 + 0.3 * noise if is_norm else 0.07 * noise)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of all tensors of a push by Hugging Face's names."""
+        return {
+            name: tensor.clone()
+            for bucket in iter_hf_weights(self.chunks, self.mesh, self.model)
+            for name, tensor in bucket.tensors.items()
+        }
 
     def push(self, *apis: VllmApi, **engine: Any) -> PushReport:
         """Give the weights to servers as the next version."""
