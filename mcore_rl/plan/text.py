@@ -309,7 +309,10 @@ def choice_text(choice: Choice, shown: list[Choice], place: Place) -> str:
         text += f" ({_gib(place.room_bytes - choice.memory.total)} free)"
     if choice.seconds is not None and shown[0].seconds is not None:
         slower = choice.seconds / shown[0].seconds - 1
-        text += f", {_seconds(choice.seconds)} s" + (f", {slower:.0%} slower" if slower > 0.005 else "")
+        bound = "at least " if choice.rl is not None and not choice.rl.factors else ""
+        text += f", {bound}{_seconds(choice.seconds)} s" + (
+            f", {slower:.0%} slower" if slower > 0.005 else ""
+        )
     if choice.rl is not None:
         text += f" ({', '.join(f'{name} {_seconds(part)}' for name, part in choice.rl.parts.items())})"
     if isinstance(config, RlRunConfig):
