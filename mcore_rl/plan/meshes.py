@@ -60,13 +60,8 @@ def meshes(config: RunConfig, world_size: int, ranks_per_node: int, seq_length: 
 
 def ways_to_keep(config: RunConfig) -> list[Way]:
     """Return micro-batches and kinds of recomputation to try, those that keep most first."""
-    platform = config.platform
-    is_delayed = platform.fp8 != "none" and platform.fp8_recipe == "delayed"
-    kinds = [
-        ("none", ()),
-        *_selective(config.model, delayed=is_delayed),
-        ("full", ()),
-    ]
+    has_fp8 = config.platform.fp8 != "none"
+    kinds = [("none", ()), *_selective(config.model, fp8=has_fp8), ("full", ())]
     micro = (1,) if isinstance(config, RlRunConfig) else MICRO_BATCHES
     return [Way(size, kind, modules) for size in micro for kind, modules in kinds]
 
@@ -136,14 +131,15 @@ def toml_lines(fields: dict[str, Any]) -> list[str]:
     return [f"{key}={toml_value(value)}" for key, value in fields.items()]
 
 
-def _selective(model: ModelConfig, *, delayed: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
-    # Megatron cannot recompute norms and activations of experts in 8 bits with delayed scaling.
-    light = () if delayed else ("layernorm",)
+def _selective(model: ModelConfig, *, fp8: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    # In 8 bits norms and activations of experts can be recomputed with some recipes and from TransformerEngine 2.6 on,
+    # of which a plan knows nothing.
+    light = () if fp8 else ("layernorm",)
     if family_of(model).is_latent:
         yield "selective", ("mla_up_proj", *light)
         light = ("mla_up_proj", *light)
     if model.is_moe:
-        if not delayed:
+        if not fp8:
             yield "selective", ("moe_act", *light)
         yield "selective", ("moe", *light)
     elif light:
