@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.backend.cpu import attention as cpu_attention
+from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
@@ -43,7 +44,8 @@ def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> Lay
     tokens, is_moe = POSITIONS * tp, model.moe_layers[0]
     # All that these layers are not, a platform for GPUs may be.
     settings = settings.model_copy(update={"layers": "torch", "fp8": "none"})
-    with _as_on_cuda():
+    # What this process chose for its CPU's speed keeps other copies.
+    with _as_on_cuda(), using(CpuKernels()):
         one, two = (_storages(_with_layers(model, count), settings, tp, tokens) for count in (1, 2))
     counted = sum(size * count for size, count in (two - one).items())
     counted -= sum(size * count for size, count in (one - two).items())
