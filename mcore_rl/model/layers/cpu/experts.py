@@ -135,7 +135,7 @@ class _SwiGLUExperts(torch.autograd.Function):
         gates_N1 = _gates(gates, assignment)
         output_TD = torch.zeros_like(input_TD, memory_format=torch.contiguous_format)
         ctx.assignment = assignment
-        ctx.library = library = _library(input_TD, gates_N1, fc1_EFD, fc2_EDF)
+        ctx.compiled = library = _library(input_TD, gates_N1, fc1_EFD, fc2_EDF)
         if library is not None:
             input_TD = input_TD.contiguous()
             _, width, inner = fc2_EDF.shape
@@ -168,13 +168,13 @@ class _SwiGLUExperts(torch.autograd.Function):
         d_gates_N1 = torch.empty_like(gates_N1)
         d_input_TD = torch.zeros_like(input_TD)
         sum_fc1, sum_fc2 = WeightGradient(fc1_EFD), WeightGradient(fc2_EDF)
-        if ctx.library is not None:
+        if ctx.compiled is not None:
             _, width, inner = fc2_EDF.shape
             scratch = input_TD.new_empty(assignment.longest * (3 * width + 4 * inner))
             tensors = gradient_TD.contiguous(), input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
             sizes = len(assignment.blocks), width, inner
             results = d_input_TD, d_gates_N1, sum_fc1.total, sum_fc2.total, scratch
-            ctx.library.call("experts_backward", ctx.library.sgemm, *tensors, *sizes, hidden[0], *results)
+            ctx.compiled.call("experts_backward", ctx.compiled.sgemm, *tensors, *sizes, hidden[0], *results)
             d_gates = _d_gates(gates, d_gates_N1, assignment)
             return d_input_TD, d_gates, sum_fc1.result(), sum_fc2.result(), None
         fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
