@@ -351,6 +351,7 @@ def obey(scored):
 def leave_running(completion):
     """Start grandchildren that note their ids: one in a session of its own, one whose parent has ended."""
     folder = completion.split()[1]
+    Path(folder, "pids").touch()  # none of the two may have written when it is first read
     sleeper = f"echo $$ >> {folder}/pids; exec sleep 60"
     subprocess.Popen(["sh", "-c", sleeper], start_new_session=True)
     subprocess.run(["sh", "-c", f"(setsid sh -c '{sleeper}') & exit 0"], check=True)
