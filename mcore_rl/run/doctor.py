@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import __version__
+from mcore_rl.backend.cpu.choice import choose
+from mcore_rl.backend.cpu.compiled import library_path
 from mcore_rl.backend.launcher import environment_variable, rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
@@ -71,13 +73,18 @@ def _on_nodes(folder: Path, found: dict[str, Any]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return the findings by topic, as JSON holds them; nothing is started but a small product on each GPU."""
+    """Return the findings by topic, as JSON holds them.
+
+    On GPUs nothing is computed but a small product on each. On a CPU products and attention are measured, as at the
+    start of a run, and the compiled file is built where no process of this user has done so.
+    """
     return {
         "versions": dict(versions()),
         "devices": devices(),
         "layers": "te" if FOUND.has_te else "torch",
         "adam": adam_package(),
         "kernels": kernels(),
+        "cpu": cpu_kernels(),
         "speed": asdict(speed()),
         "communication": communication(),
         "limits": limits(),
@@ -136,6 +143,27 @@ def kernels() -> dict[str, bool]:
         "cross entropy (TransformerEngine)": te,
         "weight gradients added in place (apex)": te and has_module("fused_weight_gradient_mlp_cuda"),
         "DeepEP dispatcher": FOUND.has_cuda and has_module("deep_ep"),
+    }
+
+
+def cpu_kernels() -> dict[str, Any]:
+    """Return what a rank of this machine's CPU computes with, by `platform.products`, `attention` and `compiled` at
+    "auto": the choice, one sentence with its reasons and times, and the compiled file; nothing on a GPU.
+
+    Ranks that share a machine have one thread each, and so has this process meanwhile.
+    """
+    if FOUND.has_cuda:
+        return {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        kernels, sentence = choose(PlatformConfig(), world_size=1)
+    finally:
+        torch.set_num_threads(threads)
+    return kernels.record() | {
+        "chosen": sentence,
+        "compiled_file": "" if kernels.compiled == "none" else str(library_path()),
+        "threads": threads,
     }
 
 
@@ -248,6 +276,15 @@ def readable(found: dict[str, Any]) -> Iterator[str]:
     yield "kernels"
     for name, is_there in found["kernels"].items():
         yield f"  {'yes' if is_there else 'no ':<4} {name}"
+    if cpu := found["cpu"]:
+        yield f"CPU        {cpu['chosen']}"
+    if cpu and cpu["compiled_file"]:
+        yield f"           {cpu['compiled_file']}"
+        if cpu["threads"] > 1:
+            yield (
+                f"           a run of one rank has {cpu['threads']} threads here and computes these layers by torch: "
+                "OMP_NUM_THREADS=1 changes that"
+            )
     yield f"auto       {SpeedFlags(**found['speed']).describe()} (bf16, experts, several ranks)"
     causes = Counter(patch["cause"] for patch in found["patches"])
     yield "patches    " + ", ".join(f"{count} for {cause}" for cause, count in causes.items())

@@ -92,19 +92,27 @@ def library() -> Library:
     Raises:
         BuildError: It cannot be built or loaded here.
     """
-    name = f"layers-{build_id()}.so"
     try:
-        folder = _cache()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = folder / name
+        path = library_path()
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
-            with sole_writer(folder / f"{name}.lock", wait_s=BUILD_S, remedy="Delete that file"):
+            with sole_writer(path.with_name(f"{path.name}.lock"), wait_s=BUILD_S, remedy="Delete that file"):
                 if not path.exists():
                     with written_atomically(path) as scratch:
                         _compile(scratch)
     except (OSError, RuntimeError, DataError) as error:  # RuntimeError: there is no home folder
         raise BuildError(str(error)) from error
     return Library(path)
+
+
+def library_path() -> Path:
+    """Return the path of the built file in the user's cache, whether it is there or not.
+
+    Raises:
+        BuildError: There is no compiler.
+        RuntimeError: The user has no home folder.
+    """
+    return _cache() / f"layers-{build_id()}.so"
 
 
 def compiled_for(*operands: Tensor) -> Library | None:

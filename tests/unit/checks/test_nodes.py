@@ -18,6 +18,7 @@ NODE: dict[str, Any] = {
     "kernels": {"DeepEP dispatcher": True},
     "communication": {"library": "NCCL", "version": "2.28.9"},
     "limits": {"cores": 64, "memory_gib": 503.5, "open_files": 65536, "variables": {"NCCL_IB_HCA": "mlx5"}},
+    "cpu": {},
     "patches": [],
     "missing": [],
     "faults": [],
@@ -86,3 +87,12 @@ def test_the_first_node_waits_for_the_answers_of_the_others(tmp_path: Path) -> N
     late.join()
     assert list(found) == ["n0", "n1"] and found["n1"] == json.loads(json.dumps(NODE))
     assert list(answers(tmp_path, 3, wait_s=0.0)) == ["n0", "n1"]
+
+
+def test_a_build_of_the_cpus_layers_must_be_alike_and_what_was_measured_need_not() -> None:
+    cpu = {"products": "mkl", "attention": "sdpa", "compiled": "0a", "chosen": "mkl 1.01 ms"}
+    measured = {"a": node(cpu=cpu), "b": node(cpu=cpu | {"products": "onednn", "chosen": "mkl 1.60 ms"})}
+    assert not list(differences(measured))
+    assert list(differences(measured | {"c": node(cpu=cpu | {"compiled": "none"})})) == [
+        "compiled layers of the CPU: 0a on a, b; none on c"
+    ]

@@ -6,7 +6,10 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
+from mcore_rl.backend.cpu.compiled import build_id
+from mcore_rl.backend.cpu.kernels import CpuKernels
 from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import INSTALLED
 from mcore_rl.run import doctor
@@ -41,9 +44,31 @@ def test_people_read_a_line_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(argparse.Namespace(json=False, nodes=None)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "device     CPU" in lines
+    (kernels,) = [line for line in lines if line.startswith("CPU        ")]
+    assert "; measured: mkl " in kernels and "compiled layers" in kernels
     assert lines[-1] == "nothing is broken"
     causes = next(line for line in lines if line.startswith("patches"))
     assert "for no CUDA" in causes and "for no TransformerEngine or apex" in causes
+
+
+def test_a_cpu_names_the_kernels_of_its_ranks_and_the_compiled_file_which_is_there() -> None:
+    """Ranks that share a machine have one thread each, whatever this process has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = doctor.examine()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    cpu = found["cpu"]
+    kernels = CpuKernels(cpu["products"], cpu["attention"], cpu["compiled"])
+    assert kernels.compiled == build_id() and kernels.compiled in Path(cpu["compiled_file"]).name
+    assert Path(cpu["compiled_file"]).is_file()
+    assert cpu["chosen"].startswith(f"{kernels.describe()}; measured: mkl ")
+    lines = list(doctor.readable(found))
+    place = lines.index(f"CPU        {cpu['chosen']}")
+    assert lines[place + 1] == f"           {cpu['compiled_file']}"
+    assert lines[place + 2].startswith("           a run of one rank has 2 threads here and computes these layers")
 
 
 def test_the_first_node_of_a_job_reports_on_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
