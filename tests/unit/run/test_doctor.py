@@ -68,7 +68,9 @@ def test_a_cpu_names_the_kernels_of_its_ranks_and_the_compiled_file_which_is_the
     lines = list(doctor.readable(found))
     place = lines.index(f"CPU        {cpu['chosen']}")
     assert lines[place + 1] == f"           {cpu['compiled_file']}"
-    assert lines[place + 2].startswith("           a run of one rank has 2 threads here and computes these layers")
+    assert lines[place + 2].startswith(
+        "           a run of one rank has 2 threads here and computes these layers"
+    )
 
 
 def test_the_first_node_of_a_job_reports_on_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
