@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.recipes import cluster_file
+from mcore_rl.config.trainings import TRAININGS
 
 PIPELINE = "pipeline"
 
@@ -30,7 +30,7 @@ def launch_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--program",
-        choices=[*PROGRAMS, PIPELINE],
+        choices=[*TRAININGS, PIPELINE],
         help="what reads the config; default: the program that has its fields, or else what its file is called before "
         "the first _ or . (pretrain.toml, rl_long.toml; grpo and gspo are rl)",
     )

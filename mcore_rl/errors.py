@@ -54,3 +54,9 @@ class EngineError(McoreRlError):
 
 class RoutingError(McoreRlError):
     """Routes of a replay that are missing, twice there, damaged, or not the ones that routers took."""
+
+
+def error_text(error: McoreRlError) -> str:
+    """Return the text that the user reads instead of a traceback."""
+    separator = "\n" if "\n" in str(error) else " "
+    return f"{type(error).__name__}:{separator}{error}"

@@ -4,6 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "master_param"
+"""Name of the fp32 copy of a weight among its states, where the optimizer and not Megatron has it."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -13,6 +18,9 @@ class FusedAdam(torch.optim.Optimizer):
     TransformerEngine's and apex's FusedAdam, so that checkpoints are the same. torch.optim.AdamW keeps a step
     per parameter, which Megatron's DistributedOptimizer cannot load into a fresh optimizer or into a rank that
     owns no parameter (its `len(steps) == 1` assertion).
+
+    With `master_weights`, as Megatron's precision-aware optimizer sets it, a 16-bit parameter has its fp32 copy among
+    the states, moments wait in the given dtypes, and gradients are read from `decoupled_grad`, of any dtype.
     """
 
     def __init__(
@@ -25,8 +33,17 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
         capturable: bool = False,
+        *,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
     ) -> None:
         assert not capturable, "for CUDA graphs, which need TransformerEngine's or apex's"
+        assert master_weight_dtype == torch.float32 and not store_param_remainders, "fp32 copies are whole"
+        assert master_weights == use_decoupled_grad, "Megatron sets both or none"
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -36,11 +53,40 @@ class FusedAdam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, MAIN: master_weight_dtype}
 
-    def initialize_state(self, param: torch.Tensor, *_: Any) -> None:
-        """Set the moments of `param` to zero, in fp32 like the main parameters."""
-        zeros = torch.zeros_like(param, dtype=torch.float32)
-        self.state[param].update(exp_avg=zeros, exp_avg_sq=zeros.clone())
+    def initialize_state(self, param: Tensor, *_: Any) -> None:
+        """Set the moments of `param` to zero, and make its fp32 copy where this optimizer has them."""
+        for name in MOMENTS:
+            self.state[param][name] = torch.zeros_like(param, dtype=self._dtypes[name])
+        if self.master_weights:
+            self.state[param][MAIN] = param.detach().clone().float()
+
+    def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
+        """Return a state of `param` in fp32: the tensor itself where it is in fp32."""
+        state: Tensor = self.state[param][name]
+        return state.float()
+
+    def set_scaled_state(self, param: Tensor, name: str, values: Tensor) -> None:
+        """Set a state of `param` to fp32 `values`, rounded to its dtype."""
+        state = self.state[param]
+        if name not in state or state[name].dtype != self._dtypes[name]:
+            state[name] = torch.empty_like(param, dtype=self._dtypes[name])
+        state[name].copy_(values)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, of an optimizer with these dtypes or others."""
+        super().load_state_dict(state_dict)
+        if not self.master_weights:
+            return
+        # torch gives each state the dtype of its parameter, in which the fp32 copy would be the parameter again.
+        params = [param for group in self.param_groups for param in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for param, key in zip(params, keys, strict=True):
+            for name, values in state_dict["state"].get(key, {}).items():
+                self.set_scaled_state(param, name, values)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -50,13 +96,27 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             # Also for a group that is empty on this rank: the count is saved and must agree between ranks.
             group["step"] = int(group.get("step", 0)) + 1
-            params = [param for param in group["params"] if param.grad is not None]
+            name = "decoupled_grad" if self.master_weights else "grad"
+            params = [param for param in group["params"] if getattr(param, name, None) is not None]
             if not params:
                 continue
             for param in params:
                 if "exp_avg" not in self.state[param]:
                     self.initialize_state(param)
+            settings = {
+                "amsgrad": False,
+                "lr": float(group["lr"]),
+                "beta1": group["betas"][0],
+                "beta2": group["betas"][1],
+                "weight_decay": group["weight_decay"],
+                "eps": group["eps"],
+                "maximize": False,
+            }
             step = torch.full((), float(group["step"]), device=params[0].device)
+            if self.master_weights:
+                for param in params:
+                    self._step_in_fp32(fused, param, step, settings)
+                continue
             fused(
                 params,
                 [param.grad for param in params],
@@ -64,11 +124,17 @@ class FusedAdam(torch.optim.Optimizer):
                 [self.state[param]["exp_avg_sq"] for param in params],
                 [],
                 [step] * len(params),
-                amsgrad=False,
-                lr=float(group["lr"]),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
+                **settings,
             )
+
+    def _step_in_fp32(
+        self, fused: Callable[..., None], param: Any, step: Tensor, settings: dict[str, Any]
+    ) -> None:
+        """Update the fp32 copy of one parameter, so that only one has moments in fp32 at a time, then the parameter."""
+        state = self.state[param]
+        moments = [self.get_unscaled_state(param, name) for name in MOMENTS]
+        mean, squares = moments
+        fused([state[MAIN]], [param.decoupled_grad.float()], [mean], [squares], [], [step], **settings)
+        for name, moment in zip(MOMENTS, moments, strict=True):
+            self.set_scaled_state(param, name, moment)
+        param.copy_(state[MAIN])

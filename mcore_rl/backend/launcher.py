@@ -34,7 +34,7 @@ from mcore_rl.backend.failures import (
 )
 from mcore_rl.backend.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported
 from mcore_rl.backend.signed_store import SECRET_FILE, write_secret
-from mcore_rl.errors import INTERRUPTED_STATUS, McoreRlError
+from mcore_rl.errors import INTERRUPTED_STATUS
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.05
@@ -88,12 +88,6 @@ def world_size_of_launcher() -> int:
     if not under_launcher():
         return 1
     return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_STEP_NUM_TASKS"])
-
-
-def error_text(error: McoreRlError) -> str:
-    """Return the text that the user reads instead of a traceback."""
-    separator = "\n" if "\n" in str(error) else " "
-    return f"{type(error).__name__}:{separator}{error}"
 
 
 def note_stage(stage: str) -> None:

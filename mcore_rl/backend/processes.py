@@ -26,9 +26,9 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors.handlers import get_error_handler
 
 from mcore_rl.backend.failures import Failure, Order, collected_in, first_cause, note_failure, rank_failure
-from mcore_rl.backend.launcher import error_text, rank_of_launcher, world_size_of_launcher
+from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.signed_store import SignedStore, secret_of_launcher
-from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError
+from mcore_rl.errors import HUNG_STATUS, INTERRUPTED_STATUS, REFUSED_STATUS, McoreRlError, error_text
 
 LOOK_S = 1.0
 """The time between two looks at the store."""

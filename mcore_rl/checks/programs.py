@@ -16,6 +16,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig, RunConfig
 from mcore_rl.config.sft import SFTConfig
+from mcore_rl.config.trainings import TRAININGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,11 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {
-    "pretrain": Program(
-        "mcore_rl.run.pretrain", PretrainConfig, check, lambda config: config.data.seq_length
-    ),
-    "sft": Program("mcore_rl.run.sft", SFTConfig, check_sft, lambda config: config.data.seq_length),
-    "rm": Program("mcore_rl.run.rm", RewardModelConfig, check_rm, lambda config: config.packed_length),
-    "dpo": Program("mcore_rl.run.dpo", DPOConfig, check_dpo, lambda config: config.packed_length),
-    "rl": Program("mcore_rl.run.rl", RlRunConfig, check_rl, lambda config: config.packed_length),
+    "pretrain": Program(TRAININGS["pretrain"], PretrainConfig, check, lambda config: config.data.seq_length),
+    "sft": Program(TRAININGS["sft"], SFTConfig, check_sft, lambda config: config.data.seq_length),
+    "rm": Program(TRAININGS["rm"], RewardModelConfig, check_rm, lambda config: config.packed_length),
+    "dpo": Program(TRAININGS["dpo"], DPOConfig, check_dpo, lambda config: config.packed_length),
+    "rl": Program(TRAININGS["rl"], RlRunConfig, check_rl, lambda config: config.packed_length),
 }
 
 

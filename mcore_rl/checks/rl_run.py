@@ -8,6 +8,7 @@ from mcore_rl.checks.rl import rl_violations
 from mcore_rl.checks.run import (
     chat_violations,
     offload_violations,
+    precision_violations,
     refuse,
     run_violations,
     schedule_violations,
@@ -144,6 +145,7 @@ def _critic(config: RlRunConfig) -> Iterator[str]:
             f"a rollout batch takes {updates}: the policy would not be trained. Lower it, or raise train.steps."
         )
     yield from offload_violations(critic.optim, config.platform, "rl.critic.optim")
+    yield from precision_violations(critic.optim, config.platform, "rl.critic.optim")
     yield from schedule_violations(
         critic.optim,
         config.critic_steps,

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from math import gcd, lcm
 
+from mcore_rl.checks.fp8 import fp8_violations
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.model import divisors, model_violations
 from mcore_rl.config.data import DataConfig, TokenizerConfig
@@ -49,12 +50,14 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from model_violations(model)
     yield from _head(config)
     yield from mesh_violations(model, mesh, seq_length, field)
+    yield from fp8_violations(model, mesh, config.platform, config.train.micro_batch, seq_length, field)
     yield from _world(mesh, model, world_size)
     yield from schedule_violations(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
     yield from _router_fusion(config)
     yield from _overlapped_shared_experts(config)
     yield from offload_violations(config.optim, config.platform)
+    yield from precision_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
     yield from _recomputed_groups(config.platform, model, mesh)
     yield from _allowed_changes(config)
@@ -210,6 +213,27 @@ def offload_violations(optim: OptimConfig, platform: PlatformConfig, field: str 
             f'{field}.offload_fraction={optim.offload_fraction:g} with platform.precision="{platform.precision}": '
             "Megatron's hybrid optimizer makes fp32 weights of 16-bit ones, and cannot load a checkpoint where the "
             'weights are fp32 already. Set platform.precision="bf16", or offload_fraction=0.'
+        )
+
+
+def precision_violations(optim: OptimConfig, platform: PlatformConfig, field: str = "optim") -> Iterator[str]:
+    """Yield what is wrong with the number formats of the optimizer in section `field`."""
+    lowered = [
+        name
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
+        if getattr(optim, name) != "fp32"
+    ]
+    if lowered and platform.precision != "bf16":
+        yield (
+            f'{field}.{lowered[0]}="bf16" with platform.precision="{platform.precision}": Megatron\'s precision-aware '
+            "optimizer makes the fp32 copies of 16-bit weights itself, and would have fp32 weights twice. Set "
+            f'platform.precision="bf16", or {" and ".join(f"{field}.{name}" for name in lowered)} to "fp32".'
+        )
+    if lowered and optim.offload_fraction:
+        yield (
+            f'{field}.{lowered[0]}="bf16" with {field}.offload_fraction={optim.offload_fraction:g}: the optimizer in '
+            "main memory has fp32 moments, and takes fp32 gradients. Set "
+            f'{" and ".join(f"{field}.{name}" for name in lowered)} to "fp32", or offload_fraction=0.'
         )
 
 

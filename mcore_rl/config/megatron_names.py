@@ -115,6 +115,29 @@ ARGUMENTS: tuple[Argument, ...] = (
         note="with offload_fraction",
     ),
     Argument(
+        names=("use_precision_aware_optimizer", "exp_avg_dtype"),
+        field="optim.exp_avg_dtype",
+        on_gpus="fp32",
+        on_cpus="fp32",
+        note="fp32 or bf16; TransformerEngine 2.1 or, without it and apex, our Adam; checkpoints are in fp32, so that "
+        "runs with and without it read each other's, and bf16 resumes bit-equal on CPUs; fp16 and fp8 have a scale "
+        f"that is computed anew when they are read; {NOT_RUN}",
+    ),
+    Argument(
+        names=("exp_avg_sq_dtype",),
+        field="optim.exp_avg_sq_dtype",
+        on_gpus="fp32",
+        on_cpus="fp32",
+        note="as exp_avg_dtype",
+    ),
+    Argument(
+        names=("main_grads_dtype", "grad_reduce_in_bf16"),
+        field="optim.main_grads_dtype",
+        on_gpus="fp32",
+        on_cpus="fp32",
+        note=f"as exp_avg_dtype; sums in bf16 depend on the mesh; {NOT_RUN}",
+    ),
+    Argument(
         names=("recompute_granularity", "recompute_activations"),
         field="platform.recompute",
         on_gpus="none",
@@ -141,11 +164,6 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument(
         names=("fp8_param_gather", "fp8_param"),
         note="Weights would be in 8 bits, from which checkpoints, conversions and pushes of weights copy.",
-    ),
-    Argument(
-        names=("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype"),
-        note="Only TransformerEngine's Adam has it, and a resume from its rounded state has not been proved; "
-        "optim.offload_fraction takes the state off the device.",
     ),
     Argument(
         names=("fine_grained_activation_offloading", "offload_modules", "cpu_offloading_num_layers"),

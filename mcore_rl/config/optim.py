@@ -6,6 +6,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from mcore_rl.config.section import Probability, Section
 
+State = Literal["fp32", "bf16"]
+"""Number format of a part of the optimizer's state."""
+STATE_BYTES: dict[State, int] = {"fp32": 4, "bf16": 2}
+"""Bytes of a number in each."""
+
 
 class OptimConfig(Section):
     """Adam with decoupled weight decay (AdamW), Megatron's distributed optimizer on every mesh."""
@@ -44,3 +49,27 @@ class OptimConfig(Section):
     platform.precision = "bf16"."""
     offload_overlap: bool = True
     """With `offload_fraction`, gradients and weights travel while the processor updates others."""
+    exp_avg_dtype: State = "fp32"
+    """Number format in which the running mean of the gradient waits between steps (Megatron's precision-aware
+    optimizer); a step computes in fp32. bf16 needs platform.precision = "bf16"."""
+    exp_avg_sq_dtype: State = "fp32"
+    """Number format of the running mean of squares, as `exp_avg_dtype`; bf16 has 8 bits of precision, so that changes
+    below 0.4 % of a mean are lost."""
+    main_grads_dtype: State = "fp32"
+    """Number format in which gradients are summed over microbatches and ranks; sums in bf16 take half the memory and
+    messages, and depend on the mesh in their third digit. bf16 needs platform.precision = "bf16"."""
+
+    @property
+    def is_precision_aware(self) -> bool:
+        """Whether a part of the optimizer's state or the gradients is in fewer than 32 bits."""
+        return {self.exp_avg_dtype, self.exp_avg_sq_dtype, self.main_grads_dtype} != {"fp32"}
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient of a weight."""
+        return STATE_BYTES[self.main_grads_dtype]
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of both moments of a weight."""
+        return STATE_BYTES[self.exp_avg_dtype] + STATE_BYTES[self.exp_avg_sq_dtype]

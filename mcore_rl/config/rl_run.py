@@ -105,9 +105,11 @@ class RlRunConfig(RunConfig):
 
     @property
     def packed_multiple(self) -> int:
-        """Multiple of positions of a packed sequence, so that context and sequence parallelism can cut it."""
-        slices = self.mesh.tp * self.mesh.cp if self.mesh.sequence_parallel else 1
-        return lcm(self.mesh.zigzag, slices)
+        """Multiple of positions of a packed sequence, so that context and sequence parallelism can cut it, and products
+        in 8 bits take what they leave.
+        """
+        slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
+        return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
 
     @property
     def longest_sample(self) -> int:

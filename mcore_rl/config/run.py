@@ -73,6 +73,15 @@ class PlatformConfig(Section):
     timeout_s: Seconds = 600.0
     """Seconds that a collective may wait; one that waits longer ends the run."""
 
+    @property
+    def fp8_multiple(self) -> int:
+        """Multiple of widths, and of tokens on a rank, that products in 8 bits take; 1 without. With the recipe "auto"
+        the largest that it may come to.
+        """
+        if self.fp8 == "none":
+            return 1
+        return 32 if self.fp8_recipe in ("auto", "mxfp8") else 16
+
     def logits_chunk(self, num_tokens: int, num_columns: int) -> int | None:
         """Return how many of a microbatch's positions have logits at a time; None: all, which stay for the backward.
 

@@ -1,8 +1,10 @@
 """Bytes of one rank of a run: its model, buffers and optimizer, built without their memory and counted."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
@@ -15,31 +17,63 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
 from mcore_rl.plan.exact import RankBytes
 from mcore_rl.plan.memory import ModelOnRanks, models_on_ranks
-from mcore_rl.train.optimizer import build_optimizer
+from mcore_rl.train.optimizer import build_optimizer, initialize_moments
 from mcore_rl.train.setup import freeze_routers, wrap_for_data_parallelism
 
 
-def bytes_of_rank(config: RunConfig, rank: int, world_size: int) -> RankBytes:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBytes:
+    """Bytes of one model on a rank."""
+
+    one: ModelOnRanks
+    numbers: int
+    """Number of weights."""
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    host_optimizer: int = 0
+    gaps: int = 0
+    gradient_gaps: int = 0
+
+
+def bytes_of_rank(config: RunConfig, rank: int, world_size: int, updated: str | None = None) -> RankBytes:
     """Build every model of a run on one rank, on `meta`, and count its bytes; config and world have passed the checks.
 
     Layers are ours whatever the config says: TransformerEngine's have the same weights.
+
+    Args:
+        config: The run's config.
+        rank: The rank.
+        world_size: Number of ranks.
+        updated: Name of the model in whose update the bytes are those of the device, as `models_on_ranks` has it; it
+            matters where models wait elsewhere between their updates. None: the first that is trained.
     """
     with fake_rank(config.mesh, rank, world_size) as mesh, on_meta():
         counted = [_model_bytes(config, one, mesh) for one in models_on_ranks(config)]
         stage = mesh.pp.rank
+    trained = [each for each in counted if each.one.trains]
+    present = [each for each in trained if updated in (None, each.one.name)][:1]
+    resident = [each for each in trained if each in present or each.one.store == "device"]
+    with_weights = [each for each in counted if each in present or each.one.has_weights]
     return RankBytes(
         rank=rank,
         stage=stage,
-        weights=sum(one.weights for one in counted),
-        gradients=sum(one.gradients for one in counted),
-        optimizer=sum(one.optimizer for one in counted),
-        gaps=sum(one.gaps for one in counted),
-        numbers=sum(one.numbers for one in counted),
-        host=sum(one.host for one in counted),
+        weights=sum(each.weights for each in with_weights),
+        gradients=sum(each.gradients for each in resident),
+        optimizer=sum(each.optimizer for each in resident),
+        gaps=sum(each.gaps for each in with_weights),
+        gradient_gaps=sum(each.gradient_gaps for each in resident),
+        numbers=sum(each.numbers for each in with_weights),
+        host=sum(
+            each.optimizer + (0 if each.one.weights_stay else each.weights)
+            for each in counted
+            if each.one.on_host
+        ),
+        host_optimizer=sum(each.host_optimizer for each in counted),
     )
 
 
-def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> RankBytes:
+def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes:
     """Return the bytes of one model on the rank that `mesh` is of."""
     platform = fake_platform(config.platform, mesh)
     bare = build_model(buildable(one.model), mesh, platform, config.platform)
@@ -49,37 +83,67 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> RankBytes:
             router._maintain_float32_expert_bias()
     weights = storage_bytes(tensor for chunk in bare for tensor in (*chunk.parameters(), *chunk.buffers()))
     numbers = sum(param.numel() for chunk in bare for param in chunk.parameters())
-    place = {"rank": mesh.world.rank, "stage": mesh.pp.rank, "numbers": 0 if one.on_host else numbers}
-    if not one.trains:
-        on_device, on_host = (0, weights) if one.on_host else (weights, 0)
-        return RankBytes(**place, weights=on_device, gradients=0, optimizer=0, gaps=0, host=on_host)
+    if one.optim is None:
+        return ModelBytes(one=one, numbers=numbers, weights=weights)
     if config.freezes_router:
         freeze_routers(bare)
-    chunks = wrap_for_data_parallelism(bare, planned_flags(config, mesh.world.size), mesh)
+    flags = planned_flags(config, mesh.world.size)
+    chunks = wrap_for_data_parallelism(bare, flags, mesh, one.optim.main_grads_dtype)
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    gaps = sum(buffer.numel - sum(param.numel() for param in buffer.params) for buffer in buffers)
-    return RankBytes(
-        **place,
+    gaps = [buffer.numel - sum(param.numel() for param in buffer.params) for buffer in buffers]
+    optimizer = build_optimizer(one.optim, platform, chunks)
+    initialize_moments(optimizer)
+    on_host = storage_bytes(_offloaded(optimizer))
+    return ModelBytes(
+        one=one,
+        numbers=numbers,
         # Parameters now lie in buffers with gaps between them, which the optimizer gathers as one.
         weights=storage_bytes(tensor for chunk in bare for tensor in (*chunk.parameters(), *chunk.buffers())),
         gradients=storage_bytes(buffer.grad_data for buffer in buffers),
-        optimizer=_state_bytes(build_optimizer(config.optim, platform, chunks)),
-        gaps=gaps,
-        host=0,
+        optimizer=storage_bytes(_states(optimizer)) - on_host,
+        host_optimizer=on_host + _offloaded_gradients(optimizer),
+        gaps=sum(gaps),
+        gradient_gaps=sum(
+            count * buffer.grad_data.element_size() for count, buffer in zip(gaps, buffers, strict=True)
+        ),
     )
 
 
-def _state_bytes(optimizer: MegatronOptimizer) -> int:
-    """Return the bytes of moments and fp32 copies of this rank's share of the weights."""
-    total = 0
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if one.optimizer is None:  # no weight of this kind
+def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield moments and fp32 copies of this rank's share of the weights, wherever they lie."""
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:  # no weight of this kind
             continue
-        one.init_state_fn(one.optimizer, one.config)
-        own = [value for state in one.optimizer.state.values() for value in state.values()]
-        copies = [copy for group in one.shard_fp32_from_float16_groups for copy in group]
-        total += storage_bytes(value for value in (*own, *copies) if isinstance(value, Tensor))
-    return total
+        for state in part.optimizer.state.values():
+            # A count of steps is of each weight in a hybrid optimizer.
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+        for group in part.shard_fp32_from_float16_groups:
+            yield from (copy for copy in group if copy is not None)
+
+
+def _hybrid(optimizer: MegatronOptimizer) -> Iterator[HybridDeviceOptimizer]:
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer and isinstance(part.optimizer, HybridDeviceOptimizer):
+            yield part.optimizer
+
+
+def _offloaded(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yield moments and fp32 copies that Megatron's hybrid optimizer has in main memory."""
+    for hybrid in _hybrid(optimizer):
+        for weight, copy in hybrid.gpu_params_map_cpu_copy.items():
+            yield copy
+            yield from (
+                value for value in hybrid.state[weight].values() if isinstance(value, Tensor) and value.dim()
+            )
+
+
+def _offloaded_gradients(optimizer: MegatronOptimizer) -> int:
+    """Return the bytes of the gradients in main memory, which the first step makes as large as the fp32 copies."""
+    return sum(
+        copy.numel() * copy.element_size()
+        for hybrid in _hybrid(optimizer)
+        for copy in hybrid.gpu_params_map_cpu_copy.values()
+    )
 
 
 def buildable(model: ModelConfig) -> ModelConfig:

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.plan.activations import Layers
-from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, GRADIENT_BYTES, Memory
+from mcore_rl.plan.memory import FP8_COPIES_BYTES, GIB, Memory, ModelOnRanks
 from mcore_rl.plan.messages import StageEvent, as_values, from_values, passes_of, play
 from mcore_rl.plan.schedule import schedule
 from mcore_rl.plan.simulate import ChunkTimes, Simulation, simulate_mesh
@@ -28,10 +28,14 @@ class RankBytes:
     """Bytes of the rank's share of the optimizer state."""
     gaps: int
     """Number of weights that would fill the gaps which DDP leaves so that ranks have equal shares."""
+    gradient_gaps: int
+    """Bytes of the gaps in the gradients."""
     numbers: int
     """Number of weights on the device."""
     host: int
-    """Bytes of weights that wait in main memory."""
+    """Bytes of weights and optimizer states that wait in main memory."""
+    host_optimizer: int
+    """Bytes of main memory of offloaded optimizer states, and of the gradients that the processor reads."""
 
     def excess(self, planned: Memory, platform: PlatformConfig) -> dict[str, int]:
         """Return the bytes that the closed form has more than were counted, by part; it knows nothing of gaps."""
@@ -40,9 +44,9 @@ class RankBytes:
         copies = FP8_COPIES_BYTES * self.numbers if platform.fp8 != "none" else 0
         return {
             "weights": planned.weights - copies - (self.weights - self.gaps * element),
-            "gradients": planned.gradients - (self.gradients - self.gaps * GRADIENT_BYTES),
+            "gradients": planned.gradients - (self.gradients - self.gradient_gaps),
             "optimizer": planned.optimizer - self.optimizer,
-            "main memory": planned.host - self.host,
+            "main memory": planned.host + planned.host_optimizer - self.host - self.host_optimizer,
         }
 
 
@@ -180,9 +184,27 @@ def exact_lines(exact: Exact, stages: list[Memory], platform: PlatformConfig) ->
     yield "exact   built with Megatron's modules, DDP and optimizer, without their memory:"
     for built in exact.ranks:
         parts = {"weights": built.weights, "gradients": built.gradients, "optimizer": built.optimizer}
+        if built.host + built.host_optimizer:
+            parts["main memory"] = built.host + built.host_optimizer
         sizes = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
         agreement = _agreement(built, stages[built.stage], platform)
         yield f"        rank {built.rank}, stage {built.stage}: {sizes}: {agreement}"
+
+
+def uncounted_lines(models: Sequence[ModelOnRanks], stages: Sequence[Memory]) -> Iterator[str]:
+    """Yield which parts of the plan nothing was built for, and so remain closed forms, with their largest sizes."""
+    in_files = [one.name for one in models if one.store == "file"]
+    if in_files:
+        yield f"        built, and not in main memory: what waits in files, of the {' and the '.join(in_files)}"
+    sizes = {
+        "the rollout's cache": max(stage.rollout_cache for stage in stages),
+        "routes and router scores on the device": max(stage.routes for stage in stages),
+        "routes and router scores in main memory": max(stage.host_routes for stage in stages),
+        "logits": max(stage.logits for stage in stages),
+    }
+    parts = [f"{name} ({_size(size)})" for name, size in sizes.items() if size]
+    if parts:
+        yield f"        not built, as planned on the fullest stage: {', '.join(parts)}"
 
 
 def layer_lines(layers: Sequence[LayerSaved], kind: Layers) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """An estimate, in closed form, of the device memory that training takes on a rank.
 
-The estimate contains the weights of every model on the ranks, fp32 gradients, the rank's share of the optimizer state,
+The estimate contains the weights of every model on the ranks, gradients, the rank's share of the optimizer state,
 the activations that forward passes keep for the backward pass (plan/activations.py), the recomputation of one layer,
 and the logits; for RL also the keys and values of rollouts, during which no activations are kept. Experts are evenly
 loaded, or those of the rank have a given multiple of the mean. CUDA's context, NCCL's buffers and fragmentation are not
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.distill import SELF
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Store
@@ -29,10 +30,8 @@ from mcore_rl.plan.weights import (
 )
 
 GIB = 2**30
-GRADIENT_BYTES = 4
-"""Bytes of a weight's gradient, which Megatron accumulates in fp32."""
-STATE_BYTES = {"bf16": 12, "fp32": 8}
-"""Bytes of optimizer state for a weight, by precision: two fp32 moments, and with bf16 an fp32 master copy."""
+MAIN_COPY_BYTES = {"bf16": 4, "fp32": 0}
+"""Bytes of the fp32 copy of a weight that an optimizer updates, by precision."""
 OFFLOADED_BYTES = 16
 """Bytes of main memory for an offloaded weight: fp32 weight, two moments, and the gradient."""
 FP8_COPIES_BYTES = 2
@@ -44,7 +43,9 @@ class Memory:
     """Bytes on one rank of a pipeline stage."""
 
     stage: int
-    """Index of the pipeline stage; all other fields are bytes."""
+    """Index of the pipeline stage; all other fields but `updated` are bytes."""
+    updated: str
+    """Name of the model in whose update most is in use, which `weights`, `gradients` and `optimizer` are of."""
     weights: int
     gradients: int
     optimizer: int
@@ -135,16 +136,29 @@ class ModelOnRanks:
     name: str
     """Name in messages, such as policy."""
     model: ModelConfig
-    trains: bool = True
-    """Whether it has gradients and optimizer state."""
-    offload_fraction: float = 0.0
-    """Fraction of its optimizer state that lies in main memory."""
+    optim: OptimConfig | None
+    """Its optimizer; None: it is not trained, and has neither gradients nor a state."""
     store: Store = "device"
     """Memory in which its weights wait, and in training its optimizer state."""
     weights_stay: bool = False
     """Whether the weights are on the device whatever the store."""
     is_swapped: bool = False
     """Whether its weights take the place of the policy's in a pass, tensor by tensor, and no room of their own."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has gradients and optimizer state."""
+        return self.optim is not None
+
+    @property
+    def offload_fraction(self) -> float:
+        """Fraction of its optimizer state that lies in main memory."""
+        return self.optim.offload_fraction if self.optim is not None else 0.0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient of a weight."""
+        return self.optim.gradient_bytes if self.optim is not None else 0
 
     @property
     def on_host(self) -> bool:
@@ -160,15 +174,13 @@ class ModelOnRanks:
 def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
     """Return every model that a run has on its ranks, the one with the largest activations first."""
     if not isinstance(config, RlRunConfig):
-        return [
-            ModelOnRanks(name="model", model=config.model, offload_fraction=config.optim.offload_fraction)
-        ]
+        return [ModelOnRanks(name="model", model=config.model, optim=config.optim)]
     rl = config.rl
     models = [
         ModelOnRanks(
             name="policy",
             model=config.model,
-            offload_fraction=config.optim.offload_fraction,
+            optim=config.optim,
             store=rl.update.store,
             weights_stay=True,
         )
@@ -176,27 +188,27 @@ def models_on_ranks(config: RunConfig) -> list[ModelOnRanks]:
     if rl.loss.kl_coeff:
         store = rl.loss.reference_store
         models.append(
-            ModelOnRanks(name="reference", model=config.model, trains=False, store=store, is_swapped=True)
+            ModelOnRanks(name="reference", model=config.model, optim=None, store=store, is_swapped=True)
         )
     if config.critic_optim is not None:
         models.append(
             ModelOnRanks(
                 name="critic",
                 model=config.model.scored,
-                offload_fraction=config.critic_optim.offload_fraction,
+                optim=config.critic_optim,
                 store=rl.critic.store,
             )
         )
     # Taken to be of the policy's size: their own is known when their checkpoints are read.
     models += [
-        ModelOnRanks(name=part, model=config.model.scored, trains=False, store=rl.reward.model_store)
+        ModelOnRanks(name=part, model=config.model.scored, optim=None, store=rl.reward.model_store)
         for part in rl.reward.model_parts
     ]
     models += [
         ModelOnRanks(
             name=f"teacher {path}",
             model=config.model,
-            trains=False,
+            optim=None,
             store=rl.distill.store,
             is_swapped=path == SELF,
         )
@@ -301,6 +313,8 @@ class LayerBytes:
 class UpdateBytes:
     """Bytes on the device in the update of one of the trained models."""
 
+    name: str
+    """The model's."""
     weights: int
     gradients: int
     optimizer: int
@@ -321,7 +335,6 @@ def _memory(
     kept, recomputed = _activations(config, stage, layout, layer, sizes, world_size)
     copies = world_size // (mesh.tp * mesh.pp)
     expert_copies = max(1, world_size // (mesh.etp * mesh.ep * mesh.pp))
-    state = STATE_BYTES[precision]
     fp8 = FP8_COPIES_BYTES if config.platform.fp8 != "none" else 0
     has_logits = stage == mesh.pp - 1 and config.model.head == "logits"
     logits = _logits(config, layer) if has_logits else 0
@@ -332,10 +345,11 @@ def _memory(
     def dense_trained(weights: Weights) -> int:
         return weights.dense - (weights.router if config.freezes_router else 0)
 
-    def gradient_bytes(weights: Weights) -> int:
-        return (dense_trained(weights) + weights.expert) * GRADIENT_BYTES
+    def gradient_bytes(one: ModelOnRanks, weights: Weights) -> int:
+        return (dense_trained(weights) + weights.expert) * one.gradient_bytes
 
     def state_bytes(one: ModelOnRanks, weights: Weights) -> int:
+        state = MAIN_COPY_BYTES[precision] + (one.optim.moment_bytes if one.optim is not None else 0)
         both = dense_trained(weights) * state // copies + weights.expert * state // expert_copies
         return int((1 - one.offload_fraction) * both)
 
@@ -350,8 +364,9 @@ def _memory(
         resident = [each for each in trained if each[0] is updated or each[0].store == "device"]
         updates.append(
             UpdateBytes(
+                name=updated.name,
                 weights=always + (0 if updated.has_weights else weights_bytes(weights)),
-                gradients=sum(gradient_bytes(each) for _, each in resident),
+                gradients=sum(gradient_bytes(*each) for each in resident),
                 optimizer=sum(state_bytes(*each) for each in resident),
                 logits=logits if updated.model.head == "logits" else 0,
             )
@@ -360,7 +375,7 @@ def _memory(
         updates, key=lambda update: update.weights + update.gradients + update.optimizer + update.logits
     )
     lasting = always + sum(
-        gradient_bytes(weights) + state_bytes(one, weights)
+        gradient_bytes(one, weights) + state_bytes(one, weights)
         for one, weights in trained
         if one.store == "device"
     )
@@ -375,6 +390,7 @@ def _memory(
         routes = routes_of_rank(config, world_size, stage)
     return Memory(
         stage=stage,
+        updated=fullest.name,
         weights=fullest.weights,
         gradients=fullest.gradients,
         optimizer=fullest.optimizer,
@@ -399,7 +415,7 @@ def _memory(
         + sum(
             state_bytes(one, weights)
             + (0 if one.has_weights else weights_bytes(weights))
-            + (gradient_bytes(weights) if one.store == "device" else 0)
+            + (gradient_bytes(one, weights) if one.store == "device" else 0)
             for one, weights in trained
         ),
     )

@@ -70,6 +70,10 @@ class Workload:
     """Whether the experts' exchange overlaps with another microbatch's computation."""
     overlap_dp: bool = True
     """Whether gradients are reduced during the backward pass."""
+    gradient_bytes: int = 4
+    """Bytes in which the gradient of a weight is summed and travels."""
+    moment_bytes: int = 8
+    """Bytes of both moments of a weight."""
     offload_fraction: float = 0.0
     """Fraction of the optimizer's state that lies in main memory."""
     offload_overlap: bool = True
@@ -154,6 +158,8 @@ def workload_of(
         is not None,
         deepep=config.model.is_moe and config.model.moe.is_flex,
         overlap_dp=planned_flags(config, world_size).overlap_grad_reduce,
+        gradient_bytes=config.optim.gradient_bytes,
+        moment_bytes=config.optim.moment_bytes,
         offload_fraction=config.optim.offload_fraction,
         offload_overlap=config.optim.offload_overlap,
         imbalance=1.0 if rates is None or rates.imbalance is None else rates.imbalance,

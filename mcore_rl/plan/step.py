@@ -10,8 +10,9 @@ from mcore_rl.plan.weights import Weights, layer_kinds_by_stage, weights_by_stag
 
 LEAST_EXPOSED = 0.1
 """Smallest part of the exchange of gradients that does not hide behind computation."""
-STATE_MOVED_BYTES = 4 + 3 * 8 + 2
-"""Bytes that Adam moves for a weight of its share: gradient, three fp32 numbers read and written, the new weight."""
+MAIN_MOVED_BYTES = 2 * 4 + 2
+"""Bytes that Adam moves for a weight of its share beside gradient and moments: the fp32 copy, read and written, and the
+new weight."""
 
 TRAVELLING_BYTES = 4 + 2
 """Bytes of an offloaded weight on its way: the fp32 gradient to main memory, the 16-bit weight back."""
@@ -101,7 +102,7 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
         dense = roof.ring(weights.dense * element, dense_dp, mesh.tp)
         return dense + roof.ring(weights.expert * element, expert_dp, mesh.ep * mesh.etp)
 
-    reduce, gather = exchange(4), exchange(roof.element)
+    reduce, gather = exchange(work.gradient_bytes), exchange(roof.element)
     if work.overlap_dp:
         hidden = slowest / mesh.vpp
         reduce = max(reduce - hidden, LEAST_EXPOSED * reduce)
@@ -111,7 +112,8 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
     parts = {
         "gradients": reduce,
         "parameters": gather,
-        "optimizer": roof.moved(on_device * STATE_MOVED_BYTES) + roof.moved(4.0 * weights.total),
+        "optimizer": roof.moved(on_device * _state_moved_bytes(work))
+        + roof.moved(float(work.gradient_bytes) * weights.total),
         "start and end": work.rates.fixed_s,
     }
     if work.offload_fraction:
@@ -119,10 +121,15 @@ def _finish(work: Workload, slowest: float) -> dict[str, float]:
     return parts
 
 
+def _state_moved_bytes(work: Workload) -> int:
+    """Return the bytes that Adam moves for a weight of its share; moments are read and written."""
+    return MAIN_MOVED_BYTES + work.gradient_bytes + 2 * work.moment_bytes
+
+
 def _offloaded(work: Workload, weights: float) -> float:
     """Return the seconds in which the processor updates a rank's offloaded weights."""
     rates = work.rates
-    update = weights * STATE_MOVED_BYTES / (rates.host_memory_gbytes_per_s * 1e9)
+    update = weights * _state_moved_bytes(work) / (rates.host_memory_gbytes_per_s * 1e9)
     travel = weights * TRAVELLING_BYTES / (rates.host_link_gbytes_per_s * 1e9)
     return max(update, travel) if work.offload_overlap else update + travel
 

@@ -1,35 +1,23 @@
-"""`mcore-rl <command>`. Neither torch nor Megatron is imported before a command runs, so that help is quick."""
+"""`mcore-rl <command>`. What a command needs is imported when it runs, and not before, so that help is quick."""
 
 import argparse
 import difflib
-import functools
 import importlib
 import os
 import select
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from mcore_rl import __version__
-from mcore_rl.backend.launcher import error_text, launch_local, under_launcher
-from mcore_rl.checks.inputs import absent_inputs
-from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.checks.run import refuse
-from mcore_rl.config.describe import describe_sections
-from mcore_rl.config.load import kind_of
-from mcore_rl.config.section import Section
 from mcore_rl.errors import (
     INTERRUPTED_STATUS,
     PIPE_CLOSED_STATUS,
     REFUSED_STATUS,
     ConfigError,
     McoreRlError,
+    error_text,
 )
-from mcore_rl.plan.local import local_memory_violations
-from mcore_rl.run.commands import COMMANDS, Command
-from mcore_rl.run.log_folders import next_log_dir
+from mcore_rl.run.commands import COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     command = COMMANDS[name]
     args = parser_of(name).parse_intermixed_args([_as_field(word) for word in rest])
     if command.program is not None:
-        return start_ranks(command, args)
+        return int(importlib.import_module("mcore_rl.run.start_ranks").start_ranks(command, args))
     return int(importlib.import_module(command.module).main(args))
 
 
@@ -88,33 +76,6 @@ def split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
         remedy = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(members or COMMANDS)}."
         raise ConfigError(f"There is no command {name}. {remedy}")
     return name, list(arguments[num_words:])
-
-
-def start_ranks(command: Command, args: argparse.Namespace) -> int:
-    """Be one rank of `command` under a launcher; without one, start its ranks here and wait for them."""
-    argv = [args.config, *args.overrides]
-    if under_launcher():
-        if args.ranks:
-            raise ConfigError(f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out.")
-        return int(importlib.import_module(command.module).main(argv))
-    program = PROGRAMS[_program_of(command, Path(args.config), args.overrides)]
-    config, ranks = program.checked_config(Path(args.config), args.overrides, args.ranks)
-    trains = command.module == program.module
-    refuse(
-        [
-            *absent_inputs(config),
-            *local_memory_violations(config, ranks, program.seq_length(config), trains=trains),
-        ]
-    )
-    return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)), [command.module])
-
-
-def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:
-    """Return the name in PROGRAMS whose ranks the command starts with this config."""
-    assert command.program is not None
-    if not command.other_programs:
-        return command.program
-    return kind_of(config, overrides, (command.program, *command.other_programs))
 
 
 def overview(names: Sequence[str] = ()) -> str:
@@ -137,26 +98,15 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"mcore-rl {name}",
         description=f"{command.summary}\n\nexample:\n  {command.example}",
-        epilog=fields_help(command.config) if command.config else None,
+        epilog=_fields_help(command.config) if command.config else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(parser)
     return parser
 
 
-def fields_help(config: type[Section]) -> str:
-    """Return the help on every field of the config by section: key, default, type, meaning."""
-    width = min(max(shutil.get_terminal_size().columns, 60), 110)
-    wrap = functools.partial(textwrap.wrap, width=width, break_on_hyphens=False)
-    paragraphs = ["The fields of CONFIG, with their defaults:"]
-    for section in describe_sections(config):
-        title = f"[{section.key}]  {section.meaning}" if section.key else section.meaning
-        lines = wrap(title)
-        for doc in section.fields:
-            lines.append(f"  {doc.key} = {doc.default}    ({doc.type})")
-            lines += wrap(doc.meaning, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        paragraphs.append("\n".join(lines))
-    return "\n\n".join(paragraphs)
+def _fields_help(kind: str) -> str:
+    return str(importlib.import_module("mcore_rl.run.fields_help").fields_help(kind))
 
 
 def _as_field(word: str) -> str:

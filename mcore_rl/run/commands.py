@@ -1,4 +1,4 @@
-"""The commands of `mcore-rl` and their arguments. Imports neither torch nor Megatron, so that help is quick."""
+"""The commands of `mcore-rl` and their arguments. No config is imported, nor torch, so that help is quick."""
 
 import argparse
 import math
@@ -8,16 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.arguments import attach_arguments, jobs_arguments, launch_arguments
-from mcore_rl.checks.programs import PROGRAMS
-from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.migrate import BACKUP
 from mcore_rl.config.recipes import cluster_file
-from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.rm import RewardModelConfig
-from mcore_rl.config.run import PretrainConfig
-from mcore_rl.config.section import Section
-from mcore_rl.config.sft import SFTConfig
-from mcore_rl.config.study import StudyConfig
+from mcore_rl.config.trainings import TRAININGS
 
 BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 CONFIG_HELP = "the config: a .toml file, or the name of a recipe (`mcore-rl recipes`)"
@@ -37,8 +30,8 @@ class Command:
     """Name in PROGRAMS of the training whose ranks the command starts; None: it runs in this process."""
     other_programs: tuple[str, ...] = ()
     """Names of further trainings whose configs the command takes; the config's fields decide."""
-    config: type[Section] | None = None
-    """Config whose fields the help explains."""
+    config: str = ""
+    """Name in KINDS (config/kinds.py) of the config whose fields the help explains; "": it has none."""
 
 
 def config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -553,7 +546,7 @@ def _ranks(parser: argparse.ArgumentParser) -> None:
 
 def _program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--program", choices=PROGRAMS, help="whose config it is (default: the program that has its fields)"
+        "--program", choices=TRAININGS, help="whose config it is (default: the program that has its fields)"
     )
 
 
@@ -574,42 +567,42 @@ COMMANDS: dict[str, Command] = {
         summary="Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
         example="mcore-rl pretrain tiny_moe/pretrain mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
         add_arguments=config_arguments,
-        module=PROGRAMS["pretrain"].module,
+        module=TRAININGS["pretrain"],
         program="pretrain",
-        config=PretrainConfig,
+        config="pretrain",
     ),
     "sft": Command(
         summary="Fine-tune a model on conversations, from the weights of checkpoint.load.",
         example="mcore-rl sft tiny_moe/sft checkpoint.load=runs/quickstart/pretrain",
         add_arguments=config_arguments,
-        module=PROGRAMS["sft"].module,
+        module=TRAININGS["sft"],
         program="sft",
-        config=SFTConfig,
+        config="sft",
     ),
     "rm": Command(
         summary="Train a reward model on pairs of answers, from the weights of checkpoint.load.",
         example="mcore-rl rm tiny_moe/rm checkpoint.load=runs/tiny_moe_sft rm.centering_coeff=0.01",
         add_arguments=config_arguments,
-        module=PROGRAMS["rm"].module,
+        module=TRAININGS["rm"],
         program="rm",
-        config=RewardModelConfig,
+        config="rm",
     ),
     "dpo": Command(
         summary="Optimise a model on pairs of answers: DPO, IPO, SimPO, ORPO and others, from the weights of "
         "checkpoint.load.",
         example="mcore-rl dpo tiny_moe/dpo checkpoint.load=runs/tiny_moe_sft dpo.beta=0.3",
         add_arguments=config_arguments,
-        module=PROGRAMS["dpo"].module,
+        module=TRAININGS["dpo"],
         program="dpo",
-        config=DPOConfig,
+        config="dpo",
     ),
     "rl": Command(
         summary="Train a model on rewards: GRPO, GSPO, Kimi K2 and others, from the weights of checkpoint.load.",
         example="mcore-rl rl tiny_moe/grpo rl.loss.kind=gspo mesh.tp=2 mesh.ep=2",
         add_arguments=config_arguments,
-        module=PROGRAMS["rl"].module,
+        module=TRAININGS["rl"],
         program="rl",
-        config=RlRunConfig,
+        config="rl",
     ),
     "eval": Command(
         summary="Answer the held-out prompts of an RL config (rl.eval) and print accuracy, mean reward and pass@k; "
@@ -620,14 +613,14 @@ COMMANDS: dict[str, Command] = {
         module="mcore_rl.run.evaluate",
         program="rl",
         other_programs=("rm",),
-        config=RlRunConfig,
+        config="rl",
     ),
     "study": Command(
         summary="Run arms of an RL config from one start, for some seeds, and compare them in one table.",
         example="mcore-rl study tiny_moe/replay_study seeds=[1,2,3]",
         add_arguments=study_arguments,
         module="mcore_rl.run.study",
-        config=StudyConfig,
+        config="study",
     ),
     "data tokenizer": Command(
         summary="Train a sentencepiece tokenizer (byte fallback, single digits) on JSON lines or text. "
@@ -674,7 +667,7 @@ COMMANDS: dict[str, Command] = {
         example="mcore-rl config qwen3_30b_a3b/pretrain mesh.dp=auto --ranks 64",
         add_arguments=show_arguments,
         module="mcore_rl.run.show_config",
-        config=PretrainConfig,
+        config="pretrain",
     ),
     "plan": Command(
         summary="Plan a training on a cluster without a GPU: memory of every rank, seconds of a step, meshes that fit.",
@@ -701,7 +694,7 @@ COMMANDS: dict[str, Command] = {
         example="mcore-rl serve qwen3_30b_a3b/gspo rl.engine.kind=vllm --count 4 --port 8000",
         add_arguments=serve_arguments,
         module="mcore_rl.run.serve",
-        config=RlRunConfig,
+        config="rl",
     ),
     "convert": Command(
         summary="Convert checkpoints between Hugging Face's and Megatron's formats, and prove that nothing was lost.",

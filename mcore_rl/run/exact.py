@@ -21,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments().parse_args(argv)
     try:
         config = load_config(PROGRAMS[args.program].config, args.config, args.overrides)
-        ranks = [bytes_of_rank(config, rank, args.world) for rank in args.ranks]
+        asked = zip(args.ranks, args.updated, strict=True)
+        ranks = [bytes_of_rank(config, rank, args.world, updated) for rank, updated in asked]
         mesh = config.mesh
         events = []
         if args.microbatches:
@@ -41,6 +42,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--program", required=True)
     parser.add_argument("--world", type=int, required=True)
     parser.add_argument("--ranks", type=int, nargs="+", required=True)
+    parser.add_argument(
+        "--updated", nargs="+", required=True, help="for each rank the model in whose update to count"
+    )
     parser.add_argument("--microbatches", type=int, default=0, help="record the schedule of so many")
     parser.add_argument("--layers", action="store_true", help="count the activations of each kind of layer")
     parser.add_argument("--output", type=Path, required=True)

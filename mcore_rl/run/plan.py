@@ -31,6 +31,7 @@ from mcore_rl.plan.exact import (
     recorded_schedule,
     schedule_lines,
     summary,
+    uncounted_lines,
 )
 from mcore_rl.plan.memory import models_on_ranks
 from mcore_rl.plan.ranks import view_of_rank
@@ -84,8 +85,6 @@ def main(args: argparse.Namespace) -> int:
     plan = checked_estimate(config, program, place)
     if args.rank is not None and args.rank >= place.world_size:
         raise ConfigError(f"--rank {args.rank}, but the ranks are 0 to {place.world_size - 1}.")
-    if args.exact:
-        refuse(list(_uncounted(config)))
     exact = _exact(args, kind, plan) if args.exact else None
     recorded = None
     if exact is not None and exact.schedule:
@@ -98,6 +97,7 @@ def main(args: argparse.Namespace) -> int:
         _write(estimate_lines(plan))
     if exact is not None:
         _write(exact_lines(exact, plan.stages, config.platform))
+        _write(uncounted_lines(models_on_ranks(config), plan.stages))
         _write(layer_lines(exact.layers, layers_of(config)))
     if recorded is not None:
         _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
@@ -125,21 +125,6 @@ def _place(cluster: ClusterConfig, world_size: int, args: argparse.Namespace) ->
         completion_tokens=args.completion_tokens,
         imbalance=args.imbalance,
     )
-
-
-def _uncounted(config: RunConfig) -> Iterator[str]:
-    """Yield why Megatron's modules would be counted with what is not on the device."""
-    for one in models_on_ranks(config):
-        if one.offload_fraction:
-            yield (
-                f"--exact with optim.offload_fraction={one.offload_fraction} of the {one.name}: a state in main memory "
-                "is not counted without its device. Check the rest with offload_fraction=0."
-            )
-        if one.store == "file" or (one.trains and one.store != "device"):
-            yield (
-                f'--exact with the {one.name} in store="{one.store}" between its phases: all models are built at once. '
-                'Check them with store="device".'
-            )
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -191,6 +176,7 @@ def _exact(args: argparse.Namespace, kind: str, plan: Estimate) -> Exact:
         output = Path(folder, "exact.json")
         words = [args.config, *args.overrides, "--program", kind, "--world", world, "--output", output]
         words += ["--ranks", *ranks]
+        words += ["--updated", *(plan.stages[rank * pp // world].updated for rank in ranks)]
         if args.rank is None:
             words.append("--layers")
         if pp > 1 and args.rank is None:

@@ -1,9 +1,11 @@
 """Megatron's distributed Adam and its learning-rate schedule from a config."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -12,10 +14,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.optim import OptimConfig
+from mcore_rl.errors import ConfigError
 
 STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "constant": "constant"}
 EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 QK_NORMS = ("q_layernorm.", "k_layernorm.")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISION_AWARE = ("master_weights", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad")
+"""Arguments of an Adam that takes moments in 16 bits: TransformerEngine's since 2.1, and ours."""
 
 
 def build_optimizer(
@@ -43,11 +49,39 @@ def build_optimizer(
         # A constant scale of 1 changes no gradient; it turns on Megatron's check for gradients that are not finite.
         loss_scale=1.0,
     )
+    if config.is_precision_aware:
+        _be_precision_aware(settings, config)
     undecayed = ParamWithNamePredicate(
         name="undecayed", fn=lambda param, name: not decays(config, param, name)
     )
     overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
     return get_megatron_optimizer(settings, list(chunks), config_overrides=overrides)
+
+
+def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
+    """Set the fields of Megatron's precision-aware optimizer. Its own check, which these pass by, takes no Adam but
+    TransformerEngine's.
+
+    Raises:
+        ConfigError: The Adam that Megatron uses here has fp32 moments only.
+    """
+    if not set(PRECISION_AWARE) <= inspect.signature(megatron_optimizer.Adam).parameters.keys():
+        raise ConfigError(
+            "optim.exp_avg_dtype, exp_avg_sq_dtype and main_grads_dtype need the Adam of TransformerEngine 2.1 or "
+            f"later, or ours where neither it nor apex is installed, and Megatron has that of "
+            f"{megatron_optimizer.Adam.__module__} here. Install TransformerEngine, or set all three to fp32."
+        )
+    values: dict[str, Any] = {
+        "use_precision_aware_optimizer": True,
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
+        # Of an fp32 weight in two halves, the bf16 one and the rest, Megatron would save the rest as the weight.
+        "store_param_remainders": False,
+        "exp_avg_dtype": DTYPES[config.exp_avg_dtype],
+        "exp_avg_sq_dtype": DTYPES[config.exp_avg_sq_dtype],
+        "main_grads_dtype": DTYPES[config.main_grads_dtype],
+    }
+    for name, value in values.items():
+        setattr(settings, name, value)
 
 
 def initialize_moments(optimizer: MegatronOptimizer) -> None:
@@ -59,6 +93,12 @@ def initialize_moments(optimizer: MegatronOptimizer) -> None:
             continue
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             _initialize_offloaded(part.optimizer)
+        elif part.config.use_precision_aware_optimizer:
+            for group in part.optimizer.param_groups:
+                for param in group["params"]:
+                    if not part.optimizer.state[param]:
+                        # Megatron's own call has an argument less than TransformerEngine takes.
+                        part.optimizer.initialize_state(param, part.config.store_param_remainders)
         else:
             part.init_state_fn(part.optimizer, part.config)
 

@@ -12,6 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
 from mcore_rl.backend.platform import Platform
+from mcore_rl.config.optim import State
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags
@@ -57,7 +58,8 @@ def _set_up_model(
     bare = build_model(config.model, mesh, platform, config.platform)
     if config.freezes_router:
         freeze_routers(bare)
-    chunks = wrap_for_data_parallelism(bare, speed_flags_of(config, platform), mesh)
+    flags = speed_flags_of(config, platform)
+    chunks = wrap_for_data_parallelism(bare, flags, mesh, config.optim.main_grads_dtype)
     optimizer = build_optimizer(config.optim, platform, chunks)
     connect(chunks, optimizer)
     return TrainState(
@@ -86,11 +88,13 @@ def freeze_routers(chunks: Sequence[nn.Module]) -> None:
 
 
 def wrap_for_data_parallelism(
-    chunks: Sequence[nn.Module], flags: SpeedFlags, mesh: Mesh
+    chunks: Sequence[nn.Module], flags: SpeedFlags, mesh: Mesh, main_grads_dtype: State
 ) -> list[DistributedDataParallel]:
-    """Collective over the world: wrap chunks so that gradients are summed in float32 over data-parallel ranks."""
+    """Collective over the world: wrap chunks so that gradients are summed in a number format over microbatches and
+    data-parallel ranks.
+    """
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=main_grads_dtype == "fp32",  # else in the weights' own
         use_distributed_optimizer=True,
         overlap_grad_reduce=flags.overlap_grad_reduce,
         overlap_param_gather=flags.overlap_param_gather,

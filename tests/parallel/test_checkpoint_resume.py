@@ -116,6 +116,33 @@ def test_an_offloaded_optimizer_is_bit_equal_to_that_of_the_device_and_reads_its
     assert back.losses == {step: whole.losses[step] for step in (4, 5)}
 
 
+def test_an_optimizer_with_moments_and_gradients_in_bf16_resumes_bit_equal_and_reads_one_in_fp32(
+    tmp_path: Path,
+) -> None:
+    """Checkpoints are in fp32, in which both kinds read each other's."""
+    mesh = MeshConfig(ep=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
+
+    def lowered(name: str, **options: str) -> PretrainConfig:
+        config = config_of(tmp_path / name, SMALL, mesh, "bf16", **options)
+        fields = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
+        return config.model_copy(
+            update={"optim": config.optim.model_copy(update=dict.fromkeys(fields, "bf16"))}
+        )
+
+    plain = run(config_of(tmp_path / "plain", SMALL, mesh, "bf16"), until=4, save_at=[2])
+    whole = run(lowered("whole"), until=4, save_at=[2])
+    again = run(lowered("again", load=str(tmp_path / "whole/checkpoints/iter_0000002")), until=4)
+    assert again.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert whole.losses[1] == plain.losses[1] and whole.losses[4] != plain.losses[4]
+    from_plain = run(lowered("moved", load=str(tmp_path / "plain/checkpoints/iter_0000002")), until=4)
+    assert from_plain.losses[3] == plain.losses[3], "the fp32 copies of the weights came along"
+    assert from_plain.losses[4] == pytest.approx(plain.losses[4], rel=2e-3)
+    back = config_of(
+        tmp_path / "back", SMALL, mesh, "bf16", load=str(tmp_path / "whole/checkpoints/iter_0000002")
+    )
+    assert run(back, until=3).losses[3] == whole.losses[3]
+
+
 def test_moments_are_those_of_their_parameter_with_padding_between_buckets(tmp_path: Path) -> None:
     """Megatron saves a neighbour's values then, and on loading gives each parameter what was saved for it."""
     odd = SMALL.model_copy(update={"hidden_size": 72})

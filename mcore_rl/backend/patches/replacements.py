@@ -105,5 +105,7 @@ def norm_of_tensors(
     """
     (tensors,) = tensor_lists
     assert not per_tensor, "Megatron asks for the norm of all"
-    norms = torch.stack(torch._foreach_norm(tensors))
+    # A norm in the gradients' bf16 would have two digits.
+    dtype = None if tensors[0].dtype == torch.float32 else torch.float32
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
     return torch.linalg.vector_norm(norms, dtype=torch.float32).view(1), None

@@ -171,6 +171,13 @@ PATCHES_WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
         until="no TransformerEngine is older than any",
     ),
     Patch(
+        symbol="megatron.core.optimizer:is_te_min_version",
+        replace=lambda _: lambda *_args, **_kwargs: False,
+        cause="no TransformerEngine",
+        reason="the same in a precision-aware optimizer, whose Adam is asked for remainders of weights by that version",
+        until="no TransformerEngine is older than any",
+    ),
+    Patch(
         symbol="megatron.core.transformer.multi_latent_attention:HAVE_TE",
         replace=lambda _: False,
         versions=("0.16",),

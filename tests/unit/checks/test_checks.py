@@ -282,6 +282,34 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             'optim.offload_fraction=0.5 with platform.precision="fp32"',
         ),
+        (
+            "llama",
+            "platform.fp8=hybrid platform.fp8_recipe=blockwise model.ffn_hidden_size=1000",
+            1,
+            'model.ffn_hidden_size = 1000 is not a multiple of 16, as platform.fp8_recipe="blockwise" needs of the '
+            "widths on a rank. Make it 992 or 1008",
+        ),
+        (
+            "qwen3_moe",
+            "platform.fp8=hybrid platform.fp8_recipe=mxfp8 mesh.etp=2 mesh.dp=2 model.moe.ffn_hidden_size=96",
+            2,
+            "model.moe.ffn_hidden_size = 96 / mesh.etp=2 = 48 is not a multiple of 32, as "
+            'platform.fp8_recipe="mxfp8" needs of the widths on a rank. Make it 64 or 128',
+        ),
+        (
+            "llama",
+            "platform.fp8=hybrid data.seq_length=72 mesh.tp=2",
+            2,
+            "data.seq_length=72 x train.micro_batch=1 on 2 ranks are 36 tokens each, not a multiple of 32, as "
+            'platform.fp8_recipe="auto", which is mxfp8 on Blackwell, needs. Make data.seq_length 64 or 128',
+        ),
+        ("llama", "optim.exp_avg_sq_dtype=bf16", 1, 'exp_avg_sq_dtype="bf16" with platform.precision="fp32"'),
+        (
+            "llama",
+            "optim.exp_avg_dtype=bf16 optim.offload_fraction=0.5 platform.precision=bf16",
+            1,
+            'optim.exp_avg_dtype="bf16" with optim.offload_fraction=0.5',
+        ),
         ("gpt_oss", "platform.batch_invariant=true", 1, "has neither sinks nor dropout"),
         (
             "llama",

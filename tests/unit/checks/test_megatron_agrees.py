@@ -9,6 +9,7 @@ import mcore_rl.backend.patches.table  # noqa: F401
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,7 +21,7 @@ from mcore_rl.config.describe import describe
 from mcore_rl.config.megatron_names import ARGUMENTS
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.run import PretrainConfig
+from mcore_rl.config.run import PlatformConfig, PretrainConfig
 
 OF_THE_SCRIPTS = {
     # Arguments of training/arguments.py, which the wheel does not contain; "no_" ones switch a field of a config off.
@@ -29,6 +30,7 @@ OF_THE_SCRIPTS = {
         "no_gradient_accumulation_fusion",
         "fp8_format",
         "recompute_activations",
+        "grad_reduce_in_bf16",
     ),
     *("manual_gc", "manual_gc_interval", "use_torch_fsdp2"),
 }
@@ -124,3 +126,11 @@ def test_groups_that_megatron_refuses_are_refused(groups, chosen):
         moe_router_group_topk=chosen,
     )
     assert megatrons or list(model_violations(model))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_products_in_8_bits_take_the_multiples_to_which_megatron_pads_experts_tokens(recipe):
+    platform = PlatformConfig(fp8="hybrid", fp8_recipe=recipe)
+    assert platform.fp8_multiple == get_fp8_align_size(recipe)
+    assert PlatformConfig(fp8="hybrid").fp8_multiple % platform.fp8_multiple == 0
+    assert PlatformConfig().fp8_multiple == 1

@@ -27,6 +27,8 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
     assert config("rl.update.epochs=3").updates_per_rollout == 6
     cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.max_tokens_per_microbatch=auto")
     assert (cut.longest_sample, cut.packed_multiple, cut.packed_length) == (32, 4, 32)
+    in_8_bits = cut.platform.model_copy(update={"fp8": "hybrid", "fp8_recipe": "mxfp8"})
+    assert cut.model_copy(update={"platform": in_8_bits}).packed_multiple == 32 * cut.mesh.tp * cut.mesh.cp
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,10 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         (
             ["optim.offload_fraction=0.5", "platform.precision=bf16", "rl.update.store=file"],
             'rl.update.store="file" with optim.offload_fraction=0.5',
+        ),
+        (
+            ["rl.advantage.kind=gae", "rl.critic.optim.main_grads_dtype=bf16"],
+            'rl.critic.optim.main_grads_dtype="bf16" with platform.precision="fp32"',
         ),
         (["rl.eval.files=['x']"], "whose held-out problems are made"),
         (

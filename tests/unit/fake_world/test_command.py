@@ -1,9 +1,7 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from mcore_rl.run.cli import main, run
+from mcore_rl.run.cli import run
 
 CPU = str(Path(__file__).parents[3] / "launch/clusters/example_cpu.toml")
 
@@ -30,17 +28,15 @@ def test_a_plan_is_checked_with_megatrons_modules_and_its_own_schedule(capsys, t
     assert "microbatches, time in layers' forward passes, recorded<" in (tmp_path / "step.svg").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["qwen3_30b_a3b/sft_1node"], "--exact with optim.offload_fraction=1.0 of the model"),
-        (
-            ["qwen3_30b_a3b/ppo", "rl.critic.store=host", "rl.update.store=host", "--nodes", "8"],
-            '--exact with the critic in store="host"',
-        ),
-    ],
-)
-def test_what_cannot_be_counted_is_refused(words, said, capsys):
-    """The error comes before anything is built."""
-    assert main(["plan", "--cluster", "example_h100", "--nodes", "1", "--exact", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_what_waits_in_main_memory_or_files_is_counted_and_what_is_not_built_is_named(capsys):
+    words = ["tiny_moe/ppo", "rl.critic.store=file", "rl.update.store=host", "replay.kind=r2"]
+    words += ["--cluster", CPU, "--nodes", "1", "--exact", "--rank", "0"]
+    assert run(["plan", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (rank,) = (line for line in lines if line.startswith("        rank 0, stage 0: "))
+    assert ", main memory " in rank and "the closed form is equal to the byte" in rank
+    assert "        built, and not in main memory: what waits in files, of the critic" in lines
+    (planned,) = (
+        line for line in lines if line.startswith("        not built, as planned on the fullest stage: ")
+    )
+    assert "the rollout's cache (" in planned and "routes and router scores" in planned

@@ -91,15 +91,43 @@ def test_every_stage_of_every_mesh_has_the_bytes_that_megatron_builds(case):
 @pytest.mark.parametrize("name", recipes_of(*PROGRAMS))
 def test_a_recipe_has_the_bytes_that_megatron_builds_on_its_first_middle_and_last_stage(name):
     program, config = recipe(name)
-    if config.optim.offload_fraction:  # what lies in main memory is not counted without its device
-        whole = config.optim.model_copy(update={"offload_fraction": 0.0, "offload_overlap": False})
-        config = config.model_copy(update={"optim": whole})
     world, pp = config.mesh.smallest_world, config.mesh.pp
     program.check(config, world)
     ranks = [stage * world // pp for stage in sorted({0, pp // 2, pp - 1})]
     for excess, gaps in excesses(config, world, program.seq_length(config), ranks):
         assert excess | {"optimizer": 0} == NOTHING
         assert abs(excess["optimizer"]) <= 12 * gaps and (gaps == 0 or name.startswith("tiny_moe"))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"exp_avg_dtype": "bf16"}, {"exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}]
+)
+def test_a_precision_aware_optimizer_has_the_bytes_that_megatron_builds(fields):
+    config = config_of("qwen3_moe", "bf16", {"tp": 2, "ep": 2, "pp": 2}, 0)
+    optim = config.optim.model_copy(update=fields)
+    config = config.model_copy(update={"optim": optim})
+    stages = memory_by_stage(config, 4, 64)
+    counted, last = run_ranks(built, 1, config, 4, [1, 3])[0]
+    assert [one.excess(stages[one.stage], config.platform) for one in (counted, last)] == [NOTHING, NOTHING]
+    # Of each weight: 4 bytes of its copy in fp32, 4 and 2 of its moments, 4 or 2 of its gradient.
+    assert counted.optimizer == 10 * counted.numbers
+    of_gradient = 2 if "main_grads_dtype" in fields else 4
+    assert counted.gradients == of_gradient * (counted.numbers + counted.gaps)
+
+
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+def test_a_hybrid_optimizer_has_the_bytes_that_megatron_puts_into_main_memory(fraction):
+    config = config_of("qwen3_moe", "bf16", {"tp": 2, "ep": 2, "pp": 2}, 0)
+    optim = config.optim.model_copy(update={"offload_fraction": fraction})
+    config = config.model_copy(update={"optim": optim})
+    (counted,) = run_ranks(built, 1, config, 4, [1])[0]
+    on_device, on_host = counted.optimizer // 12, counted.host_optimizer // 16
+    assert on_device + on_host == counted.numbers
+    # Whole weights go to main memory: the last of the dense ones, and of the experts, goes beyond the fraction.
+    largest = config.model.padded_vocab_size * config.model.hidden_size // 2
+    assert 0 <= on_host - fraction * counted.numbers < (2 * largest if fraction < 1 else 1)
+    if fraction == 1:
+        assert counted.excess(memory_by_stage(config, 4, 64)[0], config.platform) == NOTHING
 
 
 def test_a_rank_of_16384_has_the_bytes_of_the_closed_form():

@@ -258,6 +258,14 @@ def test_the_message_names_the_stage_and_the_parts():
     )
 
 
+def test_moments_and_gradients_in_bf16_take_half_of_their_bytes():
+    plain = memory_of_fullest_rank(config(), 16, 4096)
+    lowered = [f"optim.{name}=bf16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")]
+    half = memory_of_fullest_rank(config(*lowered), 16, 4096)
+    assert half.optimizer * 12 == plain.optimizer * 8 and half.gradients * 2 == plain.gradients
+    assert plain.total - half.total == plain.optimizer - half.optimizer + plain.gradients - half.gradients
+
+
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
 def test_offloaded_state_of_the_optimizer_takes_main_memory_and_none_of_the_device(fraction):
     plain = memory_of_fullest_rank(config(), 16, 4096)

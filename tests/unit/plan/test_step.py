@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.plan import QWEN30, RECIPES, RUNS, errors
+from bench.plan import QWEN30, RECIPES, RUNS, errors, fit, held_out, predicted
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rm import RewardModelConfig
@@ -36,6 +36,24 @@ def test_steps_of_published_runs_are_predicted_within_the_stated_error():
     # The range that `mcore-rl plan` prints for a known family and device.
     span = span_of_step(1.0, "mixtral", "H100")
     assert max(found) <= span.high == pytest.approx(1 / span.low)
+
+
+def test_runs_of_a_family_that_no_rate_was_fitted_to_are_predicted_within_the_stated_error():
+    ratios = held_out()
+    assert set(ratios) == {run.name for run in RUNS}
+    found = [max(ratio, 1 / ratio) for ratio in ratios.values()]
+    assert statistics.median(found) <= 1.30
+    span = span_of_step(1.0, "gpt_oss", "H100")
+    assert max(found) <= min(span.high, 1 / span.low)
+
+
+def test_a_fit_finds_the_speeds_that_made_the_steps():
+    works = [run.workload() for run in RUNS[:4]]
+    made = Rates(products=0.5, hbm=0.8, host_layer_s=1e-3)
+    rates = fit(works, [predicted(work, made) for work in works])
+    assert [predicted(work, rates) / predicted(work, made) for work in works] == pytest.approx(
+        [1.0] * 4, rel=0.02
+    )
 
 
 def test_a_large_product_takes_its_flops_at_the_given_part_of_the_peak():

@@ -58,6 +58,16 @@ def test_help_imports_nothing_that_takes_seconds():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
 
+def test_the_help_of_a_plan_imports_no_config():
+    """They are most of what a command imports: their classes are built by pydantic."""
+    code = (
+        "import contextlib, sys, mcore_rl.run.cli as cli\n"
+        "with contextlib.suppress(SystemExit): cli.main(['plan', '--help'])\n"
+        "sys.exit('pydantic' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_help_of_a_training_explains_every_field(name, capsys):
     with pytest.raises(SystemExit):

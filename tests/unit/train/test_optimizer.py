@@ -83,6 +83,46 @@ def test_adam_equals_torchs() -> None:
     assert adam.param_groups[0]["step"] == 5
 
 
+def rounded_adamw(weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The bf16 weight after steps of AdamW in fp32 (arXiv 1711.05101) whose moments wait in bf16 between steps."""
+    main, mean, squares = weight.float(), torch.zeros(weight.shape), torch.zeros(weight.shape)
+    for step, gradient in enumerate(gradients, start=1):
+        grad = gradient.float()
+        mean, squares = 0.9 * mean + 0.1 * grad, 0.95 * squares + 0.05 * grad**2
+        change = (mean / (1 - 0.9**step)) / ((squares / (1 - 0.95**step)).sqrt() + 1e-8)
+        main = main * (1 - 1e-2 * 0.1) - 1e-2 * change
+        mean, squares = mean.bfloat16().float(), squares.bfloat16().float()
+    return main
+
+
+def test_adam_with_moments_in_bf16_equals_the_formula_and_goes_on_alike_after_a_load() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(7, 3, generator=generator).bfloat16()
+    gradients = [torch.randn(7, 3, generator=generator).bfloat16() for _ in range(6)]
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    settings |= {"master_weights": True, "use_decoupled_grad": True}
+    settings |= {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+    whole, parts = (nn.Parameter(weight.clone()) for _ in range(2))
+    adam, first = FusedAdam([whole], **settings), FusedAdam([parts], **settings)
+    for step, gradient in enumerate(gradients):
+        if step == 3:
+            second = FusedAdam([parts], **settings)
+            second.load_state_dict(first.state_dict())
+            first = second
+        for param, optimizer in ((whole, adam), (parts, first)):
+            param.decoupled_grad = gradient  # type: ignore[attr-defined]
+            optimizer.step()
+    states = adam.state[whole]
+    assert {name: state.dtype for name, state in states.items()} == {
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+        "master_param": torch.float32,
+    }
+    torch.testing.assert_close(states["master_param"], rounded_adamw(weight, gradients), rtol=0, atol=1e-6)
+    assert torch.equal(whole, states["master_param"].bfloat16()) and torch.equal(whole, parts)
+    assert all(torch.equal(states[name], first.state[parts][name]) for name in states)
+
+
 def test_adam_counts_steps_in_a_group_without_parameters() -> None:
     adam = FusedAdam([{"params": []}, {"params": [nn.Parameter(torch.ones(1))]}])
     adam.step()

@@ -1,0 +1,43 @@
+"""The start of a training's ranks by the command line."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_rl.backend.launcher import launch_local, under_launcher
+from mcore_rl.checks.inputs import absent_inputs
+from mcore_rl.checks.programs import PROGRAMS
+from mcore_rl.checks.run import refuse
+from mcore_rl.config.load import kind_of
+from mcore_rl.errors import ConfigError
+from mcore_rl.plan.local import local_memory_violations
+from mcore_rl.run.commands import Command
+from mcore_rl.run.log_folders import next_log_dir
+
+
+def start_ranks(command: Command, args: argparse.Namespace) -> int:
+    """Be one rank of `command` under a launcher; without one, start its ranks here and wait for them."""
+    argv = [args.config, *args.overrides]
+    if under_launcher():
+        if args.ranks:
+            raise ConfigError(f"--ranks {args.ranks}, but a launcher has started the ranks. Leave it out.")
+        return int(importlib.import_module(command.module).main(argv))
+    program = PROGRAMS[_program_of(command, Path(args.config), args.overrides)]
+    config, ranks = program.checked_config(Path(args.config), args.overrides, args.ranks)
+    trains = command.module == program.module
+    refuse(
+        [
+            *absent_inputs(config),
+            *local_memory_violations(config, ranks, program.seq_length(config), trains=trains),
+        ]
+    )
+    return launch_local(command.module, argv, ranks, next_log_dir(Path(config.run_dir)), [command.module])
+
+
+def _program_of(command: Command, config: Path, overrides: Sequence[str]) -> str:
+    """Return the name in PROGRAMS whose ranks the command starts with this config."""
+    assert command.program is not None
+    if not command.other_programs:
+        return command.program
+    return kind_of(config, overrides, (command.program, *command.other_programs))
