@@ -24,6 +24,7 @@ STEPS = {
     "training": 90,
     "families": 90,
     "kernels": 60,
+    "triton": 60,
     "memory": 90,
     "slice": 150,
     "rl": 90,

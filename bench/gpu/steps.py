@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bench.gpu.__main__ import RESULT, run_step
 from mcore_rl.backend import platform
+from mcore_rl.backend.gpu.kernels import Kernels, load_kernels
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
@@ -33,7 +34,8 @@ from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
 from mcore_rl.obs.peak import peak_flops
-from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.parallel.mesh import Axis, Mesh, build_mesh, destroy_mesh, seed_ranks
+from mcore_rl.parallel.vocab import DeferredLogits, logprobs_and_entropy
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.memory import memory_of_fullest_rank
 from mcore_rl.rl.engines.base import Sampling
@@ -56,6 +58,10 @@ LOGIT_TOLERANCE = 1e-4
 """Largest difference of a logit in fp32 from transformers on the CPU, where logits are of the size of 1."""
 BF16_TOLERANCE = 2e-2
 """Relative difference of losses between bf16 and fp32 over five steps."""
+LOGPROB_TOLERANCE = 5e-2
+"""Largest difference of a logprob in nats: torch rounds bf16 logits of the size of 5, a kernel does not."""
+GRADIENT_TOLERANCE = 2e-2
+"""Relative difference of a gradient, by its norm: bf16 operands, rounded at other places."""
 FAMILY_CASES = [case for case in CASES if "-" not in case]
 
 
@@ -251,6 +257,85 @@ def grouped_difference(on: Machine, sizes: list[int]) -> float:
     exact = torch.autograd.grad(wanted, (rows, weights), ones)
     pairs = [(product, wanted), *zip(found, exact, strict=True)]
     return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
+
+
+def triton(on: Machine) -> Outcome:
+    """Each kernel in Triton beside torch: seconds and peak memory of a forward and backward pass, and its results."""
+    if not on.is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        return Outcome(summary="Triton's kernels need a GPU, or TRITON_INTERPRET=1", figures={})
+    if not has_module("triton"):
+        return Outcome(summary="triton is not installed", figures={})
+    comparisons = {"logprobs": compare_logprobs}
+    figures = {name: compare(on, load_kernels([name], on.device)) for name, compare in comparisons.items()}
+    speeds = [
+        f"{name} {found['torch']['seconds'] / found['triton']['seconds']:.2f} x torch"
+        for name, found in figures.items()
+    ]
+    unit = "" if on.is_gpu else " (a rehearsal: no measurement)"
+    return Outcome(summary=", ".join(speeds) + unit, figures=figures)
+
+
+def compare_logprobs(on: Machine, kernels: Kernels) -> dict[str, Any]:
+    """Return the figures of logprobs and entropies over the vocabulary of Qwen3, for 8,192 tokens."""
+    tokens, width, vocabulary, chunk = (8192, 2048, 151936, 768) if on.is_gpu else (40, 32, 300, 16)
+    dtype = torch.bfloat16 if on.is_gpu else torch.float32
+    hidden = torch.randn(tokens, width).to(on.device, dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width).div_(width**0.5).to(on.device, dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,)).to(on.device)
+    pull = torch.randn(2, tokens).to(on.device)
+
+    def results(logits: DeferredLogits) -> list[Tensor]:
+        found = logprobs_and_entropy(
+            logits, targets, Axis(None, 0, 1), vocab_size=vocabulary - 3, temperature=0.9, chunk_tokens=chunk
+        )
+        gradients = torch.autograd.grad(
+            (found.logprobs_T * pull[0] + found.entropy_T * pull[1]).sum(), [hidden, weight]
+        )
+        return [found.logprobs_T.detach(), found.entropy_T.detach(), *gradients]
+
+    ways = {
+        "torch": DeferredLogits(hidden, weight, chunk),
+        "triton": DeferredLogits(hidden, weight, chunk, kernels.logprobs),
+    }
+    return beside_torch(
+        on,
+        {name: lambda logits=logits: results(logits) for name, logits in ways.items()},
+        ("logprobs", "entropy"),  # type: ignore[misc]
+    )
+
+
+def beside_torch(
+    on: Machine, ways: dict[str, Callable[[], list[Tensor]]], values: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return seconds, peak and differences of the way "triton" beside "torch"; AssertionError where results differ.
+
+    Args:
+        on: The machine.
+        ways: Calls that return values, then gradients.
+        values: Names of the values.
+    """
+    figures: dict[str, Any] = {}
+    found = {}
+    for name, call in ways.items():
+        if on.is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        found[name] = call()
+        figures[name] = {
+            "peak_bytes": torch.cuda.max_memory_allocated() if on.is_gpu else None,
+            "seconds": on.seconds(call, 5 if on.is_gpu else 1),
+        }
+    differences = {}
+    for index, (mine, theirs) in enumerate(zip(found["triton"], found["torch"], strict=True)):
+        gap = mine.float() - theirs.float()
+        if index < len(values):
+            differences[values[index]] = float(gap.abs().max())
+            expect(f"Triton's {values[index]}", differences[values[index]], LOGPROB_TOLERANCE)
+        else:
+            name = f"gradient {index - len(values) + 1}"
+            differences[name] = float(gap.norm() / theirs.float().norm())
+            expect(f"Triton's {name}", differences[name], GRADIENT_TOLERANCE)
+    return figures | {"differences": differences}
 
 
 def memory(on: Machine) -> Outcome:
@@ -572,7 +657,7 @@ def expect(what: str, difference: float, tolerance: float) -> None:
 ALL: dict[str, Callable[[Machine], Outcome]] = {
     function.__name__: function
     for function in (
-        machine, training, reference, families, kernels, memory, slice, rl, conversion, extras, ranks,
+        machine, training, reference, families, kernels, triton, memory, slice, rl, conversion, extras, ranks,
     )
 }  # fmt: skip
 NEEDS_MESH = {"families", "rl", "conversion"}

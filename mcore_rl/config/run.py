@@ -43,6 +43,10 @@ class PlatformConfig(Section):
     weight_gradient_fusion: bool | Literal["auto"] = "auto"
     """Products add weight gradients to the fp32 buffer themselves; needs apex; `auto`: where it is installed and layers
     are `te`."""
+    triton_kernels: tuple[Literal["logprobs"], ...] = ()
+    """Kernels in Triton that take the place of torch's on GPUs; none by default: not yet run on a GPU. `logprobs`: the
+    output layer with its logprobs, entropies or cross entropy, whose logits are then never stored, in a loss and in a
+    pass for logprobs."""
     deterministic: bool = False
     """Refuse or replace algorithms whose result depends on timing."""
     batch_invariant: bool = False
@@ -91,7 +95,7 @@ class PlatformConfig(Section):
         """
         if self.logits_chunk_tokens != "auto":
             return self.logits_chunk_tokens
-        if 4 * num_tokens * num_columns <= WHOLE_LOGITS_BYTES:
+        if 4 * num_tokens * num_columns <= WHOLE_LOGITS_BYTES and "logprobs" not in self.triton_kernels:
             return None
         # Matrix products are fastest with round numbers of rows.
         most = CHUNK_BYTES // (4 * num_columns)

@@ -9,6 +9,7 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from mcore_rl.backend.gpu.kernels import load_kernels
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
@@ -68,6 +69,7 @@ def transformer_config(
     )
     config = MLATransformerConfig(**arguments) if family.is_latent else TransformerConfig(**arguments)
     # Our layers and Megatron's YaRN read these as plain attributes: the config has no fields for them.
+    config.triton = load_kernels(settings.triton_kernels, platform.device)
     config.full_qk_norm = family.has_full_qk_norm
     config.latent_norm_eps = model.mla.norm_eps
     if model.rope.scaling == "yarn" and not family.is_latent:

@@ -1,0 +1,82 @@
+"""Every kernel compiles for Hopper and Blackwell: without a GPU, by the compiler of Triton and NVIDIA's assembler."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mcore_rl.backend.gpu import logprobs
+from mcore_rl.backend.gpu.kernels import Tile
+
+ARCHITECTURES = (90, 100)
+MOST_REGISTERS = 255
+"""Registers that a thread may have."""
+MOST_SHARED_BYTES = 227 * 1024
+"""Shared memory that a block may have on either architecture."""
+TENSOR_CORES = {90: "wgmma", 100: "tcgen05.mma"}
+"""Beginning of the instruction that multiplies 16-bit operands."""
+ELEMENTS = {2: "bf16", 4: "fp32"}
+POINTERS = {"rows": "i64", "targets": "i64", "found": "fp32", "log_partitions": "fp32", "entropies": "fp32"}
+POINTERS |= {"grad_logprobs": "fp32", "grad_entropies": "fp32"}
+OPERANDS = ("hidden", "weight", "grads")
+MULTIPLES_OF_16 = ("width", "hidden_stride", "weight_stride")
+"""Numbers of which Triton is told at run time that they are multiples of 16, as hidden sizes are."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with the types and constants of one of its launches."""
+
+    name: str
+    kernel: Any
+    operands: str
+    constants: dict[str, Any]
+    tile: Tile
+
+    def source(self) -> ASTSource:
+        signature, attributes = {}, {}
+        for index, argument in enumerate(self.kernel.arg_names):
+            if argument in self.constants:
+                signature[argument] = "constexpr"
+                continue
+            if argument in OPERANDS or argument in POINTERS:
+                signature[argument] = f"*{POINTERS.get(argument, self.operands)}"
+            else:
+                signature[argument] = "fp32" if argument.startswith("inverse") else "i32"
+            if signature[argument].startswith("*") or argument in MULTIPLES_OF_16:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        return ASTSource(self.kernel, signature, self.constants, attributes)
+
+
+def cases() -> Iterator[Case]:
+    for num_bytes, tile in logprobs.TILES.items():
+        blocks = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+        name = ELEMENTS[num_bytes]
+        for has_entropy in (True, False):
+            constants = {"has_entropy": has_entropy, "per_program": logprobs.COLUMNS_PER_PROGRAM} | blocks
+            yield Case(f"sums-{name}-{has_entropy}", logprobs._sums_kernel, name, constants, tile)
+            of = {"of_logprobs": True, "of_entropy": has_entropy}
+            yield Case(f"gradient-{name}-{has_entropy}", logprobs._gradient_kernel, name, of | blocks, tile)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+def test_a_kernel_fits_a_gpu_without_spills(case: Case, architecture: int, tmp_path: Any) -> None:
+    options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
+    compiled = triton.compile(case.source(), GPUTarget("cuda", architecture, 32), options)
+    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    command = [cuobjdump, "--dump-resource-usage", tmp_path / "kernel.cubin"]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    # A register that is spilled lies in the stack.
+    assert (found["STACK"], found["LOCAL"]) == ("0", "0"), usage
+    assert 16 <= int(found["REG"]) <= MOST_REGISTERS
+    assert compiled.metadata.shared <= MOST_SHARED_BYTES
+    assert (TENSOR_CORES[architecture] in compiled.asm["ptx"]) == (case.operands == "bf16")
