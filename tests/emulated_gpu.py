@@ -2,12 +2,14 @@
 
 Emulated are torch's answers about devices, and its rules: the device of every storage is recorded, an operator whose
 operands are on two devices fails as it does on a GPU, and the calls for which a host must wait for its GPU are
-counted. Real are the numbers, which come from the branches for CUDA of everything above torch's kernels. Not shown
+counted, or fail inside a CUDA graph's capture. A graph's replay runs the captured operators again, on the tensors of
+the capture. Real are the numbers, which come from the branches for CUDA of everything above torch's kernels. Not shown
 are CUDA's own kernels, their rounding, streams (all is in order here), compiled functions (they run as they are
 written) and NCCL (gloo takes its place).
 """
 
 import functools
+import math
 import os
 import traceback
 from collections import Counter
@@ -19,7 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from mcore_rl.backend.cpu import torch_standins as cpu
 
@@ -59,6 +65,10 @@ class EmulatedGpu(TorchDispatchMode):
         """The first call with which CUDA would start, and the variable that it would read then."""
         self.is_asked_for_a_tensor = False
         """Inside a factory that the program called, with or without a device."""
+        self.capturing: EmulatedGraph | None = None
+        """The graph that is being captured."""
+        self.graphs: list[EmulatedGraph] = []
+        """All graphs that were captured."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -73,9 +83,14 @@ class EmulatedGpu(TorchDispatchMode):
         on_gpu = any(places) if places else any(map(is_on_gpu, known))
         if function in (aten.copy_.default, *INDEXING):
             on_gpu = is_on_gpu(operands[0])
-        if on_gpu and (function in READS or by_mask(function, args) or unsized(function, args, named)):
+        reads = function in READS or by_mask(function, args) or unsized(function, args, named)
+        if on_gpu and (reads or expert_by_expert(function, args)):
             self.wait()
+        if self.capturing and function is aten.copy_.default and on_gpu and not is_on_gpu(operands[-1]):
+            self.refuse_in_capture("a copy from memory that is not page-locked", operands[-1])
         result = function(*args, **named)
+        if self.capturing and (on_gpu or not operands):
+            self.capturing.add(function, args, named, operands, result)
         if not known and not self.is_asked_for_a_tensor:
             # torch itself makes this one, or what it is made of, where it knows all to be: in this machine's memory.
             for tensor in tensors_of(result):
@@ -94,8 +109,70 @@ class EmulatedGpu(TorchDispatchMode):
         return value
 
     def wait(self) -> None:
-        """Count a wait of the host."""
+        """Count a wait of the host; RuntimeError while a graph is captured, as on a GPU."""
+        if self.capturing is not None:
+            raise RuntimeError(
+                f"operation not permitted when stream is capturing: {site()} waits for the GPU"
+            )
         self.syncs[site()] += 1
+
+    def refuse_in_capture(self, what: str, source: Tensor | None = None) -> None:
+        """RuntimeError while a graph is captured, unless the host's memory `source` is page-locked."""
+        if self.capturing is not None and (source is None or not hasattr(source.untyped_storage(), "pinned")):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}, {site()}")
+
+    @contextmanager
+    def capture(self, graph: "EmulatedGraph", **_: Any) -> Iterator[None]:
+        """Stand in for `torch.cuda.graph`. What was captured has not been computed: its numbers are made NaN."""
+        self.wait()  # torch synchronizes before it captures
+        self.capturing = graph
+        try:
+            yield
+        finally:
+            self.capturing = None
+        self.graphs.append(graph)
+        graph.forget()
+
+
+class EmulatedGraph:
+    """Stand-in for `torch.cuda.CUDAGraph`: the operators that were captured, with their tensors."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._calls: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []
+        self._made: set[int] = set()
+        self.read: set[int] = set()
+        """Addresses of the storages that the graph uses and did not make itself."""
+        self.replays = 0
+
+    def add(self, function: Any, args: Any, named: Any, operands: Sequence[Tensor], result: Any) -> None:
+        """Record an operator that was run, and which of its results are neither views of operands nor these."""
+        before = {storage_of(tensor) for tensor in operands}
+        self.read |= before - self._made
+        outputs = [pair for pair in enumerate(tensors_of(result)) if storage_of(pair[1]) not in before]
+        self._made |= {storage_of(tensor) for _, tensor in outputs}
+        self._calls.append((function, args, named, outputs))
+
+    def forget(self) -> None:
+        """Overwrite the results that are not whole numbers."""
+        with _disable_current_modes(), torch.no_grad():
+            for *_, outputs in self._calls:
+                for _, tensor in outputs:
+                    if tensor.is_floating_point():
+                        tensor.fill_(math.nan)
+
+    def replay(self) -> None:
+        """Run the operators again, and store the results where the first ones are."""
+        self.replays += 1
+        with _disable_current_modes(), torch.no_grad():
+            for function, args, named, outputs in self._calls:
+                results = list(tensors_of(function(*args, **named)))
+                for index, tensor in outputs:
+                    tensor.copy_(results[index])
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return tensor.untyped_storage()._cdata
 
 
 def active() -> EmulatedGpu | None:
@@ -125,6 +202,11 @@ def by_mask(function: Any, args: Sequence[Any]) -> bool:
     return not fills
 
 
+def expert_by_expert(function: Any, args: Sequence[Any]) -> bool:
+    """Whether `function` is a product of groups of rows for which torch has no kernel on a GPU."""
+    return function is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+
+
 def unsized(function: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Whether `function` repeats by a tensor of counts without being given their sum."""
     return function is aten.repeat_interleave.Tensor and named.get("output_size") is None
@@ -150,6 +232,12 @@ def is_on_gpu(tensor: Tensor) -> bool:
 def put_on_gpu(tensor: Tensor) -> Tensor:
     """Record the tensor's memory as the GPU's."""
     tensor.untyped_storage().on_gpu = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Record the tensor's memory, the host's, as page-locked."""
+    tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
     return tensor
 
 
@@ -184,11 +272,12 @@ def install() -> EmulatedGpu:
         "max_memory_allocated": 0,
         "memory_reserved": 0,
         "reset_peak_memory_stats": None,
-        "is_current_stream_capturing": False,
     }
     cuda: Any = torch.cuda
     for name, answer in answers.items():
         setattr(cuda, name, functools.partial(gpu.answer, name, answer))
+    cuda.is_current_stream_capturing = lambda: gpu.capturing is not None
+    cuda.graph, cuda.CUDAGraph, cuda.graph_pool_handle = gpu.capture, EmulatedGraph, _answer
     version: Any = torch.version
     version.cuda = "13.0"
     cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed
@@ -243,7 +332,7 @@ def _install_tensors(gpu: EmulatedGpu) -> None:
         self, *args, **kwargs
     )
     tensor.record_stream = functools.partial(_answer, None)
-    tensor.pin_memory = lambda self, *_, **__: self
+    tensor.pin_memory = lambda self, *_, **__: pinned(self.clone())
     tensor.is_cuda = property(is_on_gpu)
     tensor.device = property(lambda self: GPU if is_on_gpu(self) else HOST)
     module: Any = torch.nn.Module
@@ -265,8 +354,9 @@ def _answer(value: Any = None, *_: Any, **__: Any) -> Any:
 def _placed(factory: Callable[..., Any], gpu: EmulatedGpu) -> Callable[..., Any]:
     @functools.wraps(factory)
     def build(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.pop("device", None)
-        kwargs.pop("pin_memory", None)
+        device, is_pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+        if gpu.capturing and names_gpu(device) and factory.__name__ in ("tensor", "as_tensor", "new_tensor"):
+            gpu.refuse_in_capture("a copy of the host's numbers")
         if args and isinstance(args[0], (list, tuple)):
             # A tensor made of a list reads each tensor in it.
             for part in tensors_of(args[0]):
@@ -277,6 +367,8 @@ def _placed(factory: Callable[..., Any], gpu: EmulatedGpu) -> Callable[..., Any]
             made = factory(*args, **kwargs)
         finally:
             gpu.is_asked_for_a_tensor = outer
+        if is_pinned:
+            pinned(made)
         if device is None or str(device) == "meta":
             return made if device is None else made.to(device)
         if names_gpu(device):

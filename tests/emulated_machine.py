@@ -13,8 +13,10 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -24,6 +26,15 @@ from tests import emulated_gpu
 
 TE = ("transformer_engine", "transformer_engine_torch")
 APEX = ("apex", "amp_C", "fused_layer_norm_cuda", "fused_weight_gradient_mlp_cuda")
+
+
+def emulated(machine: str, function: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a function, of tests/emulated_runs.py unless it names another, on a machine that has what its name lists."""
+    target = function if ":" in function else f"tests.emulated_runs:{function}"
+    options = [f"--{part}" for part in machine.split("+") if part != "none"]
+    command = [sys.executable, "-m", "tests.emulated_machine", *options, target, *arguments]
+    repository = Path(__file__).parents[1]
+    return subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=600, check=False)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -28,19 +28,23 @@ MEGATRON_FLAGS = (
 ).split()
 
 
-def config(layers: str = "auto") -> PretrainConfig:
+def config(
+    layers: str = "auto", capacity_factor: float | None = None, precision: str = "fp32"
+) -> PretrainConfig:
     """Latent attention, a router in fp32 and recomputation: most of what the patches are for."""
+    moe = TINY[FAMILY].moe.model_copy(update={"capacity_factor": capacity_factor})
     recomputed = ("layernorm", "moe_act", "mla_up_proj")
     settings = PlatformConfig.model_validate(
         {
             "layers": layers,
+            "precision": precision,
             "recompute": "selective",
             "recompute_modules": recomputed,
             # In chunks on a GPU and whole on the CPU that it is compared with.
             "logits_chunk_tokens": 7 if active() else None,
         }
     )
-    return parity.config_of(TINY[FAMILY], MeshConfig(), settings)
+    return parity.config_of(TINY[FAMILY].model_copy(update={"moe": moe}), MeshConfig(), settings)
 
 
 def examine() -> dict[str, Any]:
@@ -69,8 +73,20 @@ def megatron_flags() -> dict[str, Any]:
 
 
 def train(layers: str = "auto") -> dict[str, Any]:
-    """The patches in place, the losses and gradient norms of a few Adam steps, and where the last one waited."""
-    run = config(layers)
+    """The patches in place, and losses and gradient norms of a few Adam steps; the same with a capacity of the experts,
+    which Megatron's dispatcher sorts. On a GPU also where both wait in bf16, which has a kernel for all experts.
+    """
+    trained = {capacity: steps_of(config(layers, capacity)) for capacity in (None, 1.0)}
+    waits = {
+        name: steps_of(config(layers, capacity, precision="bf16"))
+        for name, capacity in (("local", None), ("dispatched", 1.0))
+        if active()
+    }
+    return {**examine(), **trained[None], "dispatched": trained[1.0], "waits": waits}
+
+
+def steps_of(run: PretrainConfig) -> dict[str, Any]:
+    """Train a few steps."""
     started = platform.start(run.platform)
     state = set_up(run, started)
     reports = []
@@ -79,9 +95,9 @@ def train(layers: str = "auto") -> dict[str, Any]:
         with counted_syncs() as syncs:
             reports.append(train_step(state, batch, NextTokenHead()))
     waits = dict(syncs)
+    destroy_mesh()
     platform.stop()
     return {
-        **examine(),
         "platform": started.describe(),
         "losses": [report.loss for report in reports],
         "grad_norms": [report.grad_norm for report in reports],

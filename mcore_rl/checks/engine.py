@@ -7,7 +7,7 @@ from mcore_rl.config.rl import EngineConfig, RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.toml import toml_value
 
-NATIVE_FIELDS = ("step_tokens",)
+NATIVE_FIELDS = ("step_tokens", "cuda_graphs")
 """Fields that the engine on the training modules alone reads."""
 SHARED_FIELDS = ("kind", "slots")
 """Fields that all engines read."""
@@ -35,6 +35,8 @@ def engine_violations(config: RlRunConfig) -> Iterator[str]:
     """Yield one sentence for each reason why the completions of `config` cannot come from its engine."""
     engine = config.rl.engine
     yield from _unused(engine)
+    if engine.cuda_graphs is True and engine.kind == "native":
+        yield from _graphs(config)
     if engine.is_served:
         yield from _servers(engine)
         yield from _arguments(engine, config.platform.device)
@@ -55,6 +57,25 @@ def _unused(engine: EngineConfig) -> Iterator[str]:
         yield (
             f"{', '.join(f'rl.engine.{name}' for name in changed)}: rl.engine.kind={toml_value(engine.kind)} does not "
             f"read this. Set {defaults}, the default, or kind to {others}."
+        )
+
+
+def _graphs(config: RlRunConfig) -> Iterator[str]:
+    """Check that a step of the engine can be captured: one rank computes it, and no host reads numbers within."""
+    wanted = "rl.engine.cuda_graphs=true"
+    if config.platform.device == "cpu":
+        yield f'{wanted} with platform.device="cpu": CUDA graphs are a GPU\'s. Set it to "auto".'
+    mesh = config.mesh
+    if split := [name for name in ("tp", "pp", "ep", "etp") if (getattr(mesh, name) or 1) > 1]:
+        sizes = ", ".join(f"mesh.{name}={getattr(mesh, name)}" for name in split)
+        yield (
+            f"{wanted} with {sizes}: ranks exchange tokens in each step, and a graph cannot wait for their number. Set "
+            'it to "auto", or these to 1.'
+        )
+    if config.model.moe.capacity_factor is not None:
+        yield (
+            f"{wanted} with model.moe.capacity_factor={config.model.moe.capacity_factor}: the host then reads how many "
+            'tokens each expert gets. Set it to "auto", or capacity_factor=none.'
         )
 
 

@@ -99,6 +99,9 @@ class EngineConfig(Section):
     64, or as many as the server chooses."""
     step_tokens: PositiveInt = 2048
     """Most tokens of one step, with `native`: one of each completion in progress, and parts of prompts."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Replay steps without prompts as CUDA graphs, with `native`, which starts a step's kernels at once; `auto`: on a
+    GPU that holds the model whole and whose host reads nothing within a step; not yet run on a GPU."""
     count: NonNegativeInt = 0
     """Servers that the run starts on the machine of its first rank, and ends with itself."""
     urls: tuple[str, ...] = ()

@@ -103,7 +103,8 @@ def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
     lowest_B = scores_Bv.new_full((len(scores_Bv),), -torch.inf)
     if cut.min_p > 0.0:
         # As a factor of probabilities min_p does not depend on what else is cut.
-        lowest_B = scores_Bv.new_tensor(cut.min_p).log().expand_as(lowest_B)
+        # Filled on the device: a number that is copied there could not be part of a CUDA graph.
+        lowest_B = torch.full_like(lowest_B, cut.min_p).log()
     best_BV = scores_Bv
     if cut.top_k:
         candidates_BC = _gathered(scores_Bv.topk(min(cut.top_k, scores_Bv.shape[1])).values, tp)

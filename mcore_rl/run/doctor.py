@@ -23,7 +23,7 @@ from mcore_rl.backend.cpu.compiled import library_path
 from mcore_rl.backend.launcher import environment_variable, rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
-from mcore_rl.backend.patches.versions import has_module, megatron_version
+from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.platform import adam_package, variables_of_device
 from mcore_rl.checks import nodes
 from mcore_rl.config.model import ModelConfig, MoEConfig
@@ -92,9 +92,7 @@ def examine() -> dict[str, Any]:
             {"symbol": patch.symbol, "cause": patch.cause, "reason": patch.reason, "until": patch.until}
             for patch in INSTALLED
         ],
-        "missing": [
-            {"what": what, "costs": costs} for what, costs in missing(FOUND, megatron_version(), kernels())
-        ],
+        "missing": [{"what": what, "costs": costs} for what, costs in missing(FOUND, kernels())],
         "faults": [*faults(FOUND), *shared_memory_faults(max(1, len(devices())))],
     }
 
@@ -198,7 +196,7 @@ def limits() -> dict[str, Any]:
     }
 
 
-def missing(found: Found, megatron: str, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
+def missing(found: Found, there: dict[str, bool]) -> Iterator[tuple[str, str]]:
     """Yield what this machine lacks and what that costs, in the words of the log and the config."""
     if not found.has_cuda:
         yield "a GPU", "all runs on the CPU, by gloo: right numbers, for tests and small models"
@@ -206,8 +204,9 @@ def missing(found: Found, megatron: str, there: dict[str, bool]) -> Iterator[tup
     if not found.has_te:
         yield (
             "TransformerEngine",
-            "no fp8 (platform.fp8); norms, router and permutation of tokens are separate kernels, and the host waits "
-            "for the GPU once in every layer of experts; this package's layers in its place, the same checkpoints",
+            "no fp8 (platform.fp8); norms, router and permutation of tokens are separate kernels, and with ep > 1 "
+            "the host waits for the GPU once in every layer of experts; this package's layers in its place, the same "
+            "checkpoints",
         )
     if not found.has_te and not found.has_apex:
         yield (
@@ -223,11 +222,6 @@ def missing(found: Found, megatron: str, there: dict[str, bool]) -> Iterator[tup
         yield (
             "grouped_mm of torch",
             "experts are computed one after another, and the host waits for their counts: torch >= 2.10 has it",
-        )
-    if megatron == "0.16" and not there["permutation of tokens (TransformerEngine)"]:
-        yield (
-            "megatron-core 0.19 (Python 3.12)",
-            "0.16 waits for the GPU twice in every layer of experts to permute tokens; 0.19 does not",
         )
 
 

@@ -30,6 +30,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.rl.critic import Critic, critic_routes
+from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.environments.trial import try_environment
 from mcore_rl.rl.frozen_model import FrozenModel
@@ -89,6 +90,8 @@ def train(config: RlRunConfig) -> None:
                 rollouts.engine.on_event = run.log.message
                 for line in rollouts.engine.take_lines():
                     run.log.message(line)
+            if isinstance(rollouts.engine, MegatronEngine) and platform.device.type == "cuda":
+                run.log.message(rollouts.engine.describe())
             # Ranks of one machine share its disk: each has a folder of its own.
             folder = run.folder.path / "routes" / str(platform.rank)
             with closing(PolicyRoutes(run.state, config, folder)) as routes:

@@ -96,6 +96,33 @@ def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., 
     return wrapped
 
 
+def permuted_without_waiting(permute: Callable[..., Any]) -> Callable[..., Any]:
+    """`permute` that finds the rows of experts on a GPU by sorting: a mask's true values are counted on the host.
+
+    The rows, their order and what is returned are Megatron's.
+    """
+
+    @functools.wraps(permute)
+    def wrapped(
+        tokens: torch.Tensor,
+        routing_map: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        num_out_tokens: Any = None,
+        fused: bool = False,
+        drop_and_pad: bool = False,
+    ) -> Any:
+        if fused or drop_and_pad or num_out_tokens is None or not tokens.is_cuda:
+            return permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
+        by_expert = routing_map.bool().T.reshape(-1)
+        # A stable sort leaves the true values in their order: by expert, then by token.
+        chosen_N = by_expert.argsort(descending=True, stable=True)[:num_out_tokens]
+        token_N = chosen_N % len(tokens)
+        gates_N = None if probs is None else probs.T.reshape(-1)[chosen_N]
+        return tokens.index_select(0, token_N), gates_N, token_N
+
+    return wrapped
+
+
 def norm_of_tensors(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:

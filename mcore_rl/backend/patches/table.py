@@ -265,6 +265,18 @@ MODEL_PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+WAITING_PATCHES: tuple[Patch, ...] = (
+    Patch(
+        symbol="megatron.core.transformer.moe.token_dispatcher:permute",
+        replace=replacements.permuted_without_waiting,
+        versions=("0.16",),
+        cause="version",
+        reason="it selects the rows of experts by a mask, whose true values the host counts: a GPU is drained twice in "
+        "every layer of experts, and again for the tokens of each expert",
+        until="0.19, which sorts",
+    ),
+)
+
 RUNS_PROGRAMS = (
     "it unpickles whatever the file asks for: a checkpoint from elsewhere could run any program here"
 )
@@ -370,6 +382,7 @@ PATCHES: tuple[Patch, ...] = (
     *PATCHES_WITHOUT_FUSED_OPTIMIZER,
     *ROUTER_LOSS_PATCHES,
     *MODEL_PATCHES,
+    *WAITING_PATCHES,
     *CHECKPOINT_PATCHES,
 )
 

@@ -15,7 +15,8 @@ from torch.nn.functional import silu
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cpu.experts import assign_routed, assign_sorted, swiglu_experts
 from mcore_rl.model.layers.expert_checkpoint import ExpertShards, sharded_experts
-from mcore_rl.model.layers.experts_grouped import grouped_experts
+from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM, grouped_experts
+from mcore_rl.model.layers.experts_sorted import routed_experts
 
 
 class StackedLinear(nn.Module):
@@ -75,6 +76,23 @@ class GroupedExperts(MegatronModule):
             and config.glu_linear_offset == 0.0
         )
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the weights are on a GPU."""
+        return bool(self.linear_fc1.weight.is_cuda)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether `routed` queues its work on a GPU, without a number read by the host.
+
+        torch has one kernel for all experts in bf16 on Hopper and Blackwell; elsewhere it multiplies expert by expert,
+        by sizes that it reads.
+        """
+        weight = self.linear_fc1.weight
+        if not HAS_GROUPED_MM or not self.is_on_gpu or weight.dtype != torch.bfloat16:
+            return False
+        return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+
     def forward(self, sorted_ND: Tensor, tokens_per_expert: Tensor, gates_N: Tensor) -> tuple[Tensor, None]:
         """Return the output `[N, D]` of rows sorted by expert, and no bias."""
         if self.config.moe_apply_probs_on_input:
@@ -88,8 +106,14 @@ class GroupedExperts(MegatronModule):
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
         """Return every token's sum over its experts, `[T, D]`, on a rank that holds all experts whole."""
-        assignment = assign_routed(routed_TE)
-        return swiglu_experts(input_TD, probs_TE, self.linear_fc1()[0], self.linear_fc2()[0], assignment)
+        fc1, fc2 = self.linear_fc1(), self.linear_fc2()
+        if self.is_blockwise:
+            return swiglu_experts(input_TD, probs_TE, fc1[0], fc2[0], assign_routed(routed_TE))
+
+        def compute(rows_ND: Tensor, gates_N: Tensor, counts_E: Tensor) -> Tensor:
+            return grouped_experts(rows_ND, gates_N, fc1, fc2, counts_E, self.config)
+
+        return routed_experts(input_TD, probs_TE, routed_TE, self.config.moe_router_topk, compute)
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are computed with the others, not later."""

@@ -9,6 +9,7 @@ from tests.unit.checks.test_rl_run import config
 
 KIND = ("model.family=qwen3_moe", "rl.engine.kind=vllm")
 SERVED = (*KIND, "rl.engine.count=2")
+WHOLE = ("mesh.tp=1", "mesh.ep=1")
 AT_URLS = (*KIND, "rl.engine.urls=['http://n1:80','http://n2:80']")
 
 
@@ -76,3 +77,25 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
 def test_what_servers_cannot_do_is_refused_with_the_remedy(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_rl(served(*overrides), 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "message"),
+    [
+        (["platform.device=cpu"], 1, r'cuda_graphs=true with platform\.device="cpu": CUDA graphs are a GPU'),
+        (["mesh.ep=2"], 2, r"cuda_graphs=true with mesh\.ep=2: ranks exchange tokens in each step"),
+        (["model.moe.capacity_factor=1.5"], 1, r"with model\.moe\.capacity_factor=1\.5: the host then reads"),
+        (
+            ["rl.engine.kind=vllm", "rl.engine.count=1"],
+            1,
+            r'cuda_graphs: rl\.engine\.kind="vllm" does not read',
+        ),
+    ],
+)
+def test_cuda_graphs_are_refused_where_a_step_cannot_be_captured(
+    overrides: list[str], num_ranks: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_rl(config(*WHOLE, "rl.engine.cuda_graphs=true", *overrides), num_ranks)
+    check_rl(config(*WHOLE, "rl.engine.cuda_graphs=true"), 1)
+    check_rl(config(*WHOLE, "rl.engine.cuda_graphs=false", "mesh.ep=2"), 2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isnan
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from mcore_rl.backend.cpu.kernels import weights_unchanged
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl import EngineConfig
-from mcore_rl.errors import EngineError
+from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.base import Capabilities, Sampling, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder
+from mcore_rl.rl.engines.native.graphs import NextToken, StaticDecode, reason_against_graphs
 from mcore_rl.rl.engines.native.routes import gather_layers
 from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
 from mcore_rl.rl.engines.native.stops import Stops
@@ -44,8 +46,24 @@ class MegatronEngine:
         config: EngineConfig,
         *,
         gathers_routes: bool = True,
+        has_fixed_shapes: bool | None = None,
     ) -> None:
-        """Without `gathers_routes` a completion's routes are of the layers of this pipeline stage only."""
+        """Prepare an engine.
+
+        Args:
+            chunks: this rank's part of the model.
+            mesh: the mesh.
+            model: the model's config.
+            decode: the tokenizer's way from ids to text.
+            config: sizes, and whether CUDA graphs are used.
+            gathers_routes: whether a completion's routes are of all layers; otherwise they are of the layers of this
+                pipeline stage.
+            has_fixed_shapes: whether steps without prompts have the shapes of CUDA graphs; None: where there are
+                graphs. A CPU computes them too, to rehearse a GPU's.
+
+        Raises:
+            ConfigError: `config` asks for CUDA graphs, which this model cannot have here.
+        """
         self.mesh, self.model, self.decode = mesh, model, decode
         self.policy_version = 0
         self.listener: Listener | None = None
@@ -56,6 +74,21 @@ class MegatronEngine:
         # Replicas that share experts must step together: an idle one computes a token that nobody reads.
         spread = mesh.ep.size * mesh.etp.size > 1
         self._in_step = self._has_experts and spread and mesh.dp_cp.size > 1
+        against = reason_against_graphs(chunks, mesh, next(chunks[0].parameters()).device)
+        if config.cuda_graphs is True and against:
+            raise ConfigError(f'rl.engine.cuda_graphs=true, but {against}. Set it to "auto", or false.')
+        self.why_no_graphs = "rl.engine.cuda_graphs=false" if config.cuda_graphs is False else against
+        """The reason why steps are not CUDA graphs; None: they are."""
+        self._has_fixed_shapes = self.why_no_graphs is None if has_fixed_shapes is None else has_fixed_shapes
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        how = (
+            f"step by step: {self.why_no_graphs}"
+            if self.why_no_graphs
+            else "steps without prompts as CUDA graphs"
+        )
+        return f"rollout engine: native, {self._num_slots} slots, {how}"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -81,6 +114,9 @@ class MegatronEngine:
         with evaluating(self._chunks), without_capacity(self._chunks), weights_unchanged():
             decoder = Decoder(self._chunks, self.mesh, num_slots, longest, with_routes=sampling.with_routes)
             run = _Run(self, decoder, Scheduler(drafts, num_slots, self._step_tokens), sampling)
+            if self._has_fixed_shapes:
+                captures = self.why_no_graphs is None
+                run.static = StaticDecode(run.compute, num_slots, longest, decoder.device, captures=captures)
             while self._any_busy(run.scheduler.is_busy, decoder.device):
                 run.step()
         if sampling.with_routes and self._gathers_routes:
@@ -111,14 +147,30 @@ class _Run:
         self._engine, self._decoder, self.scheduler, self._sampling = engine, decoder, scheduler, sampling
         self._stops = Stops(sampling.stop_tokens, sampling.stop_strings, engine.decode)
         self.routes: dict[Draft, Tensor] = {}
+        self.static: StaticDecode | None = None
+        """Computes steps without prompts; None: all steps are computed alike."""
 
     def step(self) -> None:
         """Compute one token of every completion that has one to compute, and remove the finished ones."""
         step = self.scheduler.next_step()
         self._decoder.copy(step.copies)
-        tokens, drawing_B = self._tokens(step)
-        logits_Bv = self._decoder.step(tokens, drawing_B)
-        drawn = self._drawn(logits_Bv, tokens.positions_T[drawing_B], step)
+        if self.static is not None and step.num_decode and not step.spans:
+            active = self.scheduler.active[: step.num_decode]
+            drawn = self._read(
+                self.static.step(
+                    [
+                        NextToken(draft.newest, slot, draft.cached, draft.seed)
+                        for slot, draft in enumerate(active)
+                    ]
+                )
+            )
+        else:
+            tokens, drawing_B = self._tokens(step)
+            seeds_B = torch.tensor(
+                [self.scheduler.active[slot].seed for slot in step.drawing], dtype=torch.int64
+            )
+            drawn_4B = self.compute(tokens, drawing_B, seeds_B.to(self._decoder.device, non_blocking=True))
+            drawn = self._read(drawn_4B) if step.drawing else [[], [], [], []]
         self.scheduler.computed(step)
         finished = [
             slot for slot, *numbers in zip(step.drawing, *drawn, strict=True) if self._add(slot, numbers)
@@ -182,15 +234,17 @@ class _Run:
         )
         return tokens, torch.tensor(drawing, dtype=torch.int64, device=self._decoder.device)
 
-    def _drawn(self, logits_Bv: Tensor | None, positions_B: Tensor, step: Step) -> list[list[float]]:
-        """Collective over this model's ranks: the fields of `Drawn`, each for all drawing slots."""
+    def compute(self, tokens: StepTokens, drawing_B: Tensor, seeds_B: Tensor) -> Tensor:
+        """Collective over this model's ranks, and its experts': the fields of `Drawn`, float64 `[4, B]`, of the tokens
+        that draw. Nothing here reads the device on the host, so that a GPU can capture it.
+        """
         engine = self._engine
-        if not step.drawing:
-            return [[], [], [], []]
-        drawn_4B = torch.zeros(4, len(step.drawing), dtype=torch.float64, device=self._decoder.device)
+        logits_Bv = self._decoder.step(tokens, drawing_B)
+        drawn_4B = torch.zeros(4, len(drawing_B), dtype=torch.float64, device=self._decoder.device)
+        if not len(drawing_B):
+            return drawn_4B
         if logits_Bv is not None:
-            seeds_B = torch.tensor([self.scheduler.active[slot].seed for slot in step.drawing])
-            numbers_B = uniforms(seeds_B.to(positions_B.device), positions_B)
+            numbers_B = uniforms(seeds_B, tokens.positions_T[drawing_B])
             cut, tp = self._sampling.cut, engine.mesh.tp
             vocab_size = self._sampling.vocab_size or engine.model.vocab_size
             drawn_4B = torch.stack(
@@ -198,12 +252,17 @@ class _Run:
             )
         if engine.mesh.pp.size > 1:
             dist.broadcast(drawn_4B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
-        if drawn_4B.isnan().any():
+        return drawn_4B
+
+    def _read(self, drawn_4B: Tensor) -> list[list[float]]:
+        """Return the drawn numbers on the host, which waits for them; the only wait of a step."""
+        drawn: list[list[float]] = drawn_4B.tolist()
+        if any(isnan(number) for numbers in drawn for number in numbers):
             raise EngineError(
-                f"the policy of version {engine.policy_version} gives logits that are not finite. Go back to an "
+                f"the policy of version {self._engine.policy_version} gives logits that are not finite. Go back to an "
                 "earlier checkpoint, or lower optim.lr."
             )
-        return drawn_4B.tolist()
+        return drawn
 
 
 @contextmanager

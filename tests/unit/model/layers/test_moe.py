@@ -12,8 +12,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mcore_rl.backend.patches.versions import megatron_version
-from mcore_rl.model.layers.cpu.moe import LocalDispatcher, MoELayer
 from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.model.layers.experts_sorted import sort_routes
+from mcore_rl.model.layers.moe import LocalDispatcher, MoELayer
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
@@ -83,6 +84,35 @@ def test_it_computes_what_megatrons_layer_does(one_rank: Mesh, router: str) -> N
     assert_close(d_router, d_router_m, 2e-6)
     assert_close(d_fc1, torch.stack(d_experts[::2]), 1e-6)
     assert_close(d_fc2, torch.stack(d_experts[1::2]), 1e-6)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid with bias"])
+def test_tokens_that_a_gpu_sorts_by_itself_get_what_megatrons_layer_gives(
+    one_rank: Mesh, router: str
+) -> None:
+    """The way of a GPU, which computes activations that a CPU's blocks do not have either."""
+    gelu = {"activation_func": torch.nn.functional.gelu}
+    ours, megatrons = ours_and_megatrons(one_rank, **ROUTERS[router], **gelu)
+    ours.token_dispatcher = LocalDispatcher(ours.config, ours.experts)
+    input = torch.randn(19, 3, 32, requires_grad=True)
+    actual, expected = ours(input)[0], megatrons(input)[0]
+    assert_close(actual, expected, 1e-6)
+    d_input, d_router, d_fc1, _ = gradients(actual, [input, *weights_of(ours)])
+    leaves = [expert.linear_fc1.weight for expert in megatrons.experts.local_experts]
+    d_input_m, d_router_m, *d_experts = gradients(expected, [input, megatrons.router.weight, *leaves])
+    assert_close(d_input, d_input_m, 1e-6)
+    assert_close(d_router, d_router_m, 2e-6)
+    assert_close(d_fc1, torch.stack(d_experts), 1e-6)
+
+
+def test_rows_are_sorted_by_expert_and_token_and_fill_up_where_an_expert_is_named_twice() -> None:
+    routed_TE = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 1]]).bool()
+    routes = sort_routes(torch.rand(3, 4) * routed_TE, routed_TE, 2)
+    chosen = [(expert, token) for token, row in enumerate(routes.experts_TK.tolist()) for expert in row]
+    assert [chosen[index] for index in routes.order_N.tolist()] == sorted(chosen)
+    assert routes.order_N[routes.row_TK.flatten()].tolist() == list(range(6))
+    assert routes.counts_E.tolist() == [sum(expert == e for expert, _ in chosen) for e in range(4)]
+    assert routes.experts_TK[:2].tolist() == [[1, 2], [0, 2]] and 3 in routes.experts_TK[2]
 
 
 def test_a_replayed_route_is_the_one_taken(one_rank: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's Mixture-of-Experts layer, with a shorter path on a CPU where no token leaves its rank."""
+"""Megatron's Mixture-of-Experts layer, with a shorter path where no token leaves its rank."""
 
 from typing import Any
 
@@ -13,14 +13,20 @@ from mcore_rl.model.layers.experts import GroupedExperts
 class MoELayer(moe_layer.MoELayer):
     """Megatron's layer, with the same router, shared experts, recomputation and numbers.
 
-    Where a CPU holds all experts whole, they gather and sum the tokens themselves: Megatron's dispatchers copy top-k
-    times the batch six times to sort it, even if nothing is sent. Everywhere else this is Megatron's layer unchanged.
+    Where a rank holds all experts whole, they gather and sum the tokens themselves. Megatron's dispatchers copy top-k
+    times the batch six times to sort it, even if nothing is sent, and read on the host how many tokens each expert
+    gets, so that a GPU is drained once a layer. Everywhere else this is Megatron's layer unchanged.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if _is_local(self.config, self.experts):
             self.token_dispatcher = LocalDispatcher(self.config, self.experts)
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the host reads numbers from a GPU in the layer's forward pass."""
+        return not isinstance(self.token_dispatcher, LocalDispatcher) or not self.experts.is_queued
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Return the routed experts' output, and no bias."""
@@ -68,7 +74,8 @@ class LocalDispatcher(MoETokenDispatcher):
 def _is_local(config: TransformerConfig, experts: Any) -> bool:
     return (
         isinstance(experts, GroupedExperts)
-        and experts.is_blockwise
+        # On a GPU each token has its top-k rows, computed or not: a capacity would save nothing.
+        and (experts.is_blockwise or (experts.is_on_gpu and config.moe_expert_capacity_factor is None))
         and experts.ep_group.size() == experts.tp_group.size() == 1
         and config.moe_token_dispatcher_type in ("alltoall", "allgather")
         and not config.moe_pad_expert_input_to_capacity
