@@ -105,4 +105,5 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum_of_rows(rows_ND: Tensor, row_TK: Tensor) -> Tensor:
-    return rows_ND.index_select(0, row_TK.flatten()).unflatten(0, row_TK.shape).sum(1)
+    rows_TKD = rows_ND.index_select(0, row_TK.flatten()).view(*row_TK.shape, -1)
+    return rows_TKD.sum(1)
