@@ -17,6 +17,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, RunConfig, TrainConfig
+from mcore_rl.config.sft import SFTConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
@@ -57,6 +58,7 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from _router_fusion(config)
     yield from _triton_kernels(config.platform, model)
     yield from _overlapped_shared_experts(config)
+    yield from _overlapped_tensor_parallelism(config)
     yield from offload_violations(config.optim, config.platform)
     yield from precision_violations(config.optim, config.platform)
     yield from _recompute(config.platform, model)
@@ -289,6 +291,32 @@ def _overlapped_shared_experts(config: RunConfig) -> Iterator[str]:
             'mesh.overlap_shared_experts=true with "shared_experts" in platform.recompute_modules: Megatron cannot '
             "compute them again in parts. Take it out, or set the overlap to false."
         )
+
+
+def _overlapped_tensor_parallelism(config: RunConfig) -> Iterator[str]:
+    mesh, model, platform = config.mesh, config.model, config.platform
+    if not mesh.overlap_tp:
+        return
+    reasons = {
+        "TransformerEngine's user buffers have one shape for a whole run, as batches of pretraining and fine-tuning do "
+        "and those of this program do not": not isinstance(config, PretrainConfig | SFTConfig),
+        f"mesh.tp={mesh.tp} sends nothing": mesh.tp == 1,
+        f"mesh.sequence_parallel=false with mesh.tp={mesh.tp}: what overlaps are its gathers and "
+        "reductions": mesh.tp > 1 and not mesh.sequence_parallel,
+        'platform.device="cpu" has no user buffers': platform.device == "cpu",
+        'platform.layers="torch" has no user buffers': platform.layers == "torch",
+        f'platform.precision="{platform.precision}": the buffers are bf16': platform.precision != "bf16",
+        f'platform.fp8="{platform.fp8}": TransformerEngine takes them with some recipes only': platform.fp8
+        != "none",
+        f"{model.family}'s latent attention has projections for which Megatron switches it off, and with them for all "
+        "later layers": family_of(model).is_latent,
+        f"model.mtp_layers={model.mtp_layers} have a projection for which Megatron switches it "
+        "off": model.mtp_layers > 0,
+        "mesh.overlap_shared_experts=true takes the same messages apart itself": mesh.overlap_shared_experts,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield f"mesh.overlap_tp=true, but {reason}. Set it to false."
 
 
 def _router_fusion(config: RunConfig) -> Iterator[str]:

@@ -45,6 +45,15 @@ ARGUMENTS: tuple[Argument, ...] = (
         note=f"ep or etp > 1; equal to without it on CPUs; {NOT_RUN}",
     ),
     Argument(
+        names=("tp_comm_overlap",),
+        field="mesh.overlap_tp",
+        on_gpus="off",
+        on_cpus="off",
+        note="pretraining and fine-tuning with layers te in bf16, tp > 1 and sequence_parallel; not with latent "
+        "attention and MTP, for whose layers Megatron switches it off; its wiring is that of Megatron-LM's scripts, "
+        f"{NOT_RUN}",
+    ),
+    Argument(
         names=("overlap_p2p_comm", "no_overlap_p2p_communication"),
         field="mesh.overlap_p2p",
         on_gpus="on with vpp > 1",
@@ -152,11 +161,6 @@ ARGUMENTS: tuple[Argument, ...] = (
         note=f"changes no number; {NOT_RUN}",
     ),
     Argument(
-        names=("tp_comm_overlap",),
-        note="It needs TransformerEngine's user buffers, which are of one shape for a whole run; evaluations, packed "
-        "sequences and rollouts have others.",
-    ),
-    Argument(
         names=("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
         note="Megatron's schedule for it interleaves the layers of two microbatches, while routing replay, the "
         "routers' losses and packed sequences are set for one microbatch at a time.",
@@ -167,13 +171,18 @@ ARGUMENTS: tuple[Argument, ...] = (
     ),
     Argument(
         names=("fine_grained_activation_offloading", "offload_modules", "cpu_offloading_num_layers"),
-        note="Megatron plans the copies in the first step and repeats that plan, while steps of RL and of growing "
-        "batches, and evaluations, have other passes; platform.recompute frees the same memory.",
+        note="Megatron plans the copies by the passes of the first step, for all models of a process together, and "
+        "0.16 does not go back to the plan's beginning after passes without a backward: the step after an evaluation "
+        "finds none, as passes of a growing batch and of RL do in 0.19 too. The copies are TransformerEngine's, so "
+        "that none of it runs on a CPU; platform.recompute frees the same memory.",
     ),
     Argument(
         names=("cuda_graph_impl", "cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph"),
-        note="A graph repeats fixed shapes without Python: no packed sequences, and no routes that a replay records or "
-        "imposes.",
+        note="A graph repeats fixed shapes without Python: a layer with experts sends other numbers of tokens in every "
+        "step, and replay records and imposes its routes in Python. Of attention alone Megatron captures graphs in the "
+        "training loop of its scripts, after steps of warm-up: for sequences that are not packed, with random states "
+        "of TransformerEngine's, while the hooks that wait for weights are off, and with a pipeline for the number of "
+        "microbatches that the scripts have globally. None of it can be tried without a GPU.",
     ),
     Argument(
         names=("use_megatron_fsdp", "use_torch_fsdp2", "data_parallel_sharding_strategy"),

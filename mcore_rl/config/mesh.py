@@ -46,6 +46,10 @@ class MeshConfig(Section):
     overlap_shared_experts: bool = False
     """Shared experts are computed while tokens travel to the others and back; needs ep or etp > 1."""
 
+    overlap_tp: bool = False
+    """Messages of tensor parallelism travel while the products beside them are computed, in TransformerEngine's user
+    buffers. They are of one shape for the whole run: pretraining and fine-tuning only. It needs CUDA and tp > 1."""
+
     @property
     def model_parallel(self) -> int:
         """Number of ranks that one copy of the dense part takes."""

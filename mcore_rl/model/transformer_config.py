@@ -53,7 +53,7 @@ def transformer_config(
     arguments = (
         _common(model)
         | family.architecture(model)
-        | _parallel(model, mesh)
+        | _parallel(model, mesh, platform)
         | _numeric(platform, settings)
         | _fusions(platform, settings, speed_flags(settings, mesh.config, model, machine_of(platform)))
         | _recompute(settings)
@@ -110,8 +110,13 @@ def _common(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _parallel(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+def _parallel(model: ModelConfig, mesh: Mesh, platform: Platform) -> dict[str, Any]:
     config = mesh.config
+    if config.overlap_tp and platform.layers != "te":
+        raise ConfigError(
+            "mesh.overlap_tp=true needs the layers of TransformerEngine, and those here are of torch. Install it, or "
+            "set mesh.overlap_tp=false."
+        )
     overlap = config.vpp > 1 and config.overlap_p2p
     return {
         "tensor_model_parallel_size": config.tp,
@@ -121,6 +126,7 @@ def _parallel(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
         "expert_tensor_parallel_size": config.etp,
         "context_parallel_size": config.cp,
         "sequence_parallel": mesh.sequence_parallel,
+        "tp_comm_overlap": config.overlap_tp,
         "num_layers_in_first_pipeline_stage": config.first_stage_layers,
         "num_layers_in_last_pipeline_stage": config.last_stage_layers,
         "pipeline_model_parallel_layout": _pipeline_layout(model, config),

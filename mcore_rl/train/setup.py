@@ -1,5 +1,6 @@
 """Set-up of a model for training, from a checked config."""
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
 from mcore_rl.backend.platform import Platform
+from mcore_rl.checks.programs import program_of
 from mcore_rl.config.optim import State
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Store
@@ -31,6 +33,8 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
     a critic where the config has one.
     """
     mesh = build_mesh(config.mesh)
+    if config.mesh.overlap_tp and platform.layers == "te":
+        allocate_user_buffers(config, mesh)
     seed_ranks(config.train.seed)
     # What waits elsewhere has left the device before the next model is built.
     state = _set_up_model(
@@ -42,6 +46,27 @@ def set_up(config: RunConfig, platform: Platform) -> TrainState:
             scored, platform, mesh, config.critic_steps, store=config.critic_store, weights_stay=False
         )
     return state
+
+
+def allocate_user_buffers(config: RunConfig, mesh: Mesh) -> None:
+    """Collective over the world: allocate the buffers in which messages of tensor parallelism travel beside products,
+    before any layer that uses them is built.
+    """
+    # Megatron leaves this to its scripts, and TransformerEngine is not everywhere.
+    base = importlib.import_module("transformer_engine.pytorch.module.base")
+    base.initialize_ub(
+        shape=user_buffer_shape(config),
+        tp_size=mesh.tp.size,
+        use_fp8=False,
+        ub_cfgs={},
+        bootstrap_backend="nccl",
+    )
+
+
+def user_buffer_shape(config: RunConfig) -> list[int]:
+    """Return [tokens, hidden size] of a microbatch on the tensor-parallel ranks together, in every step the same."""
+    seq_length = program_of(config).seq_length(config)
+    return [config.train.micro_batch * seq_length // config.mesh.cp, config.model.hidden_size]
 
 
 def speed_flags_of(config: RunConfig, platform: Platform) -> SpeedFlags:

@@ -353,6 +353,26 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             "cannot recompute",
         ),
+        ("llama", "mesh.overlap_tp=true platform.precision=bf16", 1, "mesh.tp=1 sends nothing"),
+        ("llama", "mesh.overlap_tp=true mesh.tp=2", 2, "the buffers are bf16"),
+        (
+            "llama",
+            "mesh.overlap_tp=true mesh.tp=2 platform.precision=bf16 mesh.sequence_parallel=false",
+            2,
+            "what overlaps are its gathers",
+        ),
+        (
+            "deepseek_v3",
+            "mesh.overlap_tp=true mesh.tp=2 platform.precision=bf16",
+            2,
+            "latent attention has projections for which Megatron switches it off",
+        ),
+        (
+            "llama",
+            "mesh.overlap_tp=true mesh.tp=2 platform.precision=bf16 platform.device=cpu",
+            2,
+            'platform.device="cpu" has no user buffers',
+        ),
         ("qwen3_moe", "mesh.overlap_shared_experts=true mesh.ep=2 mesh.dp=2", 2, "has no shared experts"),
         ("deepseek_v3", "mesh.overlap_shared_experts=true", 1, "no token travels with mesh.ep=1"),
         (

@@ -69,6 +69,10 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
             'rl.update.store="file" with optim.offload_fraction=0.5',
         ),
         (
+            ["mesh.overlap_tp=true", "mesh.tp=2", "platform.precision=bf16"],
+            "those of this program do not. Set it to false.",
+        ),
+        (
             ["rl.advantage.kind=gae", "rl.critic.optim.main_grads_dtype=bf16"],
             'rl.critic.optim.main_grads_dtype="bf16" with platform.precision="fp32"',
         ),
