@@ -9,6 +9,7 @@ written) and NCCL (gloo takes its place).
 """
 
 import functools
+import itertools
 import math
 import os
 import traceback
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import varlen as torch_varlen
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -67,6 +69,8 @@ class EmulatedGpu(TorchDispatchMode):
         """Inside a factory that the program called, with or without a device."""
         self.capturing: EmulatedGraph | None = None
         """The graph that is being captured."""
+        self.packed_calls = 0
+        """Calls of the kernel for packed sequences."""
         self.graphs: list[EmulatedGraph] = []
         """All graphs that were captured."""
 
@@ -294,6 +298,8 @@ def install() -> EmulatedGpu:
     cuda.current_stream = cuda.default_stream = lambda *_, **__: stream()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = functools.partial(_answer, None)
     _install_tensors(gpu)
+    packed: Any = torch_varlen
+    packed.varlen_attn = _packed_attention(gpu)
     distributed: Any = dist
     distributed.is_nccl_available = functools.partial(_answer, True)
     cuda.nccl.version = functools.partial(_answer, (2, 28, 9))
@@ -345,6 +351,46 @@ def _install_tensors(gpu: EmulatedGpu) -> None:
         return to_list(self)
 
     tensor.tolist = listed
+
+
+def _packed_attention(gpu: EmulatedGpu) -> Callable[..., Tensor]:
+    """Stand in for `varlen_attn`, of which torch has kernels for GPUs only: the arguments it takes, in float32."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        width, shared = query.shape[2], query.shape[1] // key.shape[1]
+        assert query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and value.shape == key.shape
+        assert enable_gqa == (shared > 1) and cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32
+        assert window_size[1] == 0 and is_on_gpu(cu_seq_q)
+        gpu.packed_calls += 1
+        with _disable_current_modes():
+            bounds = [int(bound) for bound in cu_seq_q]
+        assert bounds[0] == 0 and bounds[-1] == len(query)
+        lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
+        assert max_q == max_k == max(lengths)
+        outputs = []
+        for q_SND, k_SGD, v_SGD in zip(*(x.float().split(lengths) for x in (query, key, value)), strict=True):
+            k_SND, v_SND = (x.repeat_interleave(shared, 1) for x in (k_SGD, v_SGD))
+            positions = torch.arange(len(q_SND), device=GPU)
+            behind = positions[:, None] - positions
+            hidden = (behind < 0) | ((behind > window_size[0]) if window_size[0] >= 0 else behind < 0)
+            scores_NST = torch.einsum("snd,tnd->nst", q_SND, k_SND) * scale
+            weights_NST = scores_NST.masked_fill(hidden, -math.inf).softmax(-1)
+            outputs.append(torch.einsum("nst,tnd->snd", weights_NST, v_SND))
+        return torch.cat(outputs).to(query.dtype)
+
+    return attend
 
 
 def _answer(value: Any = None, *_: Any, **__: Any) -> Any:

@@ -23,6 +23,7 @@ from bench.gpu.__main__ import RESULT, run_step
 from mcore_rl.backend import platform
 from mcore_rl.backend.gpu.kernels import Kernels, load_kernels
 from mcore_rl.backend.patches.versions import has_module
+from mcore_rl.backend.varlen import Bounds, attend_packed
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
@@ -184,11 +185,16 @@ def kernels(on: Machine) -> Outcome:
     chosen = {name: attention_kernels(on, call) for name, call in attention_calls(on).items()}
     for sizes in ([0, 0, 5, 3], [16, 1, 0, 7], [8, 8, 8, 8]):
         expect(f"grouped products of {sizes} rows", grouped_difference(on, sizes), 1e-2)
+    packed = {f"window {window}": packed_difference(on, window) for window in (None, 7)}
+    for name, difference in packed.items():
+        expect(f"packed sequences in one call, {name}", difference, 2e-2)
     slow = [name for name, kinds in chosen.items() if any("math" in kind for kind in kinds)]
     if slow and on.is_gpu:
         raise AssertionError(f"attention falls back to separate products for {slow}: {chosen}")
     kinds = sorted({kind for kinds in chosen.values() for kind in kinds})
-    return Outcome(summary=f"attention by {', '.join(kinds)}", figures={"attention": chosen})
+    return Outcome(
+        summary=f"attention by {', '.join(kinds)}", figures={"attention": chosen, "packed": packed}
+    )
 
 
 def attention_calls(on: Machine) -> dict[str, Callable[[], Any]]:
@@ -238,6 +244,41 @@ def attention_kernels(on: Machine, call: Callable[[], Any]) -> list[str]:
         name.removeprefix("aten::_scaled_dot_product_") for name in names if "_scaled_dot_product_" in name
     }
     return sorted(name for name in found if not name.endswith("backward"))
+
+
+def packed_difference(on: Machine, window: int | None) -> float:
+    """Return how far one call for packed sequences in bf16, and its gradients, are from a call for each in fp32 on the
+    CPU; 0 where there is no kernel.
+    """
+    lengths, generator = (64, 1, 200, 39), torch.Generator().manual_seed(0)
+    shapes = ((8, 64), (2, 64), (2, 48))
+    exact = [torch.randn(sum(lengths), *shape, generator=generator).bfloat16().float() for shape in shapes]
+    placed = [heads.to(on.device, torch.bfloat16).requires_grad_() for heads in exact]
+    cumulative = torch.tensor((0, *lengths)).cumsum(0).to(on.device, torch.int32)
+    found = attend_packed(*placed, Bounds(cumulative, max(lengths)), 64**-0.5, window)
+    if found is None:
+        return 0.0
+    outputs = []
+    for heads in zip(*(one.requires_grad_().split(lengths) for one in exact), strict=True):
+        behind = torch.arange(len(heads[0]))[:, None] - torch.arange(len(heads[0]))
+        visible = (behind >= 0) & (behind <= (len(behind) if window is None else window))
+        query, key, value = (one.transpose(0, 1) for one in heads)
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=visible, scale=64**-0.5, enable_gqa=True
+            ).transpose(0, 1)
+        )
+    wanted = torch.cat(outputs)
+    ones = torch.ones_like(wanted)
+    pairs = [
+        (found, wanted),
+        *zip(
+            torch.autograd.grad(found, placed, ones.to(found)),
+            torch.autograd.grad(wanted, exact, ones),
+            strict=True,
+        ),
+    ]
+    return max(float((a.float().cpu() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def grouped_difference(on: Machine, sizes: list[int]) -> float:

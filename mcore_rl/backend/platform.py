@@ -15,6 +15,7 @@ from mcore_rl.backend.cpu.kernels import CpuKernels
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.table import FOUND  # first: torch and Megatron are patched
 from mcore_rl.backend.patches.versions import megatron_version
+from mcore_rl.backend.varlen import kernel_found
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 
@@ -50,10 +51,12 @@ class Platform:
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
         layers = "TransformerEngine" if self.layers == "te" else "torch"
         adam = f"{adam_package()}'s fused Adam"
+        kernel = kernel_found() if self.is_cuda and self.layers == "torch" else None
         return (
             f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, {layers} layers, "
             f"{adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
             + (f", {self.kernels_chosen}" if self.kernels_chosen else "")
+            + (f", packed sequences by {kernel.name}" if kernel else "")
         )
 
 

@@ -25,6 +25,7 @@ from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.platform import adam_package, variables_of_device
+from mcore_rl.backend.varlen import kernel_found
 from mcore_rl.checks import nodes
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
@@ -40,6 +41,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = (
     "torch megatron-core transformers transformer-engine apex triton deep-ep flash-attn isal safetensors numpy"
 ).split()
+PACKED = "torch's varlen_attn or flash-attn"
 OPEN_FILES = 4096
 """Open files that a rank with many checkpoint shards, sockets and data files needs."""
 
@@ -133,9 +135,11 @@ def devices() -> list[dict[str, Any]]:
 
 def kernels() -> dict[str, bool]:
     """Return, for each fused kernel that the layers can use, whether it is there."""
-    te = FOUND.has_te
+    te, varlen = FOUND.has_te, kernel_found()
     return {
         "grouped products of experts (torch)": HAS_GROUPED_MM,
+        f"attention of packed sequences in one call ({varlen.name if varlen else PACKED})": varlen
+        is not None,
         "permutation of tokens (TransformerEngine)": te and has_kernels(*PERMUTE_KERNELS),
         "router (TransformerEngine)": te and has_kernels(*ROUTER_KERNELS),
         "cross entropy (TransformerEngine)": te,

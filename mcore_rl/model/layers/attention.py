@@ -23,6 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu import attention as cpu_attention
+from mcore_rl.backend.varlen import attend_packed
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
@@ -153,6 +154,8 @@ class SDPAttention(MegatronModule):
             packed = PackedParams(lengths=lengths)
         if ranks > 1:
             key, value = self._gathered(key, value, packed.order(ranks, key.device))
+        elif (at_once := self._at_once(query, key, value, packed)) is not None:
+            return at_once
         elif batches := packed.batches(key.device):
             return self._side_by_side(query, key, value, batches)
         parts = zip(
@@ -167,6 +170,14 @@ class SDPAttention(MegatronModule):
             chunks = self._chunks(*rows) if ranks > 1 else [rows]
             mixed += [self._prefix(*chunk) for chunk in chunks]
         return torch.cat(mixed).flatten(1)
+
+    def _at_once(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor | None:
+        """Return the same by one call of a kernel for packed sequences; None where it cannot be."""
+        has_dropout = self.dropout > 0.0 and self.training
+        if self.softmax_offset is not None or has_dropout or batch_invariant.is_on() or not query.is_cuda:
+            return None
+        mixed = attend_packed(query, key, value, packed.bounds(query.device), self.scale, self.window)
+        return None if mixed is None else mixed.flatten(1)
 
     def _side_by_side(self, query: Tensor, key: Tensor, value: Tensor, batches: SideBySide) -> Tensor:
         """Return the same in few batches: for short sequences a call each costs more than the arithmetic."""

@@ -6,6 +6,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mcore_rl.backend.varlen import Bounds
+
 SHORT = 64
 """Number of positions up to which sequences are filled up to a multiple of WIDTH_MULTIPLE, to share a batch."""
 WIDTH_MULTIPLE = 8
@@ -33,8 +35,16 @@ class PackedParams(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()
     """Number of positions of each sequence, with padding, on all context-parallel ranks together."""
+    _bounds: list[Bounds] = field(default_factory=list, repr=False)
     _orders: dict[int, Tensor] = field(default_factory=dict, repr=False)
     _batches: list[SideBySide | None] = field(default_factory=list, repr=False)
+
+    def bounds(self, device: torch.device) -> Bounds:
+        """Return where the sequences begin and end, computed once for all layers."""
+        if not self._bounds:
+            cumulative = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            self._bounds.append(Bounds(cumulative.to(device, non_blocking=True), max(self.lengths)))
+        return self._bounds[0]
 
     def order(self, ranks: int, device: torch.device) -> Tensor:
         """Return `gathered_order(self.lengths, ranks)`, computed once for all layers."""
@@ -51,16 +61,11 @@ class PackedParams(PackedSeqParams):
 
 def packed_params(lengths: tuple[int, ...], device: torch.device) -> PackedParams:
     """Return the description of a row of sequences that have `lengths` positions."""
-    bounds = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    bounds = bounds.to(device, non_blocking=True)
-    return PackedParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        lengths=lengths,
-    )
+    packed = PackedParams(qkv_format="thd", lengths=lengths)
+    cumulative, longest = packed.bounds(device)
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = cumulative
+    packed.max_seqlen_q = packed.max_seqlen_kv = longest
+    return packed
 
 
 def gathered_order(lengths: tuple[int, ...], ranks: int) -> Tensor:

@@ -1,0 +1,38 @@
+"""Packed sequences by one call, on an emulated GPU whose kernel is stood in for; CPUs have none."""
+
+import json
+
+import torch
+
+from mcore_rl.backend.varlen import Bounds, attend_packed, kernel_found
+from tests.emulated_machine import emulated
+
+BF16_TOLERANCE = 0.03
+"""Largest difference from the closed form in float64: inputs are exact, outputs of up to 4 are rounded to 8 bits."""
+
+
+def test_a_cpu_has_no_kernel() -> None:
+    heads = torch.zeros(4, 2, 8, dtype=torch.bfloat16)
+    assert kernel_found() is None
+    assert attend_packed(heads, heads, heads, Bounds(torch.tensor([0, 4]), 4), 1.0, None) is None
+
+
+def test_on_an_emulated_gpu_packed_sequences_take_one_call_where_the_kernel_can() -> None:
+    done = emulated("cuda", "tests.emulated_packed:attention")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kernel"] == "torch's varlen_attn"
+    assert found["log"].endswith("packed sequences by torch's varlen_attn")
+    assert found["doctor"]["attention of packed sequences in one call (torch's varlen_attn)"]
+    calls = {name: case["calls"] for name, case in found["cases"].items()}
+    assert calls == {
+        "grouped queries": 1,
+        "values narrower than keys": 1,
+        "a window": 1,
+        "sinks": 0,
+        "heads of a width that kernels do not have": 0,
+        "fp32": 0,
+    }
+    for name, case in found["cases"].items():
+        assert case["waits"] == {}, name
+        assert max(case["differences"]) <= (BF16_TOLERANCE if name != "fp32" else 1e-5), name
