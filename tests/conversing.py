@@ -75,7 +75,7 @@ class Faulty(Echo):
             case "raise":
                 raise KeyError("lost")
             case "hang":
-                time.sleep(60)
+                time.sleep(600)
             case "die":
                 os._exit(3)
             case "junk":

@@ -110,7 +110,7 @@ FAULTS = (
     *("wrong_spans", "other_tokens", "null_logprob", "cut_short", "no_routes", "missing_row", "zero_layer"),
     *("expert_twice", "no_such_expert"),
 )
-HANG_S = 30.0
+HANG_S = 120.0
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""`run_main`: a program as one rank or several, in processes that begin with torch and Megatron in memory."""
+"""Programs as processes that begin with torch and Megatron in memory, seconds sooner than those of a fresh Python."""
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -9,9 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.ranks import forkserver, free_port
+from mcore_rl.backend.launcher import free_port
+from tests.ranks import forkserver
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
+CLI = "mcore_rl.run.cli"
 
 
 def run_main(module: str, words: Sequence[object], num_ranks: int = 1) -> "subprocess.CompletedProcess[str]":
@@ -49,10 +52,58 @@ def run_main(module: str, words: Sequence[object], num_ranks: int = 1) -> "subpr
         return subprocess.CompletedProcess([module, *arguments], status, output, errors)
 
 
+def run_command(*words: object) -> "subprocess.CompletedProcess[str]":
+    """Return status and output of `mcore-rl words...`; its launcher, and so its ranks, are copies of a warm process."""
+    return run_main(CLI, words)
+
+
+class RunningCommand:
+    """`mcore-rl words...` in the background, a copy of a warm process as of `run_command`."""
+
+    def __init__(self, words: Sequence[object], output: Path, module: str = CLI) -> None:
+        """Start it, or another module than `mcore-rl`; `output` gets what it writes."""
+        self._output = output
+        output.touch()
+        arguments = [str(word) for word in words]
+        self._process = forkserver().Process(
+            target=_main, args=(module, arguments, os.getcwd(), output, output)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def text(self) -> str:
+        """All that it has written so far."""
+        return self._output.read_text()
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Return the exit status once it has ended; AssertionError after TIMEOUT_S."""
+        self._process.join(TIMEOUT_S)
+        status = self.poll()
+        self.kill()
+        assert status is not None, f"no end within {TIMEOUT_S} s:\n{self.text}"
+        return status
+
+    def kill(self) -> None:
+        """End it, and with it its ranks, if it has not ended."""
+        self.send_signal(signal.SIGKILL)
+        self._process.join()
+
+
 def _main(module: str, words: list[str], folder: str, output: Path, errors: Path, **environment: str) -> None:
     os.environ.update(environment)
     for path, descriptor in ((output, 1), (errors, 2)):
-        with path.open("wb") as file:
+        with path.open("ab") as file:
             os.dup2(file.fileno(), descriptor)
     os.chdir(folder)
     if "WORLD_SIZE" in environment:

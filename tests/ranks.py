@@ -3,13 +3,14 @@
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
+
+from mcore_rl.backend.launcher import free_port
 
 TIMEOUT_S = 300.0
 
@@ -47,13 +48,6 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mcore_rl.run.rl", "torch._dynamo", "pytest"])
     return context
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _collect(pipes: list[Connection]) -> list[Any]:

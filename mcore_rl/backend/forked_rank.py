@@ -29,7 +29,7 @@ LATE = "torch._dynamo"
 PR_SET_PDEATHSIG = 1
 
 
-def imported(modules: Sequence[str], threads: str) -> bool:
+def imported(modules: Sequence[str], threads: str | None) -> bool:
     """Import `modules`, and return whether ranks may be copies of this process.
 
     A copy of a process with several threads would wait for locks that nobody releases, and an accelerator's context
@@ -38,22 +38,23 @@ def imported(modules: Sequence[str], threads: str) -> bool:
 
     Args:
         modules: What the ranks will import, by name.
-        threads: The number of threads of a rank, which OpenMP and BLAS read when they are imported.
+        threads: The number of threads of a rank, which OpenMP and BLAS read when they are imported; None: theirs.
     """
     if not modules or sys.platform != "linux" or _may_use_accelerator():
         return False
     before = os.environ.get(THREADS)
-    os.environ[THREADS] = threads
+    if threads is not None:
+        os.environ[THREADS] = threads
     try:
         for module in (*modules, LATE):
             importlib.import_module(module)
     except (ImportError, OSError, RuntimeError):  # a rank meets it again; its log and failure file name it
         return False
     finally:
-        if before is None:
-            del os.environ[THREADS]
-        else:
+        if before is not None:
             os.environ[THREADS] = before
+        elif threads is not None:
+            del os.environ[THREADS]
     return len(os.listdir("/proc/self/task")) == 1
 
 

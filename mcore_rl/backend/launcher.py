@@ -106,7 +106,8 @@ def launch_local(
     train, which then stop and save; while they are starting each of the three ends them at once. After a save on Ctrl-C
     the status is 130. No rank outlives this process. To be called in the main thread.
 
-    Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), where that is sound.
+    Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), where that is sound,
+    and so does a single one where this process has imported them already.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     raise_open_files()
@@ -116,7 +117,8 @@ def launch_local(
     environment = _environment(num_ranks)
     try:
         with _raised_signals():
-            is_forked = num_ranks > 1 and imported(imports, environment[THREADS])
+            shares = num_ranks > 1 or all(module in sys.modules for module in imports)
+            is_forked = shares and imported(imports, environment.get(THREADS))
     except _AskedToEndError as asked:
         return _ended_while_starting(asked.number)
     make_reserve(causes)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import numpy
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from tests.forked import run_command
 
 VOCAB_SIZE = 120
 Finished = subprocess.CompletedProcess[str]
@@ -85,23 +86,14 @@ def config_file(tmp_path: Path, corpus: Path) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """The folder of that run, done in one go; `pretrain.toml` is beside it. Not to be written to."""
     folder = tmp_path_factory.mktemp("trained")
-    subprocess.run(command("pretrain", write_config(folder, corpus)), check=True, stdout=subprocess.DEVNULL)
+    run_command("pretrain", write_config(folder, corpus)).check_returncode()
     return folder / "run"
-
-
-def command(*words: object) -> list[str]:
-    """`mcore-rl ...` with this Python."""
-    return [sys.executable, "-m", "mcore_rl.run.cli", *map(str, words)]
 
 
 @pytest.fixture
 def mcore_rl() -> Callable[..., Finished]:
     """Runs a command to its end."""
-
-    def run(*words: object) -> Finished:
-        return subprocess.run(command(*words), capture_output=True, text=True, timeout=240, check=False)
-
-    return run
+    return run_command
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 from mcore_rl.obs.attempts_file import read_attempts
 from tests.e2e.conftest import Finished, losses
+from tests.forked import run_main
 
 
 def test_a_run_learns_saves_and_is_done_once(
     config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    first = mcore_rl("pretrain", config_file, "train.steps=60")
+    # As a user's shell starts it, with nothing in memory.
+    words = [sys.executable, "-m", "mcore_rl.run.cli", "pretrain", str(config_file), "train.steps=60"]
+    first = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert first.returncode == 0, first.stderr
     logged = losses(run_dir)
     assert list(logged) == list(range(1, 61))
@@ -28,7 +31,7 @@ def test_a_run_learns_saves_and_is_done_once(
 def test_torchrun_and_mcore_rl_run_the_same(config_file: Path, trained: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*torchrun, "-m", "mcore_rl.run.pretrain", str(config_file), f"run_dir={tmp_path}/torchrun"]
-    theirs = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    theirs = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert theirs.returncode == 0, theirs.stderr
     assert losses(tmp_path / "torchrun") == losses(trained)
 
@@ -37,22 +40,8 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
     config_file: Path, trained: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
     interrupted = tmp_path / "interrupted"
-    # Half of the steps, then the rest: the data of a longer run begins like that of the shorter.
-    script = (
-        "import sys, pathlib; from mcore_rl.train import stop; from mcore_rl.run.pretrain import main\n"
-        "agreed = stop.StopRequest.agreed; calls = []\n"
-        "def counted(self):\n"
-        "    calls.append(0)\n"
-        "    if len(calls) == 6: pathlib.Path(sys.argv[1]).touch()\n"
-        "    return agreed(self)\n"
-        "stop.StopRequest.agreed = counted\n"
-        "sys.exit(main(sys.argv[2:]))"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = tmp_path / "stopping.py"
-    program.write_text(f"if __name__ == '__main__':\n    exec({script!r})\n")
-    words = [*torchrun, str(program), f"{interrupted}/STOP", str(config_file), f"run_dir={interrupted}"]
-    stopped = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    words = ["pretrain", f"{interrupted}/STOP.step.5", config_file, f"run_dir={interrupted}"]
+    stopped = run_main("tests.e2e.signalled", words, 2)
     assert stopped.returncode == 0, stopped.stderr
     assert list(losses(interrupted)) == [1, 2, 3, 4, 5] and not (interrupted / "DONE").exists()
     assert mcore_rl("pretrain", config_file, f"run_dir={interrupted}").returncode == 0

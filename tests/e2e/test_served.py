@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,8 +19,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import weight_map
 from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
-from tests.e2e.conftest import command
-from tests.e2e.test_resume import interruptible
+from tests.e2e.test_resume import running, wait_for_step
 from tests.e2e.test_rl import COMPUTED, computed, rl_file  # noqa: F401  # a fixture
 from tests.emitted import assert_emitted
 from tests.fake_server import FakeServer
@@ -101,15 +100,16 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once_and_both_end_the_servers_tha
     """Groups are in progress beside the training; the same command resumes, and is then ended by two Ctrl-C."""
     run_dir = tmp_path / "run"
     server = json.dumps([sys.executable, str(ROOT / "tests/fake_server.py")])
-    words = command("rl", rl_file, *SMALL, f"run_dir={run_dir}", "train.steps=2000", "replay.kind=none")
+    words = ["rl", rl_file, *SMALL, f"run_dir={run_dir}", "train.steps=2000", "replay.kind=none"]
     words += ["rl.engine.kind=vllm", "rl.engine.count=2", f"rl.engine.command={server}"]
     words += ["rl.engine.probe_tolerance=1e9"]  # the servers answer from a table
     words += ["rl.rollout.max_staleness=1", "rl.loss.importance_sampling=truncate"]
     last = "Stopped by Ctrl-C, and saved. The same command goes on from there."
-    assert interrupted(words, run_dir, after_step=4, times=1).splitlines()[-1] == last
+    output = interrupted(words, run_dir, tmp_path / "first", after_step=4, times=1)
+    assert output.splitlines()[-1] == last
     (saved,) = (run_dir / "checkpoints").glob("iter_*")
     step = int(saved.name.removeprefix("iter_"))
-    output = interrupted(words, run_dir, after_step=step + 2, times=2)
+    output = interrupted(words, run_dir, tmp_path / "second", after_step=step + 2, times=2)
     assert f"resumed from {saved}" in output
     assert (
         output.splitlines()[-1]
@@ -117,32 +117,24 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once_and_both_end_the_servers_tha
     )
 
 
-def interrupted(words: list[str], run_dir: Path, *, after_step: int, times: int) -> str:
+def interrupted(words: Sequence[object], run_dir: Path, output: Path, *, after_step: int, times: int) -> str:
     """Run a command, press Ctrl-C `times` times once a step is in the log, and return its output; it has to end its
     servers.
     """
-    with interruptible(words) as run:
-        try:
-            assert run.stdout is not None
-            metrics = run_dir / "metrics.jsonl"
-            while not (metrics.exists() and f'"step": {after_step},' in metrics.read_text()):
-                assert run.poll() is None, run.stdout.read()
-                time.sleep(0.05)
-            servers = [one for one in psutil.Process(run.pid).children(recursive=True) if is_fake_server(one)]
-            assert len(servers) >= 2
+    with running(words, output) as run:
+        wait_for_step(run_dir, after_step, run)
+        servers = [one for one in psutil.Process(run.pid).children(recursive=True) if is_fake_server(one)]
+        assert len(servers) >= 2
+        run.send_signal(signal.SIGINT)
+        if times == 2:
+            while "press it again to end at once" not in run.text:
+                assert run.poll() is None, run.text
+                time.sleep(0.02)
             run.send_signal(signal.SIGINT)
-            output = ""
-            if times == 2:
-                while "press it again to end at once" not in output:
-                    output += run.stdout.readline()
-                run.send_signal(signal.SIGINT)
-            output += run.stdout.read()
-            assert run.wait() == 130 and "Traceback" not in output, output
-            _, left = psutil.wait_procs(servers, timeout=10)
-            assert not left
-            return output
-        finally:
-            run.kill()  # its ranks and servers end with it
+        assert run.wait() == 130 and "Traceback" not in run.text, run.text
+        _, left = psutil.wait_procs(servers, timeout=120)
+        assert not left
+        return run.text
 
 
 def is_fake_server(process: psutil.Process) -> bool:

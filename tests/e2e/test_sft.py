@@ -2,7 +2,6 @@
 
 import json
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from tests.e2e.conftest import Finished, command, losses
-from tests.e2e.test_resume import started, wait_for_step
+from tests.e2e.conftest import Finished, losses
 from tests.emitted import assert_emitted
 from tests.forked import run_main
 
@@ -76,12 +74,11 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     assert "eval/loss_nats" in (tmp_path / "straight/metrics.jsonl").read_text()
     assert_emitted("sft", tmp_path / "straight")
 
-    stopped = started(command("sft", sft_file, f"run_dir={tmp_path}/stopped", *load))
-    wait_for_step(tmp_path / "stopped", 5, stopped)
-    stopped.send_signal(signal.SIGTERM)
-    assert stopped.wait(timeout=60) == 0
-    assert len(losses(tmp_path / "stopped")) < 30 and not (tmp_path / "stopped/DONE").exists()
-    last = run_main("mcore_rl.run.sft", [sft_file, f"run_dir={tmp_path}/stopped", *load], 2)
+    words = [sft_file, f"run_dir={tmp_path}/stopped", *load]
+    stopped = run_main("tests.e2e.signalled", ["sft", "SIGTERM.step.6", *words], 2)
+    assert stopped.returncode == 0, stopped.stderr
+    assert len(losses(tmp_path / "stopped")) == 6 and not (tmp_path / "stopped/DONE").exists()
+    last = run_main("mcore_rl.run.sft", words, 2)
     assert last.returncode == 0, last.stderr
     assert losses(tmp_path / "stopped") == wanted
 

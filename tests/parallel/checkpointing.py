@@ -146,7 +146,7 @@ def stop_writers() -> None:
 def stopped_writers() -> list[psutil.Process]:
     """Return the child processes of this rank, once all of them have stopped."""
     children = psutil.Process().children()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not all(child.status() == psutil.STATUS_STOPPED for child in children):
         assert time.monotonic() < deadline, children
         time.sleep(0.01)

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import Router
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mcore_rl.backend.launcher import free_port
 from mcore_rl.backend.platform import start
 from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig, MoEConfig
@@ -39,7 +40,6 @@ from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.engines.weight_push import PushReport, WeightPush
 from mcore_rl.rl.sampling import Cut
-from tests.ranks import free_port
 
 MAX_TOKENS = 512
 NEARLY_ALIKE = 5e-6

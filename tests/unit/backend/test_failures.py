@@ -99,7 +99,7 @@ def run_rank(tmp_path, body, ask=0):
     if ask:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(ask)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=300)
     return process.returncode, output, errors, first_cause(tmp_path / "failures")
 
 
@@ -126,13 +126,13 @@ def test_a_rank_ends_with_its_own_status_and_arguments_and_a_good_one_leaves_no_
 
 def test_a_signal_for_the_process_is_one_for_the_rank_and_no_failure(tmp_path):
     save = "import time; saved = lambda *_: (print('saved', flush=True), os._exit(0))\n"
-    save += "signal.signal(signal.SIGTERM, saved); print('ready', flush=True); time.sleep(60)"
+    save += "signal.signal(signal.SIGTERM, saved); print('ready', flush=True); time.sleep(600)"
     assert run_rank(tmp_path, save, signal.SIGTERM)[:2] == (0, "saved\n")
     status, _, errors, cause = run_rank(
-        tmp_path, "import time; print('ready', flush=True); time.sleep(60)", signal.SIGTERM
+        tmp_path, "import time; print('ready', flush=True); time.sleep(600)", signal.SIGTERM
     )
     assert (status, errors, cause) == (-signal.SIGTERM, "", None)
     status, _, errors, cause = run_rank(
-        tmp_path, "import time; print('ready', flush=True); time.sleep(60)", signal.SIGINT
+        tmp_path, "import time; print('ready', flush=True); time.sleep(600)", signal.SIGINT
     )
     assert (status, errors, cause) == (130, "Rank 5 was interrupted.\n", None)

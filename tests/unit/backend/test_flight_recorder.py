@@ -23,9 +23,11 @@ flight_recorder.arm()
 dist.init_process_group("gloo")
 pair = dist.new_group([0, 1], group_desc="a pair")
 dist.all_reduce(torch.ones(1))
-with Watchdog(Limits(start_s=1.0, step_s=1.0, pause_s=1.0), rank):
+# Rank 0, which would fail when its peer is gone, reaches its limit long before the peer does.
+limit_s = 1.0 + 4.0 * rank
+with Watchdog(Limits(start_s=limit_s, step_s=limit_s, pause_s=limit_s), rank):
     if rank == 1:
-        time.sleep(60)
+        time.sleep(600)
     dist.all_reduce(torch.ones(7), group=pair)
 """
 
@@ -69,7 +71,7 @@ def test_ranks_that_hang_leave_files_in_which_torchs_reader_finds_the_rank_that_
         )
         for rank in range(2)
     ]
-    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [HUNG_STATUS] * 2, errors
     file = tmp_path / f"{PREFIX}0"
     assert f"The last collectives: {file} (" in errors[0]

@@ -20,18 +20,25 @@ from tests.hf_models import oracle
 MANY_FILES = CopySettings(workers=2, task_bytes=15_000, shard_bytes=100_000)
 
 
-def slowly(_: int) -> None:
-    """Leave time to be killed in."""
-    time.sleep(0.01)
-
-
 def killed(step, source: Path, output: Path, tasks_done: int) -> None:
     """Run `step(source, output)` in a process that is killed when `tasks_done` tasks are done."""
-    slow = dataclasses.replace(MANY_FILES, chunk_done=slowly)
-    process = multiprocessing.get_context("fork").Process(target=step, args=(source, output, slow))
+
+    def has_done_enough() -> bool:
+        return len(list((next_work(output) / "done").glob("*.json"))) >= tasks_done
+
+    def begin() -> None:
+        parent = os.getpid()
+
+        def wait_to_be_killed(_: int) -> None:
+            time.sleep(0.01)  # the record of the last task may be on its way to the disk
+            while os.getppid() == parent and has_done_enough():
+                time.sleep(0.01)
+
+        step(source, output, dataclasses.replace(MANY_FILES, chunk_done=wait_to_be_killed))
+
+    process = multiprocessing.get_context("fork").Process(target=begin)
     process.start()
-    records = next_work(output) / "done"
-    while process.is_alive() and (not records.exists() or len(list(records.glob("*.json"))) < tasks_done):
+    while process.is_alive() and not has_done_enough():
         time.sleep(0.002)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)

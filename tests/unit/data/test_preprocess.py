@@ -128,7 +128,7 @@ def kill_after_first_shard(options):
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
     process.communicate()
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=120)
     assert alive == []
     return process.returncode == -signal.SIGKILL and done.exists()
 
@@ -279,7 +279,7 @@ def test_a_second_writer_is_refused(options):
     started = time.monotonic()
     with pytest.raises(DataError, match="has another writer"):
         run(options)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300
     holder.communicate(b"\n")
 
 

@@ -25,7 +25,7 @@ from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion
-from tests.fake_server import FakeServer, TableAnswers
+from tests.fake_server import HANG_S, FakeServer, TableAnswers
 from tests.generating import engine_on, loaded, prompt_of, ragged_prompts, spelled
 from tests.hf_models import VOCAB, oracle
 from tests.served_model import ModelAnswers
@@ -273,13 +273,13 @@ def test_close_ends_requests_in_progress(one_rank: Mesh, tmp_path: Path) -> None
                 errors.append(error)
 
         for server in ours.servers:
-            server.delay_s = 30.0
+            server.delay_s = HANG_S
         thread = threading.Thread(target=ask)
         thread.start()
         while sum(server.running.total() for server in ours.servers) < 2:
             time.sleep(0.01)
         ours.engine.close()
-        thread.join(10)
+        thread.join(HANG_S / 2)
         assert not thread.is_alive() and "closed" in str(errors[0])
         with pytest.raises(EngineError, match="closed"):
             ours.engine.request_group(0, prompt_of((1, 2)), EIGHT, [1])

@@ -20,7 +20,7 @@ from mcore_rl.rl.engines.sglang_api import SglangApi
 from mcore_rl.rl.engines.vllm_api import VllmApi, logprobs_mode
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import VersionSpan
-from tests.fake_server import FakeServer
+from tests.fake_server import HANG_S, FakeServer
 
 VOCAB = 64
 GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
@@ -121,7 +121,7 @@ def test_silence_and_an_answer_by_the_byte_end_at_the_time_limit(fault: str) -> 
         start_s = time.monotonic()
         with pytest.raises(ServerError, match=r"no whole answer within 0\.3 s"):
             api_of(server, request_timeout_s=0.3).generate((5,), SAMPLING, 1, salt="v0", request_id="a")
-        assert time.monotonic() - start_s < 5.0
+        assert time.monotonic() - start_s < HANG_S
 
 
 def test_a_server_that_is_not_there_is_an_error_and_not_healthy() -> None:
@@ -172,7 +172,7 @@ def test_prompt_logprobs_are_of_the_tokens_that_were_sent(server: FakeServer) ->
 
 def test_an_abort_names_the_request_as_the_server_does(server: FakeServer) -> None:
     """vLLM answers 200 to an abort of a name without its beginning, and does nothing."""
-    server.delay_s = 20.0
+    server.delay_s = HANG_S
     api, errors = api_of(server), list[ServerError]()
 
     def ask() -> None:
@@ -186,7 +186,7 @@ def test_an_abort_names_the_request_as_the_server_does(server: FakeServer) -> No
     while not server.running["a1"]:
         time.sleep(0.01)
     api.abort("a1")
-    thread.join(5)
+    thread.join()
     assert "ended by 'abort'" in str(errors[0])
     if server.kind == "vllm":
         assert server.bodies("/inference/v1/abort_requests") == [{"request_ids": ["generate-tokens-a1"]}]
