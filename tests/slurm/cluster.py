@@ -104,7 +104,7 @@ class Cluster:
         return done.stdout.strip()
 
     def attempt(
-        self, *words: object, node: str = "", as_root: bool = False
+        self, *words: object, node: str = "", as_root: bool = False, within_s: float = 60
     ) -> "subprocess.CompletedProcess[str]":
         """The same, whatever becomes of it."""
         target = self._node_init(node) if node else self.init
@@ -120,7 +120,7 @@ class Cluster:
             capture_output=True,
             text=True,
             env=environment,
-            timeout=60,
+            timeout=within_s,
             check=False,
         )
 

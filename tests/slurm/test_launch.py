@@ -59,10 +59,10 @@ if (attempt / "n2").exists():
 """
 
 
-def mcore_rl(cluster: Cluster, *words: object) -> "subprocess.CompletedProcess[str]":
+def mcore_rl(cluster: Cluster, *words: object, within_s: float = 60) -> "subprocess.CompletedProcess[str]":
     """The command on the login node."""
     path = f"PYTHONPATH={cluster.code}"
-    return cluster.attempt("env", path, cluster.python, "-m", "mcore_rl.run.cli", *words)
+    return cluster.attempt("env", path, cluster.python, "-m", "mcore_rl.run.cli", *words, within_s=within_s)
 
 
 @pytest.fixture
@@ -150,6 +150,33 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
         ["launched", pretrain, "DONE", "1", "6"],
         ["tuned", sft, "DONE", "1", "3"],
     ]
+
+
+def test_a_check_runs_doctor_on_every_node_and_names_what_differs(cluster: Cluster, folder: Path) -> None:
+    """Nodes of one machine are alike: a variable that the cluster's own commands set tells them apart."""
+    differs = 'setup = ["export OMP_NUM_THREADS=$((SLURM_NODEID + 1))"]'
+    text = CLUSTER.format(python=cluster.python).replace("[checks]", f"{differs}\n[checks]")
+    (folder / "differing.toml").write_text(text)
+    words = (
+        "launch",
+        "data/pretrain.toml",
+        "--nodes",
+        "2",
+        "--nodelist",
+        "n4,n5",
+        "--allow-dirty",
+        "--check",
+    )
+    done = mcore_rl(cluster, *words, "--cluster", "differing.toml", "run_dir=checked", within_s=600)
+    assert done.returncode == 1, done.stdout + done.stderr
+    job, *lines = done.stdout.splitlines()
+    assert cluster.hosts(job) == ["n4", "n5"]
+    assert [line for line in lines if line in ("n4:", "n5:")] == ["n4:", "n5:"] and lines[0] == "n4:"
+    assert [line for line in lines if line.startswith(("DIFFERS", "FAULT"))] == [
+        "DIFFERS    limits variables OMP_NUM_THREADS: 1 on n4; 2 on n5"
+    ]
+    assert lines[-1] == "faulty"
+    assert not (folder / "checked/metrics.jsonl").exists()
 
 
 def test_a_node_that_fails_three_times_is_left_out_and_is_the_first_cause_each_time(
