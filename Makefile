@@ -1,4 +1,5 @@
-# make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-sandbox | test-adapters | test-triton | test-report | lint | bench
+# make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-sandbox | test-adapters | test-triton |
+#      test-report | test-te | lint | bench
 # Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
 # it comes megatron-core 0.19 instead of 0.16.
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
@@ -15,15 +16,18 @@
 # venv-vllm   .venv-vllm, with vLLM for CPUs (3.4 GB); PYTHON=/path/to/python3.11 names the interpreter
 # test-servers starts real vLLM servers, from .venv-vllm, on CPUs; figures go to bench/results/servers.json
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
+# test-te     real TransformerEngine without a GPU: models of every family, checkpoints, conversions. It needs CUDA 13's
+#             compiler and Python 3.12, and compiles TransformerEngine once, into .venv-te (6 GB, 10 minutes); not in CI.
 # make gpu         checks and measures one GPU in ten minutes at most (docs/gpu.md); make gpu DEVICE=cpu rehearses it
 # make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
 VENV := .venv$(patsubst python%,-%,$(filter python3.%,$(notdir $(PYTHON))))
 PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
+VENV_TE := .venv-te
 MATRIX := all
 DEVICE := cuda
 
-.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-adapters test-triton test-report lint gpu bench venv venv-vllm test-servers
+.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-adapters test-triton test-report lint gpu bench venv venv-vllm test-servers test-te
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -88,6 +92,9 @@ test-servers: $(READY)
 	MCORE_RL_VLLM=.venv-vllm/bin/python MCORE_RL_FIGURES=bench/results/servers.json \
 		$(PYTHON_IN_VENV) -m pytest tests/servers --durations=0
 
+test-te: $(VENV_TE)/.installed
+	$(VENV_TE)/bin/python -m pytest tests/te --durations=0
+
 venv: $(READY)
 
 venv-vllm:
@@ -95,4 +102,8 @@ venv-vllm:
 
 $(READY): setup.py constraints.txt tools/make_venv.sh
 	tools/make_venv.sh $(VENV)
+	touch $@
+
+$(VENV_TE)/.installed: setup.py constraints.txt tools/make_venv.sh tools/make_venv_te.sh
+	tools/make_venv_te.sh $(VENV_TE)
 	touch $@
