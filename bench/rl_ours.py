@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on a shared machine
@@ -32,10 +33,17 @@ from mcore_rl.run.rl import load_reference
 from mcore_rl.run.rollouts import load_prompts, open_rollouts
 
 
+@cache
+def workers() -> list[psutil.Process]:
+    """Return the reward workers, which are there when this is first called: to look for them takes milliseconds."""
+    found: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return found
+
+
 def cpu_s() -> float:
     """CPU seconds of this process and of its reward workers."""
-    workers = (child.cpu_times() for child in psutil.Process().children(recursive=True))
-    return time.process_time() + float(sum(times.user + times.system for times in workers))
+    times = [worker.cpu_times() for worker in workers()]
+    return time.process_time() + float(sum(one.user + one.system for one in times))
 
 
 class InTurns(RlTrainer):
@@ -90,7 +98,8 @@ def main() -> None:
         closing(PolicyRoutes(run.state, config, run.folder.path / "routes")) as routes,
     ):
         rollouts.engine.update_weights(0)
-        learner = Learner(run.state, config, load_reference(config, run), routes)
+        vocab_size = prompts.tokenizer.vocab_size
+        learner = Learner(run.state, config, load_reference(config, run), routes, vocab_size=vocab_size)
         trainer = InTurns(run, config, rollouts, learner, prompts.held_out)
         trainer.turns = turns
         trainer.run()

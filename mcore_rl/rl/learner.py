@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.backend.cpu.kernels import CpuKernels
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
 from mcore_rl.errors import RoutingError
@@ -41,8 +42,10 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
 LENGTH_MULTIPLE = 64
-"""Packed sequences are padded to a multiple of this: a CPU compiles the kernels of matrix products for each number of
+"""Packed sequences are padded to a multiple of this: oneDNN compiles the kernels of matrix products for each number of
 tokens, and the fast ones are for round numbers, there and on a GPU."""
+MKL_LENGTH_MULTIPLE = 8
+"""The same where a CPU multiplies by MKL, which compiles nothing: what is padding there costs time alone."""
 
 MAX_OLD_PASSES = 4
 """Most passes for old logprobs over one minibatch (replay.on_disagreement="live")."""
@@ -93,7 +96,7 @@ class Learner:
         )
         self._limits = PackingLimits(
             max_tokens=config.packed_length,
-            multiple=lcm(config.packed_multiple, LENGTH_MULTIPLE),
+            multiple=lcm(config.packed_multiple, length_multiple(state.platform.kernels)),
             sample_multiple=config.mesh.zigzag,
             microbatch_multiple=mesh.pp.size if config.mesh.vpp > 1 else 1,
             is_fixed=mesh.pp.size > 1,
@@ -451,3 +454,9 @@ class Learner:
         if mesh.pp.size > 1:
             dist.broadcast(sums_N, group=mesh.pp.group, group_src=mesh.pp.size - 1)
         return sums_N.cpu()
+
+
+def length_multiple(kernels: CpuKernels | None) -> int:
+    """Return the multiple that packed sequences are padded to, equal on all ranks as their kernels are; None: a GPU."""
+    is_mkl = kernels is not None and kernels.products == "mkl"
+    return MKL_LENGTH_MULTIPLE if is_mkl else LENGTH_MULTIPLE

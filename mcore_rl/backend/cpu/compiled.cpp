@@ -124,6 +124,56 @@ void rotate(const float* in, const float* cos, const float* sin, int64_t positio
     }
 }
 
+// Attention of one new token in each of `slots` rows, query [slots, groups * heads, width], over the keys
+// [slots, room, groups, width] and values [slots, room, groups, value_width] of its own row: positions[s] and up to
+// `window` before it. Each result depends on its own row alone. scratch: heads * room.
+void decode_attention(const float* query, const float* keys, const float* values, const int64_t* positions,
+                      int64_t slots, int64_t room, int64_t groups, int64_t heads, int64_t width, int64_t value_width,
+                      int64_t window, float scale, float* output, float* scratch) {
+    for (int64_t s = 0; s < slots; s++) {
+        const int64_t last = positions[s], first = last > window ? last - window : 0, count = last + 1 - first;
+        for (int64_t g = 0; g < groups; g++) {
+            const float* q = query + (s * groups + g) * heads * width;
+            const float* k = keys + ((s * room + first) * groups + g) * width;
+            const float* v = values + ((s * room + first) * groups + g) * value_width;
+            float* out = output + (s * groups + g) * heads * value_width;
+            for (int64_t i = 0; i < count; i++) {
+                const float* key = k + i * groups * width;
+                for (int64_t h = 0; h < heads; h++) {
+                    float score = 0.0f;
+#pragma omp simd reduction(+ : score)
+                    for (int64_t d = 0; d < width; d++) score += q[h * width + d] * key[d];
+                    scratch[h * count + i] = score * scale;
+                }
+            }
+            for (int64_t h = 0; h < heads; h++) {
+                float* weights = scratch + h * count;
+                float highest = weights[0], sum = 0.0f;
+#pragma omp simd reduction(max : highest)
+                for (int64_t i = 0; i < count; i++) highest = weights[i] > highest ? weights[i] : highest;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = 0; i < count; i++) {
+                    weights[i] = exponential(weights[i] - highest);
+                    sum += weights[i];
+                }
+                const float inverse = 1.0f / sum;
+#pragma omp simd
+                for (int64_t i = 0; i < count; i++) weights[i] *= inverse;
+            }
+            std::memset(out, 0, heads * value_width * sizeof(float));
+            for (int64_t i = 0; i < count; i++) {
+                const float* value = v + i * groups * value_width;
+                for (int64_t h = 0; h < heads; h++) {
+                    const float weight = scratch[h * count + i];
+                    float* row = out + h * value_width;
+#pragma omp simd
+                    for (int64_t d = 0; d < value_width; d++) row[d] += weight * value[d];
+                }
+            }
+        }
+    }
+}
+
 // Experts of SwiGLU: for each block (expert, first, last) of the rows sorted by expert, gather, fc1, activation times
 // gate, fc2, and sum into the output [T, D], which begins as zeros. hidden [N, 2F] is kept for the backward pass.
 // scratch: 2 * largest block * (D + F).

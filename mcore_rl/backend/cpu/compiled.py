@@ -35,6 +35,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rms_norm_forward": (c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
     "rms_norm_backward": (*[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3),
     "rotate": (*[c_void_p] * 3, *[c_int64] * 4, c_float, c_void_p),
+    "decode_attention": (*[c_void_p] * 4, *[c_int64] * 7, c_float, c_void_p, c_void_p),
     "experts_forward": (*[c_void_p] * 7, *[c_int64] * 3, *[c_void_p] * 3),
     "experts_backward": (*[c_void_p] * 8, *[c_int64] * 3, *[c_void_p] * 6),
 }

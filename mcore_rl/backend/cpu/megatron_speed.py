@@ -6,7 +6,7 @@ the order of summation.
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,16 +57,55 @@ def rotated_in_halves(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(rotate)
     def call(heads: Tensor, freqs: Tensor, *args: Any, **options: Any) -> Tensor:
-        # What is left of the options when all are off, by their names in either version of Megatron.
-        is_plain = not args and all(
-            value in (False, None) or (name, value) == ("mscale", 1.0) for name, value in options.items()
-        )
-        if not is_plain or heads.dtype != torch.float32 or heads.shape[-1] != freqs.shape[-1]:
+        if args or not _is_plain(heads, freqs, options):
             return rotate(heads, freqs, *args, **options)
-        rotated: Tensor = _Rotation.apply(heads, freqs.cos(), freqs.sin())  # type: ignore[no-untyped-call]
-        return rotated
+        return _rotation(heads, freqs.cos(), freqs.sin())
 
     return call
+
+
+def rotated_by_position(rotate_packed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's rotary embedding of packed sequences `[T, N, D]`, without a slice of angles for each of them."""
+    rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+
+    @functools.wraps(rotate_packed)
+    def call(heads: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **options: Any) -> Tensor:
+        group = options.get("cp_group")
+        # With as many angles as positions, each position has its own.
+        if args or group is None or group.size() > 1 or len(freqs) == len(heads):
+            return rotate_packed(heads, cu_seqlens, freqs, *args, **options)
+        begins = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=len(heads))
+        positions_T = torch.arange(len(heads)) - begins
+        heads = heads.unsqueeze(1)
+        others = {name: value for name, value in options.items() if name != "cp_group" and value is not None}
+        if _is_plain(heads, freqs, others):
+            # The longest sequence has far fewer positions than all together.
+            cos, sin = (angles.index_select(0, positions_T) for angles in (freqs.cos(), freqs.sin()))
+            return _rotation(heads, cos, sin).squeeze(1)
+        by_row: Tensor = rope_utils._apply_rotary_pos_emb_bshd(
+            heads, freqs.index_select(0, positions_T), **others
+        )
+        return by_row.squeeze(1)
+
+    return call
+
+
+def _is_plain(heads: Tensor, freqs: Tensor, options: Mapping[str, Any]) -> bool:
+    """Return whether `_Rotation` computes this: in fp32, of whole heads, with Megatron's options all off, whatever
+    their names are in either version.
+    """
+    return (
+        all(value in (False, None) or (name, value) == ("mscale", 1.0) for name, value in options.items())
+        and heads.dtype == torch.float32
+        and heads.shape[-1] == freqs.shape[-1]
+    )
+
+
+def _rotation(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _rotated(heads, cos, sin, 1)
+    rotated: Tensor = _Rotation.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 class _Rotation(torch.autograd.Function):
@@ -134,6 +173,7 @@ def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 LINEAR = "torch gives fp32 products to MKL, which does not use AVX-512 on AMD"
 ALONE = "gloo copies the parameters and gradients twice although there is no other rank"
+PACKED = "it cuts angles, in 0.19 also heads, into a slice for each sequence of a row, in every layer"
 ROTARY = "it writes and reads five tensors of the size of the queries, and four more in the backward pass"
 
 REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -142,5 +182,6 @@ REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "distributed.param_and_grad_buffer:dist_reduce_scatter_func": (unless_alone, ALONE),
     "transformer.moe.router:router_gating_linear": (gated_by_onednn, LINEAR),
     "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd": (rotated_in_halves, ROTARY),
+    "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd": (rotated_by_position, PACKED),
 }
 """Symbol under `megatron.core` -> what makes its replacement, and why."""

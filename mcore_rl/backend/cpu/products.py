@@ -125,7 +125,11 @@ class WeightGradient:
 
 def linear(input: Tensor, weight_OI: Tensor) -> Tensor:
     """`input @ weight_OI.T` over the last axis, with its gradients."""
-    rows: Tensor = _Linear.apply(input.reshape(-1, weight_OI.shape[1]), weight_OI)  # type: ignore[no-untyped-call]
+    input_NI = input.reshape(-1, weight_OI.shape[1])
+    if torch.is_grad_enabled():
+        rows: Tensor = _Linear.apply(input_NI, weight_OI)  # type: ignore[no-untyped-call]
+    else:
+        rows = product_with_weight(input_NI, weight_OI)
     # Viewed out here, so that the caller may change the output in place.
     return rows.view(*input.shape[:-1], weight_OI.shape[0])
 

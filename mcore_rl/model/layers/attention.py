@@ -23,6 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu import attention as cpu_attention
+from mcore_rl.backend.cpu.compiled import Library, compiled_for
 from mcore_rl.backend.varlen import attend_packed
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
@@ -114,7 +115,16 @@ class SDPAttention(MegatronModule):
         step, num_decode = cache.step, cache.step.num_decode
         cache.write(key[:, 0], value[:, 0])
         mixed = query.new_zeros(*query.shape[:3], value.shape[3])
-        if num_decode:
+        compiled = self._compiled(query, cache) if num_decode else None
+        if compiled is not None:
+            keys, values = cache.keys, cache.values
+            room, groups, width = keys.shape[1:]
+            sizes = num_decode, room, groups, query.shape[2] // groups, width, values.shape[3]
+            window = room if self.window is None else self.window
+            scratch = query.new_empty(query.shape[2] // groups * room)
+            operands = query.contiguous(), keys, values, step.positions_T
+            compiled.call("decode_attention", *operands, *sizes, window, self.scale, mixed, scratch)
+        elif num_decode:
             keys, values = (
                 kv[:num_decode, : step.longest].transpose(0, 1) for kv in (cache.keys, cache.values)
             )
@@ -124,6 +134,11 @@ class SDPAttention(MegatronModule):
             keys, values = cache.keys[slot, :stop, None], cache.values[slot, :stop, None]
             mixed[begin:end] = self._prefix(query[begin:end], keys, values)
         return mixed.flatten(2)
+
+    def _compiled(self, query: Tensor, cache: LayerCache) -> Library | None:
+        """Return the compiled file where it computes the attention of the slots that decode."""
+        is_plain = self.softmax_offset is None and not batch_invariant.is_on()
+        return compiled_for(query, cache.keys, cache.values) if is_plain else None
 
     def _newest(self, query_BND: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         """Return the output `[B, N, Dv]` of one query in each row over keys `[S, B, G, D]`."""

@@ -5,7 +5,7 @@ times in each direction; a block of an expert's rows stays in the second-level c
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,10 @@ def swiglu_experts(
         fc2_EDF: The experts' output matrices.
         assignment: The rows of each expert.
     """
-    output_TD: Tensor = _SwiGLUExperts.apply(input_TD, gates, fc1_EFD, fc2_EDF, assignment)  # type: ignore[no-untyped-call]
+    operands = input_TD, gates, fc1_EFD, fc2_EDF, assignment
+    if not torch.is_grad_enabled():
+        return _computed(*operands).output_TD
+    output_TD: Tensor = _SwiGLUExperts.apply(*operands)  # type: ignore[no-untyped-call]
     return output_TD
 
 
@@ -127,35 +130,50 @@ def _padded(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignm
     return Assignment(rows_N[take_N], gates_index_N[take_N], padding_N, blocks)
 
 
+class _Forward(NamedTuple):
+    """Result of a forward pass, and what its backward pass reads."""
+
+    output_TD: Tensor
+    input_TD: Tensor
+    hidden: list[Tensor]
+    compiled: Library | None
+
+
+def _computed(
+    input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
+) -> _Forward:
+    gates_N1 = _gates(gates, assignment)
+    output_TD = torch.zeros_like(input_TD, memory_format=torch.contiguous_format)
+    library = _library(input_TD, gates_N1, fc1_EFD, fc2_EDF)
+    if library is not None:
+        input_TD = input_TD.contiguous()
+        _, width, inner = fc2_EDF.shape
+        hidden_NF = input_TD.new_empty(len(gates_N1), 2 * inner)
+        scratch = input_TD.new_empty(2 * assignment.longest * (width + inner))
+        operands = input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
+        sizes = len(assignment.blocks), width, inner
+        results = hidden_NF, output_TD, scratch
+        library.call("experts_forward", library.sgemm, *operands, *sizes, *results)
+        return _Forward(output_TD, input_TD, [hidden_NF], library)
+    fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
+    hidden = []
+    for block in assignment.blocks:
+        rows = assignment.rows_N[block.rows]
+        hidden_NF = product_with_weight(input_TD.index_select(0, rows), fc1[block.expert])
+        gate, up = hidden_NF.chunk(2, -1)
+        active = silu(gate).mul_(up).mul_(gates_N1[block.rows])
+        output_TD.index_add_(0, rows, product_with_weight(active, fc2[block.expert]))
+        hidden.append(hidden_NF)
+    return _Forward(output_TD, input_TD, hidden, None)
+
+
 class _SwiGLUExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
     ) -> Tensor:
-        gates_N1 = _gates(gates, assignment)
-        output_TD = torch.zeros_like(input_TD, memory_format=torch.contiguous_format)
+        output_TD, input_TD, hidden, ctx.compiled = _computed(input_TD, gates, fc1_EFD, fc2_EDF, assignment)
         ctx.assignment = assignment
-        ctx.compiled = library = _library(input_TD, gates_N1, fc1_EFD, fc2_EDF)
-        if library is not None:
-            input_TD = input_TD.contiguous()
-            _, width, inner = fc2_EDF.shape
-            hidden_NF = input_TD.new_empty(len(gates_N1), 2 * inner)
-            scratch = input_TD.new_empty(2 * assignment.longest * (width + inner))
-            operands = input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
-            sizes = len(assignment.blocks), width, inner
-            results = hidden_NF, output_TD, scratch
-            library.call("experts_forward", library.sgemm, *operands, *sizes, *results)
-            ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, hidden_NF)
-            return output_TD
-        fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
-        hidden = []
-        for block in assignment.blocks:
-            rows = assignment.rows_N[block.rows]
-            hidden_NF = product_with_weight(input_TD.index_select(0, rows), fc1[block.expert])
-            gate, up = hidden_NF.chunk(2, -1)
-            active = silu(gate).mul_(up).mul_(gates_N1[block.rows])
-            output_TD.index_add_(0, rows, product_with_weight(active, fc2[block.expert]))
-            hidden.append(hidden_NF)
         ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, *hidden)
         return output_TD
 

@@ -13,8 +13,26 @@ from mcore_rl.backend.cpu.compiled import compiled_for
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return input / rms(input) * weight over the last axis, computed in fp32 and rounded once."""
+    if not torch.is_grad_enabled():
+        # The rows of a decoding step are so few that the record of a gradient would take longer than the norm.
+        return _normalized(input, weight, eps)[0]
     normalized: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]
     return normalized
+
+
+def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result of `rms_norm`, the input as it was read, and 1 / rms of each row."""
+    compiled = compiled_for(input, weight)
+    if compiled is not None:
+        input, width = input.contiguous(), weight.shape[0]
+        output, inverse = torch.empty_like(input), input.new_empty(*input.shape[:-1], 1)
+        rows = inverse.numel()
+        compiled.call("rms_norm_forward", input, weight, rows, width, eps, output, inverse)
+        return output, input, inverse
+    wide = input.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
+    return (wide * inverse).mul_(weight).to(input.dtype), input, inverse
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -22,17 +40,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
-        compiled = compiled_for(input, weight)
-        if compiled is not None:
-            input, width = input.contiguous(), weight.shape[0]
-            output, inverse = torch.empty_like(input), input.new_empty(*input.shape[:-1], 1)
-            rows = inverse.numel()
-            compiled.call("rms_norm_forward", input, weight, rows, width, eps, output, inverse)
-        else:
-            wide = input.float()
-            norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-            inverse = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
-            output = (wide * inverse).mul_(weight).to(input.dtype)
+        output, input, inverse = _normalized(input, weight, eps)
         ctx.save_for_backward(input, weight, inverse)
         return output
 

@@ -223,11 +223,12 @@ class _Run:
                 drawing.append(len(rows) - 1)
         multiple = self._decoder.token_multiple
         rows += [(0, -1, 0)] * (max(-len(rows) % multiple, multiple - len(rows)))
-        table = torch.tensor(rows).to(self._decoder.device, non_blocking=True)
+        # A row each, contiguous: compiled layers read the positions.
+        table_3T = torch.tensor(list(zip(*rows, strict=True))).to(self._decoder.device, non_blocking=True)
         tokens = StepTokens(
-            ids_T=table[:, 0],
-            slots_T=table[:, 1],
-            positions_T=table[:, 2],
+            ids_T=table_3T[0],
+            slots_T=table_3T[1],
+            positions_T=table_3T[2],
             num_decode=step.num_decode,
             longest=longest,
             spans=tuple(spans),

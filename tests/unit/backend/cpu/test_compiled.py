@@ -11,6 +11,7 @@ from mcore_rl.backend.cpu import compiled
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
 from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.backend.cpu.megatron_speed import rotated_in_halves
+from mcore_rl.backend.cpu.products import linear
 from mcore_rl.model.layers.cpu.experts import assign_routed, swiglu_experts
 from mcore_rl.model.layers.cpu.norm import rms_norm
 
@@ -59,6 +60,29 @@ def test_a_rotation_is_that_of_complex_numbers() -> None:
     )
     expected = torch.cat([turned.real, turned.imag], -1)
     assert_gradients(actual, expected, [heads], 1e-6)
+
+
+def test_without_a_gradient_the_same_is_computed() -> None:
+    """Bit for bit: recomputation and passes for logprobs are without one."""
+    input, weight, scale = torch.randn(40, 2, 24), torch.randn(16, 24), torch.rand(24)
+    freqs, routed_TE, gates = torch.randn(40, 1, 1, 24), routed(80, 4, 2), torch.rand(80, 4)
+    fc1, fc2 = torch.randn(4, 40, 24), torch.randn(4, 24, 20)
+    rotate = rotated_in_halves(lambda *_: pytest.fail("not computed here"))
+
+    def results() -> list[Tensor]:
+        return [
+            linear(input, weight),
+            rms_norm(input, scale, 1e-5),
+            rotate(input[:, :, None], freqs),
+            swiglu_experts(input.view(80, 24), gates, fc1, fc2, assign_routed(routed_TE)),
+        ]
+
+    for tensor in (input, weight, scale, gates, fc1, fc2):
+        tensor.requires_grad_()
+    with torch.no_grad():
+        plain = results()
+    for without, recorded in zip(plain, results(), strict=True):
+        assert torch.equal(without, recorded) and recorded.requires_grad and not without.requires_grad
 
 
 def routed(num_tokens: int, num_experts: int, per_token: int) -> Tensor:

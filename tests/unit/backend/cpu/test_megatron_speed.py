@@ -44,6 +44,37 @@ def test_rotary_positions_are_megatrons(options: dict[str, Any], width: int) -> 
         torch.testing.assert_close(ours, megatrons, rtol=1e-5, atol=1e-5)
 
 
+class Alone:
+    """A context-parallel group of one rank."""
+
+    size, rank = staticmethod(lambda: 1), staticmethod(lambda: 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"mscale": 0.7}, {"rotary_interleaved": True}], ids=str)
+@pytest.mark.parametrize("lengths", [(5, 1, 9, 2), (9,), (3, 3)], ids=str)
+@pytest.mark.parametrize("width", [8, 12])
+def test_packed_sequences_are_each_rotated_from_their_start(
+    options: dict[str, Any], lengths: tuple[int, ...], width: int
+) -> None:
+    """As many angles as positions are angles of the row's positions, in Megatron: there is one sequence then."""
+    heads = torch.randn(sum(lengths), 3, width, requires_grad=True)
+    freqs = torch.randn(9, 1, 1, 8)
+    bounds = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rotated = rope_utils._apply_rotary_pos_emb_thd(heads, bounds, freqs, cp_group=Alone(), **options)
+    alone = rope_utils._apply_rotary_pos_emb_bshd.__wrapped__
+    expected = torch.cat(
+        [alone(part[:, None], freqs[: len(part)], **options)[:, 0] for part in heads.split(lengths)]
+    )
+    weights = torch.randn_like(rotated)
+    for one, other in (
+        (rotated, expected),
+        *zip(
+            *[torch.autograd.grad((each * weights).sum(), heads) for each in (rotated, expected)], strict=True
+        ),
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("router_dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router_logits_are_megatrons(dtype: torch.dtype, router_dtype: torch.dtype) -> None:

@@ -9,9 +9,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from mcore_rl.backend.cpu import attention as cpu_attention
+from mcore_rl.backend.cpu.compiled import build_id
 from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.attention import SDPAttention, lengths_of
+from mcore_rl.model.layers.cache import LayerCache, StepTokens
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers import oracles
@@ -276,3 +278,40 @@ def test_torchs_attention_computes_the_same_where_it_is_chosen(one_rank: Mesh) -
     with using(CpuKernels(attention="sdpa")):
         assert not cpu_attention.is_supported(query, key)
         assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])
+
+
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "python"])
+@pytest.mark.parametrize("window", [None, 0, 3])
+@pytest.mark.parametrize(("width", "value_width"), [(8, 8), (33, 17)])
+def test_a_new_token_attends_to_its_own_slot(
+    one_rank: Mesh, is_compiled: bool, window: int | None, width: int, value_width: int
+) -> None:
+    """Slots are of other lengths, and what older completions have left behind them is not read."""
+    positions = [0, 5, 11]
+    keys, values = torch.randn(5, 14, 2, width), torch.randn(5, 14, 2, value_width)
+    for slot, position in enumerate(positions):
+        keys[slot, position + 1 :], values[slot, position + 1 :] = 1e3, 1e3
+    query, key, value = (
+        torch.randn(4, 1, 4, width),
+        torch.randn(4, 1, 2, width),
+        torch.randn(4, 1, 2, value_width),
+    )
+    attention = layer(window_size=None if window is None else (window, 0))
+    step = StepTokens(
+        ids_T=torch.zeros(4, dtype=torch.int64),
+        slots_T=torch.tensor([0, 1, 2, -1]),  # the last one is padding
+        positions_T=torch.tensor([*positions, 0]),
+        num_decode=3,
+        longest=12,
+        spans=(),
+    )
+    attention.cache = LayerCache(keys, values, step)
+    with using(CpuKernels(compiled=build_id() if is_compiled else "none")), torch.no_grad():
+        mixed = attention(query, key, value, None)
+    for slot, position in enumerate(positions):
+        seen_keys, seen_values = keys[slot, : position + 1, None], values[slot, : position + 1, None]
+        assert torch.equal(seen_keys[-1, 0], key[slot, 0])
+        visible = oracles.causal(1, position + 1, window)
+        expected = oracles.attention(query[slot][None], seen_keys, seen_values, visible, 8**-0.5)
+        assert_close(mixed[slot], expected[0].flatten(-2), 2e-6)
+    assert not mixed[3].any()
