@@ -122,7 +122,7 @@ class SDPAttention(MegatronModule):
             sizes = num_decode, room, groups, query.shape[2] // groups, width, values.shape[3]
             window = room if self.window is None else self.window
             scratch = query.new_empty(query.shape[2] // groups * room)
-            operands = query.contiguous(), keys, values, step.positions_T
+            operands = query.contiguous(), keys, values, step.positions_T.contiguous()
             compiled.call("decode_attention", *operands, *sizes, window, self.scale, mixed, scratch)
         elif num_decode:
             keys, values = (
