@@ -61,6 +61,8 @@ BF16_TOLERANCE = 2e-2
 """Relative difference of losses between bf16 and fp32 over five steps."""
 LOGPROB_TOLERANCE = 5e-2
 """Largest difference of a logprob in nats: torch rounds bf16 logits of the size of 5, a kernel does not."""
+GATE_TOLERANCE = 1e-5
+"""Difference of a gate in fp32, absolute, and of its gradient, relative: exponentials of two libraries."""
 GRADIENT_TOLERANCE = 2e-2
 """Relative difference of a gradient, by its norm: bf16 operands, rounded at other places."""
 FAMILY_CASES = [case for case in CASES if "-" not in case]
@@ -306,7 +308,7 @@ def triton(on: Machine) -> Outcome:
         return Outcome(summary="Triton's kernels need a GPU, or TRITON_INTERPRET=1", figures={})
     if not has_module("triton"):
         return Outcome(summary="triton is not installed", figures={})
-    comparisons = {"logprobs": compare_logprobs}
+    comparisons = {"logprobs": compare_logprobs, "routing": compare_routing}
     figures = {name: compare(on, load_kernels([name], on.device)) for name, compare in comparisons.items()}
     speeds = [
         f"{name} {found['torch']['seconds'] / found['triton']['seconds']:.2f} x torch"
@@ -338,15 +340,42 @@ def compare_logprobs(on: Machine, kernels: Kernels) -> dict[str, Any]:
         "torch": DeferredLogits(hidden, weight, chunk),
         "triton": DeferredLogits(hidden, weight, chunk, kernels.logprobs),
     }
-    return beside_torch(
-        on,
-        {name: lambda logits=logits: results(logits) for name, logits in ways.items()},
-        ("logprobs", "entropy"),  # type: ignore[misc]
-    )
+    calls = {name: lambda logits=logits: results(logits) for name, logits in ways.items()}
+    return beside_torch(on, calls, ("logprobs", "entropy"), LOGPROB_TOLERANCE, GRADIENT_TOLERANCE)
+
+
+def compare_routing(on: Machine, kernels: Kernels) -> dict[str, Any]:
+    """Return the figures of imposed routes of 32,768 tokens over 128 experts, top-8, as Qwen3's router scores them."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    assert kernels.routing is not None
+    tokens, experts, top_k = (32768, 128, 8) if on.is_gpu else (40, 12, 3)
+    logits = torch.randn(tokens, experts).to(on.device).requires_grad_()
+    imposed = torch.rand(tokens, experts).argsort(1)[:, :top_k].contiguous().to(on.device)
+    pull = torch.randn(tokens, experts).to(on.device)
+
+    class Imposed:
+        """A hook as Megatron's router asks it."""
+
+        def get_replay_topk(self, scores_TE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+            return scores_TE.gather(1, imposed), imposed
+
+    def results(route: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        gates, routed = route(logits, top_k, router_replay=Imposed())
+        (gradient,) = torch.autograd.grad((gates * pull).sum(), logits)
+        return [gates.detach(), routed.float(), gradient]
+
+    ways = {"torch": topk_routing_with_score_function, "triton": kernels.routing.route}
+    calls = {name: lambda route=route: results(route) for name, route in ways.items()}
+    return beside_torch(on, calls, ("gates", "map"), GATE_TOLERANCE, GATE_TOLERANCE)
 
 
 def beside_torch(
-    on: Machine, ways: dict[str, Callable[[], list[Tensor]]], values: tuple[str, ...]
+    on: Machine,
+    ways: dict[str, Callable[[], list[Tensor]]],
+    values: tuple[str, ...],
+    tolerance: float,
+    rounding: float,
 ) -> dict[str, Any]:
     """Return seconds, peak and differences of the way "triton" beside "torch"; AssertionError where results differ.
 
@@ -354,6 +383,8 @@ def beside_torch(
         on: The machine.
         ways: Calls that return values, then gradients.
         values: Names of the values.
+        tolerance: Largest difference of a value.
+        rounding: Largest relative difference of a gradient, by its norm.
     """
     figures: dict[str, Any] = {}
     found = {}
@@ -369,13 +400,11 @@ def beside_torch(
     differences = {}
     for index, (mine, theirs) in enumerate(zip(found["triton"], found["torch"], strict=True)):
         gap = mine.float() - theirs.float()
-        if index < len(values):
-            differences[values[index]] = float(gap.abs().max())
-            expect(f"Triton's {values[index]}", differences[values[index]], LOGPROB_TOLERANCE)
-        else:
-            name = f"gradient {index - len(values) + 1}"
-            differences[name] = float(gap.norm() / theirs.float().norm())
-            expect(f"Triton's {name}", differences[name], GRADIENT_TOLERANCE)
+        is_value = index < len(values)
+        name = values[index] if is_value else f"gradient {index - len(values) + 1}"
+        difference = gap.abs().max() if is_value else gap.norm() / theirs.float().norm()
+        differences[name] = float(difference)
+        expect(f"Triton's {name}", differences[name], tolerance if is_value else rounding)
     return figures | {"differences": differences}
 
 

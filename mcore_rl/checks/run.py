@@ -351,6 +351,13 @@ def _triton_kernels(platform: PlatformConfig, model: ModelConfig) -> Iterator[st
         )
     if "logprobs" in names and model.head == "score":
         yield f'{asked} with model.head="score": such a model has no logits. Take "logprobs" out.'
+    if "routing" in names and not model.is_moe:
+        yield f'{asked} with model.family="{model.family}", which has no routers. Take "routing" out.'
+    if "routing" in names and platform.router_fusion is True:
+        yield (
+            f"{asked} with platform.router_fusion=true: one kernel computes the router's choice. Set "
+            'platform.router_fusion="auto".'
+        )
 
 
 def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:

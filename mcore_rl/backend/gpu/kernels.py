@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.errors import ConfigError
 
-Name = Literal["logprobs"]
+Name = Literal["logprobs", "routing"]
 """A kernel, as `platform.triton_kernels` names it."""
 
 
@@ -27,10 +27,19 @@ class LogitKernels:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RouterKernels:
+    """Functions of `gpu.routing`."""
+
+    route: Callable[..., tuple[Tensor, Tensor]]
+    """Return gates and map of the chosen experts, as Megatron's `topk_routing_with_score_function` does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """The kernels of a run; None: torch computes it."""
 
     logprobs: LogitKernels | None = None
+    routing: RouterKernels | None = None
 
 
 NONE = Kernels()

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.backend.gpu.kernels import NONE
+
 Routing = Callable[..., tuple[Tensor, Tensor]]
 BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -54,6 +56,16 @@ def losses_as_sums(routing: Routing) -> Routing:
     return wrapped
 
 
+def kernel_as_fusion(choose: Routing) -> Routing:
+    """`topk_routing_with_score_function`, whose flag `fused` may be a function, which then takes its place."""
+
+    @functools.wraps(choose)
+    def wrapped(*args: Any, fused: Any = False, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return fused(*args, **kwargs) if callable(fused) else choose(*args, fused=fused, **kwargs)
+
+    return wrapped
+
+
 def take_loss_sums(router: Any) -> Tensor | None:
     """Return sums over this rank's tokens since the last call, and start again from zero; None: none were routed.
 
@@ -71,9 +83,11 @@ def _spans(router: Any) -> Tensor | None:
 
 
 def _plain(config: Any) -> Any:
-    """Return the config of a router that adds no losses and drops no tokens."""
+    """Return the config of a router that adds no losses and drops no tokens, and has its kernel as its fusion."""
     plain = copy.copy(config)
     plain.moe_aux_loss_coeff, plain.moe_z_loss_coeff = 0.0, None
+    if (kernels := getattr(config, "triton", NONE).routing) is not None:
+        plain.moe_router_fusion = kernels.route
     if _has_capacity(config):
         plain.moe_expert_capacity_factor = None
     return plain

@@ -23,7 +23,7 @@ from mcore_rl.backend.patches import foreign_files, replacements
 from mcore_rl.backend.patches.found import Found, find_packages
 from mcore_rl.backend.patches.mtp_loss import mtp_losses_as_sums
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
-from mcore_rl.backend.patches.router_losses import losses_as_sums
+from mcore_rl.backend.patches.router_losses import kernel_as_fusion, losses_as_sums
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.errors import ConfigError
@@ -198,6 +198,14 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
         "1 / dp, padding weighs by rank, and packed sequences count as one. Capacity is a number of tokens of each "
         "rank, so that tp and cp drop other tokens",
         until="losses are sums over tokens, divided by all tokens, and the capacity is that of a micro-batch",
+    ),
+    Patch(
+        symbol="megatron.core.transformer.moe.router:topk_routing_with_score_function",
+        replace=kernel_as_fusion,
+        cause="version",
+        reason="its one fused form is TransformerEngine's, which shows no choices to a replay and takes none; "
+        "platform.triton_kernels has one that does",
+        until="the fused form asks router_replay",
     ),
     Patch(
         symbol="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",

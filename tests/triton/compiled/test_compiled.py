@@ -11,8 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mcore_rl.backend.gpu import logprobs
-from mcore_rl.backend.gpu.kernels import Tile
+from mcore_rl.backend.gpu import logprobs, routing
 
 ARCHITECTURES = (90, 100)
 MOST_REGISTERS = 255
@@ -24,8 +23,11 @@ TENSOR_CORES = {90: "wgmma", 100: "tcgen05.mma"}
 ELEMENTS = {2: "bf16", 4: "fp32"}
 POINTERS = {"rows": "i64", "targets": "i64", "found": "fp32", "log_partitions": "fp32", "entropies": "fp32"}
 POINTERS |= {"grad_logprobs": "fp32", "grad_entropies": "fp32"}
+POINTERS |= dict.fromkeys(("scores", "values", "logits", "gates", "grad_gates", "grad_logits"), "fp32")
+POINTERS |= {"experts": "i64", "routed": "u8"}
 OPERANDS = ("hidden", "weight", "grads")
-MULTIPLES_OF_16 = ("width", "hidden_stride", "weight_stride")
+FACTORS = ("inverse_temperature", "scaling")
+MULTIPLES_OF_16 = ("width", "hidden_stride", "weight_stride", "num_experts")
 """Numbers of which Triton is told at run time that they are multiples of 16, as hidden sizes are."""
 
 
@@ -37,7 +39,8 @@ class Case:
     kernel: Any
     operands: str
     constants: dict[str, Any]
-    tile: Tile
+    num_warps: int
+    num_stages: int = 1
 
     def source(self) -> ASTSource:
         signature, attributes = {}, {}
@@ -48,7 +51,7 @@ class Case:
             if argument in OPERANDS or argument in POINTERS:
                 signature[argument] = f"*{POINTERS.get(argument, self.operands)}"
             else:
-                signature[argument] = "fp32" if argument.startswith("inverse") else "i32"
+                signature[argument] = "fp32" if argument in FACTORS else "i32"
             if signature[argument].startswith("*") or argument in MULTIPLES_OF_16:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         return ASTSource(self.kernel, signature, self.constants, attributes)
@@ -60,15 +63,25 @@ def cases() -> Iterator[Case]:
         name = ELEMENTS[num_bytes]
         for has_entropy in (True, False):
             constants = {"has_entropy": has_entropy, "per_program": logprobs.COLUMNS_PER_PROGRAM} | blocks
-            yield Case(f"sums-{name}-{has_entropy}", logprobs._sums_kernel, name, constants, tile)
+            yield Case(f"sums-{name}-{has_entropy}", logprobs._sums_kernel, name, constants, *tile[3:])
             of = {"of_logprobs": True, "of_entropy": has_entropy}
-            yield Case(f"gradient-{name}-{has_entropy}", logprobs._gradient_kernel, name, of | blocks, tile)
+            yield Case(
+                f"gradient-{name}-{has_entropy}", logprobs._gradient_kernel, name, of | blocks, *tile[3:]
+            )
+    for num_experts in (128, 384):
+        rows, padded = routing._block(num_experts)
+        blocks = {"top_k": 8, "ROWS": rows, "EXPERTS": padded}
+        yield Case(f"top-{num_experts}", routing._top_kernel, "fp32", blocks, routing.NUM_WARPS)
+        for score in (routing.TOP, routing.WHOLE, routing.SIGMOID):
+            for kernel in (routing._gates_kernel, routing._gates_backward_kernel):
+                name = f"{kernel.__name__}-{num_experts}-{score}"
+                yield Case(name, kernel, "fp32", blocks | {"score": score}, routing.NUM_WARPS)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_a_kernel_fits_a_gpu_without_spills(case: Case, architecture: int, tmp_path: Any) -> None:
-    options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(case.source(), GPUTarget("cuda", architecture, 32), options)
     (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
     cuobjdump = triton.knobs.nvidia.cuobjdump.path

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.backend import platform
-from mcore_rl.backend.gpu import logprobs
+from mcore_rl.backend.gpu import logprobs, routing
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.parallel.mesh import destroy_mesh
@@ -35,9 +35,17 @@ def one_step(model, mtp, names, **settings):
     return report.loss, report.grad_norm
 
 
-@pytest.mark.parametrize(("model", "mtp", "names"), [("deepseek_v3", 1, ("logprobs",))])
-def test_training_by_kernels_is_training_by_torch(model, mtp, names):
-    """Pretraining with multi-token prediction: two losses over the vocabulary. Sums in another order: 1e-5."""
+@pytest.mark.parametrize(("model", "mtp", "names"), [("deepseek_v3", 1, ("logprobs", "routing"))])
+def test_training_by_kernels_is_training_by_torch(model, mtp, names, monkeypatch):
+    """Pretraining with multi-token prediction: two losses over the vocabulary; an expert bias with groups.
+
+    Sums are in another order: 1e-5.
+    """
+    used = set()
+    for module, helper in ((logprobs, "_dense"), (routing, "_chooser")):
+        original = getattr(module, helper)
+        monkeypatch.setattr(module, helper, lambda *args, f=original: used.add(f) or f(*args))
     by_kernels = one_step(model, mtp, names)
+    assert {function.__module__.rpartition(".")[2] for function in used} == set(names)
     by_torch = one_step(model, mtp, (), logits_chunk_tokens=32)
     torch.testing.assert_close(by_kernels, by_torch, rtol=1e-5, atol=0)

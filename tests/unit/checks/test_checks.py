@@ -429,6 +429,13 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             "the first computes the cross entropy",
         ),
+        ("llama", "platform.triton_kernels=[routing]", 1, 'model.family="llama", which has no routers'),
+        (
+            "qwen3_moe",
+            "platform.triton_kernels=[routing] platform.router_fusion=true",
+            1,
+            "one kernel computes the router's choice",
+        ),
     ],
 )
 def test_a_disagreement_is_told_alone_and_with_a_remedy(family, overrides, world_size, message):
