@@ -48,7 +48,7 @@ def route(
         else:
             # The hook hands the logits on to `choose` where a live choice is wanted, and reads nothing of them itself.
             _, experts_TK = router_replay.get_replay_topk(scores_TE, topk, num_groups, group_topk, choose)
-    found: tuple[Tensor, Tensor] = _Gates.apply(logits, experts_TK, score, scaling_factor or 1.0)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _Gates.apply(logits, experts_TK, score, scaling_factor or 1.0)
     return found
 
 
