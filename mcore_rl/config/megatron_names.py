@@ -181,8 +181,8 @@ ARGUMENTS: tuple[Argument, ...] = (
         note="A graph repeats fixed shapes without Python: a layer with experts sends other numbers of tokens in every "
         "step, and replay records and imposes its routes in Python. Of attention alone Megatron captures graphs in the "
         "training loop of its scripts, after steps of warm-up: for sequences that are not packed, with random states "
-        "of TransformerEngine's, while the hooks that wait for weights are off, and with a pipeline for the number of "
-        "microbatches that the scripts have globally. None of it can be tried without a GPU.",
+        "that a graph can capture, while the hooks that wait for weights are off, and with a pipeline for the number "
+        "of microbatches that the scripts have globally. None of it can be tried without a GPU.",
     ),
     Argument(
         names=("use_megatron_fsdp", "use_torch_fsdp2", "data_parallel_sharding_strategy"),

@@ -1,6 +1,8 @@
 """Weight decay, the learning-rate schedule and Adam, against closed forms."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 
 from mcore_rl.backend.adam import FusedAdam
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.train.optimizer import build_schedule, decays
+from mcore_rl.errors import ConfigError
+from mcore_rl.train.optimizer import build_optimizer, build_schedule, decays
 
 
 class Groups:
@@ -121,6 +124,18 @@ def test_adam_with_moments_in_bf16_equals_the_formula_and_goes_on_alike_after_a_
     torch.testing.assert_close(states["master_param"], rounded_adamw(weight, gradients), rtol=0, atol=1e-6)
     assert torch.equal(whole, states["master_param"].bfloat16()) and torch.equal(whole, parts)
     assert all(torch.equal(states[name], first.state[parts][name]) for name in states)
+
+
+def test_moments_in_bf16_are_refused_where_megatron_has_an_adam_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with apex, whose Adam has fp32 moments only."""
+    monkeypatch.setattr("megatron.core.optimizer.Adam", torch.optim.AdamW)
+    settings = SimpleNamespace(overlap_param_gather=False)
+    chunks: Any = [SimpleNamespace(ddp_config=settings)]
+    platform: Any = SimpleNamespace(dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="and Megatron has that of torch"):
+        build_optimizer(OptimConfig(exp_avg_dtype="bf16"), platform, chunks)
 
 
 def test_adam_counts_steps_in_a_group_without_parameters() -> None:
