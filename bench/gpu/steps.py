@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.gpu.__main__ import RESULT, run_step
 from mcore_rl.backend import platform
-from mcore_rl.backend.gpu.kernels import Kernels, load_kernels
+from mcore_rl.backend.gpu.kernels import NONE, Kernels, load_kernels
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.varlen import Bounds, attend_packed
 from mcore_rl.config.mesh import MeshConfig
@@ -33,7 +33,7 @@ from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
+from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM, grouped_experts
 from mcore_rl.obs.peak import peak_flops
 from mcore_rl.parallel.mesh import Axis, Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.parallel.vocab import DeferredLogits, logprobs_and_entropy
@@ -63,6 +63,8 @@ LOGPROB_TOLERANCE = 5e-2
 """Largest difference of a logprob in nats: torch rounds bf16 logits of the size of 5, a kernel does not."""
 GATE_TOLERANCE = 1e-5
 """Difference of a gate in fp32, absolute, and of its gradient, relative: exponentials of two libraries."""
+EXPERT_TOLERANCE = 1e-1
+"""Largest difference of an expert's output, of the size of 5: torch rounds to bf16 once more in between."""
 GRADIENT_TOLERANCE = 2e-2
 """Relative difference of a gradient, by its norm: bf16 operands, rounded at other places."""
 FAMILY_CASES = [case for case in CASES if "-" not in case]
@@ -308,7 +310,7 @@ def triton(on: Machine) -> Outcome:
         return Outcome(summary="Triton's kernels need a GPU, or TRITON_INTERPRET=1", figures={})
     if not has_module("triton"):
         return Outcome(summary="triton is not installed", figures={})
-    comparisons = {"logprobs": compare_logprobs, "routing": compare_routing}
+    comparisons = {"logprobs": compare_logprobs, "routing": compare_routing, "experts": compare_experts}
     figures = {name: compare(on, load_kernels([name], on.device)) for name, compare in comparisons.items()}
     speeds = [
         f"{name} {found['torch']['seconds'] / found['triton']['seconds']:.2f} x torch"
@@ -368,6 +370,41 @@ def compare_routing(on: Machine, kernels: Kernels) -> dict[str, Any]:
     ways = {"torch": topk_routing_with_score_function, "triton": kernels.routing.route}
     calls = {name: lambda route=route: results(route) for name, route in ways.items()}
     return beside_torch(on, calls, ("gates", "map"), GATE_TOLERANCE, GATE_TOLERANCE)
+
+
+def compare_experts(on: Machine, kernels: Kernels) -> dict[str, Any]:
+    """Return the figures of the experts of a layer of Qwen3-30B-A3B, for 16,384 tokens with eight experts each."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    tokens, width, inner, experts = (131072, 2048, 768, 128) if on.is_gpu else (70, 32, 16, 5)
+    dtype = torch.bfloat16 if on.is_gpu else torch.float32
+    # Uneven, and one expert in eight empty.
+    shares = torch.rand(experts).where(torch.arange(experts) % 8 != 3, 0.0)
+    counts = (shares / shares.sum() * tokens).long()
+    counts[0] += tokens - counts.sum()
+    shapes = ((tokens, width), (tokens,), (experts, 2 * inner, width), (experts, width, inner))
+    scales = (1.0, 1.0, width**-0.5, inner**-0.5)
+    inputs = [
+        torch.randn(*shape).mul_(scale).to(on.device, dtype).requires_grad_()
+        for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    pull, counts = torch.randn(tokens, width).to(on.device, dtype), counts.to(on.device)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=width,
+        num_attention_heads=1,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+    )
+
+    def results(triton: Kernels) -> list[Tensor]:
+        config.triton = triton
+        rows, gates, fc1, fc2 = inputs
+        output = grouped_experts(rows, gates, (fc1, None), (fc2, None), counts, config)
+        return [output.detach(), *torch.autograd.grad((output * pull).sum(), inputs)]
+
+    calls = {"torch": lambda: results(NONE), "triton": lambda: results(kernels)}
+    return beside_torch(on, calls, ("output",), EXPERT_TOLERANCE, GRADIENT_TOLERANCE)
 
 
 def beside_torch(

@@ -351,8 +351,16 @@ def _triton_kernels(platform: PlatformConfig, model: ModelConfig) -> Iterator[st
         )
     if "logprobs" in names and model.head == "score":
         yield f'{asked} with model.head="score": such a model has no logits. Take "logprobs" out.'
-    if "routing" in names and not model.is_moe:
-        yield f'{asked} with model.family="{model.family}", which has no routers. Take "routing" out.'
+    of_experts = [name for name in ("routing", "experts") if name in names]
+    if of_experts and not model.is_moe:
+        yield f'{asked} with model.family="{model.family}", which has no experts. Take {of_experts} out.'
+    elif "experts" in names and (family_of(model).activation != "silu" or family_of(model).has_linear_bias):
+        yield f'{asked} with model.family="{model.family}": its experts are not plain SwiGLU. Take "experts" out.'
+    if "experts" in names and platform.layers == "te":
+        yield (
+            f'{asked} with platform.layers="te": TransformerEngine has its own experts. Set platform.layers="torch", '
+            'or take "experts" out.'
+        )
     if "routing" in names and platform.router_fusion is True:
         yield (
             f"{asked} with platform.router_fusion=true: one kernel computes the router's choice. Set "

@@ -43,10 +43,11 @@ class PlatformConfig(Section):
     weight_gradient_fusion: bool | Literal["auto"] = "auto"
     """Products add weight gradients to the fp32 buffer themselves; needs apex; `auto`: where it is installed and layers
     are `te`."""
-    triton_kernels: tuple[Literal["logprobs", "routing"], ...] = ()
+    triton_kernels: tuple[Literal["logprobs", "routing", "experts"], ...] = ()
     """Kernels in Triton that take the place of torch's on GPUs; none by default: not yet run on a GPU. `logprobs`: the
     output layer with its logprobs, entropies or cross entropy, whose logits are then never stored, in a loss and in a
-    pass for logprobs; `routing`: the gates of chosen or imposed experts."""
+    pass for logprobs; `routing`: the gates of chosen or imposed experts;
+    `experts`: those with SwiGLU, without TransformerEngine, forward; backward is torch's."""
     deterministic: bool = False
     """Refuse or replace algorithms whose result depends on timing."""
     batch_invariant: bool = False

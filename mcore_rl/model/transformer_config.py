@@ -50,6 +50,11 @@ def transformer_config(
     family = family_of(model)
     if platform.layers == "te":
         _refuse_without_our_layers(model, family)
+        if "experts" in settings.triton_kernels:
+            raise ConfigError(
+                f"platform.triton_kernels={list(settings.triton_kernels)} with layers of TransformerEngine, which has "
+                'its own experts. Take "experts" out, or set platform.layers="torch".'
+            )
     arguments = (
         _common(model)
         | family.architecture(model)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.errors import ConfigError
 
-Name = Literal["logprobs", "routing"]
+Name = Literal["logprobs", "routing", "experts"]
 """A kernel, as `platform.triton_kernels` names it."""
 
 
@@ -35,11 +35,20 @@ class RouterKernels:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertKernels:
+    """Functions of `gpu.experts`."""
+
+    swiglu_experts: Callable[..., Tensor]
+    """Return the results of experts with SwiGLU for rows sorted by expert."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
     """The kernels of a run; None: torch computes it."""
 
     logprobs: LogitKernels | None = None
     routing: RouterKernels | None = None
+    experts: ExpertKernels | None = None
 
 
 NONE = Kernels()
@@ -72,6 +81,11 @@ def load_kernels(names: Sequence[Name], device: torch.device) -> Kernels:
         raise ConfigError(
             f"{asked} needs the package triton, which CUDA builds of torch bring along, and it is not installed. "
             "Install it, or set platform.triton_kernels=[]."
+        )
+    if "experts" in names and not hasattr(torch.nn.functional, "grouped_mm"):
+        raise ConfigError(
+            f"{asked} needs torch's grouped_mm for the backward pass of experts, which torch {torch.__version__} does "
+            'not have. Install torch 2.10 or later, or take "experts" out.'
         )
     found: dict[str, Any] = {name: import_module(f"mcore_rl.backend.gpu.{name}").KERNELS for name in names}
     return Kernels(**found)

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mcore_rl.backend.gpu import logprobs, routing
+from mcore_rl.backend.gpu import experts, logprobs, routing
 
 ARCHITECTURES = (90, 100)
 MOST_REGISTERS = 255
@@ -25,9 +25,11 @@ POINTERS = {"rows": "i64", "targets": "i64", "found": "fp32", "log_partitions": 
 POINTERS |= {"grad_logprobs": "fp32", "grad_entropies": "fp32"}
 POINTERS |= dict.fromkeys(("scores", "values", "logits", "gates", "grad_gates", "grad_logits"), "fp32")
 POINTERS |= {"experts": "i64", "routed": "u8"}
-OPERANDS = ("hidden", "weight", "grads")
+POINTERS |= {"ends": "i32"}
+OF_LOGPROBS = ("hidden", "weight", "grads")
+OF_EXPERTS = ("rows", "weight", "gates", "hidden", "active", "output")
 FACTORS = ("inverse_temperature", "scaling")
-MULTIPLES_OF_16 = ("width", "hidden_stride", "weight_stride", "num_experts")
+MULTIPLES_OF_16 = ("width", "hidden_stride", "weight_stride", "num_experts", "inner", "columns")
 """Numbers of which Triton is told at run time that they are multiples of 16, as hidden sizes are."""
 
 
@@ -41,6 +43,8 @@ class Case:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int = 1
+    pointers: tuple[str, ...] = ()
+    """Arguments that are tensors of the operands' format; others are in POINTERS."""
 
     def source(self) -> ASTSource:
         signature, attributes = {}, {}
@@ -48,8 +52,8 @@ class Case:
             if argument in self.constants:
                 signature[argument] = "constexpr"
                 continue
-            if argument in OPERANDS or argument in POINTERS:
-                signature[argument] = f"*{POINTERS.get(argument, self.operands)}"
+            if argument in self.pointers or argument in POINTERS:
+                signature[argument] = f"*{self.operands if argument in self.pointers else POINTERS[argument]}"
             else:
                 signature[argument] = "fp32" if argument in FACTORS else "i32"
             if signature[argument].startswith("*") or argument in MULTIPLES_OF_16:
@@ -63,10 +67,21 @@ def cases() -> Iterator[Case]:
         name = ELEMENTS[num_bytes]
         for has_entropy in (True, False):
             constants = {"has_entropy": has_entropy, "per_program": logprobs.COLUMNS_PER_PROGRAM} | blocks
-            yield Case(f"sums-{name}-{has_entropy}", logprobs._sums_kernel, name, constants, *tile[3:])
+            yield Case(
+                f"sums-{name}-{has_entropy}", logprobs._sums_kernel, name, constants, *tile[3:], OF_LOGPROBS
+            )
             of = {"of_logprobs": True, "of_entropy": has_entropy}
             yield Case(
                 f"gradient-{name}-{has_entropy}", logprobs._gradient_kernel, name, of | blocks, *tile[3:]
+            )
+    for num_bytes, tile in experts.TILES.items():
+        blocks = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EXPERTS": 128}
+        name = ELEMENTS[num_bytes]
+        yield Case(f"product-{name}", experts._product_kernel, name, blocks, *tile[3:], OF_EXPERTS)
+        for keeps in (True, False):
+            constants = {"keeps_hidden": keeps} | blocks
+            yield Case(
+                f"swiglu-{name}-{keeps}", experts._swiglu_kernel, name, constants, *tile[3:], OF_EXPERTS
             )
     for num_experts in (128, 384):
         rows, padded = routing._block(num_experts)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.backend import platform
-from mcore_rl.backend.gpu import logprobs, routing
+from mcore_rl.backend.gpu import experts, logprobs, routing
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.parallel.mesh import destroy_mesh
@@ -21,28 +21,31 @@ def one_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     # The interpreter's time is one for each block, however large.
     monkeypatch.setitem(logprobs.TILES, 4, logprobs.TILES[4]._replace(rows=256, columns=256, depth=64))
+    monkeypatch.setitem(experts.TILES, 4, experts.TILES[4]._replace(rows=64, columns=64, depth=64))
     yield
     platform.stop()
 
 
 def one_step(model, mtp, names, **settings):
-    """Loss and gradient norm of one step from the same seed."""
+    """Loss and gradient norm of a step on one micro-batch, from the same seed."""
     destroy_mesh()
     of_platform = PlatformConfig(layers="torch", triton_kernels=names, **settings)
-    config = parity.config_of(TINY[model].model_copy(update={"mtp_layers": mtp}), MeshConfig(), of_platform)
+    config = parity.config_of(
+        TINY[model].model_copy(update={"mtp_layers": mtp, "num_layers": 2}), MeshConfig(), of_platform
+    )
     state = setup.set_up(config, platform.start(of_platform))
-    report = train_step(state, parity.batch(state, 0), NextTokenHead())
+    report = train_step(state, parity.batch(state, 0)[:1], NextTokenHead())
     return report.loss, report.grad_norm
 
 
-@pytest.mark.parametrize(("model", "mtp", "names"), [("deepseek_v3", 1, ("logprobs", "routing"))])
+@pytest.mark.parametrize(("model", "mtp", "names"), [("deepseek_v3", 1, ("logprobs", "routing", "experts"))])
 def test_training_by_kernels_is_training_by_torch(model, mtp, names, monkeypatch):
     """Pretraining with multi-token prediction: two losses over the vocabulary; an expert bias with groups.
 
     Sums are in another order: 1e-5.
     """
     used = set()
-    for module, helper in ((logprobs, "_dense"), (routing, "_chooser")):
+    for module, helper in ((logprobs, "_dense"), (routing, "_chooser"), (experts, "swiglu_backward")):
         original = getattr(module, helper)
         monkeypatch.setattr(module, helper, lambda *args, f=original: used.add(f) or f(*args))
     by_kernels = one_step(model, mtp, names)

@@ -429,7 +429,14 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             "the first computes the cross entropy",
         ),
-        ("llama", "platform.triton_kernels=[routing]", 1, 'model.family="llama", which has no routers'),
+        ("llama", "platform.triton_kernels=[routing]", 1, "which has no experts. Take ['routing'] out"),
+        ("gpt_oss", "platform.triton_kernels=[experts]", 1, "its experts are not plain SwiGLU"),
+        (
+            "qwen3_moe",
+            "platform.triton_kernels=[experts] platform.layers=te",
+            1,
+            "TransformerEngine has its own experts",
+        ),
         (
             "qwen3_moe",
             "platform.triton_kernels=[routing] platform.router_fusion=true",
