@@ -202,6 +202,11 @@ class Minibatch:
         return replace(self, microbatches=[replace(one, **values) for one, values in paired])
 
 
+def samples_of(minibatches: Sequence[Minibatch]) -> list[int]:
+    """Return the indices of all samples that this rank trains on, in order."""
+    return sorted({index for one in minibatches for each in one.microbatches for index in each.samples})
+
+
 def make_microbatch(
     samples: Mapping[int, TrainedSample],
     indices: Sequence[int],

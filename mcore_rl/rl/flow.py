@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from mcore_rl.errors import McoreRlError
 from mcore_rl.parallel.agree import from_first_of_model, on_every_rank
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.prompts import PromptSource
+from mcore_rl.rl.prompts import PromptSource, own_positions
 from mcore_rl.rl.types import Group, Prompt
 
 MOST_THREADS = 256
@@ -171,9 +171,3 @@ class GroupFlow:
                 raise
             else:
                 future.set_result(group)
-
-
-def own_positions(num_prompts: int, mesh: Mesh) -> range:
-    """Return the positions, among `num_prompts`, of the prompts of this replica."""
-    # Context-parallel ranks are replicas of their own here: generation does not cut sequences.
-    return range(mesh.dp_cp.rank, num_prompts, mesh.dp_cp.size)

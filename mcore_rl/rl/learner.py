@@ -18,7 +18,7 @@ from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Head, Routing, run_pass
 from mcore_rl.replay.witness import proving
-from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch, exchange_samples, make_microbatch
+from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch, exchange_samples, make_microbatch, samples_of
 from mcore_rl.rl.critic import Critic
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.objectives.advantages import (
@@ -37,7 +37,7 @@ from mcore_rl.rl.reference import Reference
 from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.teachers import Teachers
 from mcore_rl.rl.texts import Texts
-from mcore_rl.rl.token_advantages import Advantages, at_positions, samples_of, token_advantages
+from mcore_rl.rl.token_advantages import Advantages, at_positions, token_advantages
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
@@ -264,9 +264,8 @@ class Learner:
         )
 
     def update_critic(self, minibatches: Sequence[Minibatch], advantages: Advantages) -> list[StepReport]:
-        """Train the critic towards the returns of a rollout batch and return its optimizer steps; none without one."""
-        if self.critic is None:
-            return []
+        """Train the critic, which there must be, towards the returns of a rollout batch; return its optimizer steps."""
+        assert self.critic is not None
         with self.state.timers.phase("critic"):
             return self.critic.update(minibatches, advantages.returns)
 

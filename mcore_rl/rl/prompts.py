@@ -12,6 +12,7 @@ from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
 from mcore_rl.data.records import SHOWN
 from mcore_rl.errors import DataError
+from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.tasks import BadPromptLine, make_problem, read_problems
 from mcore_rl.rl.types import Problem, Prompt
 
@@ -230,3 +231,9 @@ def _file_prompts(
         num_too_long=num_too_long,
         bad_lines=read.bad_lines,
     )
+
+
+def own_positions(num_prompts: int, mesh: Mesh) -> range:
+    """Return the positions, among `num_prompts`, of the prompts of this replica."""
+    # Context-parallel ranks are replicas of their own here: generation does not cut sequences.
+    return range(mesh.dp_cp.rank, num_prompts, mesh.dp_cp.size)

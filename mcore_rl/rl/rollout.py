@@ -19,9 +19,9 @@ from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.batch import SampleShape, TrainedSample
 from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
 from mcore_rl.rl.environments.conversations import Conversations
-from mcore_rl.rl.flow import GroupFlow, own_positions
+from mcore_rl.rl.flow import GroupFlow
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
-from mcore_rl.rl.prompts import PromptSource
+from mcore_rl.rl.prompts import PromptSource, own_positions
 from mcore_rl.rl.rewards.failures import (
     FailedPart,
     FailureReport,
@@ -355,6 +355,8 @@ class Rollouts:
     def _report_failures(self, gathered: "Sequence[_ReplicaScores]", num_completions: int) -> None:
         """Report failures on rank 0, and raise on all ranks alike where too many scores of a part have failed."""
         failures = [failed for replica in gathered for failed in replica.first_failures]
+        if not failures:
+            return
         if self.mesh.world.rank == 0:
             self.failures.add(failures)
         num_failed: Counter[str] = Counter()
@@ -397,7 +399,9 @@ class Rollouts:
                 if has_steps
                 else (),
                 # Prompts without a teacher are refused at the start.
-                teacher=distill.index_of(group.prompt.problem.fields.get(distill.tag_field)) or 0,
+                teacher=(distill.index_of(group.prompt.problem.fields.get(distill.tag_field)) or 0)
+                if distill.teachers
+                else 0,
             )
             for p, (index, group) in enumerate(groups.items())
         ]

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch, SampleShape
+from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch, SampleShape, samples_of
 from mcore_rl.rl.objectives.diagnostics import kl_estimate
 from mcore_rl.rl.objectives.gae import (
     generalized_advantages,
@@ -36,11 +36,6 @@ class Advantages:
     """Returns `[positions]` by the sample's index, towards which the critic is trained; empty without a critic."""
     metrics: Sequence[Metric] = ()
     """Statistics of values, returns and advantages over the world; empty without a critic."""
-
-
-def samples_of(minibatches: Sequence[Minibatch]) -> list[int]:
-    """Return the indices of all samples that this rank trains on, in order."""
-    return sorted({index for one in minibatches for each in one.microbatches for index in each.samples})
 
 
 def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:

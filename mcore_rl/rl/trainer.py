@@ -12,7 +12,7 @@ from mcore_rl.obs.speed import speed_metrics
 from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.rl.batch import Minibatch
-from mcore_rl.rl.critic import critic_metrics
+from mcore_rl.rl.critic import Critic, critic_metrics
 from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.rl.learner import Learner
@@ -86,11 +86,13 @@ class RlTrainer(Trainer):
             with self.state.timers.phase("split"):
                 metrics += rollout_split(learner, minibatches[0])
 
-        # Values are of the critic before its updates, so that the policy's updates do not depend on them.
-        critic_start_s = time.perf_counter()
-        critic_reports = learner.update_critic(minibatches, advantages)
-        critic_s = time.perf_counter() - critic_start_s
-        metrics += self._critic_metrics(minibatches, critic_reports, critic_s)
+        critic_reports: list[StepReport] = []
+        if learner.critic is not None:
+            # Values are of the critic before its updates, so that the policy's updates do not depend on them.
+            critic_start_s = time.perf_counter()
+            critic_reports = learner.update_critic(minibatches, advantages)
+            critic_s = time.perf_counter() - critic_start_s
+            metrics += self._critic_metrics(learner.critic, minibatches, critic_reports, critic_s)
 
         updates = minibatches * self.config.rl.update.epochs
         warms_up = learner.critic_warms_up
@@ -178,12 +180,15 @@ class RlTrainer(Trainer):
             yield from staleness_metrics(report.sums)
 
     def _critic_metrics(
-        self, minibatches: Sequence[Minibatch], reports: Sequence[StepReport], updates_s: float
+        self,
+        critic: Critic,
+        minibatches: Sequence[Minibatch],
+        reports: Sequence[StepReport],
+        updates_s: float,
     ) -> Iterator[Metric]:
         """Yield the metrics of the critic's optimizer steps on a rollout batch, which took `updates_s` seconds."""
         yield from critic_metrics(reports)
-        if self.learner.critic is not None:
-            yield from self.learner.critic.take_metrics()
+        yield from critic.take_metrics()
         if reports:
             model = self.config.model.scored
             flops = self.config.critic_epochs * sum(
