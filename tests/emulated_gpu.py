@@ -4,10 +4,11 @@ Emulated are torch's answers about devices, and its rules: the device of every s
 operands are on two devices fails as it does on a GPU, and the calls for which a host must wait for its GPU are
 counted, or fail inside a CUDA graph's capture. A graph's replay runs the captured operators again, on the tensors of
 the capture. Real are the numbers, which come from the branches for CUDA of everything above torch's kernels. Not shown
-are CUDA's own kernels, their rounding, streams (all is in order here), compiled functions (they run as they are
-written) and NCCL (gloo takes its place).
+are CUDA's own kernels, their rounding, streams (all is in order here, but a use that did not wait fails), compiled
+functions (they run as they are written) and NCCL (gloo takes its place).
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -69,6 +70,10 @@ class EmulatedGpu(TorchDispatchMode):
         """Inside a factory that the program called, with or without a device."""
         self.capturing: EmulatedGraph | None = None
         """The graph that is being captured."""
+        self.pageable: Counter[str] = Counter()
+        """Copies to the GPU from memory that is not page-locked, for which a host waits if they are large, by place."""
+        self.streams = [StreamOfGpu(self)]
+        """The stream that the host queues on, last; before it those to which it comes back."""
         self.packed_calls = 0
         """Calls of the kernel for packed sequences."""
         self.graphs: list[EmulatedGraph] = []
@@ -92,6 +97,7 @@ class EmulatedGpu(TorchDispatchMode):
             self.wait()
         if self.capturing and function is aten.copy_.default and on_gpu and not is_on_gpu(operands[-1]):
             self.refuse_in_capture("a copy from memory that is not page-locked", operands[-1])
+        self.refuse_races(function, operands)
         result = function(*args, **named)
         if self.capturing and (on_gpu or not operands):
             self.capturing.add(function, args, named, operands, result)
@@ -104,6 +110,9 @@ class EmulatedGpu(TorchDispatchMode):
             for tensor in tensors_of(result):
                 if tensor.untyped_storage()._cdata not in before:
                     put_on_gpu(tensor)
+                    self.streams[-1].made(tensor)
+            if function is aten.copy_.default and not is_on_gpu(operands[-1]):
+                self.streams[-1].reads(operands[-1])
         return result
 
     def answer(self, name: str, value: Any, *_: Any, **__: Any) -> Any:
@@ -119,6 +128,21 @@ class EmulatedGpu(TorchDispatchMode):
                 f"operation not permitted when stream is capturing: {site()} waits for the GPU"
             )
         self.syncs[site()] += 1
+        for stream in self.streams:
+            stream.is_over()
+
+    def refuse_races(self, function: Any, operands: Sequence[Tensor]) -> None:
+        """RuntimeError where a tensor that another stream makes is used before a wait for it, or page-locked memory is
+        written that a copy may still read.
+        """
+        for tensor in operands:
+            maker = getattr(tensor.untyped_storage(), "maker", None)
+            if maker is not None and maker is not self.streams[-1]:
+                raise RuntimeError(f"{function}: {site()} uses what another stream may not have made yet")
+        if operands and function._schema.is_mutable and hasattr(operands[0].untyped_storage(), "reader"):
+            raise RuntimeError(
+                f"{function}: {site()} overwrites what a copy to the GPU may not have read yet"
+            )
 
     def refuse_in_capture(self, what: str, source: Tensor | None = None) -> None:
         """RuntimeError while a graph is captured, unless the host's memory `source` is page-locked."""
@@ -291,11 +315,12 @@ def install() -> EmulatedGpu:
     cuda.default_generators = (torch.default_generator,)
     cuda._lazy_call = lambda function, **_: function()
     cuda._lazy_init = _answer
-    stream = _stream_class(gpu)
-    cuda.synchronize = stream().synchronize
-    cuda.Stream = cuda.Event = stream
-    cuda.stream = lambda _: stream()
-    cuda.current_stream = cuda.default_stream = lambda *_, **__: stream()
+    default = gpu.streams[0]
+    cuda.synchronize = default.synchronize
+    cuda.Stream = cuda.Event = type("Stream", (StreamOfGpu,), {"__init__": _stream_of(gpu)})
+    cuda.stream = lambda stream: stream or contextlib.nullcontext()
+    cuda.current_stream = lambda *_, **__: gpu.streams[-1]
+    cuda.default_stream = lambda *_, **__: default
     cuda.nvtx.range_push = cuda.nvtx.range_pop = functools.partial(_answer, None)
     _install_tensors(gpu)
     packed: Any = torch_varlen
@@ -312,15 +337,82 @@ def install() -> EmulatedGpu:
     return gpu
 
 
-def _stream_class(gpu: EmulatedGpu) -> type[cpu.Stream]:
-    class Stream(cpu.Stream):
-        def synchronize(self, *_: Any) -> None:
-            gpu.wait()
+def _stream_of(gpu: EmulatedGpu) -> Callable[..., None]:
+    return lambda self, *_, **__: StreamOfGpu.__init__(self, gpu)
 
-        def record_event(self, _: Any = None) -> cpu.Stream:
-            return Stream()
 
-    return Stream
+class StreamOfGpu(cpu.Stream):
+    """A stream, or an event: what it stands for is computed at once, but nobody may use it before a wait.
+
+    Work of the stream that the host begins with is seen by the others: who queues on them waits for it first.
+    """
+
+    def __init__(self, gpu: EmulatedGpu, *_: Any, **__: Any) -> None:
+        self._gpu = gpu
+        self._made: list[Any] = []
+        self._read: list[Any] = []
+
+    def made(self, tensor: Tensor) -> None:
+        """Record memory that is filled on this stream."""
+        if self is not self._gpu.streams[0]:
+            storage: Any = tensor.untyped_storage()
+            storage.maker = self
+            self._made.append(storage)
+
+    def reads(self, source: Tensor) -> None:
+        """Record memory of the host that a copy on this stream reads; pageable memory has been read by then."""
+        storage: Any = source.untyped_storage()
+        if hasattr(storage, "pinned"):
+            storage.reader = self
+            self._read.append(storage)
+
+    def is_over(self) -> None:
+        """The host knows that everything so far is done."""
+        self.is_seen()
+        for storage in self._read:
+            if hasattr(storage, "reader"):
+                del storage.reader
+        self._read.clear()
+
+    def is_seen(self) -> None:
+        """The stream that the host queues on waits for everything so far."""
+        for storage in self._made:
+            if hasattr(storage, "maker"):
+                del storage.maker
+        self._made.clear()
+
+    def __enter__(self) -> cpu.Stream:
+        self._gpu.streams.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gpu.streams.pop()
+
+    def wait_stream(self, other: Any) -> None:
+        """Let the GPU wait."""
+        other.is_seen()
+
+    wait_event = wait_stream
+
+    def wait(self, _: Any = None) -> None:
+        """Let the GPU wait."""
+        self.is_seen()
+
+    def record(self, stream: Any = None) -> None:
+        """Be an event of a stream's work so far."""
+        other = stream or self._gpu.streams[-1]
+        self._made, self._read = list(other._made), list(other._read)
+
+    def record_event(self, _: Any = None) -> cpu.Stream:
+        """Return an event of the work so far."""
+        event = StreamOfGpu(self._gpu)
+        event.record(self)
+        return event
+
+    def synchronize(self, *_: Any) -> None:
+        """Let the host wait."""
+        self._gpu.wait()
+        self.is_over()
 
 
 def _install_tensors(gpu: EmulatedGpu) -> None:
@@ -443,6 +535,8 @@ def _moved(move: Callable[..., Any], gpu: EmulatedGpu) -> Callable[..., Any]:
             return converted
         if not target and waits:
             gpu.wait()
+        if target and self.dim() and not hasattr(self.untyped_storage(), "pinned"):
+            gpu.pageable[site()] += 1
         return _Moved.apply(converted, target)  # type: ignore[no-untyped-call]
 
     return to
@@ -466,8 +560,12 @@ def _copied(tensor: Tensor, to_gpu: bool) -> Tensor:
     storage = copy.untyped_storage()
     if to_gpu:
         put_on_gpu(copy)
-    elif hasattr(storage, "on_gpu"):
-        del storage.on_gpu
+        if gpu := active():
+            gpu.streams[-1].made(copy)
+    else:
+        for name in ("on_gpu", "maker"):
+            if hasattr(storage, name):
+                delattr(storage, name)
     copy.copy_(tensor)
     return copy
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcore_rl.backend import platform
@@ -11,7 +12,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.layers.attention import SDPAttention
 from mcore_rl.model.layers.packed import packed_params
-from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.parallel.mesh import build_mesh, layer_groups, seed_ranks
 from mcore_rl.run import doctor
 from tests.emulated_gpu import GPU, HOST, active, counted_syncs
 from tests.unit.model.layers import oracles
@@ -37,8 +38,10 @@ def attention() -> dict[str, Any]:
     seed_ranks(1)
     kernel = kernel_found()
     found = {name: compared(**changes) for name, changes in CASES.items()}
+    rotation = rotation_difference()
     platform.stop()
     return {
+        "rotation_difference": rotation,
         "kernel": kernel.name if kernel else None,
         "log": started.describe(),
         "doctor": doctor.kernels(),
@@ -91,3 +94,21 @@ def compared(
             for a, b in [(actual, expected), *zip(grads, wanted, strict=True)]
         ],
     }
+
+
+def rotation_difference() -> float:
+    """How far a packed row that the emulated GPU rotates at once is from its sequences rotated by themselves."""
+    groups = layer_groups("cp")
+    heads_TND = torch.randn(sum(LENGTHS), 3, 8, generator=torch.Generator().manual_seed(6))
+    angles = torch.randn(max(LENGTHS), 1, 1, 8, generator=torch.Generator().manual_seed(7))
+    bounds = packed_params(LENGTHS, GPU).cu_seqlens_q
+    with counted_syncs() as syncs:
+        whole = rope_utils._apply_rotary_pos_emb_thd(
+            heads_TND.to(GPU), bounds, angles.to(GPU), cp_group=groups.cp
+        )
+        assert not syncs, dict(syncs)
+    parts = [
+        rope_utils._apply_rotary_pos_emb_bshd(part[:, None], angles[: len(part)])[:, 0]
+        for part in heads_TND.split(LENGTHS)
+    ]
+    return float((whole.to(HOST) - torch.cat(parts)).abs().max())

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl.backend.transfer import to_device
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.layers.packed import PackedParams, packed_params
 from mcore_rl.parallel.mesh import Axis
@@ -96,7 +97,7 @@ def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMic
 
     def local(full_BS: Tensor) -> Tensor:
         cut_Bs = zigzag_spans(full_BS.reshape(1, -1), lengths, cp) if lengths else zigzag(full_BS, cp)
-        return cut_Bs.to(device, non_blocking=True)
+        return to_device(cut_Bs, device)
 
     is_padding_BS = microbatch.is_padding_BS
     packed_spans = None

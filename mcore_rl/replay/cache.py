@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.parallel.mesh import Axis, Mesh
@@ -106,7 +107,7 @@ class RoutingCache:
         # Sorted by sample, and within a sample by position; padding (-1) comes first and is cut off.
         order_t = (tokens.sample_index_t * 2**32 + tokens.position_t).argsort()
         order_n = order_t[int((~tokens.is_real_t).sum()) :]
-        bytes_nw = self.codec.encode(codes_tlK[order_n.to(codes_tlK.device, non_blocking=True)])
+        bytes_nw = self.codec.encode(codes_tlK[to_device(order_n, codes_tlK.device)])
         block, first = self._storage.add(bytes_nw), 0
         position_n, sample_index_n = tokens.position_t[order_n], tokens.sample_index_t[order_n]
         counts_N = torch.bincount(sample_index_n, minlength=len(tokens.samples)).tolist()
@@ -198,7 +199,7 @@ class RoutingCache:
         codes_tlK = torch.zeros(shape, dtype=self.dtype, device=device)
         for block, row_n, token_n in locations.parts:
             found_nlK = self.codec.decode(self._storage.read(block, row_n, device))
-            codes_tlK[token_n.to(device, non_blocking=True)] = found_nlK
+            codes_tlK[to_device(token_n, device)] = found_nlK
         return codes_tlK
 
     def codes(self, cached: CachedSample, index_n: Tensor, device: torch.device = CPU) -> Tensor:
@@ -231,7 +232,7 @@ class RoutingCache:
         is_below_l = torch.tensor([index < layer for index in self.layers])
         lower_nlK = below.codes(lower, torch.arange(len(lower.position_n)))
         codes_nlK = lower_nlK.where(is_below_l[:, None], above.codes_at(version, sample, lower.position_n))
-        block = self._storage.add(self.codec.encode(codes_nlK.to(self.device)))
+        block = self._storage.add(self.codec.encode(to_device(codes_nlK, self.device)))
         checksum_l = lower.checksum_l.where(is_below_l, upper.checksum_l)
         self._samples[version, sample] = CachedSample(
             lower.num_tokens, lower.position_n, block, 0, checksum_l
@@ -269,7 +270,9 @@ class RoutingCache:
         self.drop(version)
         if not received:
             return
-        encoded = [self.codec.encode(routes.codes_nlK.to(self.device)) for routes in received.values()]
+        encoded = [
+            self.codec.encode(to_device(routes.codes_nlK, self.device)) for routes in received.values()
+        ]
         block, first = self._storage.add(torch.cat(encoded)), 0
         for sample, routes in received.items():
             self._samples[version, sample] = CachedSample(

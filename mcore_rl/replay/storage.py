@@ -10,6 +10,7 @@ from typing import IO, Literal
 import torch
 from torch import Tensor
 
+from mcore_rl.backend.transfer import to_device
 from mcore_rl.errors import RoutingError
 from mcore_rl.files import disk_errors_explained
 
@@ -95,11 +96,8 @@ class RouteStorage:
         if stored.bytes_nw is None:
             found_nw = self._read_file(stored, rows_n)
         else:
-            found_nw = stored.bytes_nw[rows_n.to(stored.bytes_nw.device, non_blocking=True)]
-        if found_nw.device.type == "cpu" and device.type == "cuda":
-            # What was read is in pageable memory, from which a copy to the device would wait.
-            found_nw = found_nw.pin_memory()
-        return found_nw.to(device, non_blocking=True)
+            found_nw = stored.bytes_nw[to_device(rows_n, stored.bytes_nw.device)]
+        return to_device(found_nw, device)
 
     def store_of(self, block: int) -> Store:
         """Return the store that a block is in."""

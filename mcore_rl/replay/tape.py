@@ -8,7 +8,7 @@ and the accounts of the pass compare it with the record (accounts.py).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from mcore_rl.backend.transfer import Ahead, to_device
 from mcore_rl.errors import RoutingError
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import refuse_anywhere
@@ -123,6 +124,9 @@ class RoutingTape:
         )
         self._config = get_model_config(chunks[0])
         self._device = next(chunks[0].parameters()).device
+        self._ahead = Ahead(self._device)
+        self._begun: dict[tuple[nn.Module, int], Callable[[], Tensor]] = {}
+        """Reads of cached codes that have begun: of one microbatch for each chunk."""
         self._microbatches = [self._prepared(local_tokens(layout, mesh)) for layout in layouts]
         self._expert_hashes_lE = expert_hashes(self.layers, cache.num_codes, self._device)
         self._num_tokens = [int(microbatch.tokens.is_real_t.sum()) for microbatch in self._microbatches]
@@ -175,6 +179,7 @@ class RoutingTape:
 
     def close(self) -> None:
         """Let every router choose for itself again; `finish` does it too."""
+        self._begun.clear()
         if self._witness is not None:
             self._witness.remove()
         for routers in self._routers.values():
@@ -356,7 +361,11 @@ class RoutingTape:
         shape = (columns.stop - columns.start, len(microbatch.sample_index_t), self._cache.top_k)
         cached_ltK = is_live_t1 = None
         if self._compares:
-            cached_tLK = self._compared_cache.read(microbatch.locations, self._device)
+            # The next microbatch's routes travel while this one is computed.
+            begun = self._begun.pop((chunk, index), None) or self._begin_reading(index)
+            cached_tLK = begun()
+            if index + 1 < len(self._microbatches):
+                self._begun[chunk, index + 1] = self._begin_reading(index + 1)
             # A damaged code must not stop the pass on one rank only: the checksum reports it on all of them.
             in_range_tlK = cached_tLK[:, columns].clamp(0, self._cache.num_codes - 1)
             cached_ltK = in_range_tlK.transpose(0, 1).contiguous()
@@ -372,6 +381,11 @@ class RoutingTape:
             cached_ltK=cached_ltK,
             scores_ltK=torch.zeros(shape, device=self._device) if self._compares else None,
         )
+
+    def _begin_reading(self, index: int) -> Callable[[], Tensor]:
+        """Begin to bring a microbatch's cached codes `[t, L, K]` to the device; the result returns them for use."""
+        read = self._compared_cache.read
+        return self._ahead.begin(partial(read, self._microbatches[index].locations, self._device))
 
     def _token_hashes(self, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> Tensor:
         """Hash the token ids that the model was given, so that routes of other tokens have other checksums."""
@@ -515,7 +529,7 @@ class RoutingTape:
         return torch.cat(is_changed).to(torch.uint8)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+        return to_device(tensor, self._device)
 
 
 def _columns(routers: Mapping[nn.Module, ChunkRouters]) -> tuple[dict[nn.Module, slice], tuple[int, ...]]:

@@ -22,6 +22,7 @@ from megatron.core.transformer.moe.moe_utils import group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from mcore_rl.backend.transfer import to_device
 from mcore_rl.errors import RoutingError
 from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.mesh import Mesh
@@ -403,8 +404,8 @@ class Witness:
                 is_counted_t = is_counted_t & ~is_missing_t
                 # No checksum covers them: all are compared.
                 row_n = torch.cat([_some(is_counted_t.nonzero()[:, 0], seed), is_missing_t.nonzero()[:, 0]])
-                is_live_n = is_missing_t[row_n].to(self._device, non_blocking=True)
-        row_n = row_n.to(self._device, non_blocking=True)
+                is_live_n = to_device(is_missing_t[row_n], self._device)
+        row_n = to_device(row_n, self._device)
         return WitnessedMicrobatch(samples, sample_index_t, position_t, is_counted_t, row_n, is_live_n)
 
     def _on_input(self, chunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -419,7 +420,7 @@ class Witness:
             length = len(ids_sB) // self._mesh.tp.size
             ids_sB = ids_sB.narrow(0, length * self._mesh.tp.rank, length)
         index_t, position_t, is_counted_t = (
-            labels_t.to(self._device, non_blocking=True)
+            to_device(labels_t, self._device)
             for labels_t in (microbatch.sample_index_t, microbatch.position_t, microbatch.is_counted_t)
         )
         microbatch.token_hashes_t = token_hashes(ids_sB.reshape(-1), position_t, is_counted_t)

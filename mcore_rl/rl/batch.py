@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mcore_rl.backend.transfer import to_device
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.data.packing import padded
 from mcore_rl.data.plan import PackingLimits
@@ -257,7 +258,7 @@ def make_microbatch(
     )
 
     def on_this_rank(full_S: Tensor) -> Tensor:
-        return zigzag_spans(full_S[None], lengths, cp)[0].to(device, non_blocking=True)
+        return to_device(zigzag_spans(full_S[None], lengths, cp)[0], device)
 
     num_trained = [int(sample.sampled_C.sum()) * sample.is_trained for sample in chosen] or [0]
     return PolicyMicrobatch(
@@ -267,7 +268,7 @@ def make_microbatch(
         mask_T=inputs.loss_mask_Bs[0] > 0,
         completion_mask_T=on_this_rank(completion_mask_S) > 0,
         sequence_T=on_this_rank(sequence_S),
-        lengths_N=torch.tensor(num_trained).to(device, non_blocking=True),
+        lengths_N=to_device(torch.tensor(num_trained), device),
         rollout_logprobs_T=on_this_rank(rollout_logprobs_S),
         first_current=tuple(
             sample.num_prompt_tokens - 1 + sample.num_stale_tokens if sample.num_stale_tokens else 0

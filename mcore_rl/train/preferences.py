@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.data.plan import PackingLimits
 from mcore_rl.data.preference_batches import PackedPreferences, PreferenceOrder, pack_groups, plan_batch
@@ -101,21 +102,21 @@ def localize_preferences(
     lengths = spans.cu_seqlens.diff().tolist()
 
     def on_this_rank(full_S: Tensor) -> Tensor:
-        return zigzag_spans(full_S[None], lengths, cp)[0].to(device, non_blocking=True)
+        return to_device(zigzag_spans(full_S[None], lengths, cp)[0], device)
 
     inputs = localize(packed.microbatch, cp, device)
     reference_N = None
     if reference_logprobs is not None:
-        reference_N = reference_logprobs[list(packed.sequences)].to(device, non_blocking=True)
+        reference_N = to_device(reference_logprobs[list(packed.sequences)], device)
     return PreferenceMicrobatch(
         inputs=inputs,
         mask_T=inputs.loss_mask_Bs[0] > 0,
         sequence_T=on_this_rank(packed.sequence_S),
         is_last_T=on_this_rank(packed.is_last_S),
-        answer_lengths_N=packed.answer_lengths_N.to(device, non_blocking=True),
-        pairs_P2=packed.pairs_P2.to(device, non_blocking=True),
-        margins_P=packed.margins_P.to(device, non_blocking=True),
-        probabilities_P=packed.probabilities_P.to(device, non_blocking=True),
+        answer_lengths_N=to_device(packed.answer_lengths_N, device),
+        pairs_P2=to_device(packed.pairs_P2, device),
+        margins_P=to_device(packed.margins_P, device),
+        probabilities_P=to_device(packed.probabilities_P, device),
         sequences=packed.sequences,
         reference_logprobs_N=reference_N,
         labels_T=on_this_rank(packed.step_labels_S) if packed.step_labels_S is not None else None,

@@ -1,6 +1,7 @@
 """Replacements of parts of Megatron: each is a function of the original, named in table.py."""
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,6 +122,49 @@ def permuted_without_waiting(permute: Callable[..., Any]) -> Callable[..., Any]:
         return tokens.index_select(0, token_N), gates_N, token_N
 
     return wrapped
+
+
+def rotated_without_waiting(rotate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`_apply_rotary_pos_emb_thd` that finds the positions of packed tokens on a GPU, which rotates the row at once."""
+
+    @functools.wraps(rotate)
+    def wrapped(
+        t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        if args or not t.is_cuda:
+            return rotate(t, cu_seqlens, freqs, *args, **options)
+        group = options.pop("cp_group")
+        position_t = packed_positions(cu_seqlens, len(t), group.rank(), group.size(), len(freqs))
+        embeddings = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+        rotated: torch.Tensor = embeddings._apply_rotary_pos_emb_bshd(
+            t.unsqueeze(1), freqs[position_t], **options
+        )
+        return rotated.squeeze(1)
+
+    return wrapped
+
+
+def packed_positions(
+    cu_seqlens: torch.Tensor, num_tokens: int, rank: int, ranks: int, table_length: int
+) -> torch.Tensor:
+    """Return the row of Megatron's table of angles for each of a context-parallel rank's packed tokens, `[t]`.
+
+    Args:
+        cu_seqlens: cumulative lengths of the sequences on all ranks, whose sum is `num_tokens * ranks`.
+        num_tokens: tokens of this rank: of each sequence the chunks `rank` and `2 * ranks - 1 - rank` of as many.
+        rank: this rank.
+        ranks: context-parallel ranks.
+        table_length: rows of the table; one as long as all sequences together counts through them.
+    """
+    index_t = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    sequence_t = torch.searchsorted(cu_seqlens[1:] // ranks, index_t, right=True)
+    begin_t = cu_seqlens[sequence_t]
+    position_t = index_t - begin_t // ranks
+    if ranks > 1:
+        chunk_t = (cu_seqlens[sequence_t + 1] - begin_t) // (2 * ranks)
+        skipped_t = torch.where(position_t < chunk_t, rank, 2 * ranks - 2 - rank) * chunk_t
+        position_t = position_t + skipped_t
+    return position_t + begin_t if table_length == num_tokens * ranks else position_t
 
 
 def norm_of_tensors(

@@ -283,6 +283,14 @@ WAITING_PATCHES: tuple[Patch, ...] = (
         "every layer of experts, and again for the tokens of each expert",
         until="0.19, which sorts",
     ),
+    Patch(
+        symbol="megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+        replace=replacements.rotated_without_waiting,
+        cause="version",
+        reason="the host reads the lengths of packed sequences from a GPU, for the queries and keys of every layer, in "
+        "0.19 once more for each sequence, which it rotates one by one",
+        until="it takes the positions of the tokens",
+    ),
 )
 
 RUNS_PROGRAMS = (

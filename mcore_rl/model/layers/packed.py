@@ -6,6 +6,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mcore_rl.backend.transfer import to_device
 from mcore_rl.backend.varlen import Bounds
 
 SHORT = 64
@@ -43,13 +44,13 @@ class PackedParams(PackedSeqParams):
         """Return where the sequences begin and end, computed once for all layers."""
         if not self._bounds:
             cumulative = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            self._bounds.append(Bounds(cumulative.to(device, non_blocking=True), max(self.lengths)))
+            self._bounds.append(Bounds(to_device(cumulative, device), max(self.lengths)))
         return self._bounds[0]
 
     def order(self, ranks: int, device: torch.device) -> Tensor:
         """Return `gathered_order(self.lengths, ranks)`, computed once for all layers."""
         if ranks not in self._orders:
-            self._orders[ranks] = gathered_order(self.lengths, ranks).to(device, non_blocking=True)
+            self._orders[ranks] = to_device(gathered_order(self.lengths, ranks), device)
         return self._orders[ranks]
 
     def batches(self, device: torch.device) -> SideBySide | None:
@@ -103,5 +104,5 @@ def side_by_side(lengths: tuple[int, ...], device: torch.device) -> SideBySide |
         parts.append(positions_BW.flatten())
         begin += positions_BW.numel()
     shapes = tuple((len(sequences), width) for width, sequences in members.items())
-    positions_N = torch.cat(parts).to(device, non_blocking=True)
-    return SideBySide(shapes, positions_N, back_T.to(device, non_blocking=True))
+    positions_N = to_device(torch.cat(parts), device)
+    return SideBySide(shapes, positions_N, to_device(back_T, device))

@@ -22,6 +22,7 @@ def test_on_an_emulated_gpu_packed_sequences_take_one_call_where_the_kernel_can(
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kernel"] == "torch's varlen_attn"
+    assert found["rotation_difference"] == 0.0
     assert found["log"].endswith("packed sequences by torch's varlen_attn")
     assert found["doctor"]["attention of packed sequences in one call (torch's varlen_attn)"]
     calls = {name: case["calls"] for name, case in found["cases"].items()}

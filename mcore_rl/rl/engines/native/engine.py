@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
 from mcore_rl.backend.cpu.kernels import weights_unchanged
+from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl import EngineConfig
 from mcore_rl.errors import ConfigError, EngineError
@@ -169,7 +170,7 @@ class _Run:
             seeds_B = torch.tensor(
                 [self.scheduler.active[slot].seed for slot in step.drawing], dtype=torch.int64
             )
-            drawn_4B = self.compute(tokens, drawing_B, seeds_B.to(self._decoder.device, non_blocking=True))
+            drawn_4B = self.compute(tokens, drawing_B, to_device(seeds_B, self._decoder.device))
             drawn = self._read(drawn_4B) if step.drawing else [[], [], [], []]
         self.scheduler.computed(step)
         finished = [
@@ -224,7 +225,7 @@ class _Run:
         multiple = self._decoder.token_multiple
         rows += [(0, -1, 0)] * (max(-len(rows) % multiple, multiple - len(rows)))
         # A row each, contiguous: compiled layers read the positions.
-        table_3T = torch.tensor(list(zip(*rows, strict=True))).to(self._decoder.device, non_blocking=True)
+        table_3T = to_device(torch.tensor(list(zip(*rows, strict=True))), self._decoder.device)
         tokens = StepTokens(
             ids_T=table_3T[0],
             slots_T=table_3T[1],
@@ -233,7 +234,7 @@ class _Run:
             longest=longest,
             spans=tuple(spans),
         )
-        return tokens, torch.tensor(drawing, dtype=torch.int64, device=self._decoder.device)
+        return tokens, to_device(torch.tensor(drawing, dtype=torch.int64), self._decoder.device)
 
     def compute(self, tokens: StepTokens, drawing_B: Tensor, seeds_B: Tensor) -> Tensor:
         """Collective over this model's ranks, and its experts': the fields of `Drawn`, float64 `[4, B]`, of the tokens
