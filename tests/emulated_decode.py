@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from mcore_rl.backend import platform
@@ -14,9 +15,9 @@ from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
-from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.sampling import Cut, running_sums
 from mcore_rl.rl.types import Completion, Problem, Prompt
-from tests.emulated_gpu import active, counted_syncs
+from tests.emulated_gpu import GPU, HOST, active, counted_syncs
 from tests.tiny_models import TINY
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9], [3, 2, 3, 8]]
@@ -28,17 +29,25 @@ SAMPLING = Sampling(
 def rollouts() -> dict[str, Any]:
     """For two kinds of attention, how a rollout by graphs compares with one by the same steps as they are written.
 
-    In bf16, for which a GPU has a kernel of all experts.
+    In bf16, for which a GPU has a kernel of all experts; deterministic, for which it has no running sums.
     """
-    settings = PlatformConfig(precision="bf16")
+    settings = PlatformConfig(precision="bf16", deterministic=True)
     started, mesh = platform.start(settings), build_mesh(MeshConfig())
     seed_ranks(1)
-    found = {}
+    found: dict[str, Any] = {"running_sum_difference": running_sum_difference()}
     for family in ("qwen3_moe", "deepseek_v3"):
         chunks = build_model(TINY[family], mesh, started, settings)
         found[family] = compared(chunks, TINY[family], mesh)
     platform.stop()
     return found
+
+
+def running_sum_difference() -> float:
+    """How far sums that do not depend on timing are from torch's on the host."""
+    weights_BN = torch.rand(3, 700, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    sums_BN = running_sums(weights_BN.to(GPU))
+    assert bool((sums_BN.diff(dim=1) >= 0).all())
+    return float((sums_BN.to(HOST) - weights_BN.cumsum(1)).abs().max())
 
 
 def compared(chunks: Sequence[nn.Module], model: ModelConfig, mesh: Mesh) -> dict[str, Any]:

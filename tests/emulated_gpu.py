@@ -98,6 +98,9 @@ class EmulatedGpu(TorchDispatchMode):
         if self.capturing and function is aten.copy_.default and on_gpu and not is_on_gpu(operands[-1]):
             self.refuse_in_capture("a copy from memory that is not page-locked", operands[-1])
         self.refuse_races(function, operands)
+        is_sum = function is aten.cumsum.default and args[0].is_floating_point()
+        if on_gpu and is_sum and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
         result = function(*args, **named)
         if self.capturing and (on_gpu or not operands):
             self.capturing.add(function, args, named, operands, result)

@@ -98,6 +98,19 @@ def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_siz
     return Drawn(tokens_B, logprobs_B, untempered_B, kept_logprobs_B)
 
 
+def running_sums(values_BN: Tensor) -> Tensor:
+    """Return the sums of the values, none negative, up to each one; torch has none that is deterministic on a GPU."""
+    if not (values_BN.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return values_BN.cumsum(1)
+    sums_BN, step = values_BN, 1
+    while step < values_BN.shape[1]:
+        # Each place has the sum of the `step` values up to it, and takes the one before those.
+        sums_BN = sums_BN + pad(sums_BN[:, :-step], (step, 0))
+        step *= 2
+    # Neighbours are summed in different orders: rounding must not let a sum fall.
+    return sums_BN.cummax(1).values
+
+
 def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
     """Return the lowest score `[B]` of a token that may be drawn; the likeliest token has 0, all others less."""
     lowest_B = scores_Bv.new_full((len(scores_Bv),), -torch.inf)
@@ -112,7 +125,7 @@ def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
         lowest_B = torch.maximum(lowest_B, best_BV[:, -1])
     if cut.top_p < 1.0:
         sorted_BV = best_BV if cut.top_k else _gathered(scores_Bv, tp).sort(descending=True).values
-        mass_BV = sorted_BV.double().exp().cumsum(1)
+        mass_BV = running_sums(sorted_BV.double().exp())
         # A token belongs to them while those before it do not reach top_p.
         is_in_BV = pad(mass_BV, (1, -1)) < cut.top_p * mass_BV[:, -1:]
         lowest_B = torch.maximum(lowest_B, sorted_BV.masked_fill(~is_in_BV, torch.inf).amin(1))
@@ -140,7 +153,7 @@ def _inverse_cdf(scores_Bv: Tensor, lowest_B: Tensor | None, uniforms_B: Tensor,
         weights_Bv = pad(weights_Bv, (0, -width % BLOCK))
     blocks_BNW = weights_Bv.view(rows, -1, BLOCK)
     sums_BN = _gathered(blocks_BNW.sum(2, dtype=torch.float64), tp)
-    ends_BN = sums_BN.cumsum(1)
+    ends_BN = running_sums(sums_BN)
     goals_B1 = uniforms_B[:, None] * ends_BN[:, -1:]
     block_B1 = _passed(sums_BN, goals_B1)
     start_B1 = pad(ends_BN, (1, 0)).gather(1, block_B1)
@@ -155,7 +168,7 @@ def _inverse_cdf(scores_Bv: Tensor, lowest_B: Tensor | None, uniforms_B: Tensor,
 
 def _passed(weights_BN: Tensor, goals_B1: Tensor) -> Tensor:
     """Return the index at which the running sum passes the goal; where rounding prevents that, of the last weight."""
-    places_B1 = torch.searchsorted(weights_BN.cumsum(1), goals_B1, right=True)
+    places_B1 = torch.searchsorted(running_sums(weights_BN), goals_B1, right=True)
     last_B1 = weights_BN.shape[1] - 1 - (weights_BN > 0).flip(1).int().argmax(1, keepdim=True)
     return torch.minimum(places_B1, last_B1)
 
