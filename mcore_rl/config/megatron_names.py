@@ -100,7 +100,7 @@ ARGUMENTS: tuple[Argument, ...] = (
         field="platform.fp8",
         on_gpus="none",
         on_cpus="none",
-        note=f"layers te; {NOT_RUN}",
+        note=f"layers te; widths and tokens of a rank in multiples of 16, of mxfp8 32; {NOT_RUN}",
     ),
     Argument(
         names=("fp8_recipe",),
