@@ -325,7 +325,7 @@ def compare_logprobs(on: Machine, kernels: Kernels) -> dict[str, Any]:
     tokens, width, vocabulary, chunk = (8192, 2048, 151936, 768) if on.is_gpu else (40, 32, 300, 16)
     dtype = torch.bfloat16 if on.is_gpu else torch.float32
     hidden = torch.randn(tokens, width).to(on.device, dtype).requires_grad_()
-    weight = torch.randn(vocabulary, width).div_(width**0.5).to(on.device, dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, device=on.device).div_(width**0.5).to(dtype).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,)).to(on.device)
     pull = torch.randn(2, tokens).to(on.device)
 
@@ -385,10 +385,10 @@ def compare_experts(on: Machine, kernels: Kernels) -> dict[str, Any]:
     shapes = ((tokens, width), (tokens,), (experts, 2 * inner, width), (experts, width, inner))
     scales = (1.0, 1.0, width**-0.5, inner**-0.5)
     inputs = [
-        torch.randn(*shape).mul_(scale).to(on.device, dtype).requires_grad_()
+        torch.randn(*shape, device=on.device).mul_(scale).to(dtype).requires_grad_()
         for shape, scale in zip(shapes, scales, strict=True)
     ]
-    pull, counts = torch.randn(tokens, width).to(on.device, dtype), counts.to(on.device)
+    pull, counts = torch.randn(tokens, width, device=on.device).to(dtype), counts.to(on.device)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=width,

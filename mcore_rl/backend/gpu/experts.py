@@ -37,7 +37,11 @@ def swiglu_experts(
         fc2_EDF: Second weights.
         counts_E: Number of rows of each expert; it may be 0.
     """
-    found: Tensor = _Experts.apply(rows_ND, gates_N, fc1_EFD, fc2_EDF, counts_E)
+    inputs = (rows_ND.contiguous(), gates_N.contiguous(), fc1_EFD.contiguous(), fc2_EDF.contiguous())
+    ends_E = counts_E.to(rows_ND.device).cumsum(0).to(torch.int32)
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+        return _forward(*inputs, ends_E, None)
+    found: Tensor = _Experts.apply(*inputs, ends_E)
     return found
 
 
@@ -49,33 +53,11 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_ND: Tensor, gates_N: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, counts_E: Tensor
+        ctx: Any, rows_ND: Tensor, gates_N: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, ends_E: Tensor
     ) -> Tensor:
-        rows_ND, gates_N = rows_ND.contiguous(), gates_N.contiguous()
-        fc1_EFD, fc2_EDF = fc1_EFD.contiguous(), fc2_EDF.contiguous()
-        num_rows, width = rows_ND.shape
-        num_experts, inner = len(fc1_EFD), fc2_EDF.shape[2]
-        ends_E = counts_E.to(device=rows_ND.device).cumsum(0).to(torch.int32)
-        tile = TILES[rows_ND.element_size()]
-        # Each expert may have one tile that is not full.
-        padded = max(16, triton.next_power_of_2(num_experts))
-        most_tiles = triton.cdiv(num_rows, tile.rows) + num_experts
-        hidden_NF = rows_ND.new_empty((num_rows, 2 * inner)) if any(ctx.needs_input_grad) else None
-        active_NF, output_ND = rows_ND.new_empty((num_rows, inner)), torch.empty_like(rows_ND)
-        _swiglu_kernel[(most_tiles, triton.cdiv(inner, tile.columns))](
-            rows_ND, fc1_EFD, gates_N, ends_E, active_NF if hidden_NF is None else hidden_NF, active_NF,
-            num_experts, width, inner,
-            keeps_hidden=hidden_NF is not None,
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EXPERTS=padded,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
-        _product_kernel[(most_tiles, triton.cdiv(width, tile.columns))](
-            active_NF, fc2_EDF, ends_E, output_ND, num_experts, inner, width,
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EXPERTS=padded,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+        hidden_NF = rows_ND.new_empty((len(rows_ND), fc1_EFD.shape[1]))
         ctx.save_for_backward(rows_ND, gates_N, fc1_EFD, fc2_EDF, ends_E, hidden_NF)
-        return output_ND
+        return _forward(rows_ND, gates_N, fc1_EFD, fc2_EDF, ends_E, hidden_NF)
 
     @staticmethod
     @once_differentiable
@@ -91,6 +73,36 @@ class _Experts(torch.autograd.Function):
             grouped_mm(grad_ND.t(), active_NF, offs=ends_E),
             None,
         )
+
+
+def _forward(
+    rows_ND: Tensor,
+    gates_N: Tensor,
+    fc1_EFD: Tensor,
+    fc2_EDF: Tensor,
+    ends_E: Tensor,
+    hidden_NF: Tensor | None,
+) -> Tensor:
+    """Return the results of the experts, and fill `hidden_NF` with the first product."""
+    num_rows, width = rows_ND.shape
+    num_experts, inner = len(fc1_EFD), fc2_EDF.shape[2]
+    tile, padded = TILES[rows_ND.element_size()], max(16, triton.next_power_of_2(num_experts))
+    # Each expert may have one tile that is not full.
+    most_tiles = triton.cdiv(num_rows, tile.rows) + num_experts
+    active_NF, output_ND = rows_ND.new_empty((num_rows, inner)), torch.empty_like(rows_ND)
+    _swiglu_kernel[(most_tiles, triton.cdiv(inner, tile.columns))](
+        rows_ND, fc1_EFD, gates_N, ends_E, active_NF if hidden_NF is None else hidden_NF, active_NF,
+        num_experts, width, inner,
+        keeps_hidden=hidden_NF is not None,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EXPERTS=padded,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    _product_kernel[(most_tiles, triton.cdiv(width, tile.columns))](
+        active_NF, fc2_EDF, ends_E, output_ND, num_experts, inner, width,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EXPERTS=padded,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return output_ND
 
 
 def swiglu_backward(

@@ -50,12 +50,15 @@ def test_results_and_gradients_are_those_of_each_expert(sizes):
     assert not found_gradients[2][empty].any() and not found_gradients[3][empty].any()
 
 
-def test_without_gradients_the_products_are_not_kept():
+def test_without_gradients_the_products_are_not_kept(monkeypatch):
     inputs, counts, _ = example([5, 0, 70, 33])
+    hidden, original = [], experts._forward
+    monkeypatch.setattr(experts, "_forward", lambda *args: hidden.append(args[-1]) or original(*args))
     with torch.no_grad():
         found = experts.swiglu_experts(*inputs, counts)
     torch.testing.assert_close(found, one_by_one(*inputs, counts), **ERROR)
-    assert found.grad_fn is None
+    experts.swiglu_experts(*inputs, counts)
+    assert [kept if kept is None else tuple(kept.shape) for kept in hidden] == [None, (108, 2 * INNER)]
 
 
 def test_experts_in_16_bits_are_rounded_once_after_each_product():
