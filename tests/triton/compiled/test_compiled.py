@@ -72,7 +72,12 @@ def cases() -> Iterator[Case]:
             )
             of = {"of_logprobs": True, "of_entropy": has_entropy}
             yield Case(
-                f"gradient-{name}-{has_entropy}", logprobs._gradient_kernel, name, of | blocks, *tile[3:]
+                f"gradient-{name}-{has_entropy}",
+                logprobs._gradient_kernel,
+                name,
+                of | blocks,
+                *tile[3:],
+                OF_LOGPROBS,
             )
     for num_bytes, tile in experts.TILES.items():
         blocks = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EXPERTS": 128}
