@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.conversion import saved
+from tests.docs.warm import warm_commands
 from tests.documented import PAGES, ROOT, Command, commands
 
 GROUPS = (
@@ -47,7 +49,13 @@ SMALLER = {
 VOCABULARY = ("1000", "800")
 """What the pages say, and what is quick."""
 VARIES = re.compile(r"\d[\d.e+-]*( [KMG]?i?B\b)?")
-TIMEOUT_S = 200
+TIMEOUT_S = 600
+WITH_PYTHON = """
+import runpy, sys
+_, sys.executable, *sys.argv = sys.argv
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a file, for which another executable is Python."""
 
 
 def test_every_page_with_commands_is_in_a_group() -> None:
@@ -57,11 +65,20 @@ def test_every_page_with_commands_is_in_a_group() -> None:
 
 
 @pytest.fixture(scope="session")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warm() -> Iterator[Path]:
+    """A folder with `mcore-rl`, and a `python` that runs it, which begin with torch and Megatron in memory."""
+    # The address of a socket is short, which a folder of pytest need not be.
+    with tempfile.TemporaryDirectory() as folder, warm_commands(Path(folder)) as commands:
+        yield commands
+
+
+@pytest.fixture(scope="session")
+def quickstart(warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make quickstart` leaves."""
     folder = tmp_path_factory.mktemp("quickstart")
     steps = ("--steps", str(QUICKSTART_STEPS))
-    subprocess.run([sys.executable, ROOT / "tools/quickstart.py", "--folder", folder, *steps], check=True)
+    words = [str(warm / "python"), ROOT / "tools/quickstart.py", "--folder", folder, *steps]
+    subprocess.run([sys.executable, "-c", WITH_PYTHON, *words], check=True)
     return folder
 
 
@@ -78,11 +95,13 @@ def test_quickstart_goes_from_text_to_a_report_and_does_nothing_twice(quickstart
 
 
 @pytest.mark.parametrize("pages", GROUPS, ids=lambda pages: pages[0])
-def test_commands_do_what_the_page_says(pages: tuple[str, ...], quickstart: Path, tmp_path: Path) -> None:
+def test_commands_do_what_the_page_says(
+    pages: tuple[str, ...], warm: Path, quickstart: Path, tmp_path: Path
+) -> None:
     lay_out(tmp_path, quickstart)
     failed = []
     for command in in_order(pages):
-        done = run(command, tmp_path)
+        done = run(command, tmp_path, warm)
         if done.returncode:
             failed.append(f"{command.page}: {command.line}: status {done.returncode}\n{done.stderr[-3000:]}")
         if command.output:
@@ -100,13 +119,13 @@ def in_order(pages: tuple[str, ...]) -> Iterator[Command]:
                 yield command
 
 
-def run(command: Command, folder: Path) -> "subprocess.CompletedProcess[str]":
+def run(command: Command, folder: Path, programs: Path) -> "subprocess.CompletedProcess[str]":
     line = command.line.replace(*VOCABULARY).partition(" #")[0]
     before, arrow, target = line.partition(" >")
     names = (" ".join(command.words[:count]) for count in (3, 2))
     added = next((SMALLER[name] for name in names if name in SMALLER), "")
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "200",
     }

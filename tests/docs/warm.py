@@ -1,0 +1,84 @@
+"""`mcore-rl` for a shell whose process is a copy of one that has torch and Megatron in memory, seconds sooner.
+
+What a fresh Python does with the command is tested by tests/wheel and tests/e2e.
+"""
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context
+from pathlib import Path
+
+from mcore_rl.run import cli
+from tests.ranks import forkserver
+
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+words = sys.argv[1:]
+if {command!r}:
+    if words[:2] != {command!r}:
+        os.execv({python!r}, [{python!r}, *words])
+    words = words[2:]
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    request = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(request)
+    status = server.recv(1)
+sys.exit(status[0] if status else 255)
+"""
+"""A command that hands its words, folder, environment and standard streams to the server, and ends with its status."""
+
+
+@contextmanager
+def warm_commands(folder: Path) -> Iterator[Path]:
+    """Make the executables `mcore-rl`, and `python` for `python -m mcore_rl.run.cli`, in a folder; they work inside."""
+    address = folder / "socket"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(address))
+    listener.listen()
+    for name, command in (("mcore-rl", []), ("python", ["-m", "mcore_rl.run.cli"])):
+        text = CLIENT.format(python=sys.executable, address=str(address), command=command)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    server = forkserver().Process(target=_serve, args=(listener,))
+    server.start()
+    listener.close()
+    try:
+        yield folder
+    finally:
+        server.kill()
+        server.join()
+
+
+def _serve(listener: socket.socket) -> None:
+    while True:
+        connection, _ = listener.accept()
+        get_context("fork").Process(target=_answer, args=(connection,)).start()
+        connection.close()
+        active_children()  # takes in those that have ended
+
+
+def _answer(connection: socket.socket) -> None:
+    """Run the command of a client in this process."""
+    size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    with connection.makefile("rb") as file:
+        words, folder, environment = json.loads(file.read(int.from_bytes(size, "big")))
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = ["mcore-rl", *words]
+    status = 1
+    try:
+        status = cli.main(words)
+    except SystemExit as end:  # argparse's
+        status = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        connection.sendall(bytes([status & 255]))
