@@ -652,6 +652,7 @@ def rl(on: Machine) -> Outcome:
     for name, by_graphs in (("step by step", False), ("by graphs", True)):
         config = EngineConfig(slots=count, cuda_graphs=by_graphs if on.is_gpu else "auto")
         engine = MegatronEngine(chunks, on.mesh, model, spelled, config, has_fixed_shapes=by_graphs)
+        engine.generate(prompts[:1], Sampling(max_new_tokens=4), [[0]])  # libraries make what they make once
         begin = time.perf_counter()
         groups = list(engine.generate(prompts, sampling, [[index] for index in range(count)]))
         on.wait()
