@@ -173,7 +173,6 @@ def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 LINEAR = "torch gives fp32 products to MKL, which does not use AVX-512 on AMD"
 ALONE = "gloo copies the parameters and gradients twice although there is no other rank"
-PACKED = "it cuts angles, in 0.19 also heads, into a slice for each sequence of a row, in every layer"
 ROTARY = "it writes and reads five tensors of the size of the queries, and four more in the backward pass"
 
 REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -182,6 +181,5 @@ REPLACEMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "distributed.param_and_grad_buffer:dist_reduce_scatter_func": (unless_alone, ALONE),
     "transformer.moe.router:router_gating_linear": (gated_by_onednn, LINEAR),
     "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd": (rotated_in_halves, ROTARY),
-    "models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd": (rotated_by_position, PACKED),
 }
 """Symbol under `megatron.core` -> what makes its replacement, and why."""

@@ -17,7 +17,7 @@ import torch
 
 from mcore_rl.backend.adam import FusedAdam
 from mcore_rl.backend.cpu import torch_standins as cpu
-from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS, scaled_in_place
+from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS, rotated_by_position, scaled_in_place
 from mcore_rl.backend.cpu.offload import weights_count_as_on_device
 from mcore_rl.backend.patches import foreign_files, replacements
 from mcore_rl.backend.patches.found import Found, find_packages
@@ -285,10 +285,11 @@ WAITING_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
-        replace=replacements.rotated_without_waiting,
+        # On a GPU the one, on a CPU the other.
+        replace=lambda rotate: replacements.rotated_without_waiting(rotated_by_position(rotate)),
         cause="version",
-        reason="the host reads the lengths of packed sequences from a GPU, for the queries and keys of every layer, in "
-        "0.19 once more for each sequence, which it rotates one by one",
+        reason="it cuts angles, in 0.19 also heads, into a slice for each sequence of a row, in every layer, by "
+        "lengths that the host reads from a GPU",
         until="it takes the positions of the tokens",
     ),
 )
