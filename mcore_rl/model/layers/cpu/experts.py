@@ -218,9 +218,13 @@ class _SwiGLUExperts(torch.autograd.Function):
 
 
 def _library(input_TD: Tensor, gates_N1: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor) -> Library | None:
-    """Return the compiled file where it computes these: its products are MKL's, and it reads dense weights."""
+    """Return the compiled file where it computes these: its products are MKL's, and it reads dense weights.
+
+    With products="bf16" too, in fp32: rounding rows and activations in Python takes more time than products save.
+    """
     library = compiled_for(input_TD, gates_N1, fc1_EFD, fc2_EDF)
-    is_usable = in_use().products == "mkl" and fc1_EFD.is_contiguous() and fc2_EDF.is_contiguous()
+    is_dense = fc1_EFD.is_contiguous() and fc2_EDF.is_contiguous()
+    is_usable = in_use().products in ("mkl", "bf16") and is_dense
     return library if library is not None and library.sgemm is not None and is_usable else None
 
 

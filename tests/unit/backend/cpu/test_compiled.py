@@ -1,6 +1,7 @@
 """The compiled file and the Python beside it compute the same, which is what float64 computes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from mcore_rl.backend.cpu import compiled
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
-from mcore_rl.backend.cpu.kernels import CpuKernels, using
+from mcore_rl.backend.cpu.kernels import CpuKernels, in_use, using
 from mcore_rl.backend.cpu.megatron_speed import rotated_in_halves
 from mcore_rl.backend.cpu.products import linear
 from mcore_rl.model.layers.cpu.experts import assign_routed, swiglu_experts
@@ -104,6 +105,20 @@ def test_experts_are_those_of_float64(num_tokens: int, num_experts: int) -> None
     active = torch.nn.functional.silu(gate_up[..., :20]) * gate_up[..., 20:]
     expected = torch.einsum("tef,edf,te->td", active, w2, gates.double() * routed_TE)
     assert_gradients(actual, expected, [input, gates, fc1, fc2], 4e-6)
+
+
+def test_experts_beside_rounded_products_are_rounded_where_they_are_not_compiled() -> None:
+    """Compiled ones are those of products by MKL, bit for bit."""
+    routed_TE, input, gates = routed(60, 4, 2), torch.randn(60, 32), torch.rand(60, 4)
+    weights = torch.randn(4, 24, 32), torch.randn(4, 32, 12)
+    plain = swiglu_experts(input, gates, *weights, assign_routed(routed_TE))
+    with using(replace(in_use(), products="bf16")):
+        beside = swiglu_experts(input, gates, *weights, assign_routed(routed_TE))
+    if in_use().compiled == "none":
+        error = (beside - plain).abs().max() / plain.abs().max()
+        assert 2**-12 < error < 2**-6  # eight bits of each operand
+    else:
+        assert torch.equal(beside, plain)
 
 
 def test_experts_keep_what_is_not_finite_and_their_result_is_the_same_again() -> None:
