@@ -45,7 +45,7 @@ lr = 3e-3
 [train]
 steps = 12
 global_batch = 8
-micro_batch = 2
+micro_batch = 4
 eval_batches = 2
 [checkpoint]
 interval = 4

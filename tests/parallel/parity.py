@@ -28,6 +28,8 @@ from tests.ranks import run_ranks
 STEPS, SEQUENCES, LENGTH = 3, 8, 32
 """With 4 sequences the embedding of olmoe differed by 1e-4 after five steps on two meshes: the fewer tokens there are,
 the more of Adam's first steps are signs of gradients near zero. With 8 all are within the bound."""
+ROWS = 2
+"""Sequences of a microbatch. Ranks mostly wait for each other, and half as many microbatches have half the messages."""
 Tensors = dict[str, Tensor]
 Sabotage = Callable[[TrainState], None]
 
@@ -59,9 +61,10 @@ def run(
     initial: Tensors | None = None,
     sabotage: Sabotage | None = None,
     length: int = LENGTH,
+    rows: int = ROWS,
 ) -> Outcome:
     """The steps of `config` on `num_ranks` ranks, from `initial` weights or random ones."""
-    ranks = run_ranks(training_steps, num_ranks, config, initial, sabotage, length)
+    ranks = run_ranks(training_steps, num_ranks, config, initial, sabotage, length, rows)
     return Outcome(
         losses=ranks[0]["losses"],
         grad_norms=ranks[0]["grad_norms"],
@@ -81,7 +84,7 @@ def fresh_weights(config: PretrainConfig) -> list[Any]:
 
 
 def training_steps(
-    config: PretrainConfig, initial: Tensors | None, sabotage: Sabotage | None, length: int
+    config: PretrainConfig, initial: Tensors | None, sabotage: Sabotage | None, length: int, rows: int = ROWS
 ) -> dict[str, Any]:
     """On a rank: gradients of the first batch, then Adam steps on three batches."""
     state = set_up(config, start(config.platform))
@@ -90,8 +93,8 @@ def training_steps(
         state.optimizer.reload_model_params()
     if sabotage is not None:
         sabotage(state)
-    gradients = gradients_of(state, batch(state, 0, length))
-    reports = [train_step(state, batch(state, step, length), NextTokenHead()) for step in range(STEPS)]
+    gradients = gradients_of(state, batch(state, 0, length, rows))
+    reports = [train_step(state, batch(state, step, length, rows), NextTokenHead()) for step in range(STEPS)]
     for chunk in state.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -103,21 +106,21 @@ def training_steps(
     }
 
 
-def batch(state: TrainState, step: int, length: int = LENGTH) -> list[LocalMicrobatch]:
+def batch(state: TrainState, step: int, length: int = LENGTH, rows: int = ROWS) -> list[LocalMicrobatch]:
     """This rank's microbatches of a random batch with an uneven loss mask, the same on every mesh."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, state.config.model.vocab_size, (SEQUENCES, length + 1), generator=generator)
     mask = (torch.rand(SEQUENCES, length, generator=generator) < 0.8).float()
     mask[-1, length // 2 :] = 0.0
     share = SEQUENCES // state.mesh.dp.size
-    mine = range(state.mesh.dp.rank * share, (state.mesh.dp.rank + 1) * share)
+    mine = range(state.mesh.dp.rank * share, (state.mesh.dp.rank + 1) * share, rows)
     return [
         localize(
             Microbatch(
-                tokens_BS=tokens[row : row + 1, :-1],
-                labels_BS=tokens[row : row + 1, 1:],
-                loss_mask_BS=mask[row : row + 1],
-                position_ids_BS=torch.arange(length)[None],
+                tokens_BS=tokens[row : row + rows, :-1],
+                labels_BS=tokens[row : row + rows, 1:],
+                loss_mask_BS=mask[row : row + rows],
+                position_ids_BS=torch.arange(length).expand(rows, -1),
             ),
             state.mesh.cp,
             state.platform.device,

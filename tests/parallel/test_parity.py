@@ -117,9 +117,9 @@ def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
 def test_sequences_that_go_to_our_own_attention_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     """On a CPU multiples of 64 positions do; with one row and one group of heads a rank it once changed its input."""
     initial, _ = single_rank(model)
-    reference = run(config_of(MODELS[model], MeshConfig()), 1, initial, length=128)
+    reference = run(config_of(MODELS[model], MeshConfig()), 1, initial, length=128, rows=1)
     config = config_of(MODELS[model], MESHES[mesh])
-    assert_equal_training(run(config, config.mesh.smallest_world, initial, length=128), reference)
+    assert_equal_training(run(config, config.mesh.smallest_world, initial, length=128, rows=1), reference)
 
 
 @pytest.mark.matrix("full-pp2-vpp2", "core_attn-tp2-ep2", "moe-pp2-vpp2", "moe_act-layernorm-1")

@@ -83,7 +83,7 @@ def config_of(model: ModelConfig, replay: ReplayKind = "none", optim: OptimConfi
             ),
             loss=LossConfig(kind="ppo", clip_low=CLIP, clip_high=CLIP, kl_coeff=BETA, kl_in="reward"),
             critic=CriticConfig(optim=optim, clip_value=VALUE_CLIP, gae_lambda=CRITIC_LAMBDA),
-            update=UpdateConfig(max_tokens_per_microbatch=48),
+            update=UpdateConfig(max_tokens_per_microbatch=80),
         ),
     )
 
