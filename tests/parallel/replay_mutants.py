@@ -197,8 +197,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="the first microbatch's routes for all",
         file=TAPE,
-        old="self._compared_cache.read(microbatch.locations, self._device)",
-        new="self._compared_cache.read(self._microbatches[0].locations, self._device)",
+        old="partial(read, self._microbatches[index].locations, self._device)",
+        new="partial(read, self._microbatches[0].locations, self._device)",
+    ),
+    Mutant(
+        name="the routes that travel are this microbatch's, not the next one's",
+        file=TAPE,
+        old="= self._begin_reading(index + 1)",
+        new="= self._begin_reading(index)",
     ),
     Mutant(
         name="the schedule arms the first microbatch for all",

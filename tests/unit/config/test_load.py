@@ -273,7 +273,8 @@ def test_overrides_of_a_section_that_may_be_none_add_up(tmp_path):
     [
         ("overlap_grad_reduce", "here mesh.overlap_grad_reduce stands for it"),
         ("platform.moe-permute-fusion", "here platform.permute_fusion stands for it"),
-        ("mesh.tp_comm_overlap", "not offered here. It needs TransformerEngine's user buffers"),
+        ("mesh.tp_comm_overlap", "here mesh.overlap_tp stands for it"),
+        ("mesh.delay-wgrad-compute", "not offered here. Megatron's schedule for it interleaves"),
         ("platform.cuda_graph_impl", "not offered here. A graph repeats fixed shapes"),
     ],
 )
