@@ -19,6 +19,7 @@
 # test-te     real TransformerEngine without a GPU: models of every family, checkpoints, conversions. It needs CUDA 13's
 #             compiler and Python 3.12, and compiles TransformerEngine once, into .venv-te (6 GB, 10 minutes); not in CI.
 # make gpu         checks and measures one GPU in ten minutes at most (docs/gpu.md); make gpu DEVICE=cpu rehearses it
+# bench       every benchmark that pages quote: pretraining, replay, rollouts, GRPO and GSPO, conversion; about 20 minutes
 # make bench TRL_PYTHON=/path/to/python                           also beside TRL, which that Python has.
 VENV := .venv$(patsubst python%,-%,$(filter python3.%,$(notdir $(PYTHON))))
 PYTHON_IN_VENV := $(VENV)/bin/python
@@ -85,7 +86,9 @@ gpu: $(READY)
 bench: $(READY)
 	$(PYTHON_IN_VENV) -m bench.pretrain
 	$(PYTHON_IN_VENV) -m bench.replay
+	$(PYTHON_IN_VENV) -m bench.rollout
 	$(PYTHON_IN_VENV) -m bench.rl $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON))
+	$(PYTHON_IN_VENV) -m bench.convert
 
 test-servers: $(READY)
 	test -x .venv-vllm/bin/python || tools/make_venv_vllm.sh

@@ -1,15 +1,32 @@
-"""Measuring on a machine that others use too: CPU time of this process, and how far wall time was from it."""
+"""Measuring on a machine that others use too: CPU time of this process, and how far wall time was from it.
 
+It also has what every benchmark reports beside its figures to be judged by: machine, peaks, contention, spread.
+"""
+
+import datetime
+import json
+import platform
+import shlex
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.backend.cpu.products import product
+from mcore_rl.backend.patches.versions import megatron_version
+from mcore_rl.obs.attempts import cpu_name
+
+CONTENDED = 1.3
+"""Contention above which a row is never quoted."""
 
 
 @dataclass
@@ -74,3 +91,94 @@ class Peaks:
         """GFLOP/s of each in the best round."""
         flops = 8 * 2 * self.SIZE**3
         return {name: gflops(min(clock.cpu_s), flops) for name, clock in self._clocks.items()}
+
+
+class Others:
+    """CPU seconds of the machine's other programs while a block of code and its children ran, every time it ran.
+
+    A program that waits for a disk takes more wall than CPU seconds with the machine to itself, so that its contention
+    is measured by what others took.
+    """
+
+    def __init__(self) -> None:
+        self._others_s = self._wall_s = 0.0
+
+    def add(self, own_cpu_s: float, machine_cpu_s: float, wall_s: float) -> None:
+        """Count `wall_s` seconds, in which all CPUs together worked `machine_cpu_s`, of which `own_cpu_s` for us."""
+        self._others_s += max(0.0, machine_cpu_s - own_cpu_s)
+        self._wall_s += wall_s
+
+    @property
+    def contention(self) -> float:
+        """All CPUs over those that others left to us: 1 is a machine to oneself."""
+        taken = self._others_s / max(self._wall_s, 1e-9)
+        num_cpus = psutil.cpu_count() or 1
+        return num_cpus / max(num_cpus - taken, 1e-3)
+
+
+def machine_cpu_s() -> float:
+    """Return the CPU seconds of all programs on all CPUs since the machine began."""
+    times = psutil.cpu_times()
+    waiting = times.idle + getattr(times, "iowait", 0.0)
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # they are in user and nice too
+    return float(sum(times) - waiting - guests)
+
+
+def ratio_over_rounds(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """Return `ratio`, of the medians, and `ratio_quartiles`, the first and third of the ratios of each round, in which
+    the two were measured one after the other.
+    """
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    quarter = len(ratios) // 4
+    return {
+        "ratio": round(median(numerators) / median(denominators), 3),
+        "ratio_quartiles": [round(ratios[quarter], 3), round(ratios[-1 - quarter], 3)],
+    }
+
+
+def circumstances(contention: float, peaks: Peaks) -> dict[str, Any]:
+    """Return what a row holds beside its figures: contention, whether that forbids to quote it, and the peaks."""
+    return {
+        "contention": round(contention, 2),
+        "is_contended": contention > CONTENDED,
+        "peak_gflops": {name: round(value, 1) for name, value in peaks.gflops().items()},
+    }
+
+
+def circumstances_line(row: Mapping[str, Any]) -> str:
+    """Return the `circumstances` of a row in words, with the machine."""
+    peaks = row["peak_gflops"]
+    line = (
+        f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()}), one core: MKL {peaks['mkl']:.0f}, "
+        f"oneDNN {peaks['onednn']:.0f} GFLOP/s; contention {row['contention']:.2f}"
+    )
+    return f"{line}: CONTENDED, never quoted" if row["is_contended"] else line
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that figures depend on, and the machine."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": megatron_version(),
+        "transformers": version("transformers"),
+        "machine": cpu_name(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def write_results(path: Path, figures: Mapping[str, Any], arguments: Sequence[str] | None = None) -> None:
+    """Write `figures` with their date, versions and command to `path`, which is named like its module.
+
+    `arguments` are those of the command; None: as this process was started.
+    """
+    words = ["python", "-m", f"bench.{path.stem}", *(sys.argv[1:] if arguments is None else arguments)]
+    document = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(words),
+        "versions": versions(),
+        **figures,
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"written to {path}")

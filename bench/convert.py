@@ -1,12 +1,15 @@
 """Time and memory of converting a synthetic MoE checkpoint, against copying the same bytes on the same disk.
 
-    python bench/convert.py --size 20G --folder /tmp/convert_bench --workers 2
-    python bench/convert.py --size 1G --folder /tmp/convert_bench --workers 1 --rounds 3 --checksums zlib
+    python -m bench.convert                                    the least, 2.3 GiB; 4 rounds; results/convert.json
+    python -m bench.convert --size 20G --folder /scratch/convert --workers 2
+    python -m bench.convert --workers 1 --checksums zlib
 
 In one run: make the checkpoint, and in every round copy it, import it, copy the import, export it, compare both ends;
-then delete all. The page cache is written back before each measurement; where the checkpoint is larger than memory,
-every step reads from the disk. Each step's CPU seconds, of the program and of the kernel for it, are those of its
-processes: they stay comparable on a busy machine, where seconds do not.
+then delete all. Every other round converts first and copies then, so that a disk that grows slower or faster favours
+neither. The page cache is written back before each measurement; where the checkpoint is larger than memory, every step
+reads from the disk. Each step's CPU seconds, of the program and of the kernel for it, are those of its processes: they
+stay comparable on a busy machine, where seconds do not. Contention is the share of the machine that other programs
+took; a row above 1.3 is marked, and never quoted.
 """
 
 import argparse
@@ -14,22 +17,35 @@ import json
 import os
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on a shared machine
 
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from bench.clock import (
+    Others,
+    Peaks,
+    circumstances,
+    circumstances_line,
+    machine_cpu_s,
+    ratio_over_rounds,
+    write_results,
+)
 from mcore_rl import checksums
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.convert.copying.conversion import CopySettings
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
 from mcore_rl.convert.copying.manifest import MANIFEST
 from mcore_rl.convert.copying.progress import ByteProgress
@@ -40,6 +56,7 @@ from mcore_rl.run.commands import num_bytes
 
 GIB = 2**30
 SHARD_BYTES = 2 * GIB
+RESULTS = Path(__file__).parent / "results" / "convert.json"
 
 
 def model_of(size: int):
@@ -128,15 +145,17 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def timed(work: Callable[[], object]) -> dict[str, float]:
-    """Seconds and CPU seconds of a call whose processes end with it."""
-    start, start_cpu = time.monotonic(), cpu_seconds()
+def timed(work: Callable[[], object], others: Others) -> dict[str, float]:
+    """Seconds and CPU seconds of a call whose processes end with it; `others` counts what other programs took."""
+    start, start_cpu, start_machine = time.monotonic(), cpu_seconds(), machine_cpu_s()
     work()
-    return {"seconds": round(time.monotonic() - start, 1), "cpu_s": round(cpu_seconds() - start_cpu, 2)}
+    seconds, cpu_s = time.monotonic() - start, cpu_seconds() - start_cpu
+    others.add(cpu_s, machine_cpu_s() - start_machine, seconds)
+    return {"seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2)}
 
 
-def copied(source: Path, target: Path, workers: int) -> dict[str, float]:
-    """Seconds to copy a folder with as many processes."""
+def copied(source: Path, target: Path, workers: int, others: Others) -> dict[str, float]:
+    """Seconds to copy a folder with as many processes; the copy is deleted."""
     forget(source)
     target.mkdir()
 
@@ -144,10 +163,19 @@ def copied(source: Path, target: Path, workers: int) -> dict[str, float]:
         with ProcessPoolExecutor(workers) as pool:
             list(pool.map(copy_file, [(file, target / file.name) for file in sorted(source.iterdir())]))
 
-    return timed(copy)
+    times = timed(copy, others)
+    shutil.rmtree(target)
+    return times
 
 
-def measured(name: str, plan, source: Path, settings: CopySettings, folder: Path) -> dict[str, float]:
+def measured(
+    name: str,
+    plan: Callable[[], Conversion],
+    source: Path,
+    settings: CopySettings,
+    folder: Path,
+    others: Others,
+) -> dict[str, Any]:
     """Seconds of a conversion, planning included, and the peak memory of its workers."""
     forget(source)
     log = folder / f"{name}.jsonl"
@@ -156,27 +184,39 @@ def measured(name: str, plan, source: Path, settings: CopySettings, folder: Path
         with ByteProgress(Console(), log) as progress:
             convert(plan(), settings, progress)
 
-    times = timed(work)
+    times = timed(work, others)
     events = [json.loads(line) for line in log.read_text().splitlines()]
     log.unlink()
     peaks = {event["worker"]: event["peak_rss_bytes"] for event in events if event["event"] == "task"}
     return times | {"peak_rss_gib": [round(peaks[worker] / GIB, 3) for worker in sorted(peaks)]}
 
 
-def one_round(source: Path, folder: Path, settings: CopySettings) -> dict[str, dict[str, float] | bool]:
-    """Both conversions, each after a copy of what it reads."""
+def one_round(
+    source: Path, folder: Path, settings: CopySettings, others: dict[str, Others], *, copies_first: bool
+) -> dict[str, Any]:
+    """Both conversions, each beside a copy of what it reads."""
     checkpoint, back, copy = folder / "ckpt", folder / "back", folder / "copy"
     imported = checkpoint / "iter_0000000"
-    found: dict[str, dict[str, float] | bool] = {"copy": copied(source, copy, settings.workers)}
-    shutil.rmtree(copy)
-    found["import"] = measured(
-        "import", lambda: plan_import(source, checkpoint, ImportOptions(), settings), source, settings, folder
-    )
-    found["copy_of_checkpoint"] = copied(imported, copy, settings.workers)
-    shutil.rmtree(copy)
-    found["export"] = measured(
-        "export", lambda: plan_export(imported, back, ExportOptions(), settings), imported, settings, folder
-    )
+
+    def import_it() -> dict[str, Any]:
+        def plan() -> Conversion:
+            return plan_import(source, checkpoint, ImportOptions(), settings)
+
+        return measured("import", plan, source, settings, folder, others["import"])
+
+    def export_it() -> dict[str, Any]:
+        def plan() -> Conversion:
+            return plan_export(imported, back, ExportOptions(), settings)
+
+        return measured("export", plan, imported, settings, folder, others["export"])
+
+    found: dict[str, Any] = {}
+    for name, read, convert_it in (("import", source, import_it), ("export", imported, export_it)):
+        if not copies_first:
+            found[name] = convert_it()
+        found[f"copy_for_{name}"] = copied(read, copy, settings.workers, others[name])
+        if copies_first:
+            found[name] = convert_it()
     first = json.loads((imported / MANIFEST).read_text())["sources"]["tensors"]
     last = {
         name: entry["crc32"] for name, entry in json.loads((back / MANIFEST).read_text())["tensors"].items()
@@ -187,26 +227,55 @@ def one_round(source: Path, folder: Path, settings: CopySettings) -> dict[str, d
     return found
 
 
-def run(folder: Path, size: int, workers: int, rounds: int) -> dict[str, object]:
-    """All measurements, with the load of the machine, which both sides of a ratio may not have had alike."""
+def run(folder: Path, size: int, workers: int, rounds: int) -> dict[str, Any]:
+    """All measurements: a row for the import, and one for the export."""
     source = folder / "hf"
     # In a process of its own: workers are forked, and the memory of this one would count as theirs.
     with ProcessPoolExecutor(1) as pool:
         count = pool.submit(make, source, size).result()
-    found = [one_round(source, folder, CopySettings(workers=workers)) for _ in range(rounds)]
-    ratios = {
-        f"{name}_times_copy_{unit}": [round(one[name][unit] / max(one[copy][unit], 0.01), 2) for one in found]
-        for name, copy in (("import", "copy"), ("export", "copy_of_checkpoint"))
-        for unit in ("seconds", "cpu_s")
-    }
+    others, peaks = {"import": Others(), "export": Others()}, Peaks()
+    found = []
+    for index in range(rounds):
+        peaks.measure()
+        settings = CopySettings(workers=workers)
+        found.append(one_round(source, folder, settings, others, copies_first=index % 2 == 0))
+    rows = {}
+    for name in others:
+        conversions, copies = ([one[of] for one in found] for of in (name, f"copy_for_{name}"))
+        rows[name] = {
+            "times_copy": {
+                unit: ratio_over_rounds([one[unit] for one in conversions], [one[unit] for one in copies])
+                for unit in ("cpu_s", "seconds")
+            },
+            "cpu_s": median(one["cpu_s"] for one in conversions),
+            "seconds": median(one["seconds"] for one in conversions),
+            "copy_cpu_s": median(one["cpu_s"] for one in copies),
+            "copy_seconds": median(one["seconds"] for one in copies),
+            "peak_rss_gib": max(peak for one in conversions for peak in one["peak_rss_gib"]),
+            **circumstances(others[name].contention, peaks),
+        }
     return {
-        "load_average": os.getloadavg(),
         "gib": round(count / GIB, 2),
         "workers": workers,
         "checksums": checksums.crc32.__module__,
+        "rows": rows,
         "rounds": found,
-        **{name: {"median": statistics.median(values), "all": values} for name, values in ratios.items()},
     }
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The rows as text."""
+    lines = [
+        "row     CPU seconds    of cp  times cp (quartiles)   seconds   of cp  times cp (quartiles)   peak GiB"
+    ]
+    for name, row in rows.items():
+        cells = []
+        for unit, copy in (("cpu_s", "copy_cpu_s"), ("seconds", "copy_seconds")):
+            ratio = row["times_copy"][unit]
+            low, high = ratio["ratio_quartiles"]
+            cells.append(f"{row[unit]:11.2f} {row[copy]:8.2f}  {ratio['ratio']:8.2f} ({low:.2f}-{high:.2f})")
+        lines += [f"{name:6s} {'  '.join(cells)}  {row['peak_rss_gib']:8.3f}", circumstances_line(row)]
+    return "\n".join(lines)
 
 
 def without_isal() -> None:
@@ -218,25 +287,35 @@ def without_isal() -> None:
 
 
 def main() -> int:
-    """Measure, print a line of JSON, clean up."""
+    """Measure, print, write, clean up."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", type=num_bytes, default="1G", help="bytes of the checkpoint")
-    parser.add_argument("--folder", type=Path, required=True, help="a new folder; takes twice the size")
+    parser.add_argument(
+        "--folder", type=Path, help="a new folder, which takes thrice the size (default: a temporary one)"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument(
         "--checksums", choices=("auto", "zlib"), default="auto", help="auto: isal where it is"
     )
     args = parser.parse_args()
     if args.checksums == "zlib":
         without_isal()
-    args.folder.mkdir(parents=True)
+    torch.set_num_threads(1)
+    if args.folder is None:
+        folder = Path(tempfile.mkdtemp())
+    else:
+        folder = args.folder
+        folder.mkdir(parents=True)
     try:
-        print(json.dumps(run(args.folder, args.size, args.workers, args.rounds)))
+        figures = run(folder, args.size, args.workers, args.rounds)
     finally:
-        shutil.rmtree(args.folder)
+        shutil.rmtree(folder)
+    print(table(figures["rows"]))
+    words = ["--size", str(args.size), "--workers", str(args.workers), "--rounds", str(args.rounds)]
+    write_results(RESULTS, figures, [*words, "--checksums", args.checksums])
     return 0
 
 

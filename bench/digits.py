@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 SFT_STEPS, UPDATES = 8, 2
 """Steps before RL, and optimizer steps of a rollout batch."""
-MODEL = """
+SIZES = """
 [model]
 family = "qwen3_moe"
 num_layers = 2
@@ -27,7 +27,9 @@ hidden_size = 64
 num_heads = 4
 num_kv_heads = 2
 head_dim = 16
-vocab_size = 12
+"""
+"""The smallest model of the benchmarks, without its vocabulary and experts."""
+MODEL = f"""{SIZES}vocab_size = 12
 vocab_multiple = 4
 max_position = 64
 [model.moe]
@@ -37,7 +39,7 @@ ffn_hidden_size = 32
 aux_loss_coeff = 0.0
 [data]
 chat_template = "raw"
-tokenizer = { kind = "huggingface", path = "FOLDER/tokenizer" }
+tokenizer = {{ kind = "huggingface", path = "FOLDER/tokenizer" }}
 [optim]
 schedule = "constant"
 weight_decay = 0.0

@@ -21,6 +21,7 @@ import numpy
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from bench.digits import SIZES
 from bench.rl_folder import program, write_tokenizer
 from mcore_rl.backend.patches.versions import megatron_version
 
@@ -30,15 +31,7 @@ EVERY = 100
 SETTLED = 200
 """Step from which growth is counted: before it allocators, caches and the first checkpoint fill up."""
 VOCAB = 512
-MODEL = f"""
-[model]
-family = "qwen3_moe"
-num_layers = 2
-hidden_size = 64
-num_heads = 4
-num_kv_heads = 2
-head_dim = 16
-vocab_size = {VOCAB}
+MODEL = f"""{SIZES}vocab_size = {VOCAB}
 [model.moe]
 num_experts = 4
 top_k = 2

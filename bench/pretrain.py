@@ -14,11 +14,8 @@ others on the machine disturbed (contention above 1.3) is marked, and not to be 
 
 import argparse
 import ctypes
-import datetime
 import json
 import os
-import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -34,9 +31,17 @@ os.environ.setdefault(
 import torch
 from torch import Tensor
 
-from bench.clock import Clock, Peaks, contention, gflops
+from bench.clock import (
+    Clock,
+    Peaks,
+    circumstances,
+    circumstances_line,
+    contention,
+    gflops,
+    ratio_over_rounds,
+    write_results,
+)
 from mcore_rl.backend.cpu.kernels import using
-from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
@@ -44,7 +49,6 @@ from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import localize
-from mcore_rl.obs.attempts import cpu_name
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
@@ -63,8 +67,6 @@ OURS: dict[str, dict[str, Any]] = {
     "mcore_rl, bf16 products": {"products": "bf16"},
 }
 """Settings of platform."""
-CONTENDED = 1.3
-"""Wall over CPU seconds above which a row is not to be quoted."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """glibc's names in mallopt."""
 
@@ -286,30 +288,19 @@ def row(
         }
     peer, ours = runners["transformers"], runners["mcore_rl"]
     peers = peer, runners["transformers, bf16 autocast"]
-    disturbed = contention([runner.clock for runner in runners.values()])
     return {
         "workload": asdict(workload),
-        "ratio": round(peer.clock.median_s / ours.clock.median_s, 3),
-        "ratio_quartiles": quartiles(peer.clock, ours.clock),
+        **ratio_over_rounds(peer.clock.cpu_s, ours.clock.cpu_s),
         "ratios": {name: round(peer.clock.median_s / runners[name].clock.median_s, 3) for name in OURS},
         # Beside the peer's best at bf16, which may be fp32.
         "ratio_bf16": round(
             min(one.clock.median_s for one in peers) / runners["mcore_rl, bf16 products"].clock.median_s, 3
         ),
-        "contention": round(disturbed, 2),
-        "is_contended": disturbed > CONTENDED,
+        **circumstances(contention([runner.clock for runner in runners.values()]), peaks),
         "loss_difference": round(max(abs(a - b) for a, b in zip(peer.losses, ours.losses, strict=True)), 5),
-        "peak_gflops": {name: round(value, 1) for name, value in peaks.gflops().items()},
         "models": models,
         "transformers_implementations_tokens_per_cpu_s": {n: round(s, 1) for n, s in screened.items()},
     }
-
-
-def quartiles(peer: Clock, ours: Clock) -> list[float]:
-    """The first and third quartile of the ratios of steps that followed one another."""
-    ratios = sorted(theirs / own for theirs, own in zip(peer.cpu_s, ours.cpu_s, strict=True))
-    quarter = len(ratios) // 4
-    return [round(ratios[quarter], 3), round(ratios[-1 - quarter], 3)]
 
 
 def keep_memory() -> None:
@@ -317,20 +308,6 @@ def keep_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
     libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def versions() -> dict[str, str]:
-    """Describe the machine and the measurement."""
-    import transformers
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron-core": megatron_version(),
-        "transformers": transformers.__version__,
-        "machine": cpu_name(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -379,17 +356,9 @@ def main() -> None:
         command += ["--allocator", arguments.allocator]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows[name] = json.loads(done.stdout.splitlines()[-1])
-        print(table({name: rows[name]}), flush=True)
-    document = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.pretrain", *sys.argv[1:]]),
-        "versions": versions(),
-        "allocator": arguments.allocator,
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"\n{table(rows)}\n\nwritten to {RESULTS}")
+        print(f"{table({name: rows[name]})}\n{circumstances_line(rows[name])}", flush=True)
+    print(f"\n{table(rows)}\n")
+    write_results(RESULTS, {"allocator": arguments.allocator, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ than a difference of steps.
 """
 
 import argparse
-import datetime
 import json
 import math
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,8 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on 
 import torch
 from torch import Tensor, nn
 
-from bench.clock import Clock, contention
-from bench.pretrain import versions
+from bench.clock import Clock, Peaks, circumstances, circumstances_line, contention, write_results
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.replay import ReplayConfig, RouteEncoding
@@ -300,7 +296,7 @@ class Attribution:
                 setattr(owner, name, original)
 
 
-def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Clock]]:
+def measured(model: ModelConfig, rounds: int) -> dict[str, Any]:
     """One row of the table."""
     bench = Bench(model)
     ways = {
@@ -313,8 +309,9 @@ def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Cloc
     clocks = {name: Clock() for name in ways}
     for way in ways.values():
         way()
-    order = list(ways)
+    order, peaks = list(ways), Peaks()
     for _ in range(rounds):
+        peaks.measure()
         for name in order:
             with clocks[name]:
                 ways[name]()
@@ -339,11 +336,9 @@ def measured(model: ModelConfig, rounds: int) -> tuple[dict[str, Any], list[Cloc
         "bytes_per_token": {"ours": bench.our_bytes / tokens, "int64": bench.int64_bytes / tokens},
         "bytes_per_token_of_8_completions_a_prompt": bench.bytes_of_groups(),
         "tokens": tokens,
-        "contention": round(contention(list(clocks.values())), 2),
     }
-    return {name: round(x, 2) if isinstance(x, float) and x > 1 else x for name, x in row.items()}, list(
-        clocks.values()
-    )
+    row = {name: round(x, 2) if isinstance(x, float) and x > 1 else x for name, x in row.items()}
+    return row | circumstances(contention(list(clocks.values())), peaks)
 
 
 def difference(clock: Clock, base: Clock) -> tuple[float, float, float]:
@@ -419,19 +414,12 @@ def main() -> None:
 
     rows = {}
     for name, model in MODELS.items():
-        rows[name], _ = measured(model, rounds)
+        rows[name] = measured(model, rounds)
         destroy_mesh()
-        sys.stdout.write(f"{name}: {json.dumps(rows[name])}\n")
+        print(f"{name}: {json.dumps(rows[name])}\n{circumstances_line(rows[name])}", flush=True)
     shape = big_shape()
-    sys.stdout.write(f"Qwen3-30B-A3B: {json.dumps(shape)}\n")
-    result = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": f"python -m bench.replay {shlex.join(sys.argv[1:])}".strip(),
-        "versions": versions(),
-        "rows": rows,
-        "qwen3_30b_a3b": shape,
-    }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"Qwen3-30B-A3B: {json.dumps(shape)}")
+    write_results(RESULTS, {"rows": rows, "qwen3_30b_a3b": shape})
 
 
 if __name__ == "__main__":

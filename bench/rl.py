@@ -2,19 +2,21 @@
 
     python -m bench.rl --trl-python PATH          all rows; bench/results/rl.json
 
-PATH is the Python of an environment with TRL, which is not ours; one is made with
+GRPO, and GSPO (TRL's importance_sampling_level="sequence"). PATH is the Python of an environment with TRL, which is
+not ours; one is made with
 
     python -m venv TRL && TRL/bin/pip install "trl==1.16.*" "torch==2.13.0" "transformers==5.23.0"
 
 A Qwen3-MoE of 7 M parameters (4 layers, 16 experts, 4 a token), fine-tuned until it half knows the task, learns to
 reverse 4 to 12 digits: 16 prompts, 8 completions each of at most 16 tokens at temperature 1, 2 updates of 64
 completions, fp32, one thread. Both programs run at once and take turns; figures are CPU seconds of a turn's steps,
-judging processes included, and medians over the turns. Training is all that is neither rollout nor scoring (rewards,
-old logprobs, batches, advantages); its tokens are those of prompts and completions, without padding.
+judging processes included, and medians over the turns, with the quartiles of the turns' ratios. Training is all that
+is neither rollout nor scoring (rewards, old logprobs, batches, advantages); its tokens are those of prompts and
+completions, without padding. A row that others on the machine disturbed (contention above 1.3) is marked, and never
+quoted.
 """
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -25,6 +27,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch, and for both programs
+
+import torch
+
+from bench.clock import Peaks, circumstances, circumstances_line, ratio_over_rounds, versions, write_results
 from bench.rl_folder import build, overrides, write_peer
 from bench.turns import Worker
 
@@ -32,9 +39,9 @@ KINDS = ("grpo", "gspo")
 TARGETS = {"rollout": 1.3, "training": 1.5, "step": 1.6}
 RESULTS = Path(__file__).parent / "results" / "rl.json"
 ROOT = Path(__file__).parents[1]
-VERSIONS = (
-    "import json, platform, importlib.metadata as m; "
-    "print(json.dumps({'python': platform.python_version()} | {n: m.version(n) for n in (%s)}))"
+TRL_VERSIONS = (
+    "import json, platform, importlib.metadata as m; names = 'torch', 'transformers', 'trl'; "
+    "print(json.dumps({'python': platform.python_version()} | {n: m.version(n) for n in names}))"
 )
 Turn = dict[str, float]
 
@@ -52,34 +59,56 @@ def compare(kind: str, trl_python: str, folder: Path, rounds: int, steps: int) -
             name: stack.enter_context(Worker(command, folder, ROOT, folder / f"{name}_{kind}.log"))
             for name, command in commands.items()
         }
+        peaks = Peaks()
         for _ in range(rounds + 1):
+            peaks.measure()
             for name, worker in workers.items():
                 turns[name].append(worker.turn(steps))
-    sides = {name: side(of_one[1:], steps) for name, of_one in turns.items()}
-    ours, theirs = sides["mcore_rl"], sides["trl"]
+    counted = {name: of_one[1:] for name, of_one in turns.items()}
+    seconds = {name: seconds_of(of_one) for name, of_one in counted.items()}
+    rates = {
+        what: {name: rates_of(counted[name], tokens, seconds[name][what]) for name in counted}
+        for what, tokens in (("rollout", "completion_tokens"), ("training", "tokens"))
+    }
+    compared = {
+        **{what: ratio_over_rounds(of["mcore_rl"], of["trl"]) for what, of in rates.items()},
+        "step": ratio_over_rounds(seconds["trl"]["step"], seconds["mcore_rl"]["step"]),
+    }
+    sides = {
+        name: {
+            **{f"{what}_tokens_per_cpu_s": round(median(of[name]), 1) for what, of in rates.items()},
+            **side(counted[name], seconds[name], steps),
+        }
+        for name in counted
+    }
     return {
-        "ratios": {
-            "rollout": round(ours["rollout_tokens_per_cpu_s"] / theirs["rollout_tokens_per_cpu_s"], 2),
-            "training": round(ours["training_tokens_per_cpu_s"] / theirs["training_tokens_per_cpu_s"], 2),
-            "step": round(theirs["step_cpu_s"] / ours["step_cpu_s"], 2),
-        },
+        "ratios": {what: found["ratio"] for what, found in compared.items()},
+        "ratio_quartiles": {what: found["ratio_quartiles"] for what, found in compared.items()},
+        **circumstances(max(one["contention"] for one in sides.values()), peaks),
         "sides": sides,
     }
 
 
-def side(turns: list[Turn], steps: int) -> dict[str, Any]:
-    """Figures of one program."""
-    seconds = {
+def seconds_of(turns: list[Turn]) -> dict[str, list[float]]:
+    """Return the CPU seconds of each turn of one program, by part of a step."""
+    return {
         "rollout": [turn["rollout_s"] for turn in turns],
         "scoring": [turn["rollout_and_scoring_s"] - turn["rollout_s"] for turn in turns],
         "training": [turn["step_s"] - turn["rollout_and_scoring_s"] for turn in turns],
         "step": [turn["step_s"] for turn in turns],
     }
+
+
+def rates_of(turns: list[Turn], tokens: str, seconds: list[float]) -> list[float]:
+    """Return the tokens of that name per second, of each turn."""
+    return [turn[tokens] / of_turn for turn, of_turn in zip(turns, seconds, strict=True)]
+
+
+def side(turns: list[Turn], seconds: dict[str, list[float]], steps: int) -> dict[str, Any]:
+    """Return figures of one program, beside its rates."""
     spread = sorted(seconds["step"])
     quarter = len(spread) // 4
     return {
-        "rollout_tokens_per_cpu_s": round(_rate(turns, "completion_tokens", seconds["rollout"]), 1),
-        "training_tokens_per_cpu_s": round(_rate(turns, "tokens", seconds["training"]), 1),
         "step_cpu_s": round(median(seconds["step"]) / steps, 4),
         "split_cpu_s": {name: round(median(of_turns) / steps, 4) for name, of_turns in seconds.items()},
         "spread": round((spread[-1 - quarter] - spread[quarter]) / median(spread), 3),
@@ -90,17 +119,15 @@ def side(turns: list[Turn], steps: int) -> dict[str, Any]:
     }
 
 
-def _rate(turns: list[Turn], name: str, seconds: list[float]) -> float:
-    return median(turn[name] / of_turn for turn, of_turn in zip(turns, seconds, strict=True))
-
-
 def _mean(turns: list[Turn], name: str) -> float:
     return sum(turn[name] for turn in turns) / sum(turn["completions"] for turn in turns)
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as text."""
-    lines = ["row   what                   mcore_rl       TRL   ratio  target  contention ours / TRL"]
+    lines = [
+        "row   what                   mcore_rl       TRL   ratio (quartiles)   target  contention ours / TRL"
+    ]
     whats = (
         ("rollout", "rollout tokens/s", "rollout_tokens_per_cpu_s"),
         ("training", "training tokens/s", "training_tokens_per_cpu_s"),
@@ -109,17 +136,17 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     for kind, row in rows.items():
         ours, theirs = row["sides"]["mcore_rl"], row["sides"]["trl"]
         for name, label, field in whats:
+            low, high = row["ratio_quartiles"][name]
             lines.append(
                 f"{kind:5s} {label:20s} {ours[field]:10.4g}  {theirs[field]:8.4g}  {row['ratios'][name]:6.2f}"
-                f"  {TARGETS[name]:6.2f}  {ours['contention']:.2f} / {theirs['contention']:.2f}"
+                f" ({low:.2f}-{high:.2f})  {TARGETS[name]:6.2f}  {ours['contention']:.2f} / {theirs['contention']:.2f}"
             )
     return "\n".join(lines)
 
 
-def versions(python: str, *packages: str) -> dict[str, str]:
-    """Return the versions of the packages in an environment."""
-    names = ", ".join(map(repr, ("torch", "transformers", *packages)))
-    done = subprocess.run([python, "-c", VERSIONS % names], stdout=subprocess.PIPE, text=True, check=True)
+def trl_versions(python: str) -> dict[str, str]:
+    """Return the versions in TRL's environment."""
+    done = subprocess.run([python, "-c", TRL_VERSIONS], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout)
     return found
 
@@ -140,27 +167,18 @@ def main() -> None:
             "bench.rl: skipped, there is nothing to compare with. Name a Python that has TRL: --trl-python PATH"
         )
         return
-    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     rows = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
         build(folder)
         for kind in arguments.kinds:
             rows[kind] = compare(kind, arguments.trl_python, folder, arguments.rounds, arguments.steps)
-            print(table({kind: rows[kind]}), flush=True)
-    document = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": f"python -m bench.rl --trl-python PATH --rounds {arguments.rounds} --steps {arguments.steps}",
-        "versions": {
-            "mcore_rl": versions(sys.executable, "megatron-core"),
-            "trl": versions(arguments.trl_python, "trl"),
-        },
-        "targets": TARGETS,
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"written to {RESULTS}")
+            print(f"{table({kind: rows[kind]})}\n{circumstances_line(rows[kind])}", flush=True)
+    both = {"mcore_rl": versions(), "trl": trl_versions(arguments.trl_python)}
+    words = ["--trl-python", "PATH", "--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
+    words += ["--kinds", *arguments.kinds]
+    write_results(RESULTS, {"versions": both, "targets": TARGETS, "rows": rows}, words)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ work of the engine only. The two take turns; figures are medians over the rounds
 """
 
 import argparse
-import datetime
 import json
 import os
-import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -24,8 +21,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; a thread each on 
 import torch
 from torch import nn
 
-from bench.clock import Clock, contention
-from bench.pretrain import versions
+from bench.clock import (
+    Clock,
+    Peaks,
+    circumstances,
+    circumstances_line,
+    contention,
+    ratio_over_rounds,
+    write_results,
+)
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
@@ -62,9 +66,9 @@ class Measured:
     tokens: list[int] = field(default_factory=list)
 
     @property
-    def tokens_per_cpu_s(self) -> float:
-        """The median."""
-        return median(count / s for count, s in zip(self.tokens, self.clock.cpu_s, strict=True))
+    def tokens_per_cpu_s(self) -> list[float]:
+        """Tokens per CPU second of each round."""
+        return [count / s for count, s in zip(self.tokens, self.clock.cpu_s, strict=True)]
 
 
 def peer_model() -> Any:
@@ -159,20 +163,21 @@ def compare(sampling: Sampling, peer: Any, engine: MegatronEngine, rounds: int, 
     best = max(screened, key=lambda name: screened[name])
     peer.set_experts_implementation(best)
     engine_tokens(engine, prompts_of(0, ROWS // GROUP), Sampling(max_new_tokens=8), 0)
-    theirs, ours = Measured(), Measured()
+    theirs, ours, peaks = Measured(), Measured(), Peaks()
     for number in range(1, rounds + 1):
+        peaks.measure()
         prompts = prompts_of(number, count)
         with theirs.clock:
             theirs.tokens.append(transformers_tokens(peer, prompts, sampling))
         with ours.clock:
             ours.tokens.append(engine_tokens(engine, prompts, sampling, number * 1000))
     return {
-        "ratio": round(ours.tokens_per_cpu_s / theirs.tokens_per_cpu_s, 3),
-        "mcore_rl_tokens_per_cpu_s": round(ours.tokens_per_cpu_s, 1),
-        "transformers_tokens_per_cpu_s": round(theirs.tokens_per_cpu_s, 1),
+        **ratio_over_rounds(ours.tokens_per_cpu_s, theirs.tokens_per_cpu_s),
+        "mcore_rl_tokens_per_cpu_s": round(median(ours.tokens_per_cpu_s), 1),
+        "transformers_tokens_per_cpu_s": round(median(theirs.tokens_per_cpu_s), 1),
         "transformers_experts": best,
         "tokens": {"mcore_rl": ours.tokens, "transformers": theirs.tokens},
-        "contention": round(contention([theirs.clock, ours.clock]), 2),
+        **circumstances(contention([theirs.clock, ours.clock]), peaks),
     }
 
 
@@ -190,16 +195,8 @@ def main() -> None:
     rows = {}
     for name, sampling in WORKLOADS.items():
         rows[name] = compare(sampling, peer, engine, arguments.rounds, arguments.prompts)
-        print(name, json.dumps(rows[name]), flush=True)
-    document = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.rollout", *sys.argv[1:]]),
-        "versions": versions(),
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"written to {RESULTS}")
+        print(f"{name} {json.dumps(rows[name])}\n{circumstances_line(rows[name])}", flush=True)
+    write_results(RESULTS, {"rows": rows})
 
 
 if __name__ == "__main__":
