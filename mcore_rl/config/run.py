@@ -56,7 +56,7 @@ class PlatformConfig(Section):
     products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
     """Fp32 matrix products on a CPU: `mkl`: torch's own, MKL in its packages for x86; `onednn`; `auto`: the faster one,
     measured at the start of a run, whose resumes keep it; `bf16`: operands rounded to bf16, with sums, weights
-    and all else in fp32, and routers and compiled experts unrounded: faster on processors that multiply bf16."""
+    and all else in fp32, and routers unrounded: faster on processors that multiply bf16."""
     attention: Literal["auto", "blocks", "sdpa"] = "auto"
     """Attention on a CPU in fp32: `blocks`: this package's, by `products`; `sdpa`: torch's; `auto`: as above."""
     compiled: Literal["auto"] | bool = "auto"

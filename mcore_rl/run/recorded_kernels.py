@@ -30,13 +30,17 @@ def keep_kernels(
     recorded_build = record.get("compiled", "none")
     is_here = config.compiled == "auto" and recorded_build in ("none", platform.kernels.compiled)
     wanted["compiled"] = recorded_build if is_here else platform.kernels.compiled
+    # Who rounds was measured where products were of bf16, and with the compiled file of then.
+    is_same = is_here and wanted["products"] == record.get("products")
+    wanted["rounded"] = record.get("rounded", "torch") if is_same else platform.kernels.rounded
     kernels = from_record(wanted)
     if kernels is None:
         kernels = platform.kernels
     elif kernels != platform.kernels:
         platform = with_kernels(platform, kernels, f"of {FILE_NAME}")
     now = kernels.record()
-    changed = [f"{name} {record.get(name)!r}" for name in now if record.get(name) != now[name]]
+    then = {"rounded": "torch"} | record
+    changed = [f"{name} {then.get(name)!r}" for name in now if then.get(name) != now[name]]
     if not changed:
         return platform, ()
     return platform, (

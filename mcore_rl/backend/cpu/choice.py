@@ -7,8 +7,7 @@ the next one, and a few milliseconds of each do.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,18 +16,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mcore_rl.backend.cpu.attention import causal_attention
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
-from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, Attention, CpuKernels, Products, using
+from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, Attention, CpuKernels, Products, Rounded, using
 from mcore_rl.backend.cpu.products import add_weight_gradient, product
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 
 CLEARLY = 1.25
-"""How many times as fast as torch's own way another must be: runs on one machine then choose the same way."""
+"""How many times as fast as the usual way another must be: runs on one machine then choose the same way."""
 ROUNDS = 8
 """Number of times that each is measured."""
 ROWS, WIDTH, HEADS, GROUPS, HEAD_WIDTH = 256, 256, 2, 1, 64
 """Sizes that are measured: an expert's rows and matrix, and one sequence of ROWS positions."""
-Name = TypeVar("Name", Products, Attention)
+Name = TypeVar("Name", Products, Attention, Rounded)
 
 
 def choose(config: PlatformConfig, world_size: int) -> tuple[CpuKernels, str]:
@@ -43,15 +42,14 @@ def choose(config: PlatformConfig, world_size: int) -> tuple[CpuKernels, str]:
         raise ConfigError(
             'platform.products="onednn", and this torch was built without oneDNN. Use "auto" or "mkl".'
         )
+    compiled, reason = _compiled(config, world_size)
     box: list[tuple[CpuKernels, str] | None] = [None]
     if world_size == 1 or dist.get_rank() == 0:
-        box = [_measured(config)]
+        box = [_measured(config, compiled)]
     if world_size > 1:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     assert box[0] is not None
     kernels, measured = box[0]
-    compiled, reason = _compiled(config, world_size)
-    kernels = replace(kernels, compiled=compiled)
     return kernels, kernels.describe() + (f" ({reason})" if reason else "") + measured
 
 
@@ -88,15 +86,22 @@ def _build(config: PlatformConfig) -> tuple[str, str]:
         return "none", str(error)
 
 
-def _measured(config: PlatformConfig) -> tuple[CpuKernels, str]:
+def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
     products, attention = config.products, config.attention
+    rounded: Rounded = "torch"
     times: list[tuple[str, float]] = []
     # Random numbers of the run are not drawn for this.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         if products == "auto":
-            of_products = _least_s({name: _layer(name) for name in _products_here()})
+            of_products = _least_s({name: _layer(CpuKernels(name)) for name in _products_here()})
             products = fastest(of_products, "mkl")
             times += of_products.items()
+        if products == "bf16" and compiled != "none" and library().rounds_operands:
+            ways = {way: CpuKernels("bf16", "sdpa", compiled, way) for way in get_args(Rounded)}
+            of_rounded = _least_s({way: _layer(kernels) for way, kernels in ways.items()})
+            # With AMX torch's are several times as fast.
+            rounded = fastest(of_rounded, "compiled")
+            times += [(f"bf16 {way}", seconds) for way, seconds in of_rounded.items()]
         if attention == "auto" and products == "bf16":
             attention = "sdpa"  # Own attention is made of products, which would be rounded.
         if attention == "auto":
@@ -108,7 +113,7 @@ def _measured(config: PlatformConfig) -> tuple[CpuKernels, str]:
                 of_attention = _least_s(candidates)
             attention = fastest(of_attention, "sdpa")
             times += of_attention.items()
-    kernels = CpuKernels(products, attention)
+    kernels = CpuKernels(products, attention, compiled, rounded)
     measured = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times)
     return kernels, f"; measured: {measured}" if times else ""
 
@@ -123,12 +128,12 @@ def fastest(times: Mapping[Name, float], usual: Name) -> Name:
     return best if times[best] * CLEARLY <= times[usual] else usual
 
 
-def _layer(products: Products) -> Callable[[], None]:
+def _layer(kernels: CpuKernels) -> Callable[[], None]:
     """Return a linear layer, forwards and backwards, by one library."""
     rows, weight, total = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.zeros(WIDTH, WIDTH)
 
     def work() -> None:
-        with using(CpuKernels(products)):
+        with using(kernels):
             output = product(rows, weight)
             product(output, weight.t())
             add_weight_gradient(total, output, rows)

@@ -3,17 +3,199 @@
 // fixed by the build. Loops carry "omp simd" because a compiler may not reorder sums of floats by itself.
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
+
+#ifdef __AVX512BF16__
+
+// Products of operands that are rounded to bf16 as they are packed; each instruction adds two products to 16 sums in
+// fp32. A word is two neighbours along the summed axis. The result's tile of TILE_ROWS x TILE_COLUMNS stays in registers
+// while it runs down the packed words, which stay in the second-level cache. Values below 1e-38 count as zero.
+constexpr int64_t LANES = 16, TILE_ROWS = 12, TILE_COLUMNS = 2 * LANES;
+constexpr int64_t DEPTH = 512, WORDS = DEPTH / 2, BLOCK_ROWS = 8 * TILE_ROWS, BLOCK_COLUMNS = 256;
+
+// One call at a time packs: its caller holds the interpreter's lock. Rows of words may be written to their end.
+alignas(64) uint32_t packed_rows[WORDS * BLOCK_ROWS + LANES];
+alignas(64) uint32_t packed_columns[WORDS * BLOCK_COLUMNS];
+
+// 16 values, of which `count` are in memory; the others are zeros.
+inline __m512 values(const float* from, int64_t count) {
+    return count >= LANES ? _mm512_loadu_ps(from) : _mm512_maskz_loadu_ps(count > 0 ? (1u << count) - 1 : 0, from);
+}
+
+inline __m512i rounded(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+
+// Words of 16 columns from two rows, (first[j], second[j]) each.
+inline __m512i paired(__m512 first, __m512 second) {
+    const __m512i low = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(low, rounded(first, second));
+}
+
+// out[j * TILE_COLUMNS + i] = rows[i][j].
+inline void write_transposed(__m512i* rows, uint32_t* out) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    // Squares of `step` words change places with those across the diagonal; 16 + lane names the second operand.
+#pragma GCC unroll 4
+    for (int step = 1; step < LANES; step *= 2) {
+        const __m512i size = _mm512_set1_epi32(step), other = _mm512_set1_epi32(LANES);
+        const __mmask16 odd = _mm512_test_epi32_mask(lane, size);
+        const __m512i upper = _mm512_mask_add_epi32(lane, odd, _mm512_sub_epi32(lane, size), other);
+        const __m512i lower = _mm512_mask_add_epi32(_mm512_add_epi32(lane, size), odd, lane, other);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & step) continue;
+            const __m512i a = rows[i], b = rows[i + step];
+            rows[i] = _mm512_permutex2var_epi32(a, upper, b);
+            rows[i + step] = _mm512_permutex2var_epi32(a, lower, b);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) _mm512_storeu_si512(out + i * TILE_COLUMNS, rows[i]);
+}
+
+// Words [depth / 2, TILE_COLUMNS] of up to TILE_COLUMNS columns of B, stored [depth, columns] or [columns, depth].
+void pack_columns(const float* b, int64_t stride, bool transposed, int64_t depth, int64_t columns, uint32_t* out) {
+    if (!transposed) {
+        for (int64_t k = 0; k < depth; k += 2, b += 2 * stride, out += TILE_COLUMNS) {
+            for (int64_t j = 0; j < TILE_COLUMNS; j += LANES) {
+                const __m512 second = values(b + stride + j, k + 1 < depth ? columns - j : 0);
+                _mm512_storeu_si512(out + j, paired(values(b + j, columns - j), second));
+            }
+        }
+        return;
+    }
+    for (int64_t k = 0; k < depth; k += 2 * LANES, out += LANES * TILE_COLUMNS) {
+        for (int64_t j = 0; j < TILE_COLUMNS; j += LANES) {
+            __m512i rows[LANES];
+            for (int64_t i = 0; i < LANES; i++) {
+                const float* from = b + (j + i) * stride + k;
+                const int64_t count = j + i < columns ? depth - k : 0;
+                rows[i] = rounded(values(from, count), values(from + LANES, count - LANES));
+            }
+            write_transposed(rows, out + j);
+        }
+    }
+}
+
+// Words of up to TILE_ROWS rows of A: [rows, WORDS] of one that is stored [rows, depth], [depth / 2, TILE_ROWS] of one
+// that is stored [depth, rows], of which `stored` are there.
+void pack_rows(const float* a, int64_t stride, bool transposed, int64_t depth, int64_t rows, int64_t stored,
+               uint32_t* out) {
+    if (!transposed) {
+        for (int64_t i = 0; i < rows; i++, a += stride, out += WORDS)
+            for (int64_t k = 0; k < depth; k += 2 * LANES)
+                _mm512_storeu_si512(out + k / 2,
+                                    rounded(values(a + k, depth - k), values(a + k + LANES, depth - k - LANES)));
+        return;
+    }
+    for (int64_t k = 0; k < depth; k += 2, a += 2 * stride, out += TILE_ROWS) {
+        const __m512 second = values(a + stride, k + 1 < depth ? stored : 0);
+        // Its last words are written again by the next.
+        _mm512_storeu_si512(out, paired(values(a, stored), second));
+    }
+}
+
+// A tile of C, of which ROWS are computed, and `rows` x `columns` are written or added to what is there.
+template <bool TRANSPOSED, int ROWS>
+void compute_tile(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t stride, int64_t rows,
+                  int64_t columns, bool add) {
+    __m512 sums[ROWS][2];
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < words; k++, b += TILE_COLUMNS) {
+        const __m512bh first = (__m512bh)_mm512_loadu_si512(b), second = (__m512bh)_mm512_loadu_si512(b + LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; i++) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(int(TRANSPOSED ? a[k * TILE_ROWS + i] : a[i * WORDS + k]));
+            sums[i][0] = _mm512_dpbf16_ps(sums[i][0], both, first);
+            sums[i][1] = _mm512_dpbf16_ps(sums[i][1], both, second);
+        }
+    }
+    const __mmask16 first = columns >= LANES ? 0xffff : (1u << columns) - 1;
+    const __mmask16 second = columns >= 2 * LANES ? 0xffff : columns > LANES ? (1u << (columns - LANES)) - 1 : 0;
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) {
+        if (i >= rows) break;
+        float* row = c + i * stride;
+        if (add) {
+            sums[i][0] = _mm512_add_ps(sums[i][0], _mm512_maskz_loadu_ps(first, row));
+            sums[i][1] = _mm512_add_ps(sums[i][1], _mm512_maskz_loadu_ps(second, row + LANES));
+        }
+        _mm512_mask_storeu_ps(row, first, sums[i][0]);
+        _mm512_mask_storeu_ps(row + LANES, second, sums[i][1]);
+    }
+}
+
+template <bool TRANSPOSED>
+void compute_rows(int64_t words, const uint32_t* a, const uint32_t* b, float* c, int64_t stride, int64_t rows,
+                  int64_t columns, bool add) {
+    const auto tile = rows > 8   ? compute_tile<TRANSPOSED, TILE_ROWS>
+                      : rows > 4 ? compute_tile<TRANSPOSED, 8>
+                      : rows > 2 ? compute_tile<TRANSPOSED, 4>
+                                 : compute_tile<TRANSPOSED, 2>;
+    tile(words, a, b, c, stride, rows, columns, add);
+}
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// C [M, N], rows a stride apart, = op(A) op(B), or plus what is there; operands as in `product`.
+void rounded_product_of(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
+                        int64_t stride_a, const float* b, int64_t stride_b, bool add, float* c, int64_t stride_c) {
+    if (K == 0 && !add)
+        for (int64_t m = 0; m < M; m++) std::memset(c + m * stride_c, 0, N * sizeof(float));
+    for (int64_t k = 0; k < K; k += DEPTH) {
+        const int64_t depth = least(DEPTH, K - k), words = (depth + 1) / 2;
+        for (int64_t n = 0; n < N; n += BLOCK_COLUMNS) {
+            const int64_t columns = least(BLOCK_COLUMNS, N - n);
+            for (int64_t j = 0; j < columns; j += TILE_COLUMNS) {
+                const float* from = transpose_b ? b + (n + j) * stride_b + k : b + k * stride_b + n + j;
+                uint32_t* to = packed_columns + j * WORDS;
+                pack_columns(from, stride_b, transpose_b, depth, least(TILE_COLUMNS, columns - j), to);
+            }
+            for (int64_t m = 0; m < M; m += BLOCK_ROWS) {
+                const int64_t rows = least(BLOCK_ROWS, M - m);
+                for (int64_t i = 0; i < rows; i += TILE_ROWS) {
+                    const float* from = transpose_a ? a + k * stride_a + m + i : a + (m + i) * stride_a + k;
+                    uint32_t* to = packed_rows + i * WORDS;
+                    pack_rows(from, stride_a, transpose_a, depth, least(TILE_ROWS, rows - i), M - m - i, to);
+                }
+                for (int64_t j = 0; j < columns; j += TILE_COLUMNS)
+                    for (int64_t i = 0; i < rows; i += TILE_ROWS) {
+                        const auto tiles = transpose_a ? compute_rows<true> : compute_rows<false>;
+                        tiles(words, packed_rows + i * WORDS, packed_columns + j * WORDS,
+                              c + (m + i) * stride_c + n + j, stride_c, least(TILE_ROWS, rows - i),
+                              least(TILE_COLUMNS, columns - j), add || k > 0);
+                    }
+            }
+        }
+    }
+}
+
+#else
+
+void rounded_product_of(bool, bool, int64_t, int64_t, int64_t, const float*, int64_t, const float*, int64_t, bool,
+                        float*, int64_t) {
+    std::abort();  // Callers ask rounds_operands first.
+}
+
+#endif
 
 using Sgemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
                        const int*, const float*, const int*, const float*, float*, const int*);
 
 // C [M, N] = beta * C + op(A) op(B); A is stored [K, M] where it is transposed, B [N, K]. BLAS is column-major, so that
-// the operands change places.
+// the operands change places. Without an sgemm the operands are rounded to bf16.
 void product(Sgemm sgemm, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
              const float* b, float beta, float* c) {
+    if (!sgemm)
+        return rounded_product_of(transpose_a, transpose_b, M, N, K, a, transpose_a ? M : K, b, transpose_b ? K : N,
+                                  beta != 0.0f, c, N);
     const int m = int(M), n = int(N), k = int(K);
     const int lda = transpose_a ? m : k, ldb = transpose_b ? k : n;
     const float one = 1.0f;
@@ -63,6 +245,22 @@ void add_rows(const float* from, const int64_t* rows, int64_t count, int64_t wid
 }  // namespace
 
 extern "C" {
+
+// Whether this build rounds operands to bf16.
+int64_t rounds_operands() {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// C [M, N] = op(A) op(B), plus C if `add`, of operands that are rounded to bf16, with sums in fp32. A is stored [K, M]
+// where it is transposed, B [N, K]; strides are those between their rows as stored.
+void rounded_product(int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
+                     int64_t stride_a, const float* b, int64_t stride_b, int64_t add, float* c, int64_t stride_c) {
+    rounded_product_of(transpose_a, transpose_b, M, N, K, a, stride_a, b, stride_b, add, c, stride_c);
+}
 
 // y = x / rms(x) * weight for rows [rows, width]; inverse [rows] is 1 / rms.
 void rms_norm_forward(const float* x, const float* weight, int64_t rows, int64_t width, float eps, float* y,
@@ -176,7 +374,7 @@ void decode_attention(const float* query, const float* keys, const float* values
 
 // Experts of SwiGLU: for each block (expert, first, last) of the rows sorted by expert, gather, fc1, activation times
 // gate, fc2, and sum into the output [T, D], which begins as zeros. hidden [N, 2F] is kept for the backward pass.
-// scratch: 2 * largest block * (D + F).
+// scratch: 2 * largest block * (D + F). Without an sgemm products round their operands to bf16, and nothing else does.
 void experts_forward(Sgemm sgemm, const float* x, const float* gates, const float* fc1, const float* fc2,
                      const int64_t* rows, const int64_t* blocks, int64_t num_blocks, int64_t D, int64_t F,
                      float* hidden, float* output, float* scratch) {

@@ -32,6 +32,7 @@ OPTIONS = (
 BUILD_S = 120.0
 """Seconds that a build, or another process's, may take."""
 SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "rounded_product": (*[c_int64] * 5, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64),
     "rms_norm_forward": (c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
     "rms_norm_backward": (*[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3),
     "rotate": (*[c_void_p] * 3, *[c_int64] * 4, c_float, c_void_p),
@@ -60,6 +61,9 @@ class Library:
             function = getattr(loaded, name)
             function.argtypes, function.restype = types, None
             self._functions[name] = function
+        loaded.rounds_operands.restype = c_int64
+        self.rounds_operands = bool(loaded.rounds_operands())
+        """Whether it multiplies operands rounded to bf16: the processor has AVX-512's instruction for them."""
         self.sgemm = _address_of_sgemm()
         """Address of the product of torch's library; None where it has none, and experts are not computed here."""
 
@@ -125,6 +129,11 @@ def compiled_for(*operands: Tensor) -> Library | None:
         type(t) in (Tensor, Parameter) and t.dtype == torch.float32 and not t.is_cuda for t in operands
     )
     return library() if plain else None
+
+
+def rounding_for(*operands: Tensor) -> Library | None:
+    """Return `compiled_for` where this process rounds the operands of products to bf16 in the compiled file."""
+    return compiled_for(*operands) if in_use().rounds_in_compiled else None
 
 
 def _compile(target: Path) -> None:

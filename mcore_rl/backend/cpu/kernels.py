@@ -16,6 +16,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 """Whether torch was built with oneDNN, and gives its linear layer by itself."""
 Products = Literal["mkl", "onednn", "bf16"]
 Attention = Literal["blocks", "sdpa"]
+Rounded = Literal["torch", "compiled"]
 NAMES = {
     "mkl": "torch's products (MKL)",
     "onednn": "oneDNN's products",
@@ -34,11 +35,19 @@ class CpuKernels:
     attention: Attention = "blocks"
     compiled: str = "none"
     """Identity of the compiled file's build; "none" where Python computes what is in it."""
+    rounded: Rounded = "torch"
+    """Who multiplies operands that are rounded to bf16, with `products="bf16"`."""
 
     def describe(self) -> str:
         """Return the choice in words, for a log."""
         compiled = "compiled layers" if self.compiled != "none" else "no compiled layers"
-        return f"{NAMES[self.products]}, {NAMES[self.attention]}, {compiled}"
+        products = f"compiled {NAMES['bf16']}" if self.rounds_in_compiled else NAMES[self.products]
+        return f"{products}, {NAMES[self.attention]}, {compiled}"
+
+    @property
+    def rounds_in_compiled(self) -> bool:
+        """Whether products round their operands to bf16 in the compiled file."""
+        return self.products == "bf16" and self.rounded == "compiled"
 
     def record(self) -> dict[str, str]:
         """Return the choice as run.json has it."""
@@ -48,10 +57,14 @@ class CpuKernels:
 def from_record(record: Mapping[str, str]) -> CpuKernels | None:
     """Return the choice that `CpuKernels.record` described; None where this process does not have it."""
     products, attention = record.get("products"), record.get("attention")
-    known = products in get_args(Products) and attention in get_args(Attention)
+    # Runs of before there was a choice multiplied rounded operands by torch.
+    compiled, rounded = record.get("compiled", "none"), record.get("rounded", "torch")
+    known = (
+        products in get_args(Products) and attention in get_args(Attention) and rounded in get_args(Rounded)
+    )
     if not known or (products == "onednn" and not HAS_ONEDNN):
         return None
-    return CpuKernels(products, attention, record.get("compiled", "none"))  # type: ignore[arg-type]
+    return CpuKernels(products, attention, compiled, rounded)  # type: ignore[arg-type]
 
 
 class _Process:

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.backend.cpu.compiled import build_id
-from mcore_rl.backend.cpu.kernels import CpuKernels, in_use, using
-from mcore_rl.backend.platform import Platform, start
+from mcore_rl.backend.cpu.kernels import CpuKernels, Rounded, in_use, using
+from mcore_rl.backend.platform import Platform, start, with_kernels
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.obs.attempts import this_run_attempt
@@ -58,6 +58,20 @@ def test_what_the_config_names_is_used_and_the_difference_reported(
         "run.json has products 'onednn', and this start computes with torch's products (MKL), "
     )
     assert "is not continued bit for bit" in warning
+
+
+@pytest.mark.parametrize("then", ["torch", "compiled"])
+def test_who_rounded_is_kept_where_products_and_build_are_the_same(
+    tmp_path: Path, platform: Platform, then: Rounded
+) -> None:
+    there = replace(HERE, products="bf16", rounded=then)
+    other: Rounded = "torch" if then == "compiled" else "compiled"
+    here = with_kernels(platform, replace(there, rounded=other), "")
+    config = PlatformConfig(products="bf16")
+    resumed, warnings = keep_kernels(config, here, recorded(tmp_path, platform, there.record()))
+    assert (resumed.kernels, in_use(), warnings) == (there, there, ())
+    unlike, (warning,) = keep_kernels(config, here, recorded(tmp_path, platform, HERE.record()))
+    assert unlike.kernels == here.kernels and "has products 'mkl'" in warning
 
 
 def test_a_library_that_is_not_here_is_reported(tmp_path: Path, platform: Platform) -> None:

@@ -137,6 +137,8 @@ class _Forward(NamedTuple):
     input_TD: Tensor
     hidden: list[Tensor]
     compiled: Library | None
+    sgemm: int | None
+    """Address of the product that the compiled file calls; None where it rounds operands to bf16 itself."""
 
 
 def _computed(
@@ -153,8 +155,9 @@ def _computed(
         operands = input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
         sizes = len(assignment.blocks), width, inner
         results = hidden_NF, output_TD, scratch
-        library.call("experts_forward", library.sgemm, *operands, *sizes, *results)
-        return _Forward(output_TD, input_TD, [hidden_NF], library)
+        sgemm = None if in_use().rounds_in_compiled else library.sgemm
+        library.call("experts_forward", sgemm, *operands, *sizes, *results)
+        return _Forward(output_TD, input_TD, [hidden_NF], library, sgemm)
     fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
     hidden = []
     for block in assignment.blocks:
@@ -164,7 +167,7 @@ def _computed(
         active = silu(gate).mul_(up).mul_(gates_N1[block.rows])
         output_TD.index_add_(0, rows, product_with_weight(active, fc2[block.expert]))
         hidden.append(hidden_NF)
-    return _Forward(output_TD, input_TD, hidden, None)
+    return _Forward(output_TD, input_TD, hidden, None, None)
 
 
 class _SwiGLUExperts(torch.autograd.Function):
@@ -172,7 +175,9 @@ class _SwiGLUExperts(torch.autograd.Function):
     def forward(
         ctx: Any, input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
     ) -> Tensor:
-        output_TD, input_TD, hidden, ctx.compiled = _computed(input_TD, gates, fc1_EFD, fc2_EDF, assignment)
+        output_TD, input_TD, hidden, ctx.compiled, ctx.sgemm = _computed(
+            input_TD, gates, fc1_EFD, fc2_EDF, assignment
+        )
         ctx.assignment = assignment
         ctx.save_for_backward(input_TD, gates, fc1_EFD, fc2_EDF, *hidden)
         return output_TD
@@ -192,7 +197,7 @@ class _SwiGLUExperts(torch.autograd.Function):
             tensors = gradient_TD.contiguous(), input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
             sizes = len(assignment.blocks), width, inner
             results = d_input_TD, d_gates_N1, sum_fc1.total, sum_fc2.total, scratch
-            ctx.compiled.call("experts_backward", ctx.compiled.sgemm, *tensors, *sizes, hidden[0], *results)
+            ctx.compiled.call("experts_backward", ctx.sgemm, *tensors, *sizes, hidden[0], *results)
             d_gates = _d_gates(gates, d_gates_N1, assignment)
             return d_input_TD, d_gates, sum_fc1.result(), sum_fc2.result(), None
         fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
@@ -218,14 +223,16 @@ class _SwiGLUExperts(torch.autograd.Function):
 
 
 def _library(input_TD: Tensor, gates_N1: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor) -> Library | None:
-    """Return the compiled file where it computes these: its products are MKL's, and it reads dense weights.
+    """Return the compiled file where it computes these: its products are MKL's or its own, and it reads dense weights.
 
-    With products="bf16" too, in fp32: rounding rows and activations in Python takes more time than products save.
+    Where torch multiplies rounded operands they are MKL's, in fp32: rounding rows and activations in Python takes more
+    time than products save.
     """
     library = compiled_for(input_TD, gates_N1, fc1_EFD, fc2_EDF)
     is_dense = fc1_EFD.is_contiguous() and fc2_EDF.is_contiguous()
-    is_usable = in_use().products in ("mkl", "bf16") and is_dense
-    return library if library is not None and library.sgemm is not None and is_usable else None
+    if library is None or not is_dense or in_use().products == "onednn":
+        return None
+    return library if in_use().rounds_in_compiled or library.sgemm is not None else None
 
 
 def _gates(gates: Tensor, assignment: Assignment) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 
 from mcore_rl.backend.cpu import choice
 from mcore_rl.backend.cpu.choice import choose, fastest
-from mcore_rl.backend.cpu.compiled import BuildError, build_id
+from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
 from mcore_rl.backend.cpu.kernels import CpuKernels, from_record, in_use, use, using
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
@@ -65,8 +65,25 @@ def test_another_library_than_torchs_must_be_clearly_faster(onednn_s: float, wan
     assert fastest({"mkl": 1.0, "onednn": onednn_s}, "mkl") == wanted
 
 
+def test_who_rounds_is_measured_with_the_compiled_file_where_it_does() -> None:
+    kernels, sentence = choose(PlatformConfig(products="bf16", attention="sdpa"), 1)
+    assert kernels.products == "bf16" and kernels.compiled == build_id()
+    if library().rounds_operands:
+        assert "; measured: bf16 torch " in sentence and ", bf16 compiled " in sentence
+    else:
+        assert kernels.rounded == "torch" and "measured" not in sentence
+    assert sentence.startswith("compiled products of operands rounded") is (kernels.rounded == "compiled")
+    without, sentence = choose(PlatformConfig(products="bf16", attention="sdpa", compiled=False), 1)
+    assert without == CpuKernels("bf16", "sdpa") and "measured" not in sentence
+
+
 def test_a_record_is_read_again_unless_it_names_what_is_not_here() -> None:
     kernels = CpuKernels("mkl", "sdpa")
     assert from_record(kernels.record()) == kernels
     assert from_record({"products": "blis", "attention": "sdpa"}) is None
     assert from_record({}) is None
+    rounding = CpuKernels("bf16", "sdpa", "0123456789abcdef", "compiled")
+    assert from_record(rounding.record()) == rounding
+    before_the_choice = {"products": "bf16", "attention": "sdpa", "compiled": "0123456789abcdef"}
+    assert from_record(before_the_choice) == CpuKernels("bf16", "sdpa", "0123456789abcdef", "torch")
+    assert from_record(before_the_choice | {"rounded": "blis"}) is None

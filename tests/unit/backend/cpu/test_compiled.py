@@ -12,7 +12,7 @@ from mcore_rl.backend.cpu import compiled
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
 from mcore_rl.backend.cpu.kernels import CpuKernels, in_use, using
 from mcore_rl.backend.cpu.megatron_speed import rotated_in_halves
-from mcore_rl.backend.cpu.products import linear
+from mcore_rl.backend.cpu.products import add_weight_gradient, linear, product
 from mcore_rl.model.layers.cpu.experts import assign_routed, swiglu_experts
 from mcore_rl.model.layers.cpu.norm import rms_norm
 
@@ -22,6 +22,17 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """One build for all tests of this machine: it stays in the user's cache."""
     with using(CpuKernels("mkl", "sdpa", build_id() if request.param == "compiled" else "none")):
         yield
+
+
+@pytest.fixture
+def rounding(kernels: None) -> Iterator[float]:
+    """Products of operands rounded to bf16, in the compiled file where it is in use; yields their relative error: of
+    fp32 there, and of a result that is rounded too by torch, or where the processor multiplies no bf16.
+    """
+    compiled = in_use().compiled
+    in_file = compiled != "none" and library().rounds_operands
+    with using(CpuKernels("bf16", "sdpa", compiled, "compiled" if in_file else "torch")):
+        yield 2e-6 if in_file else 2**-7
 
 
 def assert_gradients(actual: Tensor, expected: Tensor, inputs: list[Tensor], tolerance: float) -> None:
@@ -107,8 +118,97 @@ def test_experts_are_those_of_float64(num_tokens: int, num_experts: int) -> None
     assert_gradients(actual, expected, [input, gates, fc1, fc2], 4e-6)
 
 
+def rounded(tensor: Tensor) -> Tensor:
+    return tensor.detach().bfloat16().double()
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "parts", "every second"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"),
+    [
+        (1, 1, 1),
+        (5, 33, 7),
+        (12, 32, 64),
+        (97, 257, 514),
+        (130, 300, 1031),
+        (3, 16, 31),
+        (0, 4, 4),
+        (4, 4, 0),
+    ],
+)
+def test_rounded_products_are_those_of_float64(
+    rounding: float, rows: int, columns: int, depth: int, layout: str
+) -> None:
+    """Of operands rounded to the nearest bf16; also of views, whose neighbours in memory are not read."""
+
+    def operand(first: int, second: int) -> Tensor:
+        if layout == "columns":
+            return torch.randn(second, first).t()
+        step = 2 if layout == "every second" else 1
+        surrounded = torch.full((first + 2, (second + 3) * step), float("nan"))
+        inside = surrounded[1 : first + 1, step : (second + 1) * step : step]
+        inside.copy_(torch.randn(first, second))
+        return inside if layout != "rows" else inside.contiguous()
+
+    left, right = operand(rows, depth), operand(columns, depth)
+    exact = rounded(left) @ rounded(right).t()
+    scale = (rounded(left).abs() @ rounded(right).abs().t()).max() if exact.numel() else 0.0
+    found, total = product(left, right), torch.full((rows, columns), 0.5)
+    assert found.shape == exact.shape and found.dtype == torch.float32
+    assert not exact.numel() or (found - exact).abs().max() <= rounding * scale
+    add_weight_gradient(total, left.t(), right.t())
+    assert not exact.numel() or (total - 0.5 - exact).abs().max() <= max(rounding * scale, 1e-6)
+    assert torch.equal(product(left, right), found)
+
+
+def test_the_gradient_of_a_part_of_a_buffer_touches_no_other(rounding: float) -> None:
+    buffer, gradient, input = torch.full((9, 60), 3.0), torch.randn(50, 7), torch.randn(50, 40)
+    add_weight_gradient(buffer[1:8, 10:50], gradient, input)
+    expected = torch.full((9, 60), 3.0, dtype=torch.float64)
+    expected[1:8, 10:50] += rounded(gradient).t() @ rounded(input)
+    torch.testing.assert_close(buffer.double(), expected, rtol=rounding, atol=50 * rounding)
+    assert (buffer[0] == 3.0).all() and (buffer[8] == 3.0).all() and (buffer[:, :10] == 3.0).all()
+    assert (buffer[:, 50:] == 3.0).all()
+
+
+def test_rounding_is_to_even_and_keeps_what_is_not_finite(rounding: float) -> None:
+    # Two ties, one between 1 and the next bf16; the last but one rounds to infinity.
+    numbers = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -2.5, float("inf"), 3.4e38, float("nan")])
+    wanted = torch.tensor([1.0, 1 + 2**-6, -2.5, float("inf"), float("inf"), float("nan")])
+    found = product(numbers[:, None], torch.ones(1, 1))[:, 0]
+    torch.testing.assert_close(found, wanted, equal_nan=True, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(90, 4), (1300, 3), (40, 64)])
+def test_rounded_experts_are_those_of_float64(rounding: float, num_tokens: int, num_experts: int) -> None:
+    """Within what rounding of operands changes, in which the gates' products and all sums have no part."""
+    routed_TE = routed(num_tokens, num_experts, 2)
+    input, gates = torch.randn(num_tokens, 24, requires_grad=True), torch.rand(num_tokens, num_experts)
+    gates.requires_grad_()
+    fc1 = (torch.randn(num_experts, 40, 24) / 5).requires_grad_()
+    fc2 = (torch.randn(num_experts, 24, 20) / 5).requires_grad_()
+    operands = [input, gates, fc1, fc2]
+    actual = swiglu_experts(*operands, assign_routed(routed_TE))
+    with using(replace(in_use(), products="mkl")):
+        unrounded = swiglu_experts(*operands, assign_routed(routed_TE))
+        wanted = torch.autograd.grad(unrounded.square().sum(), operands)
+    found = torch.autograd.grad(actual.square().sum(), operands)
+    for ours, exact in zip((actual, *found), (unrounded, *wanted), strict=True):
+        assert (ours - exact).abs().max() <= 2**-5 * exact.abs().max()
+    if in_use().rounds_in_compiled:
+        assert (actual - unrounded).abs().max() > 2**-12 * unrounded.abs().max()
+        # Inputs and first weights that bf16 has: what is left are the rounded activations, each times its gate.
+        x, w1, w2 = (rounded(tensor) for tensor in (input, fc1, fc2))
+        gate_up = torch.einsum("td,efd->tef", x, w1)
+        active = torch.nn.functional.silu(gate_up[..., :20]) * gate_up[..., 20:] * gates.detach()[..., None]
+        exact_TD = torch.einsum("tef,edf,te->td", rounded(active), w2, routed_TE.double())
+        # A few activations lie so near the middle of two bf16 that fp32 rounds them to the other.
+        error_TD = (actual - exact_TD).abs() / exact_TD.abs().max()
+        assert error_TD.max() < 2**-8 and (error_TD < 1e-6).double().mean() > 0.99
+
+
 def test_experts_beside_rounded_products_are_rounded_where_they_are_not_compiled() -> None:
-    """Compiled ones are those of products by MKL, bit for bit."""
+    """Compiled ones where torch multiplies rounded operands are those of products by MKL, bit for bit."""
     routed_TE, input, gates = routed(60, 4, 2), torch.randn(60, 32), torch.rand(60, 4)
     weights = torch.randn(4, 24, 32), torch.randn(4, 32, 12)
     plain = swiglu_experts(input, gates, *weights, assign_routed(routed_TE))
