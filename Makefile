@@ -8,7 +8,8 @@
 # test-core  what depends on the version of Megatron (tests/core.txt)
 # test-wheel  the built wheel, in an environment without the repository
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
-# test-slurm starts a real Slurm on virtual nodes: as root, with Debian's packages, which it installs.
+# test-slurm starts real Slurms on virtual nodes, one for each file of tests: as root, with Debian's packages, which it
+#             installs. Their jobs mostly wait.
 # test-sandbox runs programs in bubblewrap, Debian's, which it installs: as root.
 # test-adapters runs rl.environment's adapters with reasoning-gym and TextArena, which it installs beside .venv's packages.
 # test-triton compiles the kernels in Triton for Hopper and Blackwell, and runs them in its interpreter; it installs Triton
@@ -51,7 +52,7 @@ test-docs: $(READY)
 
 test-slurm: $(READY)
 	tests/slurm/install.sh
-	$(PYTHON_IN_VENV) -m pytest tests/slurm --durations=0
+	$(PYTHON_IN_VENV) -m pytest -n 5 tests/slurm --durations=0
 
 test-wheel: $(READY)
 	$(PYTHON_IN_VENV) -m pytest tests/wheel

@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 WITH_RANKS = ("tests/parallel/", "tests/e2e/")
 """Folders whose tests start ranks; the tests of each keep to one process of pytest-xdist."""
+WITH_CLUSTERS = "tests/slurm/"
+"""The folder of which each process of pytest-xdist has a cluster, and each file is for one process."""
 SHARDS = 3
 
 
@@ -77,6 +79,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class FolderInOneProcess(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(WITH_CLUSTERS):
+                return nodeid.partition("::")[0]
             return next((folder for folder in WITH_RANKS if nodeid.startswith(folder)), nodeid)
 
     return FolderInOneProcess(config, log)

@@ -19,6 +19,8 @@ SCRIPTS = HERE / "cluster"
 FREEZER = Path("/sys/fs/cgroup/freezer")
 USER = 5000
 POLL_S = 0.1
+PAUSE = 9.0
+"""A pause of a wait is so many times as long as the look before it, so that looking takes a tenth of a core at most."""
 ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"})
 
 
@@ -90,10 +92,13 @@ class Cluster:
     def until(self, is_so: Callable[[], object], what: str, within_s: float) -> None:
         """Wait for it; AssertionError with the ends of the logs when it does not come."""
         deadline = time.monotonic() + within_s
+        began = time.monotonic()
         while not is_so():
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise AssertionError(f"not within {within_s:g} s: {what}\n{self._end_of_logs()}")
-            time.sleep(POLL_S)
+            time.sleep(min(1.0, max(POLL_S, PAUSE * (now - began))))
+            began = time.monotonic()
 
     # ---- inside
 

@@ -1,25 +1,26 @@
 """Limits, preemption, cancelling, arrays and heterogeneous jobs, on one rank."""
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
 from launch.job import STATUS, Component, JobScript
 from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.training import ends, job, losses, saved_step, submit
+from tests.slurm.training import BEGIN_S, ends, job, losses, saved_step, submit
 
 ONE_RANK: dict[str, Any] = {"nodes": 1, "starter": "srun"}
-BEGIN_S = 180.0
 
 
 def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(cluster: Cluster) -> None:
-    words = ("train.steps=20000", "log.interval=100")
-    # Slurm may send the signal a minute early: in a job of one minute before the first step on a slow machine.
-    script = job(cluster, "limited", *words, **ONE_RANK, time="2", signal_s=20)
+    words = ("train.steps=20000", "log.interval=10")
+    script = job(cluster, "limited", *words, **ONE_RANK, time="30", signal_s=90)
     run_dir = Path(script.run_dir)
     id_ = submit(cluster, script)
-    cluster.until(lambda: cluster.job(id_)["Restarts"] == "1", "the limit is near", 300)
+    cluster.until(lambda: losses(run_dir), "a step is reported", BEGIN_S)
+    # One to two minutes are left: Slurm, which looks every 30 s, sends the signal when it looks next.
+    hours, minutes, _ = map(int, cluster.job(id_)["RunTime"].split(":"))
+    cluster.run("scontrol", "update", f"JobId={id_}", f"TimeLimit={60 * hours + minutes + 2}")
+    cluster.until(lambda: cluster.job(id_)["Restarts"] == "1", "the limit is near", 120)
     assert ends(run_dir) == [("limit", "requeue")]
     assert 0 < saved_step(run_dir) < 20000
     cluster.run("scontrol", "update", f"JobId={id_}", "TimeLimit=30", as_root=True)
@@ -36,8 +37,8 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     gets_on(cluster, run_dir)
     cluster.run("scancel", id_)
     cluster.until(lambda: ends(run_dir, id_)[-1] == ("term", str(STATUS["cancelled"])), "it has left", 60)
-    time.sleep(8)  # a requeued job would be there again
-    assert cluster.state(id_) == "CANCELLED" and not (run_dir / "DONE").exists()
+    # Not pending again: in that state nothing of the job is left that could requeue it.
+    assert cluster.until_state(id_, ENDED, 60) == "CANCELLED" and not (run_dir / "DONE").exists()
 
     again = submit(cluster, dataclasses.replace(script, time="30"))
     gets_on(cluster, run_dir)

@@ -1,8 +1,10 @@
 """What the jobs of the tests train: a tiny MoE on the source text of Python, and what they leave behind."""
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +66,16 @@ parts = ["length"]
 length_max_tokens = 4
 """
 TWO_RANKS = ("mesh.tp=2", "mesh.ep=2")
+STEPS = 60
+"""Of a run that is interrupted, and of the one that is not, with which it is compared."""
+BEGIN_S = 180.0
+PROGRAM = "^[^ ]*python .*mcore_rl.run.pretrain"
+"""torchrun and its ranks; srun has that name among its words too."""
+ABOVE_A_RANK = "^[^ ]*python (-u )?-m mcore_rl.backend.rank_process"
 
 
-def make_data(folder: Path) -> None:
-    """train.bin/.idx, tokenizer.model, chat.jsonl and the configs pretrain.toml, sft.toml and rl.toml."""
+def make_corpus(folder: Path) -> None:
+    """train.bin/.idx, tokenizer.model and chat.jsonl."""
     folder.mkdir(parents=True)
     library = Path(json.__file__).parents[1]
     texts = [(library / f"{module}.py").read_text() for module in MODULES]
@@ -81,6 +89,12 @@ def make_data(folder: Path) -> None:
     for tool, *words in (learn, encode):
         command = [sys.executable, ROOT / "tools" / str(tool), *words]
         subprocess.run(list(map(str, command)), cwd=folder, check=True, capture_output=True)
+
+
+def make_data(corpus: Path, folder: Path) -> None:
+    """Copy what `make_corpus` made, and write the configs pretrain.toml, sft.toml and rl.toml."""
+    shutil.copytree(corpus, folder)
+    folder.chmod(0o755)
     (folder / "pretrain.toml").write_text(MODEL + PRETRAIN.format(data=folder))
     (folder / "sft.toml").write_text(MODEL + SFT.format(data=folder))
     (folder / "rl.toml").write_text(MODEL + RL.format(data=folder))
@@ -115,6 +129,25 @@ def submit(cluster: Cluster, script: JobScript, *options: str) -> str:
     path = run_dir / "job.sbatch"
     path.write_text(render(script))
     return cluster.submit(path, *options)
+
+
+def uninterrupted(cluster: Cluster, name: str, **fields: Any) -> JobScript:
+    """The job of STEPS steps on two ranks which interrupted ones of the same words are compared with."""
+    return job(cluster, name, f"train.steps={STEPS}", "checkpoint.interval=5", *TWO_RANKS, **fields)
+
+
+def interrupt(cluster: Cluster, id_: str, run_dir: Path, how: Callable[[], object], within_s: float) -> None:
+    """Do `how` once the present attempt has saved; return when the next one is about to start."""
+    restarts, reached = int(cluster.job(id_)["Restarts"]) + 1, saved_step(run_dir) + 5
+    cluster.until(lambda: saved_step(run_dir) >= reached, f"step {reached} is saved", BEGIN_S)
+    how()
+    cluster.until(lambda: cluster.job(id_)["Restarts"] == str(restarts), f"restart {restarts}", within_s)
+
+
+def kill_rank(cluster: Cluster, node: str) -> None:
+    """Only the rank: the process above it records how it ended."""
+    above = cluster.run("pgrep", "-o", "-f", ABOVE_A_RANK, node=node)
+    cluster.run("pkill", "-KILL", "-P", above, node=node)
 
 
 def losses(run_dir: Path) -> dict[int, float]:
