@@ -1,5 +1,6 @@
 """A Slurm cluster: what its nodes have, how a job asks for them, and how Python is reached there."""
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -61,7 +62,7 @@ class NodeConfig(Section):
     memory_gib: PositiveInt | Literal["all"] = "all"
     """Main memory of a node in GiB; `all`: all that the node has (`--mem=0`)."""
 
-    @property
+    @cached_property
     def ranks_per_node(self) -> int:
         """Ranks that a job starts on a node."""
         return self.gpus or self.ranks or 0

@@ -1,5 +1,6 @@
 """The section `rl.distill`: teachers of the student's own rollouts."""
 
+from functools import cached_property
 from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
@@ -34,12 +35,12 @@ class DistillConfig(Section):
     """Memory in which the teachers' weights wait for their passes: beside the policy, main memory, or a file without a
     name in the run's folder, which `self` cannot be in."""
 
-    @property
+    @cached_property
     def paths(self) -> tuple[str, ...]:
         """All teachers, in the order of their indices: `teacher` first."""
         return (*([] if self.teacher is None else [self.teacher]), *self.teachers.values())
 
-    @property
+    @cached_property
     def has_self(self) -> bool:
         """Whether the policy's own earlier self is a teacher."""
         return SELF in self.paths

@@ -1,5 +1,6 @@
 """The config of preference optimisation: DPO and its family."""
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -42,18 +43,18 @@ class DPOSection(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits are in fp32 at a time; of deferred logits `platform.logits_chunk_tokens`."""
 
-    @property
+    @cached_property
     def uses_reference(self) -> bool:
         """Whether the loss compares the model with a reference."""
         return self.loss not in ("simpo", "orpo")
 
-    @property
+    @cached_property
     def is_length_normalised(self) -> bool:
         """`length_normalised` with "auto" resolved."""
         auto = self.length_normalised == "auto"
         return self.loss in ("simpo", "orpo") if auto else bool(self.length_normalised)
 
-    @property
+    @cached_property
     def nll_weight(self) -> float:
         """`nll_coeff` with "auto" resolved."""
         return float(self.loss == "orpo") if self.nll_coeff == "auto" else self.nll_coeff

@@ -1,5 +1,6 @@
 """The layout of a model over ranks."""
 
+from functools import cached_property
 from math import lcm
 from typing import Literal
 
@@ -50,17 +51,17 @@ class MeshConfig(Section):
     """Messages of tensor parallelism travel while the products beside them are computed, in TransformerEngine's user
     buffers. They are of one shape for the whole run: pretraining and fine-tuning only. It needs CUDA and tp > 1."""
 
-    @property
+    @cached_property
     def model_parallel(self) -> int:
         """Number of ranks that one copy of the dense part takes."""
         return self.tp * self.pp * self.cp
 
-    @property
+    @cached_property
     def zigzag(self) -> int:
         """Number of pieces that context parallelism cuts a sequence into."""
         return 2 * self.cp if self.cp > 1 else 1
 
-    @property
+    @cached_property
     def smallest_world(self) -> int:
         """Fewest ranks that this mesh runs on, with dp as given (`auto`: the smallest that fits)."""
         if self.dp != "auto":

@@ -1,5 +1,6 @@
 """The sections `model`, `model.moe`, `model.mla` and `model.rope`: the shape of a model."""
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -51,12 +52,12 @@ class MoEConfig(Section):
     """Exchange that sends tokens to their experts; `deepep` and `hybridep` need CUDA and the deep_ep package, the
     latter (for GPUs that NVLink connects across nodes) that of its branch hybrid-ep."""
 
-    @property
+    @cached_property
     def is_flex(self) -> bool:
         """Whether a library other than NCCL sends the tokens, by Megatron's flex dispatcher."""
         return self.dispatcher in ("deepep", "hybridep")
 
-    @property
+    @cached_property
     def shared_width(self) -> int:
         """Inner width of the MLP that all shared experts form together."""
         each = self.ffn_hidden_size if self.shared_ffn_hidden_size == "auto" else self.shared_ffn_hidden_size
@@ -154,28 +155,28 @@ class ModelConfig(Section):
     moe: MoEConfig = MoEConfig()
     mla: MLAConfig = MLAConfig()
 
-    @property
+    @cached_property
     def padded_vocab_size(self) -> int:
         """Number of rows of the embedding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
-    @property
+    @cached_property
     def scored(self) -> "ModelConfig":
         """This model with a score in the place of its logits, and without MTP layers: its critic or reward model."""
         return self.model_copy(update={"head": "score", "mtp_layers": 0})
 
-    @property
+    @cached_property
     def is_moe(self) -> bool:
         """True when some layer routes tokens to experts."""
         return self.moe.num_experts > 0
 
-    @property
+    @cached_property
     def moe_layers(self) -> tuple[bool, ...]:
         """One flag per layer, true where it routes tokens to experts."""
         dense = min(self.moe.first_dense_layers, self.num_layers) if self.is_moe else self.num_layers
         return (False,) * dense + (True,) * (self.num_layers - dense)
 
-    @property
+    @cached_property
     def layers_alike(self) -> bool:
         """True when all layers route, or none does: Megatron then stores each weight of all layers as one tensor."""
         return not self.is_moe or all(self.moe_layers)

@@ -1,5 +1,6 @@
 """The optimizer and its schedule."""
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -59,17 +60,17 @@ class OptimConfig(Section):
     """Number format in which gradients are summed over microbatches and ranks; sums in bf16 take half the memory and
     messages, and depend on the mesh in their third digit. bf16 needs platform.precision = "bf16"."""
 
-    @property
+    @cached_property
     def is_precision_aware(self) -> bool:
         """Whether a part of the optimizer's state or the gradients is in fewer than 32 bits."""
         return {self.exp_avg_dtype, self.exp_avg_sq_dtype, self.main_grads_dtype} != {"fp32"}
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of the gradient of a weight."""
         return STATE_BYTES[self.main_grads_dtype]
 
-    @property
+    @cached_property
     def moment_bytes(self) -> int:
         """Bytes of both moments of a weight."""
         return STATE_BYTES[self.exp_avg_dtype] + STATE_BYTES[self.exp_avg_sq_dtype]

@@ -1,6 +1,7 @@
 """Several programs one after the other, each a job that starts when the one before has succeeded."""
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -21,7 +22,7 @@ class TrainingStage(Section):
     time: Text | None = None
     """Time limit of one attempt; `none`: the cluster's."""
 
-    @property
+    @cached_property
     def is_given(self) -> bool:
         """True when the pipeline has this stage."""
         return self.config is not None
@@ -37,7 +38,7 @@ class ConversionStage(Section):
     time: str = "04:00:00"
     """Time limit of the job."""
 
-    @property
+    @cached_property
     def is_given(self) -> bool:
         """True when the pipeline has this stage."""
         return bool(self.arguments)
@@ -57,7 +58,7 @@ class PipelineConfig(Section):
     convert: ConversionStage = ConversionStage()
     rl: TrainingStage = TrainingStage()
 
-    @property
+    @cached_property
     def stages(self) -> Iterator[tuple[str, TrainingStage | ConversionStage]]:
         """Name and settings of the stages that are given, in the order in which they run."""
         for name in STAGES:

@@ -1,5 +1,6 @@
 """The data of trainings on preferences: reward models, DPO and its family."""
 
+from functools import cached_property
 from math import lcm
 from typing import Literal
 
@@ -76,7 +77,7 @@ class PreferenceDataConfig(Section):
     """Positions of one forward pass, into which whole pairs are packed; `auto`: two of `seq_length`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
 
-    @property
+    @cached_property
     def has_steps(self) -> bool:
         """Whether the data is answers with labelled steps, and no pairs."""
         return self.format == "steps"
@@ -89,7 +90,7 @@ class PreferenceRunConfig(RunConfig):
 
     data: PreferenceDataConfig = PreferenceDataConfig()
 
-    @property
+    @cached_property
     def packed_multiple(self) -> int:
         """Multiple of positions of a packed sequence, so that context and sequence parallelism can cut it, and products
         in 8 bits take what they leave.
@@ -97,7 +98,7 @@ class PreferenceRunConfig(RunConfig):
         slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
         return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
 
-    @property
+    @cached_property
     def packed_length(self) -> int:
         """Largest number of positions of one forward pass."""
         wanted = self.data.tokens_per_microbatch

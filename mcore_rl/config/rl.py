@@ -1,5 +1,6 @@
 """The section `rl`: how completions are sampled, scored, compared, and learned from."""
 
+from functools import cached_property
 from math import exp
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -147,12 +148,12 @@ class EngineConfig(Section):
     ca_file: Text | None = None
     """File of the certificates by which https servers of `urls` are known; `none`: those of the system."""
 
-    @property
+    @cached_property
     def native_slots(self) -> int:
         """Completions in progress at a time on each replica of the model, with `native`."""
         return NATIVE_SLOTS if self.slots == "auto" else self.slots
 
-    @property
+    @cached_property
     def is_served(self) -> bool:
         """Whether inference servers make the completions."""
         return self.kind in ("vllm", "sglang")
@@ -311,28 +312,28 @@ class RewardConfig(Section):
     """Subtract from the scores of reward models (`model:`) the mean of all their scores so far in the run, and divide
     by their standard deviation; both are saved with each checkpoint."""
 
-    @property
+    @cached_property
     def model_parts(self) -> tuple[str, ...]:
         """Parts that are reward models, whole or of steps."""
         return tuple(part for part in self.parts if part.startswith(MODEL_PARTS))
 
-    @property
+    @cached_property
     def served_parts(self) -> tuple[str, ...]:
         """Parts whose scores servers give."""
         return tuple(part for part in self.parts if part.startswith(SERVED_PARTS))
 
-    @property
+    @cached_property
     def correct_part(self) -> str | None:
         """Part that decides which completions are correct; None: none does."""
         return correct_part(self.correct, self.parts)
 
-    @property
+    @cached_property
     def environment_weight(self) -> float:
         """Weight of the part `environment`; 0 without it."""
         weights = self.weights or (1.0,) * len(self.parts)
         return dict(zip(self.parts, weights, strict=True)).get(ENVIRONMENT_PART, 0.0)
 
-    @property
+    @cached_property
     def of_functions(self) -> "RewardConfig | None":
         """The parts that are functions, not models or the environment, with their weights; None: there are none."""
         weights = self.weights or (1.0,) * len(self.parts)
@@ -395,17 +396,17 @@ class AdvantageConfig(Section):
     whiten: bool = True
     """Normalise the advantages of `gae`, (A - mean) / (std + eps), over all trained tokens of the rollout batch."""
 
-    @property
+    @cached_property
     def is_of_tokens(self) -> bool:
         """Whether each token has its own reward and advantage, and groups compare nothing."""
         return self.kind in ("gae", "reinforce_plus_plus")
 
-    @property
+    @cached_property
     def compares_group(self) -> bool:
         """Whether a completion's advantage depends on the others of its prompt."""
         return not self.is_of_tokens and self.kind not in ("remax", "zero")
 
-    @property
+    @cached_property
     def uses_steps(self) -> bool:
         """Whether the steps of a completion are rewarded, and not the whole."""
         return self.kind == "steps" or (self.is_of_tokens and self.rewards_at == "steps")
@@ -494,7 +495,7 @@ class LossConfig(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits are in fp32 at a time; of deferred logits `platform.logits_chunk_tokens`."""
 
-    @property
+    @cached_property
     def clip(self) -> Clip:
         """Bounds in use; a loss of the user's own has those of grpo."""
         paper = PAPER_CLIPS.get(self.kind, PAPER_CLIPS["grpo"])
@@ -503,17 +504,17 @@ class LossConfig(Section):
             paper.high if self.clip_high == "auto" else self.clip_high,
         )
 
-    @property
+    @cached_property
     def uses_router_shift(self) -> bool:
         """Whether ratios are multiplied by the router-shift ratio."""
         return self.kind == "rspo" if self.router_shift == "auto" else self.router_shift
 
-    @property
+    @cached_property
     def tau_in_use(self) -> float:
         """Number that `tau` stands for."""
         return PAPER_TAU if self.tau == "auto" else self.tau
 
-    @property
+    @cached_property
     def aggregation_in_use(self) -> Aggregation:
         """Aggregation that `aggregation` stands for."""
         if self.aggregation == "auto":
@@ -579,7 +580,7 @@ class RlConfig(Section):
     freeze_router: bool = False
     """Train no router: their weights, and the biases on the choice of experts, stay as they are."""
 
-    @property
+    @cached_property
     def max_completion_tokens(self) -> int:
         """Most tokens after a prompt: of one turn, or with an environment of the conversation."""
         return self.rollout.max_new_tokens if self.environment.name is None else self.environment.max_tokens

@@ -1,5 +1,6 @@
 """The config of a reinforcement-learning run."""
 
+from functools import cached_property
 from math import lcm
 
 from mcore_rl.config.data import TokenizerConfig
@@ -32,7 +33,7 @@ class RlRunConfig(RunConfig):
     rl: RlConfig = RlConfig()
     replay: ReplayConfig = ReplayConfig()
 
-    @property
+    @cached_property
     def platform_in_use(self) -> PlatformConfig:
         """The section `platform`, with the layers that the rollout engine allows: its cache of keys and values in this
         process needs our own attention, not TransformerEngine's.
@@ -41,69 +42,69 @@ class RlRunConfig(RunConfig):
             return self.platform
         return self.platform.model_copy(update={"layers": "torch"})
 
-    @property
+    @cached_property
     def freezes_router(self) -> bool:
         """Whether the routers are not trained."""
         return self.rl.freeze_router
 
-    @property
+    @cached_property
     def wants_engine_routes(self) -> bool:
         """True when the rollout engine is to return the experts of each token and layer."""
         return self.model.is_moe and (self.replay.kind == "r3" or self.replay.observe_rollout)
 
-    @property
+    @cached_property
     def rollout_size(self) -> int:
         """Completions of one rollout batch."""
         return self.rl.rollout.prompts_per_step * self.rl.rollout.group_size
 
-    @property
+    @cached_property
     def units_between_collections(self) -> int:
         """Units of work between two collections of garbage: a rollout batch leaves much, and takes long."""
         return 1
 
-    @property
+    @cached_property
     def unfuses_router(self) -> bool:
         """Whether the routers' choices are read or imposed, which their fused kernel hides; always here."""
         return True
 
-    @property
+    @cached_property
     def updates_per_rollout(self) -> int:
         """Optimizer steps between two rollouts."""
         return self.rl.update.epochs * self.rollout_size // self.train.global_batch
 
-    @property
+    @cached_property
     def has_critic(self) -> bool:
         """Whether a critic is trained beside the policy."""
         return self.rl.advantage.kind == "gae"
 
-    @property
+    @cached_property
     def critic_optim(self) -> OptimConfig | None:
         """Optimizer of the critic; None: there is no critic."""
         return self.rl.critic.optim if self.has_critic else None
 
-    @property
+    @cached_property
     def update_store(self) -> Store:
         """Memory in which the policy's gradients and optimizer state wait between its updates."""
         return self.rl.update.store
 
-    @property
+    @cached_property
     def critic_store(self) -> Store:
         """Memory in which the critic waits between its passes and updates."""
         return self.rl.critic.store
 
-    @property
+    @cached_property
     def critic_epochs(self) -> int:
         """Number of times that the critic is trained on each completion."""
         epochs = self.rl.critic.epochs
         return self.rl.update.epochs if epochs == "auto" else epochs
 
-    @property
+    @cached_property
     def critic_steps(self) -> int:
         """Optimizer steps of the critic in the whole run."""
         rollouts = self.train.steps // max(1, self.updates_per_rollout)
         return rollouts * self.critic_epochs * self.rollout_size // self.train.global_batch
 
-    @property
+    @cached_property
     def packed_multiple(self) -> int:
         """Multiple of positions of a packed sequence, so that context and sequence parallelism can cut it, and products
         in 8 bits take what they leave.
@@ -111,7 +112,7 @@ class RlRunConfig(RunConfig):
         slices = self.mesh.cp * (self.mesh.tp if self.mesh.sequence_parallel else 1)
         return lcm(self.mesh.zigzag, slices * self.platform.fp8_multiple)
 
-    @property
+    @cached_property
     def longest_sample(self) -> int:
         """Positions of the longest prompt with the longest completion, padded so that context parallelism can cut
         it.
@@ -119,7 +120,7 @@ class RlRunConfig(RunConfig):
         longest = self.rl.prompts.max_tokens + self.rl.max_completion_tokens
         return -(-longest // self.mesh.zigzag) * self.mesh.zigzag
 
-    @property
+    @cached_property
     def packed_length(self) -> int:
         """Largest number of positions of one forward pass."""
         max_tokens = self.rl.update.max_tokens_per_microbatch

@@ -1,5 +1,6 @@
 """The config of a reward model's training."""
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat
@@ -36,12 +37,12 @@ class RewardModelConfig(PreferenceRunConfig):
     """Folder of everything that the run writes; one run, one folder, one writer."""
     rm: RewardModelSection = RewardModelSection()
 
-    @property
+    @cached_property
     def shifts_scores(self) -> bool:
         """Whether a number is subtracted from all scores after the last step."""
         return self.rm.shift == "chosen" or (self.rm.shift == "auto" and not self.data.has_steps)
 
-    @property
+    @cached_property
     def trains_scores(self) -> bool:
         """True: the model has a scalar head."""
         return True

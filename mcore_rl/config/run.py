@@ -1,5 +1,6 @@
 """The config of a pretraining run, and the sections that all trainings share."""
 
+from functools import cached_property
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -78,7 +79,7 @@ class PlatformConfig(Section):
     timeout_s: Seconds = 600.0
     """Seconds that a collective may wait; one that waits longer ends the run."""
 
-    @property
+    @cached_property
     def fp8_multiple(self) -> int:
         """Multiple of widths, and of tokens on a rank, that products in 8 bits take; 1 without. With the recipe "auto"
         the largest that it may come to.
@@ -193,42 +194,42 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
-    @property
+    @cached_property
     def trains_scores(self) -> bool:
         """Whether the program trains a model with a scalar head (`model.head` = "score"), not one with logits."""
         return False
 
-    @property
+    @cached_property
     def critic_optim(self) -> OptimConfig | None:
         """Optimizer of a critic that is trained beside the model; only reinforcement learning may have one."""
         return None
 
-    @property
+    @cached_property
     def critic_steps(self) -> int:
         """Optimizer steps of the critic in the whole run."""
         return 0
 
-    @property
+    @cached_property
     def update_store(self) -> Store:
         """Memory in which gradients and optimizer state wait between updates."""
         return "device"
 
-    @property
+    @cached_property
     def critic_store(self) -> Store:
         """Memory in which the critic waits between its passes and updates."""
         return "device"
 
-    @property
+    @cached_property
     def units_between_collections(self) -> int:
         """Units of work between two collections of garbage, where `train.gc_interval` = "auto" has any."""
         return 100
 
-    @property
+    @cached_property
     def unfuses_router(self) -> bool:
         """Whether the routers' choices are read or imposed, which a fused kernel hides; in reinforcement learning."""
         return False
 
-    @property
+    @cached_property
     def freezes_router(self) -> bool:
         """Whether the routers are not trained; only reinforcement learning has the choice (`rl.freeze_router`)."""
         return False

@@ -1,7 +1,8 @@
 """The base of every config section, and the types of its fields."""
 
 import types
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,7 +27,7 @@ class Section(BaseModel):
     """Base of a section of a config: frozen, and closed to fields that are not declared.
 
     The string under a field documents it. An unset field is None, written `"none"` in TOML, which has no null; a field
-    whose value the program chooses is `"auto"`.
+    whose value the program chooses is `"auto"`. What follows from fields is a `cached_property`: computed once.
     """
 
     model_config = ConfigDict(
@@ -37,3 +38,10 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
     )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other values for some fields; what follows from them is computed anew."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied

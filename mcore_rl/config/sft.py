@@ -1,5 +1,6 @@
 """The config of a supervised fine-tuning run."""
 
+from functools import cached_property
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -58,7 +59,7 @@ class SFTConfig(RunConfig):
     """Folder of everything that the run writes; one run, one folder, one writer."""
     data: SFTDataConfig = SFTDataConfig()
 
-    @property
+    @cached_property
     def span_multiple(self) -> int:
         """Multiple of tokens to which each conversation is padded on this mesh."""
         return self.mesh.zigzag if self.data.span_multiple == "auto" else self.data.span_multiple

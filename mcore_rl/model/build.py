@@ -1,7 +1,9 @@
 """Building the chunks of a model that this rank holds."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -17,6 +19,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.heads import ScoreModel
+from mcore_rl.model.mtp_loss import postprocessed_with_mtp
 from mcore_rl.model.spec import block_spec, mtp_spec
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.parallel.mesh import Axis, Mesh, is_first_chunk, is_last_chunk
@@ -91,6 +94,13 @@ class LanguageModel(GPTModel):
         losses: Tensor = super().compute_language_model_loss(labels, logits)
         return losses
 
+    def _postprocess(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what Megatron does: the logits, or with labels the losses and the gradient of those of MTP layers."""
+        if not self.config.mtp_num_layers or not self.post_process:
+            return super()._postprocess(*args, **kwargs)
+        assert not args, "GPTModel.forward names every argument of _postprocess"
+        return postprocessed_with_mtp(self, super()._postprocess, **kwargs)
+
     def _deferred(self, hidden: Tensor) -> DeferredLogits:
         # The output layer has no weight of its own where it is tied to an embedding on this rank.
         is_tied = self.share_embeddings_and_output_weights
@@ -125,6 +135,18 @@ def unwrap(chunk: nn.Module) -> GPTModel:
     while not isinstance(inner, GPTModel):
         inner = inner.module
     return inner
+
+
+def settle_weights(chunks: Sequence[nn.Module]) -> None:
+    """Collective over the data-parallel ranks: give every rank the weights of the last optimizer step.
+
+    With overlap_param_gather Megatron gathers them only in the next forward pass; whatever reads weights in between
+    (checkpoints, weight sync, another pass's modules) would get those of the step before.
+    """
+    for chunk in chunks:
+        # A chunk that is not trained has no optimizer steps, and no wrapper.
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def _build_chunk(

@@ -96,7 +96,9 @@ def localize(microbatch: Microbatch, cp: Axis, device: torch.device) -> LocalMic
         packed = packed_params(lengths, device)
 
     def local(full_BS: Tensor) -> Tensor:
-        cut_Bs = zigzag_spans(full_BS.reshape(1, -1), lengths, cp) if lengths else zigzag(full_BS, cp)
+        cut_Bs = full_BS.reshape(1, -1) if lengths else full_BS
+        if cp.size > 1:
+            cut_Bs = zigzag_spans(cut_Bs, lengths, cp) if lengths else zigzag(cut_Bs, cp)
         return to_device(cut_Bs, device)
 
     is_padding_BS = microbatch.is_padding_BS

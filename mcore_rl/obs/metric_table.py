@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from enum import Enum
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 Reported: TypeAlias = "float | list[Reported]"
@@ -579,6 +580,7 @@ def row_name(name: str) -> str:
     return key
 
 
+@cache
 def row_of(name: str) -> MetricRow:
     """Return the row of METRICS for `name`."""
     return METRICS[row_name(name)]

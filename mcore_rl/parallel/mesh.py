@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -37,21 +37,21 @@ class Mesh:
     ep: Axis
     etp: Axis
     expert_dp: Axis
+    is_first_stage: bool = field(init=False)
+    """Whether this rank embeds tokens."""
+    is_last_stage: bool = field(init=False)
+    """Whether this rank computes the loss."""
+    sequence_parallel: bool = field(init=False)
+    """Whether norms and dropout work on 1 / tp of the sequence."""
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
-        return self.pp.rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.pp.rank == self.pp.size - 1
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether norms and dropout work on 1 / tp of the sequence."""
-        return self.config.sequence_parallel and self.tp.size > 1
+    def __post_init__(self) -> None:
+        decided = {
+            "is_first_stage": self.pp.rank == 0,
+            "is_last_stage": self.pp.rank == self.pp.size - 1,
+            "sequence_parallel": self.config.sequence_parallel and self.tp.size > 1,
+        }
+        for name, value in decided.items():
+            object.__setattr__(self, name, value)
 
 
 def build_mesh(config: MeshConfig) -> Mesh:

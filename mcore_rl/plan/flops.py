@@ -13,6 +13,8 @@ Conventions where the field differs:
 - an MTP layer is its projection [2D, D], one transformer layer like the last, and the output layer again.
 """
 
+from collections.abc import Callable
+
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families import family_of
 
@@ -24,22 +26,30 @@ def train_flops_per_token(config: ModelConfig, seq_length: float) -> float:
 
     For packed sequences `seq_length` is the mean over tokens: sum of squared lengths / sum of lengths.
     """
-    return FORWARD_AND_BACKWARD * sum(forward_flops_per_token(config, seq_length).values())
+    return train_flops_by_length(config)(seq_length)
 
 
 def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str, float]:
     """Return the FLOPs of the forward pass for one token by part of the model; their sum is the whole model's."""
+    return _forward_flops_by_length(config)(seq_length)
+
+
+def train_flops_by_length(config: ModelConfig) -> Callable[[float], float]:
+    """Return `train_flops_per_token` of this model as a function of the length, which changes from step to step."""
+    forward = _forward_flops_by_length(config)
+    return lambda seq_length: FORWARD_AND_BACKWARD * sum(forward(seq_length).values())
+
+
+def _forward_flops_by_length(config: ModelConfig) -> Callable[[float], dict[str, float]]:
     hidden = config.hidden_size
     moe_layers = list(config.moe_layers) + [config.moe_layers[-1]] * config.mtp_layers
     num_moe, num_layers = sum(moe_layers), len(moe_layers)
     family = family_of(config)
     projections, scores = (_latent_attention if family.is_latent else _attention)(config)
     shared_gate = hidden if family.has_shared_expert_gate else 0
-    # Layers with an even index may have a window, those with an odd one have none.
-    seen = sum((num_layers + 1 - odd) // 2 * _seen_positions(config, odd, seq_length) for odd in (0, 1))
     macs = {
         "attention_projections": num_layers * projections,
-        "attention_scores": seen * scores,
+        "attention_scores": 0.0,
         "dense_mlp": (num_layers - num_moe) * 3 * hidden * config.ffn_hidden_size,
         "router": num_moe * hidden * config.moe.num_experts,
         "experts": num_moe * config.moe.top_k * 3 * hidden * config.moe.ffn_hidden_size,
@@ -47,7 +57,13 @@ def forward_flops_per_token(config: ModelConfig, seq_length: float) -> dict[str,
         "mtp_projections": config.mtp_layers * 2 * hidden * hidden,
         "output": (1 + config.mtp_layers) * hidden * (1 if config.head == "score" else config.vocab_size),
     }
-    return {part: 2.0 * count for part, count in macs.items()}
+
+    def of_length(seq_length: float) -> dict[str, float]:
+        # Layers with an even index may have a window, those with an odd one have none.
+        seen = sum((num_layers + 1 - odd) // 2 * _seen_positions(config, odd, seq_length) for odd in (0, 1))
+        return {part: 2.0 * count for part, count in (macs | {"attention_scores": seen * scores}).items()}
+
+    return of_length
 
 
 def _seen_positions(config: ModelConfig, layer: int, seq_length: float) -> float:

@@ -258,7 +258,8 @@ def make_microbatch(
     )
 
     def on_this_rank(full_S: Tensor) -> Tensor:
-        return to_device(zigzag_spans(full_S[None], lengths, cp)[0], device)
+        cut_s = full_S if cp.size == 1 else zigzag_spans(full_S[None], lengths, cp)[0]
+        return to_device(cut_s, device)
 
     num_trained = [int(sample.sampled_C.sum()) * sample.is_trained for sample in chosen] or [0]
     return PolicyMicrobatch(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.rl import LossConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.model.build import unwrap
+from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
 from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch
@@ -19,7 +19,6 @@ from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.objectives.heads import ValueHead, ValueLossHead
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.rollout import Rollout
-from mcore_rl.train.checkpoint_state import settle_weights
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 

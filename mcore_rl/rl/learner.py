@@ -277,7 +277,8 @@ class Learner:
 
     def updating(self) -> AbstractContextManager[None]:
         """Have what the policy's updates need on the device inside, so that it is moved once for all of them."""
-        return nullcontext() if self.critic_warms_up else self.state.residence.for_updates()
+        residence = self.state.residence
+        return residence.for_updates() if residence.moves and not self.critic_warms_up else nullcontext()
 
     def pass_over(self) -> None:
         """Count an optimizer step in which the policy stays as it is."""
@@ -303,7 +304,9 @@ class Learner:
         kind = self.config.replay.kind
         is_imposed = kind == "r3" or (kind == "r2" and not minibatch.is_on_policy)
         router_shift = None if minibatch.is_on_policy else self.routes.next_router_shift
-        loss = self.config.rl.loss.model_copy(update={"kl_coeff": self.kl_coeff})
+        loss = self.config.rl.loss
+        if self.kl_coeff != loss.kl_coeff:  # rl.loss.kl_target has changed it
+            loss = loss.model_copy(update={"kl_coeff": self.kl_coeff})
         policy_head = PolicyHead(
             self._logprob_head, self.state.mesh, loss, router_shift, distill=self.config.rl.distill
         )
@@ -320,7 +323,7 @@ class Learner:
             )
         mixed: list[PolicyMicrobatch | LocalMicrobatch] = [*microbatches, *texts]
         with (
-            self.state.residence.for_updates(),
+            self.updating(),
             self.routes.update(mixed, is_old_policy=minibatch.is_on_policy) as routing,
             self._proving(is_imposed=is_imposed),
         ):

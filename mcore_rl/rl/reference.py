@@ -14,11 +14,10 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.section import Store
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained
-from mcore_rl.model.build import unwrap
+from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.frozen_model import WaitingBytes
-from mcore_rl.train.checkpoint_state import settle_weights
 
 
 class Reference:

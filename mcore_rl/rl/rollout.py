@@ -338,7 +338,7 @@ class Rollouts:
                 summaries=summaries,
                 metrics=[(one.name, float(one.value), float(one.count)) for one in metrics],
                 num_failed=Counter(failed.part for failed in scores.failures),
-                first_failures=list(first_of_each_kind(scores.failures)),
+                first_failures=list(first_of_each_kind(scores.failures)) if scores.failures else [],
             )
         gathered = [local] * self.mesh.world.size
         dist.all_gather_object(gathered, local)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_rl.backend import batch_invariant
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.vocab import logprobs_and_entropy
 
@@ -58,11 +57,26 @@ def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_size: int) -> Drawn:
+def draw(
+    logits_Bv: Tensor,
+    uniforms_B: Tensor,
+    cut: Cut,
+    tp: Axis,
+    *,
+    vocab_size: int,
+    as_in_training: bool = False,
+) -> Drawn:
     """Collective over `tp`: draw a token for each row, equal on all ranks, by the inverse of the distribution function
     in order of ids.
 
-    The rank's slice of the logits is in any dtype; ids from `vocab_size` on pad the vocabulary and are never drawn.
+    Args:
+        logits_Bv: the rank's slice of the logits, in any dtype.
+        uniforms_B: a number in (0, 1) for each row.
+        cut: temperature, and the tokens that may be drawn.
+        tp: the ranks that have the slices.
+        vocab_size: ids from here on pad the vocabulary and are never drawn.
+        as_in_training: whether logprobs at the temperature are computed by the trainer's formula, which rounds
+            otherwise: with batch-invariant products they are then its own, bit for bit.
     """
     first = tp.rank * logits_Bv.shape[1]
     ids_v = torch.arange(first, first + logits_Bv.shape[1], device=logits_Bv.device)
@@ -81,8 +95,7 @@ def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_siz
         if lowest_B is not None:
             kept_logprobs_B = _kept_logprobs(tempered_Bv, lowest_B, tp)
         tokens_B = _inverse_cdf(tempered_Bv, lowest_B, uniforms_B, tp).clamp_(max=vocab_size - 1)
-    if batch_invariant.is_on() and cut.temperature:
-        # By the trainer's formula, which rounds otherwise: its logprobs are to be these, bit for bit.
+    if as_in_training and cut.temperature:
         logprobs_B = logprobs_and_entropy(
             logits_Bv,
             tokens_B,
@@ -93,7 +106,7 @@ def draw(logits_Bv: Tensor, uniforms_B: Tensor, cut: Cut, tp: Axis, *, vocab_siz
         ).logprobs_T
     else:
         logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp)
-    same = tempered_Bv is plain_Bv and not batch_invariant.is_on()
+    same = tempered_Bv is plain_Bv and not as_in_training
     untempered_B = logprobs_B if same else _logprobs(plain_Bv, tokens_B - first, tp)
     return Drawn(tokens_B, logprobs_B, untempered_B, kept_logprobs_B)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.extension import choose
+from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl import PromptConfig
 from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
 from mcore_rl.errors import DataError
@@ -52,7 +52,8 @@ def make_problem(config: PromptConfig, seed: int, index: int) -> Problem:
     """Return a problem of a task, which is always the same for the same task, sizes, seed and index."""
     generator = random.Random(f"{config.task}/{config.smallest}-{config.largest}/{seed}/{index}")
     size = generator.randint(config.smallest, config.largest)
-    problem = choose("rl.prompts.task", config.task, TASKS)(generator, size)
+    make = TASKS.get(config.task) or load_extension("rl.prompts.task", config.task)
+    problem: TaskProblem = make(generator, size)
     return Problem(
         problem_id=f"{config.task}/{seed}/{index}",
         prompt=problem.prompt,

@@ -10,7 +10,7 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.speed import speed_metrics
 from mcore_rl.parallel.schedule import MAX
-from mcore_rl.plan.flops import train_flops_per_token
+from mcore_rl.plan.flops import train_flops_by_length
 from mcore_rl.rl.batch import Minibatch
 from mcore_rl.rl.critic import Critic, critic_metrics
 from mcore_rl.rl.engines.served import ServedEngine
@@ -47,6 +47,7 @@ class RlTrainer(Trainer):
         self._was_truncated = False
         """Whether all completions of the rollout batch before were truncated, which the log has a warning of."""
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
+        self._flops_per_token = train_flops_by_length(config.model)
         self._peak_flops = peak_flops(
             run.state.platform.device, config.platform.precision, config.log.peak_tflops
         )
@@ -125,10 +126,11 @@ class RlTrainer(Trainer):
                 if report is None:
                     reason = "the critic warms up" if warms_up else "nothing to train on in this update"
                     self.log.message(f"{reason}: weights are as before", step=progress.step)
-                else:
-                    self._check_skipped(report)
+                elif report.skipped:
+                    self._report_skip(report)
         for report in critic_reports:
-            self._check_skipped(report, is_critic=True)
+            if report.skipped:
+                self._report_skip(report, is_critic=True)
 
     @property
     def _splits_now(self) -> bool:
@@ -167,9 +169,12 @@ class RlTrainer(Trainer):
         yield Metric("train/skipped_steps", state.progress.skipped_steps)
         yield Metric("train/consumed_samples", state.progress.consumed_samples)
         yield Metric("train/consumed_tokens", state.progress.consumed_tokens)
-        flops_per_token = train_flops_per_token(self.config.model, minibatch.mean_length)
         yield from speed_metrics(
-            minibatch.num_positions, update_s, state.mesh.world.size, flops_per_token, self._peak_flops
+            minibatch.num_positions,
+            update_s,
+            state.mesh.world.size,
+            self._flops_per_token(minibatch.mean_length),
+            self._peak_flops,
         )
         if report.skipped:
             return
@@ -190,9 +195,9 @@ class RlTrainer(Trainer):
         yield from critic_metrics(reports)
         yield from critic.take_metrics()
         if reports:
-            model = self.config.model.scored
+            flops_per_token = train_flops_by_length(self.config.model.scored)
             flops = self.config.critic_epochs * sum(
-                one.num_positions * train_flops_per_token(model, one.mean_length) for one in minibatches
+                one.num_positions * flops_per_token(one.mean_length) for one in minibatches
             )
             yield Metric("critic/model_tflops_per_rank", flops / 1e12, updates_s * self.state.mesh.world.size)
 

@@ -1,14 +1,11 @@
 """Translation of a training state to shards that are saved, and back."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.distributed import DistributedDataParallel
-from torch import nn
 
 from mcore_rl.checkpoint.read import CRITIC, OWN_ENTRY, StoredCheckpoint, read
 from mcore_rl.checkpoint.weights import (
@@ -20,23 +17,12 @@ from mcore_rl.checkpoint.weights import (
 )
 from mcore_rl.checkpoint.write import describe_mesh
 from mcore_rl.errors import CheckpointError
+from mcore_rl.model.build import settle_weights
 from mcore_rl.train.optimizer import initialize_moments, saved_groups, settle_loaded_step
 from mcore_rl.train.random_states import random_states, reseed, restore_random_states
 from mcore_rl.train.state import Progress, TrainState
 
 RANDOM = "mcore_rl.random_states"
-
-
-def settle_weights(chunks: Sequence[nn.Module]) -> None:
-    """Collective over the data-parallel ranks: give every rank the weights of the last optimizer step.
-
-    With overlap_param_gather Megatron gathers them only in the next forward pass; whatever reads weights in
-    between (checkpoints, weight sync) would get those of the step before.
-    """
-    for chunk in chunks:
-        assert isinstance(chunk, DistributedDataParallel)
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 def full_state(state: TrainState) -> dict[str, Any]:

@@ -127,11 +127,9 @@ class Trainer(ABC):
             self.log.message(line)
         self.log.write_now(self.state.progress.step, self.checkpoints.take_metrics())
 
-    def _check_skipped(self, report: StepReport, *, is_critic: bool = False) -> None:
+    def _report_skip(self, report: StepReport, *, is_critic: bool = False) -> None:
         """Log a skipped step; TrainingError when more than `train.max_skipped` were skipped in a row."""
         step, allowed = self.state.progress.step, self.state.config.train.max_skipped
-        if not report.skipped:
-            return
         trained = self.state.critic if is_critic else self.state
         assert trained is not None
         section, subject = ("rl.critic.optim", "the critic: ") if is_critic else ("optim", "")
@@ -274,7 +272,8 @@ class SupervisedTrainer(GivenDataTrainer):
             num_tokens=report.count,
             step_s=time.perf_counter() - start_s,
         )
-        self._check_skipped(report)
+        if report.skipped:
+            self._report_skip(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
         self._evaluate_on("eval", self._valid)

@@ -246,7 +246,8 @@ class PreferenceTrainer(GivenDataTrainer):
             num_tokens=num_tokens,
             step_s=time.perf_counter() - start_s,
         )
-        self._check_skipped(report)
+        if report.skipped:
+            self._report_skip(report)
 
     def _evaluate(self, *, is_last: bool) -> None:
         """Log the metrics of the head on held-out pairs, the same ones each time."""

@@ -31,10 +31,11 @@ from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
 from mcore_rl.files import checkpoint_errors_explained, room_at
+from mcore_rl.model.build import settle_weights
 from mcore_rl.obs.attempts_file import NUMERICS, depends_on_numerics
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
-from mcore_rl.train.checkpoint_state import full_state, load_full_state, settle_weights
+from mcore_rl.train.checkpoint_state import full_state, load_full_state
 from mcore_rl.train.run_folder import Fence
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.waiting import all_present

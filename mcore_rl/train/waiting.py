@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 from mcore_rl.config.section import Store
 from mcore_rl.errors import TrainingError
 from mcore_rl.files import disk_errors_explained
+from mcore_rl.model.build import settle_weights
 
 PART_BYTES = 2**26
 """Bytes that are copied to or from a file at a time."""
@@ -172,7 +173,9 @@ class Residence:
             weights_stay: whether the weights stay on the device, because most phases read them.
         """
         store = store_on(device, store)
-        self._chunks, self._settles = chunks, not weights_stay and store != "device"
+        self.moves = store != "device"
+        """Whether something of it leaves the device at all; otherwise the contexts below do nothing."""
+        self._chunks, self._settles = chunks, not weights_stay and self.moves
 
         def weights() -> Iterator[Tensor]:
             for chunk in chunks:
@@ -216,9 +219,7 @@ class Residence:
             yield
             if self._settles:
                 # Weights that Megatron would gather in the next forward pass must be there before they leave.
-                for chunk in self._chunks:
-                    if chunk.ddp_config.overlap_param_gather:
-                        chunk.start_param_sync(force_sync=True)
+                settle_weights(self._chunks)
 
     def take_moves(self) -> tuple[int, float]:
         """Return the bytes that were moved since the last call, and the seconds that it took."""

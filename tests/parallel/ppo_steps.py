@@ -12,6 +12,7 @@ from mcore_rl.backend.platform import start
 from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.model.build import settle_weights
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.rl.critic import Critic, critic_routes
@@ -25,7 +26,6 @@ from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.teachers import Teachers
 from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.types import Completion, Group
-from mcore_rl.train.checkpoint_state import settle_weights
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport

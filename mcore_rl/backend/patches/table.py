@@ -21,7 +21,6 @@ from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS, rotated_by_positio
 from mcore_rl.backend.cpu.offload import weights_count_as_on_device
 from mcore_rl.backend.patches import foreign_files, replacements
 from mcore_rl.backend.patches.found import Found, find_packages
-from mcore_rl.backend.patches.mtp_loss import mtp_losses_as_sums
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
 from mcore_rl.backend.patches.router_losses import kernel_as_fusion, losses_as_sums
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
@@ -251,16 +250,6 @@ MODEL_PATCHES: tuple[Patch, ...] = (
         reason="without a latent for the queries it puts a norm before their projection when the keys' latent has one; "
         "0.16 and the published models (Moonlight) have none there",
         until="the two norms have a switch each",
-    ),
-    Patch(
-        symbol="megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
-        replace=mtp_losses_as_sums,
-        cause="version",
-        reason="0.19 weighs the loss of multi-token prediction by each microbatch's and rank's own tokens, so that its "
-        "gradient depends on microbatches, packing and context parallelism; both record its mean per microbatch and "
-        "rank, which for a mask of zeros is 0/0 in 0.16. Without labels 0.16 fails, and 0.19 makes up labels from the "
-        "input and adds the gradient of that loss to whatever is made of the logits",
-        until="its loss is a sum and a count like the main loss, computed only where labels are given",
     ),
     Patch(
         symbol="megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer._checkpointed_forward",

@@ -68,6 +68,7 @@ class SDPAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, max(1, layer_number)
         )
         self.window: int | None = config.window_size[0] if windowed else None
+        self._is_invariant = batch_invariant.is_on()
         self.cache: LayerCache | None = None
         """Cache of earlier positions inside `attending_over`, where the tokens are those of a generation step."""
 
@@ -137,12 +138,12 @@ class SDPAttention(MegatronModule):
 
     def _compiled(self, query: Tensor, cache: LayerCache) -> Library | None:
         """Return the compiled file where it computes the attention of the slots that decode."""
-        is_plain = self.softmax_offset is None and not batch_invariant.is_on()
+        is_plain = self.softmax_offset is None and not self._is_invariant
         return compiled_for(query, cache.keys, cache.values) if is_plain else None
 
     def _newest(self, query_BND: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         """Return the output `[B, N, Dv]` of one query in each row over keys `[S, B, G, D]`."""
-        if batch_invariant.is_on():
+        if self._is_invariant:
             return self._invariant(query_BND[None], key, value, visible)[0]
         if self.softmax_offset is not None:
             return self._attend(query_BND[None], key, value, visible)[0]
@@ -189,7 +190,7 @@ class SDPAttention(MegatronModule):
     def _at_once(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor | None:
         """Return the same by one call of a kernel for packed sequences; None where it cannot be."""
         has_dropout = self.dropout > 0.0 and self.training
-        if self.softmax_offset is not None or has_dropout or batch_invariant.is_on() or not query.is_cuda:
+        if self.softmax_offset is not None or has_dropout or self._is_invariant or not query.is_cuda:
             return None
         mixed = attend_packed(query, key, value, packed.bounds(query.device), self.scale, self.window)
         return None if mixed is None else mixed.flatten(1)
@@ -223,7 +224,7 @@ class SDPAttention(MegatronModule):
         """Return causal attention of queries at the last of the keys' positions."""
         no_dropout = self.dropout == 0.0 or not self.training
         is_plain = self.window is None and self.softmax_offset is None
-        if batch_invariant.is_on():
+        if self._is_invariant:
             return self._invariant(query, key, value, self._visible(query, key))
         if no_dropout and is_plain and cpu_attention.is_supported(query, key):
             return cpu_attention.causal_attention(query, key, value, self.scale)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_rl.config.extension import choose
+from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.errors import ConfigError
 
@@ -31,7 +31,8 @@ def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
 def _advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
     """Return the advantages of groups in which every completion has a reward."""
     constant_P = constant_groups(rewards_PG)
-    advantages_PG = choose("rl.advantage.kind", config.kind, ADVANTAGES)(rewards_PG, config)
+    estimate = ADVANTAGES.get(config.kind) or load_extension("rl.advantage.kind", config.kind)
+    advantages_PG: Tensor = estimate(rewards_PG, config)
     if advantages_PG.shape != rewards_PG.shape:
         raise ConfigError(
             f'rl.advantage.kind="{config.kind}" returned shape {tuple(advantages_PG.shape)} for rewards of shape '

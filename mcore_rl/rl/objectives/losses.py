@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.distill import DistillConfig
-from mcore_rl.config.extension import choose
+from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl import Clip, LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import anchored_means
@@ -45,7 +45,8 @@ def policy_loss(
     """Collective over `cp` (in the forward only): the loss that `config` names, corrected for a rollout engine whose
     logprobs differ, plus the KL penalty, plus the KL to a teacher, minus the entropy bonus.
     """
-    token_loss = choose("rl.loss.kind", config.kind, LOSSES)(tokens, config, cp)
+    of_tokens = LOSSES.get(config.kind) or load_extension("rl.loss.kind", config.kind)
+    token_loss = of_tokens(tokens, config, cp)
     correction_T = importance_sampling_weights(tokens, config, cp)
     loss_T = token_loss.loss_T if correction_T is None else token_loss.loss_T * correction_T
     objective = tokens.total(loss_T * tokens.loss_weights_T)

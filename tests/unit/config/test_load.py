@@ -282,3 +282,11 @@ def test_a_name_of_megatron_leads_to_the_field_or_to_the_reason_for_none(key, to
     message = complaint(f"{key}=true")
     assert f"Unknown key {key} on the command line. It is an argument of Megatron-LM" in message
     assert told in message
+
+
+def test_what_follows_from_fields_is_that_of_the_copy_with_other_fields():
+    model = load().model
+    before = model.moe_layers
+    deeper = model.model_copy(update={"num_layers": model.num_layers + 3})
+    assert len(deeper.moe_layers) == len(before) + 3 == deeper.num_layers
+    assert model.moe_layers == before and model == load().model

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
+from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu.kernels import weights_unchanged
 from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl import EngineConfig
 from mcore_rl.errors import ConfigError, EngineError
+from mcore_rl.model.build import settle_weights
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
@@ -72,6 +73,8 @@ class MegatronEngine:
         self._step_tokens = max(config.step_tokens, self._num_slots + 1)
         self._gathers_routes = gathers_routes
         self._has_experts = model.moe.num_experts > 0
+        self.as_in_training = batch_invariant.is_on()
+        """Whether logprobs are the trainer's, bit for bit."""
         # Replicas that share experts must step together: an idle one computes a token that nobody reads.
         spread = mesh.ep.size * mesh.etp.size > 1
         self._in_step = self._has_experts and spread and mesh.dp_cp.size > 1
@@ -249,9 +252,10 @@ class _Run:
             numbers_B = uniforms(seeds_B, tokens.positions_T[drawing_B])
             cut, tp = self._sampling.cut, engine.mesh.tp
             vocab_size = self._sampling.vocab_size or engine.model.vocab_size
-            drawn_4B = torch.stack(
-                [values_B.double() for values_B in draw(logits_Bv, numbers_B, cut, tp, vocab_size=vocab_size)]
+            drawn = draw(
+                logits_Bv, numbers_B, cut, tp, vocab_size=vocab_size, as_in_training=engine.as_in_training
             )
+            drawn_4B = torch.stack([values_B.double() for values_B in drawn])
         if engine.mesh.pp.size > 1:
             dist.broadcast(drawn_4B, group=engine.mesh.pp.group, group_src=engine.mesh.pp.size - 1)
         return drawn_4B
@@ -271,9 +275,8 @@ class _Run:
 def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Put the chunks into evaluation mode inside (no dropout, nothing counted), after waiting for their parameters."""
     modes = [chunk.training for chunk in chunks]
+    settle_weights(chunks)
     for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
         chunk.eval()
     try:
         yield

@@ -53,4 +53,4 @@ def test_the_patches_of_this_machine_are_in_place() -> None:
         owner = importlib.import_module(module)
         for name in path.split("."):
             owner = getattr(owner, name)
-    assert any(patch.symbol.endswith("GPTModel._postprocess") for patch in here)
+    assert any(patch.symbol.endswith("GPTModel._preprocess") for patch in here)

@@ -1,10 +1,17 @@
-"""The loss of multi-token prediction as a sum over tokens, the same on every mesh and in every version of Megatron."""
+"""The loss of multi-token prediction as a sum over tokens, the same on every mesh and in every version of Megatron.
 
-import functools
+Megatron 0.19 weighs it by each microbatch's and rank's own tokens, so that its gradient depends on microbatches,
+packing and context parallelism; both versions record its mean per microbatch and rank, which for a mask of zeros is 0/0
+in 0.16. Without labels 0.16 fails, and 0.19 makes up labels from the input and adds the gradient of that loss to
+whatever is made of the logits. This can go when Megatron's is a sum and a count like the main loss, computed only where
+labels are given.
+"""
+
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 
 MTP_INPUTS = (
     "input_ids position_ids attention_mask padding_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin "
@@ -12,25 +19,19 @@ MTP_INPUTS = (
 ).split()
 
 
-def mtp_losses_as_sums(postprocess: Callable[..., Any]) -> Callable[..., Any]:
-    """`GPTModel._postprocess` that adds multi-token prediction's loss as a sum, and only where labels are given."""
-
-    @functools.wraps(postprocess)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        depth = self.config.mtp_num_layers
-        if not depth or not self.post_process:
-            return postprocess(self, *args, **kwargs)
-        assert not args, "GPTModel.forward names every argument of _postprocess"
-        if kwargs["labels"] is not None:
-            kwargs["hidden_states"] = _with_mtp_losses(self, depth, **kwargs)
-        # Nothing is left of multi-token prediction for Megatron: the other layers' logits and loss remain.
-        self.config.mtp_num_layers = None
-        try:
-            return postprocess(self, **kwargs | {"mtp_in_postprocess": False})
-        finally:
-            self.config.mtp_num_layers = depth
-
-    return wrapped
+def postprocessed_with_mtp(model: Any, postprocess: Callable[..., Any], **inputs: Any) -> Any:
+    """Return what `postprocess` does, Megatron's `_postprocess` of a model that predicts several tokens, with the loss
+    of the further ones as a sum, and only where labels are given.
+    """
+    depth = model.config.mtp_num_layers
+    if inputs["labels"] is not None:
+        inputs["hidden_states"] = _with_mtp_losses(model, depth, **inputs)
+    # Nothing is left of multi-token prediction for Megatron: the other layers' logits and loss remain.
+    model.config.mtp_num_layers = None
+    try:
+        return postprocess(**inputs | {"mtp_in_postprocess": False})
+    finally:
+        model.config.mtp_num_layers = depth
 
 
 def _with_mtp_losses(
@@ -47,8 +48,6 @@ def _with_mtp_losses(
     Collective over the context-parallel ranks, which exchange the tokens at the ends of their parts. While the model
     trains, `model.mtp_sums` `[depth, 2]` adds up each depth's loss and tokens on this rank, for the metric.
     """
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
-
     config = model.config
     assert config.calculate_per_token_loss, "the schedule divides all losses by the world's tokens"
     hidden_states = model.mtp(
