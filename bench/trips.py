@@ -1,6 +1,6 @@
 """The way of a reader through one rollout batch of reinforcement learning: files, functions, changes of file.
 
-    python -m bench.trips [--list]        a minute on one core; --list names every file with its calls
+    python -m bench.trips [--list]        seconds on one core; --list names every file with its calls
 
 One rank trains the tiny_moe recipe (an untrained model, a tokenizer made here) with routing replay R2, a KL penalty
 and one update a rollout batch. The third rollout batch is traced with `sys.setprofile`: by then nothing is built,
@@ -16,7 +16,7 @@ import string
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -137,11 +137,11 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the three numbers and, with `--list`, the calls of each file and each change."""
     parser = argparse.ArgumentParser(description="how far a reader travels through one rollout batch")
     parser.add_argument("--list", action="store_true", help="name every file and the commonest changes")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         trips = trace(Path(folder))
     only_cpu = sum(file.startswith(CPU_FOLDERS) for file in trips.files)

@@ -95,13 +95,22 @@ class PlatformConfig(Section):
             num_tokens: Positions of the microbatch on a rank.
             num_columns: Ids of the vocabulary on a rank.
         """
+        most_whole, chunk = self.logits_chunks(num_columns)
+        return None if num_tokens <= most_whole else chunk
+
+    def logits_chunks(self, num_columns: int) -> tuple[int, int | None]:
+        """Return the most positions of a microbatch whose logits are computed at once, and how many positions of a
+        larger one have logits at a time; None: all.
+
+        Args:
+            num_columns: Ids of the vocabulary on a rank.
+        """
         if self.logits_chunk_tokens != "auto":
-            return self.logits_chunk_tokens
-        if 4 * num_tokens * num_columns <= WHOLE_LOGITS_BYTES and "logprobs" not in self.triton_kernels:
-            return None
+            return 0, self.logits_chunk_tokens
+        most_whole = 0 if "logprobs" in self.triton_kernels else WHOLE_LOGITS_BYTES // (4 * num_columns)
         # Matrix products are fastest with round numbers of rows.
         most = CHUNK_BYTES // (4 * num_columns)
-        return max(CHUNK_MULTIPLE, most // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
+        return most_whole, max(CHUNK_MULTIPLE, most // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
 
 
 class TrainConfig(Section):

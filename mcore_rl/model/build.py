@@ -46,11 +46,12 @@ class OutputLayer(ColumnParallelLinear):
 class LanguageModel(GPTModel):
     """Megatron's model with losses over the `num_tokens` ids of the vocabulary, without the rows that pad it.
 
-    With `settings.logits_chunk_tokens` the logits of a microbatch are never all in memory.
+    With `platform.logits_chunk_tokens` the logits of a microbatch are never all in memory.
     """
 
     num_tokens: int
-    settings: PlatformConfig
+    logits_chunks: tuple[int, int | None]
+    """Most positions whose logits are computed at once, and positions of a chunk of more; None: there are no chunks."""
     _chunk_tokens = 0
 
     def setup_embeddings_and_output_layer(self) -> None:
@@ -64,8 +65,8 @@ class LanguageModel(GPTModel):
         """Return what GPTModel does: losses with labels, logits without; `defers_logits` allows deferred ones."""
         chunk_tokens = None
         if self.post_process and (defers_logits or kwargs.get("labels") is not None):
-            num_columns = self.output_layer.output_size_per_partition
-            chunk_tokens = self.settings.logits_chunk(kwargs["input_ids"].numel(), num_columns)
+            most_whole, chunk = self.logits_chunks
+            chunk_tokens = None if kwargs["input_ids"].numel() <= most_whole else chunk
         if chunk_tokens is None:
             output: Tensor = super().forward(*args, **kwargs)
             return output
@@ -175,7 +176,10 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if isinstance(chunk, LanguageModel):
-        chunk.num_tokens, chunk.settings = model.vocab_size, settings
+        chunk.num_tokens = model.vocab_size
+        chunk.logits_chunks = settings.logits_chunks(
+            model.padded_vocab_size // config.tensor_model_parallel_size
+        )
     chunk.model_type = ModelType.encoder_or_decoder
     for name, param in chunk.named_parameters():
         # Megatron 0.16 reduces experts' gradients over the dense data-parallel group when ep = 1, which is wrong for

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.kernels import in_use
 from mcore_rl.backend.cpu.products import product
 
 BLOCK = 256
@@ -23,11 +22,10 @@ LENGTH_MULTIPLE = 64
 
 
 def is_supported(query: Tensor, key: Tensor) -> bool:
-    """Return whether `causal_attention` computes these `[S, B, heads, width]`; torch computes the others."""
+    """Return whether `causal_attention` can compute these `[S, B, heads, width]`; torch computes the others."""
     lengths = query.shape[0], key.shape[0]
     return (
-        in_use().attention == "blocks"
-        and query.device.type == "cpu"
+        query.device.type == "cpu"
         and query.dtype == torch.float32
         and all(length % LENGTH_MULTIPLE == 0 for length in lengths)
     )

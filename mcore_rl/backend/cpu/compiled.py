@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.cpp_extension import get_cxx_compiler
 
-from mcore_rl.backend.cpu.kernels import in_use
+from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.errors import DataError
 from mcore_rl.files import sole_writer, written_atomically
 
@@ -122,7 +122,7 @@ def library_path() -> Path:
 
 def compiled_for(*operands: Tensor) -> Library | None:
     """Return the library where this process uses it and it computes with these operands: fp32 tensors on a CPU."""
-    if in_use().compiled == "none":
+    if Process.kernels.compiled == "none":
         return None
     # Fake tensors and other subclasses have no numbers at their address.
     plain = all(
@@ -133,7 +133,7 @@ def compiled_for(*operands: Tensor) -> Library | None:
 
 def rounding_for(*operands: Tensor) -> Library | None:
     """Return `compiled_for` where this process rounds the operands of products to bf16 in the compiled file."""
-    return compiled_for(*operands) if in_use().rounds_in_compiled else None
+    return compiled_for(*operands) if Process.kernels.rounds_in_compiled else None
 
 
 def _compile(target: Path) -> None:

@@ -67,8 +67,11 @@ def from_record(record: Mapping[str, str]) -> CpuKernels | None:
     return CpuKernels(products, attention, compiled, rounded)  # type: ignore[arg-type]
 
 
-class _Process:
-    """The choice of this process, which is oneDNN and own attention until `use` is called."""
+class Process:
+    """The choice of this process, which is oneDNN and own attention until `use` is called.
+
+    Read it where rows are computed: thousands of times in a step.
+    """
 
     kernels = CpuKernels()
     rounded_weights: ClassVar[dict[tuple[int, torch.Size], Tensor] | None] = None
@@ -77,12 +80,12 @@ class _Process:
 
 def in_use() -> CpuKernels:
     """Return the choice of this process."""
-    return _Process.kernels
+    return Process.kernels
 
 
 def use(kernels: CpuKernels) -> None:
     """Let the products and attention of this process be computed so from now on."""
-    _Process.kernels = kernels
+    Process.kernels = kernels
 
 
 @contextmanager
@@ -102,16 +105,16 @@ def weights_unchanged() -> Iterator[None]:
 
     No weight may change or be freed inside: a rollout multiplies by all of them for every token.
     """
-    before, _Process.rounded_weights = _Process.rounded_weights, {}
+    before, Process.rounded_weights = Process.rounded_weights, {}
     try:
         yield
     finally:
-        _Process.rounded_weights = before
+        Process.rounded_weights = before
 
 
 def rounded_weight(weight_OI: Tensor) -> Tensor:
     """Return a weight rounded to bf16, once inside `weights_unchanged`."""
-    copies = _Process.rounded_weights
+    copies = Process.rounded_weights
     if copies is None:
         return weight_OI.bfloat16()
     key = weight_OI.data_ptr(), weight_OI.shape

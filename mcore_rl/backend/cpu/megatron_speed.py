@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import compiled_for
-from mcore_rl.backend.cpu.kernels import in_use
+from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.backend.cpu.products import linear
 
 
@@ -45,7 +45,7 @@ def gated_by_onednn(gating: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(gating)
     def call(input: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
         is_fp32 = {input.dtype, weight.dtype, router_dtype} == {torch.float32}
-        if in_use().products == "bf16" or bias is not None or not is_fp32:
+        if Process.kernels.products == "bf16" or bias is not None or not is_fp32:
             return gating(input, weight, bias, router_dtype)
         return linear(input, weight)
 

@@ -1,4 +1,4 @@
-"""Matrix products on a CPU by oneDNN or by torch's own way, which is MKL; `kernels.in_use` tells which.
+"""Matrix products on a CPU by oneDNN or by torch's own way, which is MKL; `kernels.Process` tells which.
 
 torch gives fp32 products to MKL, which leaves half of the AVX-512 units of some processors unused: a product of
 512 x 256 by 256 x 256 runs at 105 GFLOP/s there, at 230 by oneDNN (one core of Zen 5), both in full fp32. On others
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import Library, rounding_for
-from mcore_rl.backend.cpu.kernels import in_use, rounded_weight
+from mcore_rl.backend.cpu.kernels import Process, rounded_weight
 
 ROW_MULTIPLE = 16
 """oneDNN compiles a kernel (~0.4 ms) for each new shape: a number of rows that is not of these goes to MKL."""
@@ -33,9 +33,9 @@ def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
             _dense(left_MK), _dense(right_NK), None, "none", [], ""
         )
         return by_onednn
-    if (library := rounding_for(left_MK, right_NK)) is not None:
-        return _compiled_product(library, left_MK, right_NK)
     if rounds(left_MK):
+        if (library := rounding_for(left_MK, right_NK)) is not None:
+            return _compiled_product(library, left_MK, right_NK)
         return torch.mm(left_MK.bfloat16(), right_NK.bfloat16().t()).float()
     return torch.mm(left_MK, right_NK.t())
 
@@ -73,14 +73,16 @@ def _stored(matrix: Tensor) -> tuple[Tensor, bool, int]:
 
 def rounds(operand: Tensor) -> bool:
     """Return whether products of this operand round it to bf16; their sums are in fp32, and torch rounds them once."""
-    return in_use().products == "bf16" and operand.dtype == torch.float32 and operand.device.type == "cpu"
+    return (
+        Process.kernels.products == "bf16" and operand.dtype == torch.float32 and operand.device.type == "cpu"
+    )
 
 
 def is_worthwhile(left_MK: Tensor, num_columns: int) -> bool:
     """Whether oneDNN takes the product of `left_MK` with a matrix of `num_columns` columns."""
     num_rows, depth = left_MK.shape
     return (
-        in_use().products == "onednn"
+        Process.kernels.products == "onednn"
         and left_MK.dtype == torch.float32
         and left_MK.device.type == "cpu"
         and num_rows % ROW_MULTIPLE == 0
@@ -95,7 +97,7 @@ def _dense(matrix: Tensor) -> Tensor:
 
 def weight_gradient(gradient_NO: Tensor, input_NI: Tensor) -> Tensor:
     """Return `gradient_NO.T @ input_NI`, the gradient of a weight `[O, I]`."""
-    if in_use().products != "onednn":
+    if Process.kernels.products != "onednn":
         return product(gradient_NO.t(), input_NI.t())
     total_OI = input_NI.new_zeros(gradient_NO.shape[1], input_NI.shape[1])
     add_weight_gradient(total_OI, gradient_NO, input_NI)
@@ -104,14 +106,16 @@ def weight_gradient(gradient_NO: Tensor, input_NI: Tensor) -> Tensor:
 
 def add_weight_gradient(total_OI: Tensor, gradient_NO: Tensor, input_NI: Tensor) -> None:
     """Add `gradient_NO.T @ input_NI` to `total_OI`, which may have more bits than the operands."""
-    library = rounding_for(total_OI, gradient_NO, input_NI)
-    if library is not None and total_OI.stride(1) == 1:
-        _compiled_product(library, gradient_NO.t(), input_NI.t(), total_OI)
-        return
     if rounds(input_NI):
+        library = rounding_for(total_OI, gradient_NO, input_NI)
+        if library is not None and total_OI.stride(1) == 1:
+            _compiled_product(library, gradient_NO.t(), input_NI.t(), total_OI)
+            return
         total_OI.add_(product(gradient_NO.t(), input_NI.t()))
         return
-    by_onednn = in_use().products == "onednn" and input_NI.dtype == torch.float32 and not input_NI.is_cuda
+    by_onednn = (
+        Process.kernels.products == "onednn" and input_NI.dtype == torch.float32 and not input_NI.is_cuda
+    )
     if total_OI.dtype == input_NI.dtype and (not by_onednn or len(input_NI) < FEW_SUMMED_ROWS):
         total_OI.addmm_(gradient_NO.t(), input_NI)
     elif not by_onednn:

@@ -24,6 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu import attention as cpu_attention
 from mcore_rl.backend.cpu.compiled import Library, compiled_for
+from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.backend.varlen import attend_packed
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
@@ -226,7 +227,8 @@ class SDPAttention(MegatronModule):
         is_plain = self.window is None and self.softmax_offset is None
         if self._is_invariant:
             return self._invariant(query, key, value, self._visible(query, key))
-        if no_dropout and is_plain and cpu_attention.is_supported(query, key):
+        has_own = Process.kernels.attention == "blocks"
+        if has_own and no_dropout and is_plain and cpu_attention.is_supported(query, key):
             return cpu_attention.causal_attention(query, key, value, self.scale)
         if query.shape[0] == key.shape[0] and is_plain:
             return self._attend(query, key, value, None, is_causal=True)

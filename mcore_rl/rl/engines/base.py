@@ -1,6 +1,6 @@
 """Interface of a rollout engine, in this process or a server: prompts in, completions of token ids out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -8,6 +8,9 @@ from mcore_rl.config.rl import RolloutConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Group, Prompt
+
+MARGIN = 8
+"""Tokens read beyond those that a stop string can have: some decode to nothing, the first may lose its space."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +27,25 @@ class Sampling:
     probability, in training alike; None: the model's own number."""
     with_routes: bool = False
     """Whether the experts of each token and layer are recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """Tokens and strings that end a completion."""
+
+    tokens: frozenset[int]
+    strings: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str]
+
+    def ends(self, tokens_T: Sequence[int]) -> bool:
+        """Whether the newest token ends the completion, which did not end before."""
+        if tokens_T[-1] in self.tokens:
+            return True
+        if not self.strings:
+            return False
+        longest = max(len(string.encode()) for string in self.strings)
+        tail = self.decode(tokens_T[-longest - MARGIN :])
+        return any(string in tail for string in self.strings)
 
 
 def sampling_of(

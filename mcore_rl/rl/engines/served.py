@@ -22,8 +22,7 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routed_layers
-from mcore_rl.rl.engines.base import Capabilities, Sampling, check_request
-from mcore_rl.rl.engines.native.stops import Stops
+from mcore_rl.rl.engines.base import Capabilities, Sampling, Stops, check_request
 from mcore_rl.rl.engines.served_routes import pick_layers
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
 from mcore_rl.rl.engines.server_fleet import ServerFleet

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from mcore_rl.backend.cpu.compiled import Library, compiled_for
-from mcore_rl.backend.cpu.kernels import in_use
+from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.backend.cpu.products import (
     WeightGradient,
     add_weight_gradient,
@@ -107,7 +107,7 @@ def assign_routed(routed_TE: Tensor) -> Assignment:
 def _padded(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignment:
     blocks: list[ExpertBlock] = []
     # MKL compiles nothing.
-    few_rows = FEW_ROWS if in_use().products == "onednn" else BLOCK_ROWS + 1
+    few_rows = FEW_ROWS if Process.kernels.products == "onednn" else BLOCK_ROWS + 1
     shifts, lasts, sizes = [], [], []
     source = begin = 0
     for expert, count in enumerate(counts):
@@ -155,7 +155,7 @@ def _computed(
         operands = input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
         sizes = len(assignment.blocks), width, inner
         results = hidden_NF, output_TD, scratch
-        sgemm = None if in_use().rounds_in_compiled else library.sgemm
+        sgemm = None if Process.kernels.rounds_in_compiled else library.sgemm
         library.call("experts_forward", sgemm, *operands, *sizes, *results)
         return _Forward(output_TD, input_TD, [hidden_NF], library, sgemm)
     fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
@@ -230,9 +230,9 @@ def _library(input_TD: Tensor, gates_N1: Tensor, fc1_EFD: Tensor, fc2_EDF: Tenso
     """
     library = compiled_for(input_TD, gates_N1, fc1_EFD, fc2_EDF)
     is_dense = fc1_EFD.is_contiguous() and fc2_EDF.is_contiguous()
-    if library is None or not is_dense or in_use().products == "onednn":
+    if library is None or not is_dense or Process.kernels.products == "onednn":
         return None
-    return library if in_use().rounds_in_compiled or library.sgemm is not None else None
+    return library if library.sgemm is not None or Process.kernels.rounds_in_compiled else None
 
 
 def _gates(gates: Tensor, assignment: Assignment) -> Tensor:

@@ -1,1 +1,1 @@
-"""The rollout engine on the modules that train: decoding, scheduling, stop rules."""
+"""The rollout engine on the modules that train: decoding, scheduling."""

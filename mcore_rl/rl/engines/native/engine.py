@@ -19,12 +19,11 @@ from mcore_rl.model.build import settle_weights
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
-from mcore_rl.rl.engines.base import Capabilities, Sampling, check_request
+from mcore_rl.rl.engines.base import Capabilities, Sampling, Stops, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.engines.native.graphs import NextToken, StaticDecode, reason_against_graphs
 from mcore_rl.rl.engines.native.routes import gather_layers
 from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler, Step
-from mcore_rl.rl.engines.native.stops import Stops
 from mcore_rl.rl.sampling import draw, uniforms
 from mcore_rl.rl.types import Completion, Group, Prompt, single_version
 

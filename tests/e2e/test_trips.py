@@ -1,0 +1,78 @@
+"""The way of a reader through one rollout batch: the files that a step enters, each with the reason why."""
+
+import re
+
+from bench.trips import CPU_FOLDERS
+from tests.forked import run_main
+
+STEP = {
+    "rl/trainer.py": "the step, in order",
+    # Prompts, completions, rewards.
+    "rl/rollout.py": "scored groups of the next prompts",
+    "rl/prompts.py": "the prompts at the cursor",
+    "rl/tasks.py": "the recipe's problems are made by a task",
+    "data/chat.py": "a problem as a conversation",
+    "data/tokenizer.py": "text to tokens, and back for the reward",
+    "rl/types.py": "the records of prompts and completions",
+    "rl/engines/base.py": "what an engine is asked, and where completions end",
+    "rl/engines/native/engine.py": "completions by the modules that train",
+    "rl/engines/native/scheduler.py": "which completions a generating step computes",
+    "rl/engines/native/decoder.py": "one generating step",
+    "rl/sampling.py": "drawn tokens, their logprobs, seeds",
+    "rl/rewards/score.py": "rewards of the completions",
+    "rl/workers/pool.py": "reward functions run in processes of their own",
+    "parallel/agree.py": "an error of one rank's scores or proofs is raised on all",
+    # Microbatches, routes, logprobs, advantages, the update.
+    "rl/learner.py": "from a rollout to updates",
+    "rl/batch.py": "completions as packed microbatches",
+    "data/plan.py": "which rank trains on which completion",
+    "data/packing.py": "which completions share a packed sequence",
+    "model/inputs.py": "a microbatch as the model reads it",
+    "backend/transfer.py": "batches go to the device",
+    "rl/policy_routes.py": "which pass records or imposes routes",
+    "replay/cache.py": "the routes of the rollout batch before are dropped",
+    "replay/witness.py": "the proof that a pass imposed routes, or none",
+    "rl/reference.py": "the KL penalty has a reference",
+    "rl/objectives/advantages.py": "rewards to advantages",
+    "rl/objectives/aggregation.py": "the weight of each token in the loss",
+    "rl/objectives/heads.py": "logits to logprobs and loss",
+    "rl/objectives/losses.py": "the loss",
+    "rl/objectives/policy_tokens.py": "what a loss reads, token by token",
+    "rl/objectives/diagnostics.py": "how far the update went",
+    "train/step.py": "one optimizer step",
+    "parallel/schedule.py": "every pass goes through its door",
+    "parallel/mesh.py": "the schedule asks for the group that counts tokens",
+    "parallel/routers.py": "the routers of a chunk, which a pass gives its sequences",
+    "parallel/vocab.py": "logprobs and entropy of sliced logits",
+    "backend/adam.py": "the optimizer where there is no apex",
+    # The model: what is ours in the place of Megatron's, and what is patched there.
+    "model/build.py": "our model around Megatron's",
+    "model/layers/attention.py": "attention",
+    "model/layers/cache.py": "keys and values of a generating step",
+    "model/layers/packed.py": "attention over packed sequences",
+    "model/layers/norm.py": "norms",
+    "model/layers/moe.py": "the experts' layer where no token leaves its rank",
+    "model/layers/experts.py": "experts",
+    "model/router_load.py": "tokens of each expert",
+    "backend/patches/router_losses.py": "the recipe has a balance loss",
+    "backend/patches/replacements.py": "functions of Megatron that every model calls",
+    # Metrics.
+    "train/auxiliary.py": "the balance loss is reported",
+    "plan/flops.py": "FLOPs of the step",
+    "obs/speed.py": "tokens per second, MFU",
+    "obs/memory.py": "memory",
+    "obs/timing.py": "seconds of each phase",
+    "obs/metrics.py": "a metric and its reduction",
+    "obs/sinks.py": "the log",
+    "obs/jsonl.py": "metrics.jsonl",
+}
+"""Files that a rollout batch of the plain recipe enters (one rank, routing replay R2, a KL penalty, one update), beside
+those that only a CPU has. Before a line is added: a feature that is off is not entered, and what cannot change during
+a run is decided where the object is built that needs it (CONTRIBUTING.md, A step)."""
+
+
+def test_a_step_enters_these_files_and_none_of_a_feature_that_is_off() -> None:
+    done = run_main("bench.trips", ["--list"])
+    assert done.returncode == 0, done.stderr
+    entered = set(re.findall(r"calls  (\S+\.py):", done.stdout))
+    assert {file for file in entered if not file.startswith(CPU_FOLDERS)} == set(STEP)
