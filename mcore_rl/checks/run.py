@@ -420,6 +420,12 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
             "platform.batch_invariant=true with platform.compiled=true: the compiled experts multiply all rows of an "
             'expert at once. Set platform.compiled="auto" or false.'
         )
+    if platform.attention == "compiled" and (platform.batch_invariant or platform.compiled is False):
+        reason = "platform.batch_invariant=true" if platform.batch_invariant else "platform.compiled=false"
+        yield (
+            f'platform.attention="compiled" with {reason}, which is without the compiled file. Set platform.attention='
+            '"auto".'
+        )
     if platform.batch_invariant and (family_of(model).has_attention_sinks or model.attention_dropout):
         yield (
             f'platform.batch_invariant=true with model.family="{model.family}" and model.attention_dropout='

@@ -58,11 +58,12 @@ class PlatformConfig(Section):
     """Fp32 matrix products on a CPU: `mkl`: torch's own, MKL in its packages for x86; `onednn`; `auto`: the faster one,
     measured at the start of a run, whose resumes keep it; `bf16`: operands rounded to bf16, with sums, weights
     and all else in fp32, and routers unrounded: faster on processors that multiply bf16."""
-    attention: Literal["auto", "blocks", "sdpa"] = "auto"
-    """Attention on a CPU in fp32: `blocks`: this package's, by `products`; `sdpa`: torch's; `auto`: as above."""
+    attention: Literal["auto", "blocks", "sdpa", "compiled"] = "auto"
+    """Attention on a CPU in fp32: `compiled`: in C++, where it has no window, sinks or dropout; `blocks`: this
+    package's, by `products`; `sdpa`: torch's; `auto`: as above."""
     compiled: Literal["auto"] | bool = "auto"
-    """Norms, rotary embedding, experts and decoding attention on a CPU by a C++ file, which the first run builds in the
-    user's cache. `auto`: where there is a compiler and a rank has one thread; resumes keep what the run began with."""
+    """Norms, rotary embedding, experts and attention on a CPU by C++ files, which the first run builds in the user's
+    cache. `auto`: where there is a compiler and a rank has one thread; resumes keep what the run began with."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again instead of keeping them: none, those of `recompute_modules`, or
     all between every `recompute_layers` layers."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mcore_rl.backend.cpu import compiled_attention
 from mcore_rl.backend.cpu.attention import causal_attention
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
 from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, Attention, CpuKernels, Products, Rounded, using
@@ -69,6 +70,10 @@ def _compiled(config: PlatformConfig, world_size: int) -> tuple[str, str]:
         reason = builds[0][1]
     if build == "none" and config.compiled is True:
         raise ConfigError(f'platform.compiled=true, and it cannot be: {reason}. Use "auto" or false.')
+    if build == "none" and config.attention == "compiled":
+        raise ConfigError(
+            f'platform.attention="compiled", and it cannot be: {reason}. Use "auto", "sdpa" or "blocks".'
+        )
     return build, reason
 
 
@@ -102,16 +107,15 @@ def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
             # With AMX torch's are several times as fast.
             rounded = fastest(of_rounded, "compiled")
             times += [(f"bf16 {way}", seconds) for way, seconds in of_rounded.items()]
-        if attention == "auto" and products == "bf16":
-            attention = "sdpa"  # Own attention is made of products, which would be rounded.
         if attention == "auto":
-            candidates: dict[Attention, Callable[[], None]] = {
-                "sdpa": _attending(_sdpa),
-                "blocks": _attending(causal_attention),
-            }
-            with using(CpuKernels(products, "blocks")):
+            candidates: dict[Attention, Callable[[], None]] = {"sdpa": _attending(_sdpa)}
+            if compiled != "none":
+                candidates["compiled"] = _attending(compiled_attention.causal_attention)
+            if products != "bf16":  # Its products would be rounded.
+                candidates["blocks"] = _attending(causal_attention)
+            with using(CpuKernels(products, "blocks", compiled)):
                 of_attention = _least_s(candidates)
-            attention = fastest(of_attention, "sdpa")
+            attention = fastest_attention(of_attention)
             times += of_attention.items()
     kernels = CpuKernels(products, attention, compiled, rounded)
     measured = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times)
@@ -126,6 +130,16 @@ def fastest(times: Mapping[Name, float], usual: Name) -> Name:
     """Return the name with the least seconds, or the usual one where that is not clearly faster."""
     best = min(times, key=lambda name: times[name])
     return best if times[best] * CLEARLY <= times[usual] else usual
+
+
+def fastest_attention(times: Mapping[Attention, float]) -> Attention:
+    """Return torch's attention, or the compiled or own one that is clearly faster; of these two the compiled one, which
+    the own one must beat clearly too.
+    """
+    usual: Attention = "sdpa"
+    if "compiled" in times:
+        usual = fastest({name: times[name] for name in ("sdpa", "compiled")}, usual)
+    return fastest(times, usual)
 
 
 def _layer(kernels: CpuKernels) -> Callable[[], None]:

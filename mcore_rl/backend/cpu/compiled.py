@@ -1,4 +1,4 @@
-"""The optional C++ file with layers of a CPU, built where there is a compiler and kept in the user's cache.
+"""The optional library of C++ with layers of a CPU, built where there is a compiler and kept in the user's cache.
 
 It is plain C++ without torch's headers, which takes a second where an extension of torch takes half a minute, and is
 called with addresses: nothing in it depends on torch's version but the product, which is that of torch's library. It
@@ -11,7 +11,7 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Callable
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import Array, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.errors import DataError
 from mcore_rl.files import sole_writer, written_atomically
 
-SOURCE = Path(__file__).with_name("compiled.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("compiled.cpp", "compiled_attention.cpp"))
 OPTIONS = (
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
@@ -37,6 +37,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rms_norm_backward": (*[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3),
     "rotate": (*[c_void_p] * 3, *[c_int64] * 4, c_float, c_void_p),
     "decode_attention": (*[c_void_p] * 4, *[c_int64] * 7, c_float, c_void_p, c_void_p),
+    "attention_forward": (*[c_void_p] * 5, c_int64, c_void_p, c_float, *[c_void_p] * 3),
+    "attention_backward": (*[c_void_p] * 8, c_int64, c_void_p, c_float, *[c_void_p] * 4),
     "experts_forward": (*[c_void_p] * 7, *[c_int64] * 3, *[c_void_p] * 3),
     "experts_backward": (*[c_void_p] * 8, *[c_int64] * 3, *[c_void_p] * 6),
 }
@@ -67,14 +69,14 @@ class Library:
         self.sgemm = _address_of_sgemm()
         """Address of the product of torch's library; None where it has none, and experts are not computed here."""
 
-    def call(self, name: str, *arguments: Tensor | float | None) -> None:
-        """Call a function with tensors, which must be contiguous and as the C++ file describes them, and numbers."""
+    def call(self, name: str, *arguments: "Tensor | Array[c_int64] | float | None") -> None:
+        """Call a function with tensors, which must be laid out as the C++ file describes them, and numbers."""
         self._functions[name](*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
 
 @functools.cache
 def build_id() -> str:
-    """Return what identifies the build: a hash of source, options, compiler and processor.
+    """Return what identifies the build: a hash of sources, options, compiler and processor.
 
     Raises:
         BuildError: There is no compiler.
@@ -86,7 +88,8 @@ def build_id() -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"there is no compiler: {error}") from error
-    parts = SOURCE.read_text(encoding="utf-8"), " ".join(OPTIONS), done.stdout, _processor()
+    sources = [source.read_text(encoding="utf-8") for source in SOURCES]
+    parts = *sources, " ".join(OPTIONS), done.stdout, _processor()
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -137,7 +140,7 @@ def rounding_for(*operands: Tensor) -> Library | None:
 
 
 def _compile(target: Path) -> None:
-    command = [get_cxx_compiler(), *OPTIONS, str(SOURCE), "-o", str(target)]
+    command = [get_cxx_compiler(), *OPTIONS, *map(str, SOURCES), "-o", str(target)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 """Whether torch was built with oneDNN, and gives its linear layer by itself."""
 Products = Literal["mkl", "onednn", "bf16"]
-Attention = Literal["blocks", "sdpa"]
+Attention = Literal["blocks", "sdpa", "compiled"]
 Rounded = Literal["torch", "compiled"]
 NAMES = {
     "mkl": "torch's products (MKL)",
@@ -23,6 +23,7 @@ NAMES = {
     "bf16": "products of operands rounded to bf16",
     "blocks": "own attention",
     "sdpa": "torch's attention",
+    "compiled": "compiled attention",
 }
 """The words of a log for each choice."""
 
@@ -63,6 +64,8 @@ def from_record(record: Mapping[str, str]) -> CpuKernels | None:
         products in get_args(Products) and attention in get_args(Attention) and rounded in get_args(Rounded)
     )
     if not known or (products == "onednn" and not HAS_ONEDNN):
+        return None
+    if attention == "compiled" and compiled == "none":
         return None
     return CpuKernels(products, attention, compiled, rounded)  # type: ignore[arg-type]
 

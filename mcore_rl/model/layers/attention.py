@@ -23,6 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu import attention as cpu_attention
+from mcore_rl.backend.cpu import compiled_attention
 from mcore_rl.backend.cpu.compiled import Library, compiled_for
 from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.backend.varlen import attend_packed
@@ -37,7 +38,7 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class SDPAttention(MegatronModule):
-    """Attention by torch's `scaled_dot_product_attention`, or on a CPU by our own products.
+    """Attention by torch's `scaled_dot_product_attention`, or on a CPU by the compiled file or our own products.
 
     It supports grouped queries, values of another width than keys, dropout, sliding windows, sinks (Megatron's
     learnable softmax) and packed sequences. With context parallelism keys and values are gathered, and each rank
@@ -191,7 +192,13 @@ class SDPAttention(MegatronModule):
     def _at_once(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor | None:
         """Return the same by one call of a kernel for packed sequences; None where it cannot be."""
         has_dropout = self.dropout > 0.0 and self.training
-        if self.softmax_offset is not None or has_dropout or self._is_invariant or not query.is_cuda:
+        if self.softmax_offset is not None or has_dropout or self._is_invariant:
+            return None
+        kind = Process.kernels.attention
+        if kind == "compiled" and self.window is None and compiled_attention.is_supported(query, key, value):
+            rows = query[:, None], key[:, None], value[:, None]
+            return compiled_attention.causal_attention(*rows, self.scale, packed.lengths).flatten(1)
+        if not query.is_cuda:
             return None
         mixed = attend_packed(query, key, value, packed.bounds(query.device), self.scale, self.window)
         return None if mixed is None else mixed.flatten(1)
@@ -227,8 +234,10 @@ class SDPAttention(MegatronModule):
         is_plain = self.window is None and self.softmax_offset is None
         if self._is_invariant:
             return self._invariant(query, key, value, self._visible(query, key))
-        has_own = Process.kernels.attention == "blocks"
-        if has_own and no_dropout and is_plain and cpu_attention.is_supported(query, key):
+        kind = Process.kernels.attention if no_dropout and is_plain else "sdpa"
+        if kind == "compiled" and compiled_attention.is_supported(query, key, value):
+            return compiled_attention.causal_attention(query, key, value, self.scale)
+        if kind == "blocks" and cpu_attention.is_supported(query, key):
             return cpu_attention.causal_attention(query, key, value, self.scale)
         if query.shape[0] == key.shape[0] and is_plain:
             return self._attend(query, key, value, None, is_causal=True)

@@ -323,6 +323,18 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             "multiply all rows of an expert at once",
         ),
+        (
+            "llama",
+            "platform.attention=compiled platform.compiled=false",
+            1,
+            'platform.attention="compiled" with platform.compiled=false',
+        ),
+        (
+            "llama",
+            "platform.attention=compiled platform.batch_invariant=true",
+            1,
+            'platform.attention="compiled" with platform.batch_invariant=true',
+        ),
         ("llama", "platform.products=bf16 platform.precision=bf16", 1, "there is no fp32 product to round"),
         (
             "qwen3_moe",

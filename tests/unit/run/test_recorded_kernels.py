@@ -87,3 +87,13 @@ def test_a_build_that_is_not_here_is_reported(tmp_path: Path, platform: Platform
     assert (
         "run.json has compiled '0123456789abcdef', and this start computes with torch's products" in warning
     )
+
+
+def test_compiled_attention_needs_the_compiled_file(tmp_path: Path, platform: Platform) -> None:
+    there = HERE.record() | {"attention": "compiled"}
+    resumed, warnings = keep_kernels(PlatformConfig(), platform, recorded(tmp_path, platform, there))
+    assert resumed.kernels == in_use() == CpuKernels("mkl", "compiled", build_id()) and not warnings
+    without = with_kernels(platform, CpuKernels("mkl", "sdpa"), "without a compiler")
+    resumed, (warning,) = keep_kernels(PlatformConfig(), without, RunFolder(tmp_path))
+    assert resumed is without
+    assert warning.startswith("run.json has attention 'compiled' and compiled '")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.backend.cpu import choice
-from mcore_rl.backend.cpu.choice import choose, fastest
+from mcore_rl.backend.cpu.choice import choose, fastest, fastest_attention
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
 from mcore_rl.backend.cpu.kernels import CpuKernels, from_record, in_use, use, using
 from mcore_rl.config.run import PlatformConfig
@@ -40,6 +40,12 @@ def test_compiled_layers_need_one_thread_a_compiler_and_no_tiles(monkeypatch: py
     monkeypatch.setattr(choice, "library", fail)
     without, sentence = choose(named, 1)
     assert without.compiled == "none" and sentence.endswith("no compiled layers (there is no compiler)")
+    measured, sentence = choose(PlatformConfig(products="mkl"), 1)
+    assert measured.attention != "compiled" and ", compiled " not in sentence.partition("; measured: ")[2]
+    with pytest.raises(
+        ConfigError, match=r'platform\.attention="compiled", and it cannot be: there is no comp'
+    ):
+        choose(named.model_copy(update={"attention": "compiled"}), 1)
     with pytest.raises(
         ConfigError, match=r"platform\.compiled=true, and it cannot be: there is no compiler\. Use"
     ):
@@ -54,9 +60,33 @@ def test_measuring_names_its_times_and_leaves_the_process_as_it_was() -> None:
     kernels, sentence = choose(PlatformConfig(), 1)
     assert torch.equal(torch.get_rng_state(), state) and in_use() == CpuKernels("onednn", "blocks")
     assert sentence.startswith(kernels.describe() + "; measured: mkl ")
-    assert all(f"{name} " in sentence for name in ("onednn", "sdpa", "blocks")) and sentence.endswith(" ms")
+    names = "onednn", "sdpa", "compiled", "blocks"
+    measured = sentence.partition("; measured: ")[2]
+    assert all(f", {name} " in measured for name in names) and measured.endswith(" ms")
     half, _ = choose(PlatformConfig(attention="sdpa"), 1)
     assert half.attention == "sdpa"
+
+
+def test_beside_rounded_products_attention_is_measured_without_the_one_of_products() -> None:
+    kernels, sentence = choose(PlatformConfig(products="bf16"), 1)
+    assert kernels.products == "bf16" and kernels.attention in ("sdpa", "compiled")
+    measured = sentence.partition("; measured: ")[2]
+    assert "sdpa " in measured and ", compiled " in measured and "blocks" not in measured
+
+
+@pytest.mark.parametrize(
+    ("sdpa_s", "compiled_s", "blocks_s", "wanted"),
+    [
+        (1.0, 0.4, 0.39, "compiled"),  # Else runs on one machine would differ by noise.
+        (1.0, 0.4, 0.3, "blocks"),
+        (1.0, 0.9, 0.95, "sdpa"),
+        (1.0, 0.9, 0.7, "blocks"),
+    ],
+)
+def test_own_attention_must_be_clearly_faster_than_the_compiled_one(
+    sdpa_s: float, compiled_s: float, blocks_s: float, wanted: str
+) -> None:
+    assert fastest_attention({"sdpa": sdpa_s, "compiled": compiled_s, "blocks": blocks_s}) == wanted
 
 
 @pytest.mark.parametrize(("onednn_s", "wanted"), [(0.5, "onednn"), (0.9, "mkl"), (1.0, "mkl"), (3.0, "mkl")])
@@ -81,6 +111,9 @@ def test_a_record_is_read_again_unless_it_names_what_is_not_here() -> None:
     kernels = CpuKernels("mkl", "sdpa")
     assert from_record(kernels.record()) == kernels
     assert from_record({"products": "blis", "attention": "sdpa"}) is None
+    compiled = CpuKernels("mkl", "compiled", "0123456789abcdef")
+    assert from_record(compiled.record()) == compiled
+    assert from_record(compiled.record() | {"compiled": "none"}) is None
     assert from_record({}) is None
     rounding = CpuKernels("bf16", "sdpa", "0123456789abcdef", "compiled")
     assert from_record(rounding.record()) == rounding

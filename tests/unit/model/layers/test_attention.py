@@ -23,10 +23,11 @@ OWN_KERNEL, OWN_KERNEL_AGAIN, BY_TORCH = 128, 576, 37
 """Lengths: our products with kept weights, with weights made again, torch's kernel."""
 
 
-@pytest.fixture(autouse=True)
-def own_attention() -> Iterator[None]:
-    """Whatever is faster on this machine; lengths of BY_TORCH are torch's in any case."""
-    with using(CpuKernels(attention="blocks")):
+@pytest.fixture(autouse=True, params=["blocks", "compiled"])
+def own_attention(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever is faster on this machine; where it is "blocks", lengths of BY_TORCH are torch's in any case."""
+    compiled = build_id() if request.param == "compiled" else "none"
+    with using(CpuKernels(attention=request.param, compiled=compiled)):
         yield
 
 
