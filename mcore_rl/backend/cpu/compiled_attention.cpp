@@ -306,7 +306,7 @@ void softmax_block(const Tile& tile, int64_t begin, int64_t end, float* scores, 
         now = other > now ? other : now;
         for (; k < last; k++) {
             const Vector a = load(column + (k - begin) * LANES);
-            now = (tile.behind(k, j) >= 0.0f) & (a > now) ? a : now;
+            now = ((tile.behind(k, j) >= 0.0f) & (a > now)) ? a : now;
         }
         const Vector rescale = exponential(before - now);
         store(highest + j * WIDTH, now);
