@@ -74,9 +74,10 @@ def cache_rollout_routes(
     of_rank = sorted(generated)[mesh.tp.rank :: mesh.tp.size]
     share = {sample: generated[sample] for sample in of_rank}
     refuse_anywhere(list(_problems(cache, share)), RoutingError)
-    repeated = _repeated_fraction(share, mesh, cache.device)
+    repeated = _repeated_tokens(generated, mesh, cache.device)
+    repeated_fraction = _repeated_fraction(repeated, share, mesh, cache.device)
     if leaves_repeated_out:
-        generated = _without_repeated(generated, mesh, cache.device)
+        generated = _without_repeated(generated, repeated)
     # A sample of which no token has routes is like one that came without them.
     generated = {sample: routes for sample, routes in generated.items() if bool(routes.has_routes_T.any())}
     share = {sample: generated[sample] for sample in of_rank if sample in generated}
@@ -87,7 +88,7 @@ def cache_rollout_routes(
         for sample, routes in generated.items()
     }
     cache.receive(version, offered, cache.needed_positions(layouts, mesh), mesh.dp_cp)
-    return [repeated]
+    return [repeated_fraction]
 
 
 def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Iterator[str]:
@@ -109,7 +110,8 @@ def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> It
             )
             continue
         position_n = routes.has_routes_T.nonzero()[:, 0]
-        if not len(position_n):
+        # A pipeline stage without experts has rows of no layer, in which nothing can be wrong.
+        if not len(position_n) or not shape[1]:
             continue
         is_whole = len(position_n) == num_tokens
         layers = _given_layers(cache, routes)
@@ -128,41 +130,55 @@ def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> It
             )
 
 
-def _repeated_fraction(generated: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device) -> Metric:
-    """Collective over the world: return how many tokens have the routes of the token before, though another id."""
-    counts_2 = torch.zeros(2, dtype=torch.int64)
-    for routes in generated.values():
-        is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
-        counts_2 += torch.stack([_is_repeated(routes).sum(), is_new_T.sum()])
-    on_device_2 = counts_2.to(device)
-    dist.all_reduce(on_device_2, group=mesh.world.group)
-    repeated, num_tokens = on_device_2.tolist()
-    return Metric("rollout_routes/repeated_fraction", repeated, max(1, num_tokens))
-
-
-def _is_repeated(routes: RolloutRoutes) -> Tensor:
-    """Return whether each token but the first has another id than the one before, and its routes, bool `[T - 1]`."""
-    is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
-    is_same_T = (routes.experts_TLK[1:] == routes.experts_TLK[:-1]).flatten(1).all(1)
-    return is_new_T & is_same_T & routes.has_routes_T[1:]
-
-
-def _without_repeated(
+def _repeated_tokens(
     generated: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device
-) -> dict[int, RolloutRoutes]:
-    """Collective over the pipeline stages: return the routes without tokens that repeat those of the token before."""
+) -> dict[int, Tensor]:
+    """Collective over the pipeline stages: return for each sample whether each token but the first has another id than
+    the one before, and its routes in all layers of the model, bool `[T - 1]`.
+    """
     samples = sorted(generated)
     masks = [_is_repeated(generated[sample]) for sample in samples]
     is_repeated_n = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(torch.uint8).to(device)
     # A stage may have been given its own layers only, and a route is repeated when all layers are.
     dist.all_reduce(is_repeated_n, op=dist.ReduceOp.MIN, group=mesh.pp.group)
-    kept = {}
     of_samples = is_repeated_n.bool().cpu().split([len(mask) for mask in masks])
-    for sample, is_repeated_T in zip(samples, of_samples, strict=True):
-        routes = generated[sample]
-        if is_repeated_T.any():
+    return dict(zip(samples, of_samples, strict=True))
+
+
+def _repeated_fraction(
+    repeated: Mapping[int, Tensor], share: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device
+) -> Metric:
+    """Collective over the world: return how many tokens have the routes of the token before, though another id."""
+    counts_2 = torch.zeros(2, dtype=torch.int64)
+    for sample, routes in share.items():
+        is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
+        counts_2 += torch.stack([repeated[sample].sum(), is_new_T.sum()])
+    on_device_2 = counts_2.to(device)
+    dist.all_reduce(on_device_2, group=mesh.world.group)
+    num_repeated, num_tokens = on_device_2.tolist()
+    return Metric("rollout_routes/repeated_fraction", num_repeated, max(1, num_tokens))
+
+
+def _is_repeated(routes: RolloutRoutes) -> Tensor:
+    """Return whether each token but the first has another id than the one before, and its routes in the layers that
+    are given, bool `[T - 1]`.
+    """
+    is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
+    if not routes.experts_TLK.shape[1]:
+        return is_new_T  # a stage without experts, which leaves it to the others
+    is_same_T = (routes.experts_TLK[1:] == routes.experts_TLK[:-1]).flatten(1).all(1)
+    return is_new_T & is_same_T & routes.has_routes_T[1:]
+
+
+def _without_repeated(
+    generated: Mapping[int, RolloutRoutes], repeated: Mapping[int, Tensor]
+) -> dict[int, RolloutRoutes]:
+    """Return the routes without tokens that repeat those of the token before."""
+    kept = {}
+    for sample, routes in generated.items():
+        if repeated[sample].any():
             experts_TLK = routes.experts_TLK.to(torch.int16, copy=True)
-            experts_TLK[1:][is_repeated_T] = -1
+            experts_TLK[1:][repeated[sample]] = -1
             routes = RolloutRoutes(routes.tokens_T, experts_TLK, routes.group)
         kept[sample] = routes
     return kept

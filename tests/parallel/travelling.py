@@ -82,6 +82,19 @@ def with_rows_of_others(sample: int, routes: RolloutRoutes, num_experts: int) ->
     return RolloutRoutes(routes.tokens_T, experts_TLK)
 
 
+REPEATED_IN_ALL, REPEATED_IN_TWO = 4, 1
+"""Samples of which an engine returned one token's routes for the five that follow: in all layers, in the first two."""
+
+
+def with_rows_repeated(sample: int, routes: RolloutRoutes) -> RolloutRoutes:
+    """Return the routes with those of token 2 at the five tokens after it."""
+    experts_TLK = routes.experts_TLK.clone()
+    if sample in (REPEATED_IN_ALL, REPEATED_IN_TWO):
+        num_layers = 2 if sample == REPEATED_IN_TWO else experts_TLK.shape[1]
+        experts_TLK[3:8, :num_layers] = experts_TLK[2, :num_layers]
+    return RolloutRoutes(routes.tokens_T, experts_TLK)
+
+
 class Traffic:
     """Bytes that this rank gives to collectives, by name; all_to_all counts only those for other ranks."""
 
@@ -174,10 +187,23 @@ def one_rollout(
     with run.tape() as tape:
         losses = run.evaluate(tape.impose())
         live = {metric.name: (metric.value, metric.count) for metric in tape.finish()}["routes/live_fraction"]
+    # A stage is given its own layers, as by the native engine; one of them has none.
+    columns = [run.cache.model_layers.index(layer) for layer in run.cache.layers]
+    own = {
+        n: RolloutRoutes(routes.tokens_T, with_rows_repeated(n, routes).experts_TLK[:, columns])
+        for n, routes in generated.items()
+    }
+    (metric,) = cache_rollout_routes(
+        run.cache, run.version, own, run.layouts, mesh, leaves_repeated_out=True
+    )
+    without_routes = {
+        n: run.cache.sample(run.version, n).missing_n.tolist() for n in run.cache.samples(run.version)
+    }
     destroy_mesh()
     return outcome | {
         "left_out": left_out,
         "disagreeing": {"num": num_left_out, "live": live, "losses": losses},
+        "repeated": (metric.value / metric.count, without_routes if columns else {}),
         "moved": received.tolist(),
         "other_traffic": traffic.sent,
         "cached_bytes": cached_bytes,
