@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mcore_rl.config.preferences import PreferenceRunConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 
@@ -9,6 +10,7 @@ from mcore_rl.config.run import RunConfig
 def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield a sentence for each setting that means something else on another mesh; the config has passed its checks."""
     moe, train = config.model.moe, config.train
+    yield from _packed_by_tokens(config)
     if not (config.model.is_moe and moe.balance == "global_aux_loss" and moe.aux_loss_coeff):
         return
     dp = world_size // config.mesh.model_parallel
@@ -28,4 +30,28 @@ def mesh_dependences(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{reason}: with {num_microbatches} micro-batches a step on each rank the first sees 1/{num_microbatches} "
             f"of the batch, and another mesh.dp or train.micro_batch trains differently. With train.micro_batch="
             f'{train.micro_batch * num_microbatches} it is the whole batch; "seq_aux_loss" does not depend on the mesh.'
+        )
+
+
+def _packed_by_tokens(config: RunConfig) -> Iterator[str]:
+    """Yield what depends on which sequences lie in a microbatch together, where these are packed by their tokens."""
+    moe = config.model.moe
+    if isinstance(config, RlRunConfig):
+        field = "rl.update.max_tokens_per_microbatch"
+    elif isinstance(config, PreferenceRunConfig):
+        field = "data.tokens_per_microbatch"
+    else:
+        return  # the rows of a micro-batch are the same on every mesh
+    if not config.model.is_moe:
+        return
+    packs = f"and another mesh or {field} packs others together and trains"
+    if moe.balance == "aux_loss" and moe.aux_loss_coeff:
+        yield (
+            f'model.moe.balance="aux_loss" evens out the load of each microbatch, {packs} slightly differently. '
+            '"seq_aux_loss" depends on neither, nor does model.moe.aux_loss_coeff=0.'
+        )
+    if moe.capacity_factor is not None:
+        yield (
+            f"model.moe.capacity_factor={moe.capacity_factor:g} drops the tokens that experts have no room for in a "
+            f"microbatch, {packs} differently. Unset, it depends on neither."
         )

@@ -4,7 +4,9 @@ import pytest
 
 from mcore_rl.checks.dependences import mesh_dependences
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig, TrainConfig
 from tests.tiny_models import TINY
 
@@ -42,3 +44,26 @@ def test_packing_decides_the_microbatches_of_reinforcement_learning() -> None:
     unused = moe.model_copy(update={"aux_loss_coeff": 0.0})
     config = RlRunConfig(model=TINY["qwen3_moe"].model_copy(update={"moe": unused}))
     assert not list(mesh_dependences(config, 1))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "field"),
+    [
+        (RlRunConfig, "rl.update.max_tokens_per_microbatch"),
+        (DPOConfig, "data.tokens_per_microbatch"),
+        (RewardModelConfig, "data.tokens_per_microbatch"),
+        (PretrainConfig, None),
+    ],
+)
+def test_a_balance_of_microbatches_that_are_packed_by_tokens_is_named(
+    config_class: type[RlRunConfig | DPOConfig | RewardModelConfig | PretrainConfig], field: str | None
+) -> None:
+    def found(**changed: object) -> list[str]:
+        moe = MOE.model_copy(update={"balance": "aux_loss"} | changed)
+        model = TINY["qwen3_moe"].model_copy(update={"moe": moe})
+        return list(mesh_dependences(config_class(model=model), 1))
+
+    assert [field in sentence for sentence in found()] == ([True] if field else [])
+    assert len(found(capacity_factor=1.25)) == (2 if field else 0)
+    assert found(balance="seq_aux_loss") == []
+    assert found(aux_loss_coeff=0.0) == []
