@@ -340,8 +340,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value from a TOML file as it would be written there."""
-    return toml_value(value) if isinstance(value, str | int | float | list | dict) else str(value)
+    """Return a value from a TOML file, which may be a date, as it would be written there."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return toml_value(value) if isinstance(value, str | int | float | dict) else str(value)
 
 
 def _dump_lines(config: Section, key: str) -> Iterator[str]:

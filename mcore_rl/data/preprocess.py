@@ -63,6 +63,14 @@ class PreprocessOptions:
 
 def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
     """Make the dataset and return its sidecar; its bytes depend neither on the workers nor on interruptions."""
+    if options.output.name in ("", ".."):
+        # Path("data/") is Path("data"), whose files lie beside the folder; "." and ".." would become hidden files.
+        raise DataError(
+            f"output {options.output} is a folder and no prefix of files. Give one with a name, such as "
+            f"{options.output / 'train'}."
+        )
+    if options.max_bad is not None and options.max_bad < 0:
+        raise DataError(f"at most {options.max_bad} bad lines: wanted 0 or more.")
     sources = find_input_files(options.inputs)
     tokenizer = load_tokenizer(options.tokenizer)
     folder = with_ending(options.output, ".partial")

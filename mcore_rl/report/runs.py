@@ -116,7 +116,16 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 
 def read_run(path: Path, name: str) -> RunRecord:
-    """Return the run in a folder."""
+    """Return the run in a folder; DataError where it is none, is damaged or may not be read."""
+    try:
+        return _read_run(path, name)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or path} cannot be read: {error.strerror}. A report needs all files of its runs"
+        ) from None
+
+
+def _read_run(path: Path, name: str) -> RunRecord:
     config_path = path / "config.toml"
     if not config_path.exists():
         if cause := _cause_of_the_last_end(path / JOB_ATTEMPTS):
@@ -124,7 +133,12 @@ def read_run(path: Path, name: str) -> RunRecord:
         raise DataError(
             f"{config_path} is not there: give the run_dir of a training (mcore-rl pretrain, sft, rl)"
         )
-    config = translated(tomllib.loads(config_path.read_text(encoding="utf-8")))
+    try:
+        config = translated(tomllib.loads(config_path.read_text(encoding="utf-8")))
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+        raise DataError(
+            f"{config_path} is damaged: {error}. Copy it again; a start of the run writes it anew"
+        ) from None
     records = list(read_records(path / FILE_NAME))
     done = path / "DONE"
     return RunRecord(

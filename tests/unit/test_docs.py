@@ -13,6 +13,7 @@ from mcore_rl.run.cli import parser_of, split_name
 from tests.documented import PAGES, ROOT, commands
 
 NEEDS_MORE = ("torchrun", "srun", "sbatch")
+FOLDERS = ("mcore_rl", "launch", "tools", "examples", "bench", "tests")
 PROGRAM_OF = {
     "pretrain": "pretrain",
     "sft": "sft",
@@ -38,6 +39,14 @@ def checked(program, config, overrides, ranks):
     path = ROOT / config if config.endswith(".toml") else config_file(Path(config))
     assert path.exists(), f"{config} is not in the repository"
     PROGRAMS[program or kind_of(path, overrides)].checked_config(path, overrides, ranks)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page):
+    """A path with a folder, such as `rl/trainer.py`, is the end of a file's path here."""
+    files = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    named = re.findall(r"`([\w/-]+/[\w-]+\.py)`", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
 
 
 @pytest.mark.parametrize("command", ALL)

@@ -288,6 +288,17 @@ def test_missing_input_and_zero_workers_are_refused(options, tmp_path):
         run(replace(options, inputs=(tmp_path / "absent.jsonl",)))
     with pytest.raises(DataError, match="wanted at least 1"):
         run(replace(options, workers=0))
+    with pytest.raises(DataError, match="at most -1 bad lines: wanted 0 or more"):
+        run(replace(options, max_bad=-1))
+
+
+@pytest.mark.parametrize("folder", [".", "", "..", "data/.."])
+def test_an_output_without_a_name_is_refused(options, folder, tmp_path, monkeypatch):
+    """Its files would be `..bin` and `..idx`, which no listing shows."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="is a folder and no prefix of files"):
+        run(replace(options, output=Path(folder)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_tool_tells_an_error_without_a_traceback(options, tmp_path, monkeypatch, capsys):

@@ -266,6 +266,14 @@ def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path):
         DataError, match=r"before the program began: every node is unfit in the same way: no scratch$"
     ):
         read_runs([tmp_path])
+    (tmp_path / "config.toml").write_text("[model]\nfamily =")
+    with pytest.raises(DataError, match=r"config\.toml is damaged: Invalid value \(at end of document\)"):
+        read_runs([tmp_path])
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "DONE").mkdir()
+    with pytest.raises(DataError, match="DONE cannot be read: Is a directory"):
+        read_runs([tmp_path])
     with pytest.raises(DataError, match="given twice"):
         short_names([tmp_path, tmp_path / "." / "x" / ".."])
 
