@@ -54,7 +54,8 @@ def test_compiled_layers_need_one_thread_a_compiler_and_no_tiles(monkeypatch: py
     assert choose(named, 1)[1].endswith("(they compute with one thread, and this rank has 2)")
 
 
-def test_measuring_names_its_times_and_leaves_the_process_as_it_was() -> None:
+def test_measuring_names_its_times_and_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice.measurements.cache_clear()
     use(CpuKernels("onednn", "blocks"))
     state = torch.get_rng_state()
     kernels, sentence = choose(PlatformConfig(), 1)
@@ -65,6 +66,8 @@ def test_measuring_names_its_times_and_leaves_the_process_as_it_was() -> None:
     assert all(f", {name} " in measured for name in names) and measured.endswith(" ms")
     half, _ = choose(PlatformConfig(attention="sdpa"), 1)
     assert half.attention == "sdpa"
+    monkeypatch.setattr("time.thread_time", lambda: pytest.fail("a process measures once"))
+    assert choose(PlatformConfig(), 1) == (kernels, sentence)
 
 
 def test_beside_rounded_products_attention_is_measured_without_the_one_of_products() -> None:
