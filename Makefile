@@ -29,6 +29,9 @@ VENV_TE := .venv-te
 MATRIX := all
 DEVICE := cuda
 
+# Images for containers set it, and then every process of the tests compiles the package, and pytest all assertions, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-adapters test-triton test-report lint gpu bench venv venv-vllm test-servers test-te
 .DEFAULT_GOAL := test
 
