@@ -41,9 +41,9 @@ ep = 2
 lr = 3e-3
 schedule = "constant"
 [train]
-steps = 24
+steps = 16
 global_batch = 16
-eval_interval = 24
+eval_interval = 16
 [checkpoint]
 interval = 4
 [rl.prompts]
@@ -59,6 +59,8 @@ length_max_tokens = 2
 [rl.loss]
 kl_coeff = 1e-3
 reference_refresh_rollouts = 3
+[rl.update]
+max_tokens_per_microbatch = 96
 [rl.eval]
 num_prompts = 4
 [rl.samples]
@@ -68,7 +70,9 @@ interval = 5
 
 @pytest.fixture
 def rl_file(tmp_path: Path) -> Path:
-    """Two ranks (TP2 x EP2) that learn to end early; two updates a rollout, a reference that is refreshed."""
+    """Two ranks (TP2 x EP2) that learn to end early; two updates a rollout, each of two microbatches or more, and a
+    reference that is refreshed.
+    """
     folder = tmp_path / "characters"
     folder.mkdir()
     characters = ["<end>", *string.digits, *string.ascii_lowercase, "="]
@@ -101,7 +105,7 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     assert straight.returncode == 0, straight.stderr
     wanted = computed(tmp_path / "rl")
     rewards = [numbers["reward/mean"] for numbers in wanted.values() if "reward/mean" in numbers]
-    assert len(rewards) == 12
+    assert len(rewards) == 8
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
     assert wanted[2]["policy/kl_reference_nats"] > 0.0
     samples = (tmp_path / "rl/samples/step_0000010.jsonl").read_text().splitlines()
@@ -128,7 +132,7 @@ def test_it_learns_and_killed_and_stopped_it_is_bit_equal_in_the_end(rl_file: Pa
     evaluated = run_main("mcore_rl.run.evaluate", [rl_file, "mesh.tp=1", "mesh.ep=1"])
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout.splitlines()[-1])
-    assert result["eval/reward"] == pytest.approx(wanted[24]["eval/reward"], abs=1e-6)
+    assert result["eval/reward"] == pytest.approx(wanted[16]["eval/reward"], abs=1e-6)
 
 
 PPO = (
