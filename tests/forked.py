@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from mcore_rl.backend.launcher import free_port
@@ -52,6 +53,16 @@ def run_main(module: str, words: Sequence[object], num_ranks: int = 1) -> "subpr
         return subprocess.CompletedProcess([module, *arguments], status, output, errors)
 
 
+def begin_main(module: str, words: Sequence[object], output: Path, **environment: str) -> ForkServerProcess:
+    """Return the started process of `python -m module words...`; `output` gets what it writes."""
+    arguments = [str(word) for word in words]
+    process = forkserver().Process(
+        target=_main, args=(module, arguments, os.getcwd(), output, output), kwargs=environment
+    )
+    process.start()
+    return process
+
+
 def run_command(*words: object) -> "subprocess.CompletedProcess[str]":
     """Return status and output of `mcore-rl words...`; its launcher, and so its ranks, are copies of a warm process."""
     return run_main(CLI, words)
@@ -64,11 +75,7 @@ class RunningCommand:
         """Start it, or another module than `mcore-rl`; `output` gets what it writes."""
         self._output = output
         output.touch()
-        arguments = [str(word) for word in words]
-        self._process = forkserver().Process(
-            target=_main, args=(module, arguments, os.getcwd(), output, output)
-        )
-        self._process.start()
+        self._process = begin_main(module, words, output)
         assert self._process.pid is not None
         self.pid = self._process.pid
 

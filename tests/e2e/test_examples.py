@@ -28,6 +28,7 @@ from mcore_rl.rl.rewards.interface import RewardInput
 from mcore_rl.rl.types import Problem
 from tests.e2e.conftest import Finished
 from tests.e2e.test_rl import rl_file  # noqa: F401  # a fixture
+from tests.forked import run_main
 from tests.tiny_models import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -161,13 +162,6 @@ def test_under_a_launcher_every_rank_calls_train(config_file: Path, tmp_path: Pa
         "import sys\nfrom mcore_rl.api import train\n"
         "train('pretrain', sys.argv[1], {'train.steps': 2, 'train.eval_batches': None})\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, str(script), str(config_file)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_main("torch.distributed.run", ["--standalone", "--nproc-per-node=2", script, config_file])
     assert done.returncode == 0, done.stderr
     assert is_done(tmp_path / "run") and read_metrics(tmp_path / "run")["train/loss_nats"].keys() == {1, 2}

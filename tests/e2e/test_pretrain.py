@@ -9,29 +9,30 @@ from mcore_rl.obs.attempts_file import read_attempts
 from tests.e2e.conftest import Finished, losses
 from tests.forked import run_main
 
+SHORT = ("train.steps=30", "optim.lr=1e-2")
+
 
 def test_a_run_learns_saves_and_is_done_once(
     config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     # As a user's shell starts it, with nothing in memory.
-    words = [sys.executable, "-m", "mcore_rl.run.cli", "pretrain", str(config_file), "train.steps=60"]
+    words = [sys.executable, "-m", "mcore_rl.run.cli", "pretrain", str(config_file), *SHORT]
     first = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert first.returncode == 0, first.stderr
     logged = losses(run_dir)
-    assert list(logged) == list(range(1, 61))
+    assert list(logged) == list(range(1, 31))
     assert abs(logged[1] - 4.79) < 0.1, "at first every token is as likely as any: log 120 = 4.787"
-    assert logged[60] < 3.5, "the corpus can be learned down to log 4 = 1.386"
+    assert logged[30] < 3.5, "the corpus can be learned down to log 4 = 1.386"
     assert (run_dir / "DONE").exists() and (run_dir / "config.toml").exists()
-    assert {path.name for path in (run_dir / "checkpoints").iterdir()} >= {"iter_0000056", "iter_0000060"}
-    again = mcore_rl("pretrain", config_file, "train.steps=60")
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} >= {"iter_0000028", "iter_0000030"}
+    again = mcore_rl("pretrain", config_file, *SHORT)
     assert again.returncode == 0 and "nothing to do" in again.stdout
 
 
 def test_torchrun_and_mcore_rl_run_the_same(config_file: Path, trained: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*torchrun, "-m", "mcore_rl.run.pretrain", str(config_file), f"run_dir={tmp_path}/torchrun"]
-    theirs = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    program = ["-m", "mcore_rl.run.pretrain", config_file, f"run_dir={tmp_path}/torchrun"]
+    theirs = run_main("torch.distributed.run", ["--standalone", "--nproc-per-node", "2", *program])
     assert theirs.returncode == 0, theirs.stderr
     assert losses(tmp_path / "torchrun") == losses(trained)
 

@@ -1,10 +1,7 @@
 """Ranks that fail while others wait in a collective: under nobody who would end them, under ours, under torchrun."""
 
-import os
 import platform
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +11,8 @@ import pytest
 from mcore_rl.backend.failures import FAILURES
 from mcore_rl.backend.launcher import free_port, launch_local
 from mcore_rl.backend.signed_store import SECRET_FILE, write_secret
+from tests.forked import begin_main, run_main
+from tests.ranks import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 ENDED_WITHIN_S = 60.0
@@ -68,26 +67,32 @@ def write(tmp_path, body):
     return program, tmp_path / "failed"
 
 
-def run_bare(tmp_path, body, rank_variable="RANK", world_variable="WORLD_SIZE"):
-    """Two ranks as plain processes: who is to end them, if not they themselves?"""
+def run_bare(tmp_path, body, rank_variable="RANK", world_variable="WORLD_SIZE", **environment):
+    """Two ranks as plain processes: who is to end them, if not they themselves? Under the launchers they are new ones
+    of Python, here copies of a warm one.
+    """
     program, failed = write(tmp_path, body)
     shared = {world_variable: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    errors = [tmp_path / f"stderr_{rank}" for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(failed)],
-            env=os.environ | shared | {rank_variable: str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
+        begin_main(
+            "tests.script",
+            [program, failed],
+            errors[rank],
+            **{rank_variable: str(rank)},
+            **shared,
+            **environment,
         )
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+        for rank in ranks:
+            rank.join(TIMEOUT_S)
     finally:
         for rank in ranks:
             rank.kill()
-    return Outcome([rank.returncode for rank in ranks], errors, since(failed))
+            rank.join()
+    return Outcome([rank.exitcode for rank in ranks], [path.read_text() for path in errors], since(failed))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -168,9 +173,8 @@ def test_a_killed_rank_does_not_leave_the_other_waiting(tmp_path, killed):
         assert f"rank 1 on {platform.node()} is gone without a word: killed, or" in outcome.errors[0]
 
 
-def test_a_rank_that_does_not_notice_the_death_of_another_hears_of_it(tmp_path, monkeypatch):
+def test_a_rank_that_does_not_notice_the_death_of_another_hears_of_it(tmp_path):
     """As with NCCL, where nothing breaks when a peer dies; the process above the dead rank has recorded it."""
-    monkeypatch.setenv(FAILURES, str(tmp_path / "failures"))
     outcome = run_bare(
         tmp_path,
         """
@@ -182,6 +186,7 @@ def test_a_rank_that_does_not_notice_the_death_of_another_hears_of_it(tmp_path, 
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 """,
+        **{FAILURES: str(tmp_path / "failures")},
     )
     assert outcome.ended_after_s < ENDED_WITHIN_S and outcome.statuses == [1, -signal.SIGKILL]
     headline = f"rank 1 on {platform.node()} was killed by SIGKILL"
@@ -200,10 +205,9 @@ def test_ranks_that_are_done_at_different_times_all_end_well(tmp_path):
     assert outcome.statuses == [0, 0] and "Rank" not in "".join(outcome.errors)
 
 
-def test_nobody_without_the_secret_can_end_a_run(tmp_path, monkeypatch):
+def test_nobody_without_the_secret_can_end_a_run(tmp_path):
     """A stranger writes to the port what a rank that fails, and one that leaves, would write without signatures."""
     write_secret(tmp_path / "secret")
-    monkeypatch.setenv(SECRET_FILE, str(tmp_path / "secret"))
     outcome = run_bare(
         tmp_path,
         """
@@ -227,6 +231,7 @@ def test_nobody_without_the_secret_can_end_a_run(tmp_path, monkeypatch):
     if rank == 1:
         time.sleep(1)
 """,
+        **{SECRET_FILE: str(tmp_path / "secret")},
     )
     assert outcome.statuses == [0, 0], outcome.errors
     for errors in outcome.errors:
@@ -238,20 +243,16 @@ def test_under_our_launcher_the_traceback_comes_first(tmp_path, monkeypatch, cap
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     assert launch_local(program.stem, [str(failed)], 2, tmp_path / "logs") == 1
     assert since(failed) < ENDED_WITHIN_S
-    errors = capfd.readouterr().err
+    # Rank 0's own sentence stands before it where the machine is so busy that rank 0 looked sooner than the launcher.
+    ends = "Rank 0 ends because rank 1 failed: ValueError: boom of 1\n"
+    errors = capfd.readouterr().err.removeprefix(ends)
     assert errors.startswith("ValueError: boom of 1\nTraceback") and errors.count("boom of 1") <= 4
     assert f"First cause: rank 1 on {platform.node()}: ValueError: boom of 1 (exit status 1)" in errors
 
 
 def test_under_torchrun_the_traceback_comes_first(tmp_path):
     program, failed = write(tmp_path, RAISE.format(failing=1))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program), str(failed)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_main("torch.distributed.run", ["--nproc-per-node=2", program, failed])
     assert since(failed) < ENDED_WITHIN_S
     assert done.returncode == 1
     before, _, after = done.stderr.partition("ValueError: boom of 1")
