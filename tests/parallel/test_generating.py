@@ -1,5 +1,8 @@
 """The native engine on meshes: the completions of one rank."""
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.families import family_of
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.types import Completion
 from tests.generating import completions_on, ragged_prompts
 from tests.hf_models import VOCAB, oracle
 from tests.ranks import run_ranks
@@ -30,16 +34,27 @@ SMALL = {"slots": 5, "step_tokens": 16}
 """So that rows finish and are replaced, and prompts are read in parts."""
 
 
+def work_of(case: str) -> tuple[Any, ...]:
+    """The model, its weights, prompts and settings, which are alike on every mesh."""
+    heads = {} if family_of(oracle(case).ours).is_latent else {"num_key_value_heads": 2}
+    theirs = oracle(case, num_hidden_layers=4, **heads)
+    return theirs.ours, theirs.tensors, ragged_prompts(8, VOCAB), SAMPLINGS, SMALL
+
+
+@functools.cache
+def alone_with(case: str) -> list[list[Completion]]:
+    """The completions of one rank, by sampling."""
+    alone: list[list[Completion]] = run_ranks(completions_on, 1, MeshConfig(), *work_of(case))[0]
+    assert {completion.finish for completion in alone[1]} == {"stop", "length"}
+    return alone
+
+
 @pytest.mark.parametrize(
     ("case", "mesh"), [(case, mesh) for case, meshes in MESHES_OF.items() for mesh in meshes]
 )
 def test_completions_are_those_of_one_rank(case: str, mesh: str) -> None:
-    heads = {} if family_of(oracle(case).ours).is_latent else {"num_key_value_heads": 2}
-    theirs = oracle(case, num_hidden_layers=4, **heads)
+    work, alone = work_of(case), alone_with(case)
     prompts = ragged_prompts(8, VOCAB)
-    work = (theirs.ours, theirs.tensors, prompts, SAMPLINGS, SMALL)
-    alone = run_ranks(completions_on, 1, MeshConfig(), *work)[0]
-    assert {completion.finish for completion in alone[1]} == {"stop", "length"}
     ranks = run_ranks(completions_on, MESHES[mesh].smallest_world, MESHES[mesh], *work)
     for runs in ranks:
         for run, reference in zip(runs, alone, strict=True):
