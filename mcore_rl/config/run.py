@@ -48,7 +48,7 @@ class PlatformConfig(Section):
     """Kernels in Triton that take the place of torch's on GPUs; none by default: not yet run on a GPU. `logprobs`: the
     output layer with its logprobs, entropies or cross entropy, whose logits are then never stored, in a loss and in a
     pass for logprobs; `routing`: the gates of chosen or imposed experts;
-    `experts`: those with SwiGLU, without TransformerEngine, forward; backward is torch's."""
+    `experts`: those with SwiGLU, without TransformerEngine, whose weight gradients are added up in float32."""
     deterministic: bool = False
     """Refuse or replace algorithms whose result depends on timing."""
     batch_invariant: bool = False

@@ -82,10 +82,5 @@ def load_kernels(names: Sequence[Name], device: torch.device) -> Kernels:
             f"{asked} needs the package triton, which CUDA builds of torch bring along, and it is not installed. "
             "Install it, or set platform.triton_kernels=[]."
         )
-    if "experts" in names and not hasattr(torch.nn.functional, "grouped_mm"):
-        raise ConfigError(
-            f"{asked} needs torch's grouped_mm for the backward pass of experts, which torch {torch.__version__} does "
-            'not have. Install torch 2.10 or later, or take "experts" out.'
-        )
     found: dict[str, Any] = {name: import_module(f"mcore_rl.backend.gpu.{name}").KERNELS for name in names}
     return Kernels(**found)

@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mcore_rl.backend.gpu import experts, logprobs, routing
+from mcore_rl.backend.gpu.kernels import Tile
 
 ARCHITECTURES = (90, 100)
 MOST_REGISTERS = 255
@@ -27,9 +28,18 @@ POINTERS |= dict.fromkeys(("scores", "values", "logits", "gates", "grad_gates", 
 POINTERS |= {"experts": "i64", "routed": "u8"}
 POINTERS |= {"ends": "i32"}
 OF_LOGPROBS = ("hidden", "weight", "grads")
-OF_EXPERTS = ("rows", "weight", "gates", "hidden", "active", "output")
+OF_EXPERTS = ("rows", "weight", "gates", "hidden", "active", "output", "grads", "grad_hidden")
 FACTORS = ("inverse_temperature", "scaling")
-MULTIPLES_OF_16 = ("width", "hidden_stride", "weight_stride", "num_experts", "inner", "columns")
+MULTIPLES_OF_16 = (
+    "width",
+    "hidden_stride",
+    "weight_stride",
+    "num_experts",
+    "inner",
+    "columns",
+    "num_out",
+    "num_in",
+)
 """Numbers of which Triton is told at run time that they are multiples of 16, as hidden sizes are."""
 
 
@@ -45,6 +55,7 @@ class Case:
     num_stages: int = 1
     pointers: tuple[str, ...] = ()
     """Arguments that are tensors of the operands' format; others are in POINTERS."""
+    has_product: bool = True
 
     def source(self) -> ASTSource:
         signature, attributes = {}, {}
@@ -79,15 +90,8 @@ def cases() -> Iterator[Case]:
                 *tile[3:],
                 OF_LOGPROBS,
             )
-    for num_bytes, tile in experts.TILES.items():
-        blocks = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EXPERTS": 128}
-        name = ELEMENTS[num_bytes]
-        yield Case(f"product-{name}", experts._product_kernel, name, blocks, *tile[3:], OF_EXPERTS)
-        for keeps in (True, False):
-            constants = {"keeps_hidden": keeps} | blocks
-            yield Case(
-                f"swiglu-{name}-{keeps}", experts._swiglu_kernel, name, constants, *tile[3:], OF_EXPERTS
-            )
+    for num_bytes, name in ELEMENTS.items():
+        yield from cases_of_experts(name, experts.TILES[num_bytes], experts.PRODUCT_TILES[num_bytes])
     for num_experts in (128, 384):
         rows, padded = routing._block(num_experts)
         blocks = {"top_k": 8, "ROWS": rows, "EXPERTS": padded}
@@ -96,6 +100,29 @@ def cases() -> Iterator[Case]:
             for kernel in (routing._gates_kernel, routing._gates_backward_kernel):
                 name = f"{kernel.__name__}-{num_experts}-{score}"
                 yield Case(name, kernel, "fp32", blocks | {"score": score}, routing.NUM_WARPS)
+
+
+def cases_of_experts(name: str, tile: Tile, of_products: Tile) -> Iterator[Case]:
+    """Yield the kernels of 128 experts with operands of this format."""
+    blocks = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EXPERTS": 128}
+    launch = tile.num_warps, tile.num_stages, OF_EXPERTS
+    for keeps in (True, False):
+        constants = {"keeps_hidden": keeps} | blocks
+        yield Case(f"swiglu-{name}-{keeps}", experts._swiglu_kernel, name, constants, *launch)
+    block = {"ROWS": experts.GRADIENT_ROWS, "COLUMNS": experts.GRADIENT_COLUMNS}
+    kernel = experts._activation_gradient_kernel
+    yield Case(f"activation-{name}", kernel, name, block, 4, 3, OF_EXPERTS, has_product=False)
+    blocks |= {"ROWS": of_products.rows, "COLUMNS": of_products.columns, "DEPTH": of_products.depth}
+    launch = of_products.num_warps, of_products.num_stages, OF_EXPERTS
+    for is_transposed in (True, False):
+        constants = {"is_transposed": is_transposed} | blocks
+        yield Case(f"product-{name}-{is_transposed}", experts._product_kernel, name, constants, *launch)
+    del blocks["EXPERTS"]
+    for adds in (True, False):
+        # What is added to is float32, what is written has the weight's format.
+        launch = of_products.num_warps, of_products.num_stages, OF_EXPERTS + (() if adds else ("found",))
+        constants = {"adds": adds} | blocks
+        yield Case(f"weight-{name}-{adds}", experts._weight_gradient_kernel, name, constants, *launch)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -112,4 +139,5 @@ def test_a_kernel_fits_a_gpu_without_spills(case: Case, architecture: int, tmp_p
     assert (found["STACK"], found["LOCAL"]) == ("0", "0"), usage
     assert 16 <= int(found["REG"]) <= MOST_REGISTERS
     assert compiled.metadata.shared <= MOST_SHARED_BYTES
-    assert (TENSOR_CORES[architecture] in compiled.asm["ptx"]) == (case.operands == "bf16")
+    uses_tensor_cores = case.operands == "bf16" and case.has_product
+    assert (TENSOR_CORES[architecture] in compiled.asm["ptx"]) == uses_tensor_cores

@@ -21,7 +21,8 @@ def one_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     # The interpreter's time is one for each block, however large.
     monkeypatch.setitem(logprobs.TILES, 4, logprobs.TILES[4]._replace(rows=256, columns=256, depth=64))
-    monkeypatch.setitem(experts.TILES, 4, experts.TILES[4]._replace(rows=64, columns=64, depth=64))
+    for tiles in (experts.TILES, experts.PRODUCT_TILES):
+        monkeypatch.setitem(tiles, 4, tiles[4]._replace(rows=64, columns=64, depth=64))
     yield
     platform.stop()
 
@@ -45,7 +46,7 @@ def test_training_by_kernels_is_training_by_torch(model, mtp, names, monkeypatch
     Sums are in another order: 1e-5.
     """
     used = set()
-    for module, helper in ((logprobs, "_dense"), (routing, "_chooser"), (experts, "swiglu_backward")):
+    for module, helper in ((logprobs, "_dense"), (routing, "_chooser"), (experts, "_weight_gradient")):
         original = getattr(module, helper)
         monkeypatch.setattr(module, helper, lambda *args, f=original: used.add(f) or f(*args))
     by_kernels = one_step(model, mtp, names)
