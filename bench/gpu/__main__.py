@@ -4,16 +4,20 @@
     python -m bench.gpu --device cpu           the same code with small shapes: a rehearsal, no measurement
     python -m bench.gpu --steps training kernels
 
-Each step is a process of its own with a share of the time: the next one runs when it fails or takes too long. Status 1
-when a step failed. Nothing is downloaded.
+Each step is a process of its own with a share of the time: the next one runs when it fails or takes too long, and what
+it had found by then is kept. Where torch cannot use a GPU the reason is printed at once. Status 1 when a step failed.
+Nothing is downloaded.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,8 +38,10 @@ STEPS = {
 }
 """Steps in order of worth, with the most seconds that each may take."""
 BUDGET_S = 600.0
+PROBE = "import torch; assert torch.ones(8, device='cuda').sum().item() == 8"
+PROBE_S = 120.0
 RESULT = "RESULT "
-"""Beginning of the line in which a step's process prints its result."""
+"""Beginning of the lines in which a step's process prints what it has found; each one replaces those before it."""
 
 
 def main() -> int:
@@ -58,6 +64,12 @@ def main() -> int:
     }
     output = args.output or RESULTS / f"{now:%Y-%m-%dT%H%M%S}-{args.device}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
+    trouble = trouble_of_gpu() if args.device == "cuda" else ""
+    if trouble:
+        document["trouble"] = trouble
+        output.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"torch cannot use a GPU here: {trouble}\nwritten to {output}")
+        return 1
     for name in args.steps:
         left = args.budget - (time.monotonic() - begin)
         # The limits are a GPU's: a rehearsal measures nothing, and may run on a busy machine.
@@ -75,6 +87,24 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def trouble_of_gpu() -> str:
+    """Return why torch cannot use a GPU, "" where it can: a build for CPUs, a driver that is missing or too old, or
+    none of its kernels for this GPU.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"a sum of eight numbers did not end within {PROBE_S:.0f} s"
+    return "" if done.returncode == 0 else last_line(done.stderr) or f"status {done.returncode}"
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty, "" without one."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
 def run_step(name: str, device: str, seconds: float) -> dict[str, Any]:
     """Return status (ok, failed), seconds, summary and figures of a step, run in a process of its own."""
     if seconds < 1.0:
@@ -83,19 +113,30 @@ def run_step(name: str, device: str, seconds: float) -> dict[str, Any]:
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     command = [sys.executable, "-m", "bench.gpu.steps", name, "--device", device]
     begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, env=os.environ | hidden, capture_output=True, text=True, timeout=seconds, check=False
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        # A session of its own, so that the processes which it starts end with it: they would keep the GPU.
+        process = subprocess.Popen(
+            command, env=os.environ | hidden, stdout=output, stderr=errors, start_new_session=True
         )
-        output, error, status = done.stdout, done.stderr, done.returncode
-    except subprocess.TimeoutExpired:
-        output, error, status = "", f"it did not end within {seconds:.0f} s", -1
+        try:
+            status, reason = process.wait(seconds), ""
+        except subprocess.TimeoutExpired:
+            status, reason = -1, f"it did not end within {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        lines = [line for line in output if line.startswith(RESULT) and line.endswith("\n")]
+        error = errors.read()
     took = round(time.monotonic() - begin, 1)
-    lines = [line for line in output.splitlines() if line.startswith(RESULT)]
+    found = {"summary": "", "figures": {}} | (json.loads(lines[-1].removeprefix(RESULT)) if lines else {})
     if status == 0 and lines:
-        return {"status": "ok", "seconds": took, **json.loads(lines[-1].removeprefix(RESULT))}
-    last = next((line for line in reversed(error.splitlines()) if line.strip()), f"status {status}")
-    return {"status": "failed", "seconds": took, "summary": last, "figures": {}, "error": error[-4000:]}
+        return {"status": "ok", "seconds": took, **found}
+    # The figures until then are kept.
+    failed = {"summary": reason or last_line(error) or f"status {status}", "error": error[-4000:]}
+    return {"status": "failed", "seconds": took, **found, **failed}
 
 
 if __name__ == "__main__":

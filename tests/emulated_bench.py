@@ -1,0 +1,26 @@
+"""Steps of `make gpu` with small shapes on an emulated GPU."""
+
+from typing import Any
+
+from bench.gpu import steps
+from mcore_rl.backend import platform
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.run import PlatformConfig
+from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
+
+
+def run(*names: str) -> dict[str, Any]:
+    """Return each step's summary, figures and failed comparisons."""
+    found = {}
+    for name in names:
+        mesh: Any = None
+        if name in steps.NEEDS_MESH:
+            destroy_mesh()
+            platform.start(PlatformConfig(layers="torch"))
+            mesh = build_mesh(MeshConfig())
+            seed_ranks(1)
+        on = steps.Machine(is_gpu=True, mesh=mesh)
+        outcome = steps.ALL[name](on)
+        found[name] = {"summary": outcome.summary, "figures": outcome.figures, "wrong": on.wrong}
+    platform.stop()
+    return found
