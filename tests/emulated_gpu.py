@@ -328,6 +328,8 @@ def install() -> EmulatedGpu:
     _install_tensors(gpu)
     packed: Any = torch_varlen
     packed.varlen_attn = _packed_attention(gpu)
+    operators: Any = torch.ops.aten
+    operators._flash_attention_backward = _packed_backward()
     distributed: Any = dist
     distributed.is_nccl_available = functools.partial(_answer, True)
     cuda.nccl.version = functools.partial(_answer, (2, 28, 9))
@@ -448,7 +450,7 @@ def _install_tensors(gpu: EmulatedGpu) -> None:
     tensor.tolist = listed
 
 
-def _packed_attention(gpu: EmulatedGpu) -> Callable[..., Tensor]:
+def _packed_attention(gpu: EmulatedGpu) -> Callable[..., Any]:
     """Stand in for `varlen_attn`, of which torch has kernels for GPUs only: the arguments it takes, in float32."""
 
     def attend(
@@ -460,32 +462,104 @@ def _packed_attention(gpu: EmulatedGpu) -> Callable[..., Tensor]:
         max_q: int,
         max_k: int,
         *,
+        return_aux: Any = None,
         scale: float,
         window_size: tuple[int, int],
         enable_gqa: bool,
-    ) -> Tensor:
-        width, shared = query.shape[2], query.shape[1] // key.shape[1]
-        assert query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and value.shape == key.shape
-        assert enable_gqa == (shared > 1) and cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32
-        assert window_size[1] == 0 and is_on_gpu(cu_seq_q)
+    ) -> Any:
+        assert query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] % 8 == 0
+        assert enable_gqa == (query.shape[1] > key.shape[1]) and window_size[1] == 0
         gpu.packed_calls += 1
-        with _disable_current_modes():
-            bounds = [int(bound) for bound in cu_seq_q]
-        assert bounds[0] == 0 and bounds[-1] == len(query)
-        lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
-        assert max_q == max_k == max(lengths)
-        outputs = []
-        for q_SND, k_SGD, v_SGD in zip(*(x.float().split(lengths) for x in (query, key, value)), strict=True):
-            k_SND, v_SND = (x.repeat_interleave(shared, 1) for x in (k_SGD, v_SGD))
-            positions = torch.arange(len(q_SND), device=GPU)
-            behind = positions[:, None] - positions
-            hidden = (behind < 0) | ((behind > window_size[0]) if window_size[0] >= 0 else behind < 0)
-            scores_NST = torch.einsum("snd,tnd->nst", q_SND, k_SND) * scale
-            weights_NST = scores_NST.masked_fill(hidden, -math.inf).softmax(-1)
-            outputs.append(torch.einsum("nst,tnd->snd", weights_NST, v_SND))
-        return torch.cat(outputs).to(query.dtype)
+        outputs, sums = [], []
+        operands = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
+        for q_SND, k_TND, v_TND, hidden_ST in _packed_sequences(*operands, window_size[0]):
+            scores_NST = torch.einsum("snd,tnd->nst", q_SND, k_TND) * scale
+            scores_NST = scores_NST.masked_fill(hidden_ST, -math.inf)
+            outputs.append(torch.einsum("nst,tnd->snd", scores_NST.softmax(-1), v_TND))
+            sums.append(scores_NST.logsumexp(-1))
+        output = torch.cat(outputs).to(query.dtype)
+        return output if return_aux is None else (output, torch.cat(sums, 1))
 
     return attend
+
+
+def _packed_sequences(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    window: int,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yield each sequence's queries, keys and values in float32, keys and values for every head of the queries, and
+    what is hidden from which. The last query is at the last key.
+    """
+    shared, lengths = query.shape[1] // key.shape[1], []
+    assert value.shape == key.shape and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    for heads, cumulative, longest in ((query, cu_seq_q, max_q), (key, cu_seq_k, max_k)):
+        assert is_on_gpu(cumulative)
+        with _disable_current_modes():
+            bounds = [int(bound) for bound in cumulative]
+        lengths.append([end - begin for begin, end in itertools.pairwise(bounds)])
+        assert bounds[0] == 0 and bounds[-1] == len(heads) and longest == max(lengths[-1])
+    parts = [query.float().split(lengths[0]), *(x.float().split(lengths[1]) for x in (key, value))]
+    for q_SND, k_TGD, v_TGD in zip(*parts, strict=True):
+        k_TND, v_TND = (x.repeat_interleave(shared, 1) for x in (k_TGD, v_TGD))
+        positions = torch.arange(len(k_TND), device=GPU)
+        behind_ST = positions[len(k_TND) - len(q_SND) :, None] - positions
+        hidden_ST = (behind_ST < 0) | ((behind_ST > window) if window >= 0 else behind_ST < 0)
+        yield q_SND, k_TND, v_TND, hidden_ST
+
+
+def _packed_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Stand in for the backward pass of torch's kernel, which reads probabilities from a log-sum-exp, and the sum over
+    the gradient of the probabilities from the output: FlashAttention-2, arXiv:2307.08691, algorithm 2.
+    """
+
+    def gradients(
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse_NT: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        dropout: float,
+        is_causal: bool,
+        rng_state: Tensor,
+        unused: Tensor,
+        *,
+        scale: float,
+        window_size_left: int,
+        window_size_right: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert dropout == 0.0 and is_causal == (window_size_left == -1) and window_size_right == 0
+        assert is_on_gpu(rng_state) and is_on_gpu(unused) and grad.dtype == output.dtype == query.dtype
+        groups, begin = key.shape[1], 0
+        found: list[list[Tensor]] = [[], [], []]
+        operands = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k
+        for q_SND, k_TND, v_TND, hidden_ST in _packed_sequences(*operands, window_size_left):
+            rows = slice(begin, begin + len(q_SND))
+            begin += len(q_SND)
+            grad_SND, output_SND = grad[rows].float(), output[rows].float()
+            scores_NST = torch.einsum("snd,tnd->nst", q_SND, k_TND) * scale
+            probs_NST = (scores_NST - lse_NT[:, rows, None]).exp().masked_fill(hidden_ST, 0.0)
+            pull_NST = torch.einsum("snd,tnd->nst", grad_SND, v_TND)
+            of_scores_NST = probs_NST * (pull_NST - (grad_SND * output_SND).sum(-1).t()[..., None]) * scale
+            of_key = torch.einsum("nst,snd->tnd", of_scores_NST, q_SND)
+            of_value = torch.einsum("nst,snd->tnd", probs_NST, grad_SND)
+            found[0].append(torch.einsum("nst,tnd->snd", of_scores_NST, k_TND))
+            for total, heads in zip(found[1:], (of_key, of_value), strict=True):
+                total.append(heads.unflatten(1, (groups, -1)).sum(2))
+        of_query, of_key, of_value = (torch.cat(parts).to(query.dtype) for parts in found)
+        return of_query, of_key, of_value
+
+    return gradients
 
 
 def _answer(value: Any = None, *_: Any, **__: Any) -> Any:

@@ -73,7 +73,13 @@ EXPERT_TOLERANCE = 1e-1
 """Largest difference of an expert's output, of the size of 5: torch rounds to bf16 once more in between."""
 GRADIENT_TOLERANCE = 2e-2
 """Relative difference of a gradient, by its norm: bf16 operands, rounded at other places."""
-PACKED_CASES: dict[str, dict[str, Any]] = {"causal": {}, "window 7": {"window": 7}}
+PACKED_CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window 7": {"window": 7},
+    "sinks": {"has_sinks": True},
+    "sinks, window 7": {"has_sinks": True, "window": 7},
+    "keys before the queries": {"keys_before": 24},
+}
 FAMILY_CASES = [case for case in CASES if "-" not in case]
 
 
@@ -297,38 +303,59 @@ def attention_kernels(on: Machine, call: Callable[[], Any]) -> list[str]:
     return sorted(name for name in found if not name.endswith("backward"))
 
 
-def packed_difference(on: Machine, window: int | None = None) -> float:
+def packed_difference(
+    on: Machine, window: int | None = None, has_sinks: bool = False, keys_before: int = 0
+) -> float:
     """Return how far one call for packed sequences in bf16, and its gradients, are from a call for each in fp32 on the
     CPU; 0 where there is no kernel.
+
+    Args:
+        on: The machine.
+        window: Positions that a query sees to its left.
+        has_sinks: Whether heads have sinks.
+        keys_before: Number of keys of each sequence before its first query, as context-parallel ranks have them.
     """
     lengths, generator = (64, 1, 200, 39), torch.Generator().manual_seed(0)
-    shapes = ((8, 64), (2, 64), (2, 48))
-    exact = [torch.randn(sum(lengths), *shape, generator=generator).bfloat16().float() for shape in shapes]
-    placed = [heads.to(on.device, torch.bfloat16).requires_grad_() for heads in exact]
-    cumulative = torch.tensor((0, *lengths)).cumsum(0).to(on.device, torch.int32)
-    found = attend_packed(*placed, Bounds(cumulative, max(lengths)), 64**-0.5, window)
+    of_keys = [length + keys_before for length in lengths]
+    counts = sum(lengths), sum(of_keys), sum(of_keys)
+    shapes = [(count, *shape) for count, shape in zip(counts, ((8, 64), (2, 64), (2, 48)), strict=True)]
+    # What bf16 holds exactly.
+    exact = [torch.randn(*shape, generator=generator).bfloat16().float() for shape in (*shapes, (8,))]
+    placed = [one.to(on.device, torch.bfloat16).requires_grad_() for one in exact]
+    exact = [one.requires_grad_() for one in exact]
+    bounds, key_bounds = (
+        Bounds(torch.tensor((0, *sizes)).cumsum(0).to(on.device, torch.int32), max(sizes))
+        for sizes in (lengths, of_keys)
+    )
+    query, key, value, sinks = placed
+    found = attend_packed(
+        query,
+        key,
+        value,
+        bounds,
+        64**-0.5,
+        window,
+        key_bounds=key_bounds if keys_before else None,
+        sinks_N=sinks if has_sinks else None,
+    )
     if found is None:
         return 0.0
-    outputs = []
-    for heads in zip(*(one.requires_grad_().split(lengths) for one in exact), strict=True):
-        behind = torch.arange(len(heads[0]))[:, None] - torch.arange(len(heads[0]))
-        visible = (behind >= 0) & (behind <= (len(behind) if window is None else window))
-        query, key, value = (one.transpose(0, 1) for one in heads)
-        outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=visible, scale=64**-0.5, enable_gqa=True
-            ).transpose(0, 1)
-        )
+    outputs, (query, key, value, sinks) = [], exact
+    for heads in zip(query.split(lengths), key.split(of_keys), value.split(of_keys), strict=True):
+        q_NSD, k_NTD, v_NTD = (one.transpose(0, 1) for one in heads)
+        k_NTD, v_NTD = (one.repeat_interleave(len(q_NSD) // len(one), 0) for one in (k_NTD, v_NTD))
+        behind = torch.arange(q_NSD.shape[1])[:, None] + keys_before - torch.arange(k_NTD.shape[1])
+        is_hidden = (behind < 0) | (behind > (k_NTD.shape[1] if window is None else window))
+        scores = (q_NSD @ k_NTD.transpose(1, 2) * 64**-0.5).masked_fill(is_hidden, float("-inf"))
+        if has_sinks:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        outputs.append((scores.softmax(-1)[..., : k_NTD.shape[1]] @ v_NTD).transpose(0, 1))
     wanted = torch.cat(outputs)
-    ones = torch.ones_like(wanted)
-    pairs = [
-        (found, wanted),
-        *zip(
-            torch.autograd.grad(found, placed, ones.to(found)),
-            torch.autograd.grad(wanted, exact, ones),
-            strict=True,
-        ),
-    ]
+    pull = torch.randn(wanted.shape, generator=generator).bfloat16()
+    learned = 4 if has_sinks else 3
+    gradients = torch.autograd.grad(found, placed[:learned], pull.to(found))
+    of_exact = torch.autograd.grad(wanted, exact[:learned], pull.float())
+    pairs = [(found.detach(), wanted.detach()), *zip(gradients, of_exact, strict=True)]
     return max(float((a.float().cpu() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -16,12 +17,12 @@ WIDTH_MULTIPLE, WIDEST = 8, 256
 """Widths of heads that the kernels take."""
 LEAST_CAPABILITY = 8
 """Major compute capability from which on the kernels run: Ampere."""
-TORCH_ARGUMENTS = ("scale", "window_size", "enable_gqa")
+TORCH_ARGUMENTS = ("scale", "window_size", "enable_gqa", "return_aux")
 """Arguments of torch's function that are needed; releases before 2.13 lack some."""
 
 
 class Bounds(NamedTuple):
-    """Where the sequences of a packed row begin and end."""
+    """Where the sequences of a packed row begin and end; for keys, those that belong to each sequence of queries."""
 
     cumulative: Tensor
     """Cumulative lengths, int32 `[sequences + 1]`, on the device."""
@@ -33,9 +34,12 @@ class VarlenKernel(NamedTuple):
     """A kernel, by the name that the log and `mcore-rl doctor` give it."""
 
     name: str
-    attend: Callable[[Tensor, Tensor, Tensor, Bounds, float, int | None], Tensor]
-    """Causal attention `[T, N, D]` of queries `[T, N, D]` and keys and values `[T, G, D]` within each sequence, with
-    the factor of the scores, and the positions that a query sees to its left (None: all)."""
+    attend: Callable[[Tensor, Tensor, Tensor, Bounds, Bounds, float, int | None], Tensor]
+    """Causal attention `[T, N, D]` of queries `[T, N, D]` and keys and values `[U, G, D]` within each sequence, whose
+    last query is at its last key, with the bounds of queries and keys, the factor of the scores, and the positions
+    that a query sees to its left (None: all)."""
+    has_sinks: bool
+    """Whether the log-sum-exp of a query and a backward pass with another one can be had."""
 
 
 @cache
@@ -45,58 +49,98 @@ def kernel_found() -> VarlenKernel | None:
         return None
     function = _import("torch.nn.attention.varlen", "varlen_attn")
     if function is not None and set(TORCH_ARGUMENTS) <= set(inspect.signature(function).parameters):
-        return VarlenKernel("torch's varlen_attn", _by_torch)
+        return VarlenKernel("torch's varlen_attn", _by_torch, has_sinks=True)
     if _import("flash_attn", "flash_attn_varlen_func") is not None:
-        return VarlenKernel("flash_attn_varlen_func", _by_flash_attn)
+        return VarlenKernel("flash_attn_varlen_func", _by_flash_attn, has_sinks=False)
     return None
 
 
+def packed_kernel(query: Tensor, value_width: int, *, has_sinks: bool) -> VarlenKernel | None:
+    """Return the kernel for these queries `[T, N, D]` and values of that width; None where there is none.
+
+    Args:
+        query: Queries.
+        value_width: Width of a head's values.
+        has_sinks: Whether the heads have sinks.
+    """
+    width = query.shape[-1]
+    fits = width % WIDTH_MULTIPLE == 0 and value_width <= width <= WIDEST
+    if not query.is_cuda or query.dtype not in HALF_TYPES or not fits:
+        return None
+    kernel = kernel_found()
+    return None if kernel is None or (has_sinks and not kernel.has_sinks) else kernel
+
+
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Bounds,
+    scale: float,
+    window: int | None,
+    *,
+    key_bounds: Bounds | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor | None:
     """Return causal attention `[T, N, Dv]` within each packed sequence by one call; None where there is no kernel.
 
     Args:
         query: `[T, N, D]`.
-        key: `[T, G, D]`, G a divisor of N.
-        value: `[T, G, Dv]`.
+        key: `[U, G, D]`, G a divisor of N.
+        value: `[U, G, Dv]`.
         bounds: the sequences, which fill the row.
         scale: factor of the scores.
         window: positions that a query sees to its left; None: all.
+        key_bounds: the keys of each sequence, which may begin before its queries and end with them; None: `bounds`.
+        sinks_N: a score for each head, which takes part in the softmax and adds nothing.
     """
     width, value_width = query.shape[-1], value.shape[-1]
-    fits = width % WIDTH_MULTIPLE == 0 and value_width <= width <= WIDEST
-    if not query.is_cuda or query.dtype not in HALF_TYPES or not fits:
-        return None
-    kernel = kernel_found()
+    kernel = packed_kernel(query, value_width, has_sinks=sinks_N is not None)
     if kernel is None:
         return None
     # Zeros, which the output drops again: the kernels have one width.
     wide_value = pad(value, (0, width - value_width)) if value_width < width else value
-    return kernel.attend(query, key, wide_value, bounds, scale, window)[..., :value_width]
+    operands = query, key, wide_value, bounds, key_bounds or bounds, scale, window
+    if sinks_N is None:
+        return kernel.attend(*operands)[..., :value_width]
+    mixed: Tensor = _WithSinks.apply(sinks_N, *operands)  # type: ignore[no-untyped-call]
+    return mixed[..., :value_width]
 
 
 def _by_torch(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int | None
-) -> Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Bounds,
+    key_bounds: Bounds,
+    scale: float,
+    window: int | None,
+    **more: Any,
+) -> Any:
     function: Any = _import("torch.nn.attention.varlen", "varlen_attn")
-    output: Tensor = function(
+    return function(
         query,
         key,
         value,
         bounds.cumulative,
-        bounds.cumulative,
+        key_bounds.cumulative,
         bounds.longest,
-        bounds.longest,
+        key_bounds.longest,
         scale=scale,
         window_size=(-1 if window is None else window, 0),
         enable_gqa=query.shape[1] != key.shape[1],
+        **more,
     )
-    return output
 
 
 def _by_flash_attn(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Bounds,
+    key_bounds: Bounds,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     function: Any = _import("flash_attn", "flash_attn_varlen_func")
     output: Tensor = function(
@@ -104,15 +148,77 @@ def _by_flash_attn(
         key,
         value,
         bounds.cumulative,
-        bounds.cumulative,
+        key_bounds.cumulative,
         bounds.longest,
-        bounds.longest,
+        key_bounds.longest,
         softmax_scale=scale,
         causal=True,
         window_size=(-1 if window is None else window, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return output
+
+
+class _WithSinks(torch.autograd.Function):
+    """Attention with sinks, by torch's kernel without them.
+
+    Of the softmax without a sink a sink s leaves exp(l - l') = sigmoid(l - s), where l is the log-sum-exp of a query's
+    scores and l' that of its scores and s. The kernel's backward pass computes the probabilities from a log-sum-exp and
+    the gradient of the scores, P (dP - sum(dO O)), from the output: given l' and the output with sinks it computes
+    theirs. The sink's is -exp(s - l') sum(dO O).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sinks_N: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Bounds,
+        key_bounds: Bounds,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        request = importlib.import_module("torch.nn.attention.varlen").AuxRequest(lse=True)
+        plain_TND, lse_NT = _by_torch(
+            query, key, value, bounds, key_bounds, scale, window, return_aux=request
+        )
+        assert lse_NT.shape == plain_TND.shape[1::-1], f"log-sum-exp {tuple(lse_NT.shape)}"
+        with_sinks_NT = torch.logaddexp(lse_NT, sinks_N.float()[:, None])
+        mixed_TND: Tensor = (plain_TND * (lse_NT - with_sinks_NT).exp().t()[..., None]).to(plain_TND.dtype)
+        ctx.save_for_backward(sinks_N, query, key, value, mixed_TND, with_sinks_NT)
+        ctx.bounds, ctx.key_bounds, ctx.scale, ctx.window = bounds, key_bounds, scale, window
+        return mixed_TND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor | None, ...]:
+        sinks_N, query, key, value, mixed_TND, lse_NT = ctx.saved_tensors
+        grad_TND = grad_TND.contiguous()
+        gradients = torch.ops.aten._flash_attention_backward(
+            grad_TND,
+            query,
+            key,
+            value,
+            mixed_TND,
+            lse_NT,
+            ctx.bounds.cumulative,
+            ctx.key_bounds.cumulative,
+            ctx.bounds.longest,
+            ctx.key_bounds.longest,
+            0.0,
+            ctx.window is None,
+            # The random state of dropout, which there is none of.
+            torch.zeros(2, dtype=torch.uint64, device=query.device),
+            torch.empty(0, device=query.device),
+            scale=ctx.scale,
+            window_size_left=-1 if ctx.window is None else ctx.window,
+            window_size_right=0,
+        )
+        share_NT = (sinks_N.float()[:, None] - lse_NT).exp()
+        grad_sinks_N = -(share_NT * (grad_TND.float() * mixed_TND).sum(-1).t()).sum(1)
+        return grad_sinks_N.to(sinks_N.dtype), *gradients, None, None, None, None
 
 
 def _import(module: str, name: str) -> Any:

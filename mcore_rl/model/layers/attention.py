@@ -26,7 +26,7 @@ from mcore_rl.backend.cpu import attention as cpu_attention
 from mcore_rl.backend.cpu import compiled_attention
 from mcore_rl.backend.cpu.compiled import Library, compiled_for
 from mcore_rl.backend.cpu.kernels import Process
-from mcore_rl.backend.varlen import attend_packed
+from mcore_rl.backend.varlen import attend_packed, packed_kernel
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
 from mcore_rl.model.layers.packed import PackedParams, SideBySide, gathered_order
@@ -170,10 +170,10 @@ class SDPAttention(MegatronModule):
         lengths = lengths_of(packed, num_tokens, 2 * ranks if ranks > 1 else 1)
         if not isinstance(packed, PackedParams) or packed.lengths != lengths:
             packed = PackedParams(lengths=lengths)
+        if (at_once := self._at_once(query, key, value, packed)) is not None:
+            return at_once
         if ranks > 1:
             key, value = self._gathered(key, value, packed.order(ranks, key.device))
-        elif (at_once := self._at_once(query, key, value, packed)) is not None:
-            return at_once
         elif batches := packed.batches(key.device):
             return self._side_by_side(query, key, value, batches)
         parts = zip(
@@ -190,17 +190,36 @@ class SDPAttention(MegatronModule):
         return torch.cat(mixed).flatten(1)
 
     def _at_once(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedParams) -> Tensor | None:
-        """Return the same by one call of a kernel for packed sequences; None where it cannot be."""
+        """Return the same by one call; None where it cannot be, on all ranks alike.
+
+        Collective over the context-parallel group where it has several ranks and there is a kernel.
+        """
+        rank, ranks = self.cp_group.rank(), self.cp_group.size()
         has_dropout = self.dropout > 0.0 and self.training
-        if self.softmax_offset is not None or has_dropout or self._is_invariant:
+        if has_dropout or self._is_invariant:
             return None
+        is_plain = self.window is None and self.softmax_offset is None and ranks == 1
         kind = Process.kernels.attention
-        if kind == "compiled" and self.window is None and compiled_attention.is_supported(query, key, value):
+        if kind == "compiled" and is_plain and compiled_attention.is_supported(query, key, value):
             rows = query[:, None], key[:, None], value[:, None]
             return compiled_attention.causal_attention(*rows, self.scale, packed.lengths).flatten(1)
-        if not query.is_cuda:
+        if packed_kernel(query, value.shape[-1], has_sinks=self.softmax_offset is not None) is None:
             return None
-        mixed = attend_packed(query, key, value, packed.bounds(query.device), self.scale, self.window)
+        bounds, key_bounds = packed.bounds(query.device), None
+        if ranks > 1:
+            chunks = packed.chunks(rank, ranks, query.device)
+            bounds, key_bounds = chunks.queries, chunks.keys
+            key, value = self._gathered(key, value, chunks.order_U)
+        mixed = attend_packed(
+            query,
+            key,
+            value,
+            bounds,
+            self.scale,
+            self.window,
+            key_bounds=key_bounds,
+            sinks_N=self.softmax_offset,
+        )
         return None if mixed is None else mixed.flatten(1)
 
     def _side_by_side(self, query: Tensor, key: Tensor, value: Tensor, batches: SideBySide) -> Tensor:
@@ -214,11 +233,11 @@ class SDPAttention(MegatronModule):
         return torch.cat(mixed).index_select(0, batches.back_T).flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective over the context-parallel group: return keys and values of all positions in natural order."""
+        """Collective over the context-parallel group: return keys and values of all ranks' positions in this order."""
         # One collective for both.
         both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
-        natural_key, natural_value = both.index_select(0, order).split([key.shape[-1], value.shape[-1]], -1)
-        return natural_key, natural_value
+        ordered_key, ordered_value = both.index_select(0, order).split([key.shape[-1], value.shape[-1]], -1)
+        return ordered_key, ordered_value
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return this rank's two chunks of a sequence, each with the keys and values up to its end."""

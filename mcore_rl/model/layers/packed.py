@@ -30,6 +30,20 @@ class SideBySide:
     """Index in the batches of each position of the packed row."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankChunks:
+    """The chunks of a packed row that a context-parallel rank computes: two of every sequence, each with the keys of
+    its sequence up to its own end.
+    """
+
+    queries: Bounds
+    """The chunks, as this rank's queries hold them."""
+    keys: Bounds
+    """The keys of each chunk."""
+    order_U: Tensor
+    """Index of each of these keys in the ranks' parts laid end to end: (2 * ranks + 1) / (2 * ranks) of the row."""
+
+
 @dataclass
 class PackedParams(PackedSeqParams):
     """Megatron's description of a packed row, with its lengths on the host: reading them would wait for the device."""
@@ -39,6 +53,7 @@ class PackedParams(PackedSeqParams):
     _bounds: list[Bounds] = field(default_factory=list, repr=False)
     _orders: dict[int, Tensor] = field(default_factory=dict, repr=False)
     _batches: list[SideBySide | None] = field(default_factory=list, repr=False)
+    _chunks: dict[tuple[int, int], RankChunks] = field(default_factory=dict, repr=False)
 
     def bounds(self, device: torch.device) -> Bounds:
         """Return where the sequences begin and end, computed once for all layers."""
@@ -52,6 +67,12 @@ class PackedParams(PackedSeqParams):
         if ranks not in self._orders:
             self._orders[ranks] = to_device(gathered_order(self.lengths, ranks), device)
         return self._orders[ranks]
+
+    def chunks(self, rank: int, ranks: int, device: torch.device) -> RankChunks:
+        """Return `rank_chunks(self.lengths, rank, ranks, device)`, computed once for all layers."""
+        if (rank, ranks) not in self._chunks:
+            self._chunks[rank, ranks] = rank_chunks(self.lengths, rank, ranks, device)
+        return self._chunks[rank, ranks]
 
     def batches(self, device: torch.device) -> SideBySide | None:
         """Return `side_by_side(self.lengths, device)`, computed once for all layers."""
@@ -83,6 +104,26 @@ def gathered_order(lengths: tuple[int, ...], ranks: int) -> Tensor:
         parts += [first.flatten(), (first + chunk).flip(0).flatten()]
         begin += 2 * chunk
     return torch.cat(parts)
+
+
+def rank_chunks(lengths: tuple[int, ...], rank: int, ranks: int, device: torch.device) -> RankChunks:
+    """Return the chunks of a context-parallel rank, `rank` and then `2 * ranks - 1 - rank` of each sequence."""
+    order_T = gathered_order(lengths, ranks)
+    sizes: list[int] = []
+    ends: list[int] = []
+    parts, begin = [], 0
+    for length in lengths:
+        size = length // (2 * ranks)
+        of_chunks = (rank + 1) * size, (2 * ranks - rank) * size
+        sizes += [size, size]
+        ends += of_chunks
+        parts += [order_T[begin : begin + end] for end in of_chunks]
+        begin += length
+    queries, keys = (
+        Bounds(to_device(torch.tensor((0, *counts)).cumsum(0).to(torch.int32), device), max(counts))
+        for counts in (sizes, ends)
+    )
+    return RankChunks(queries, keys, to_device(torch.cat(parts), device))
 
 
 def side_by_side(lengths: tuple[int, ...], device: torch.device) -> SideBySide | None:

@@ -1,14 +1,27 @@
 """Packed sequences by one call, on an emulated GPU whose kernel is stood in for; CPUs have none."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
 from mcore_rl.backend.varlen import Bounds, attend_packed, kernel_found
 from tests.emulated_machine import emulated
 
+REPOSITORY = Path(__file__).parents[3]
 BF16_TOLERANCE = 0.03
 """Largest difference from the closed form in float64: inputs are exact, outputs of up to 4 are rounded to 8 bits."""
+CALLS = {
+    "grouped queries": 1,
+    "values narrower than keys": 1,
+    "a window": 1,
+    "sinks": 1,
+    "sinks and a window": 1,
+    "heads of a width that kernels do not have": 0,
+    "fp32": 0,
+}
 
 
 def test_a_cpu_has_no_kernel() -> None:
@@ -26,14 +39,26 @@ def test_on_an_emulated_gpu_packed_sequences_take_one_call_where_the_kernel_can(
     assert found["log"].endswith("packed sequences by torch's varlen_attn")
     assert found["doctor"]["attention of packed sequences in one call (torch's varlen_attn)"]
     calls = {name: case["calls"] for name, case in found["cases"].items()}
-    assert calls == {
-        "grouped queries": 1,
-        "values narrower than keys": 1,
-        "a window": 1,
-        "sinks": 0,
-        "heads of a width that kernels do not have": 0,
-        "fp32": 0,
-    }
+    assert calls == CALLS
     for name, case in found["cases"].items():
         assert case["waits"] == {}, name
         assert max(case["differences"]) <= (BF16_TOLERANCE if name != "fp32" else 1e-5), name
+
+
+def test_on_context_parallel_ranks_too_with_the_keys_of_each_chunk(tmp_path: Path) -> None:
+    """Sequences and gradients of up to 4 times the length: those of keys are sums over more queries."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [
+        "-m",
+        "tests.emulated_machine",
+        "--cuda",
+        "tests.emulated_packed:context_parallel",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in ("0", "1"):
+        found = json.loads((tmp_path / rank).read_text())
+        assert {name: case["calls"] for name, case in found.items()} == CALLS
+        for name, case in found.items():
+            assert max(case["differences"]) <= (2 * BF16_TOLERANCE if name != "fp32" else 1e-5), (name, case)
