@@ -105,8 +105,15 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def run_step(name: str, device: str, seconds: float) -> dict[str, Any]:
-    """Return status (ok, failed), seconds, summary and figures of a step, run in a process of its own."""
+def run_step(name: str, device: str, seconds: float, *, within: bool = False) -> dict[str, Any]:
+    """Return status (ok, failed), seconds, summary and figures of a step, run in a process of its own.
+
+    Args:
+        name: The step.
+        device: Its device.
+        seconds: Its limit.
+        within: Whether it is a part of another step, and ends with that one.
+    """
     if seconds < 1.0:
         return {"status": "failed", "seconds": 0.0, "summary": "no time was left", "figures": {}}
     # On a machine with a GPU the CPU's half of a comparison must not see it: Megatron is patched by what torch sees.
@@ -116,15 +123,17 @@ def run_step(name: str, device: str, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         # A session of its own, so that the processes which it starts end with it: they would keep the GPU.
         process = subprocess.Popen(
-            command, env=os.environ | hidden, stdout=output, stderr=errors, start_new_session=True
+            command, env=os.environ | hidden, stdout=output, stderr=errors, start_new_session=not within
         )
         try:
             status, reason = process.wait(seconds), ""
         except subprocess.TimeoutExpired:
             status, reason = -1, f"it did not end within {seconds:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            if not within:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
         errors.seek(0)

@@ -164,7 +164,7 @@ def training(on: Machine) -> Outcome:
     figures = on.figures
     reference = figures["fp32"]
     if on.is_gpu:
-        on_cpu = run_step("reference", "cpu", REFERENCE_S)
+        on_cpu = run_step("reference", "cpu", REFERENCE_S, within=True)
         if on_cpu["status"] != "ok":
             raise AssertionError(f"the same steps on the CPU failed: {on_cpu['summary']}")
         reference = on_cpu["figures"]["fp32"]
