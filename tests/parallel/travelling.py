@@ -193,9 +193,7 @@ def one_rollout(
         n: RolloutRoutes(routes.tokens_T, with_rows_repeated(n, routes).experts_TLK[:, columns])
         for n, routes in generated.items()
     }
-    (metric,) = cache_rollout_routes(
-        run.cache, run.version, own, run.layouts, mesh, leaves_repeated_out=True
-    )
+    (metric,) = cache_rollout_routes(run.cache, run.version, own, run.layouts, mesh, leaves_repeated_out=True)
     without_routes = {
         n: run.cache.sample(run.version, n).missing_n.tolist() for n in run.cache.samples(run.version)
     }

@@ -3,8 +3,8 @@
 import pytest
 
 from mcore_rl.checks.dependences import mesh_dependences
-from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.dpo import DPOConfig
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import PretrainConfig, TrainConfig

@@ -165,7 +165,10 @@ def test_an_unknown_key_in_a_file_names_the_file_and_so_does_an_unknown_empty_se
         ("mesh=2", "mesh is a section; set its fields, as mesh.tp."),
         ("mesh.tp=1\nevil=2", "expected an integer > 0."),
         ("train.steps=1979-05-27", "train.steps = 1979-05-27 on the command line: expected an integer > 0."),
-        ("data.split=[98, 1979-05-27, 1]", "data.split = [98, 1979-05-27, 1] on the command line: expected a"),
+        (
+            "data.split=[98, 1979-05-27, 1]",
+            "data.split = [98, 1979-05-27, 1] on the command line: expected a",
+        ),
         ("mesh.tp", "not of the form key=value"),
     ],
 )
