@@ -5,7 +5,7 @@
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
 # test       every promise, on representative meshes
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
-# test-core  what depends on the version of Megatron (tests/core.txt)
+# test-core  what enters Megatron, and so depends on its version (tests/core.txt)
 # test-wheel  the built wheel, in an environment without the repository
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts real Slurms on virtual nodes, one for each file of tests: as root, with Debian's packages, which it
