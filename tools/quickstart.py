@@ -73,7 +73,8 @@ MORE_ARMS = ("ppo",)
 
 
 def stages(folder: Path, steps: int, more_arms: Sequence[str] = ()) -> list[Stage]:
-    """Return the stages in order; all numbers of steps grow with those of pretraining.
+    """Return the stages in order; all numbers of steps grow with those of pretraining, and those of a very short run
+    have less text and fewer prompts too.
 
     Args:
         folder: folder of all results.
@@ -85,13 +86,13 @@ def stages(folder: Path, steps: int, more_arms: Sequence[str] = ()) -> list[Stag
         *_pretraining(folder, steps),
         *_conversion(folder),
         *_learning(folder, steps, arms),
-        *_reporting(folder, arms),
+        *_reporting(folder, steps, arms),
     ]
 
 
 def _pretraining(folder: Path, steps: int) -> list[Stage]:
     text, data, tokenizer = folder / "text", folder / "data", folder / "tokenizer.model"
-    corpus = ("tools/python_corpus.py", "--output", text, "--max-mb", 6)
+    corpus = ("tools/python_corpus.py", "--output", text, "--max-mb", min(6, 1 + steps // 10))
     learn = (
         "tools/train_tokenizer.py",
         text / "train.jsonl",
@@ -225,15 +226,15 @@ def _learning(folder: Path, steps: int, names: Sequence[str]) -> list[Stage]:
     return made
 
 
-def _reporting(folder: Path, arms: Sequence[str]) -> list[Stage]:
+def _reporting(folder: Path, steps: int, arms: Sequence[str]) -> list[Stage]:
     names = ("pretrain", "sft", *arms)
     made = []
     for name in names:
         arguments = (
             *(*CLI, "eval", f"{RECIPES}/grpo.toml", f"run_dir={folder / 'no_run'}", "mesh.tp=1", "mesh.ep=1"),
             f"data.tokenizer.path={folder / 'tokenizer.model'}",
-            *(f"checkpoint.load={folder / name}", "rl.eval.num_prompts=256", "rl.eval.temperature=1.0"),
-            "rl.eval.samples=4",
+            *(f"checkpoint.load={folder / name}", f"rl.eval.num_prompts={min(256, 4 * steps)}"),
+            *("rl.eval.temperature=1.0", "rl.eval.samples=4"),
         )
         result = folder / name / "evaluation.json"  # where the report looks
         made.append(

@@ -28,7 +28,7 @@ GROUPS = (
     ("docs/gsm8k.md",),
     ("docs/rlhf.md", "docs/rewards.md"),
 )
-QUICKSTART_STEPS = 4
+QUICKSTART_STEPS = 2
 ALONE = "mesh.tp=1 mesh.ep=1"
 SHORT = "train.steps=2 optim.warmup_steps=0"
 EIGHT = "rl.rollout.prompts_per_step=2 rl.rollout.group_size=4"

@@ -1,8 +1,10 @@
-"""`mcore-rl` for a shell whose process is a copy of one that has torch and Megatron in memory, seconds sooner.
+"""`mcore-rl` for a shell whose process is a copy of one that has torch, Megatron and all programs in memory, seconds
+sooner; so is its rank, where it has one.
 
 What a fresh Python does with the command is tested by tests/wheel and tests/e2e.
 """
 
+import importlib
 import json
 import os
 import socket
@@ -13,6 +15,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from mcore_rl.run import cli
+from mcore_rl.run.commands import COMMANDS
 from tests.ranks import forkserver
 
 CLIENT = """#!{python} -IS
@@ -55,6 +58,8 @@ def warm_commands(folder: Path) -> Iterator[Path]:
 
 
 def _serve(listener: socket.socket) -> None:
+    for command in COMMANDS.values():
+        importlib.import_module(command.module)
     while True:
         connection, _ = listener.accept()
         get_context("fork").Process(target=_answer, args=(connection,)).start()
