@@ -85,6 +85,7 @@ def checkpoint_of_megatron_lm(
     return source, tmp_path / "lm", config
 
 
+@pytest.mark.matrix("deepseek_v3", "gpt_oss", "llama")
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_reference(
     case: str, tmp_path: Path
@@ -99,6 +100,7 @@ def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_referenc
     assert run_ranks(loaded_by_training, 2, config, theirs)[0] == len(found.tensors)
 
 
+@pytest.mark.matrix("qwen3_moe", "qwen2_moe")
 @pytest.mark.parametrize("case", CASES)
 def test_singleton_local_shards_are_read(case: str, tmp_path: Path) -> None:
     source, theirs, _ = checkpoint_of_megatron_lm(case, tmp_path, singletons=True)
