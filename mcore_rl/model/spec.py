@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec_for_backend,
     get_mlp_module_spec_for_backend,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -30,6 +30,7 @@ from mcore_rl.model.layers.full_norm import FullKeyNorm, FullQueryNorm
 from mcore_rl.model.layers.linear import LatentAttention
 from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.model.layers.norm import RMSNorm
+from mcore_rl.model.layers.self_attention import FusedSelfAttention
 
 
 class TorchSpecProvider(LocalSpecProvider):
@@ -117,7 +118,7 @@ def _grouped_query(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str
         full = config.full_qk_norm
         query_norm, key_norm = (FullQueryNorm, FullKeyNorm) if full else (RMSNorm, RMSNorm)
     spec = ModuleSpec(
-        module=SelfAttention,
+        module=FusedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),

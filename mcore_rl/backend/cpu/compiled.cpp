@@ -242,6 +242,74 @@ void add_rows(const float* from, const int64_t* rows, int64_t count, int64_t wid
     }
 }
 
+// Heads of one group at one position of a mixed projection: queries, a key, a value. WIDTH is that of a head, 0 where it
+// is known at run time only. Weights are null without a norm, cos and sin without a rotation.
+template <int WIDTH>
+void split_position(const float* mixed, const float* const* weights, const float* cos, const float* sin, int64_t queries,
+                    int64_t run_time_width, float eps, float* const* outputs, float* inverse) {
+    const int64_t width = WIDTH ? WIDTH : run_time_width, half = width / 2;
+    for (int64_t h = 0; h <= queries; h++, mixed += width) {
+        const float* weight = weights[h == queries];
+        float *out = h == queries ? outputs[1] : outputs[0] + h * width, scale = 1.0f;
+        if (weight) {
+            float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t d = 0; d < width; d++) sum += mixed[d] * mixed[d];
+            scale = 1.0f / std::sqrt(sum / float(width) + eps);
+            inverse[h] = scale;
+        }
+        if (!cos) {
+#pragma omp simd
+            for (int64_t d = 0; d < width; d++) out[d] = weight ? mixed[d] * scale * weight[d] : mixed[d];
+            continue;
+        }
+#pragma omp simd
+        for (int64_t d = 0; d < half; d++) {
+            const float a = weight ? mixed[d] * scale * weight[d] : mixed[d];
+            const float b = weight ? mixed[half + d] * scale * weight[half + d] : mixed[half + d];
+            out[d] = a * cos[d] - b * sin[d];
+            out[half + d] = b * cos[half + d] + a * sin[half + d];
+        }
+    }
+    std::memcpy(outputs[2], mixed, width * sizeof(float));
+}
+
+// Gradients of split_position. d_weights are added to; turned [width] is scratch.
+template <int WIDTH>
+void join_position(const float* const* gradients, const int64_t* strides, const float* mixed, const float* const* weights,
+                   const float* cos, const float* sin, int64_t queries, int64_t run_time_width, const float* inverse,
+                   float* d_mixed, float* const* d_weights, float* turned) {
+    const int64_t width = WIDTH ? WIDTH : run_time_width, half = width / 2;
+    for (int64_t h = 0; h <= queries; h++, mixed += width, d_mixed += width) {
+        const float* weight = weights[h == queries];
+        const float* g = h == queries ? gradients[1] : gradients[0] + h * strides[2];
+        if (cos) {
+            // The gradient multiplies by the sine of the half that the value went to.
+#pragma omp simd
+            for (int64_t d = 0; d < half; d++) {
+                turned[d] = g[d] * cos[d] + g[half + d] * sin[half + d];
+                turned[half + d] = g[half + d] * cos[half + d] - g[d] * sin[d];
+            }
+            g = turned;
+        }
+        if (!weight) {
+            std::memcpy(d_mixed, g, width * sizeof(float));
+            continue;
+        }
+        float sum = 0.0f, *d_weight = d_weights[h == queries];
+        const float scale = inverse[h];
+#pragma omp simd reduction(+ : sum)
+        for (int64_t d = 0; d < width; d++) sum += g[d] * weight[d] * mixed[d];
+        const float mean = sum * scale * scale * scale / float(width);
+#pragma omp simd
+        for (int64_t d = 0; d < width; d++) {
+            d_weight[d] += g[d] * mixed[d] * scale;
+            d_mixed[d] = g[d] * weight[d] * scale - mixed[d] * mean;
+        }
+    }
+    std::memcpy(d_mixed, gradients[2], width * sizeof(float));
+}
+
 }  // namespace
 
 extern "C" {
@@ -300,6 +368,63 @@ void rms_norm_backward(const float* dy, const float* x, const float* weight, con
         }
 #pragma omp simd
         for (int64_t d = 0; d < width; d++) d_weight[d] += part[d];
+    }
+}
+
+// A mixed projection [S, B, groups, queries + 2 heads, width] as queries [S, B, groups * queries, width], keys and values
+// [S, B, groups, width]; queries and keys normalized by their weights, unless they are null, and turned by the angles of
+// their position, unless those are null. cos and sin are [angles, width], and positions [S] their rows, row s where it is
+// null. inverse [S, B, groups, queries + 1] is 1 / rms of each head.
+void split_heads(const float* mixed, const float* query_weight, const float* key_weight, const float* cos,
+                 const float* sin, const int64_t* positions, int64_t S, int64_t B, int64_t groups, int64_t queries,
+                 int64_t width, float eps, float* query, float* key, float* value, float* inverse) {
+    const auto split = width == 32    ? split_position<32>
+                       : width == 64  ? split_position<64>
+                       : width == 128 ? split_position<128>
+                                      : split_position<0>;
+    const float* weights[] = {query_weight, key_weight};
+    for (int64_t s = 0; s < S; s++) {
+        const int64_t row = positions ? positions[s] : s;
+        const float *c = cos ? cos + row * width : nullptr, *z = sin ? sin + row * width : nullptr;
+        for (int64_t i = s * B * groups; i < (s + 1) * B * groups; i++) {
+            float* outputs[] = {query + i * queries * width, key + i * width, value + i * width};
+            split(mixed + i * (queries + 2) * width, weights, c, z, queries, width, eps, outputs,
+                  inverse + i * (queries + 1));
+        }
+    }
+}
+
+// Gradients of split_heads. Those of the heads lie as `strides` say: of positions, rows and heads, for each of the three.
+// d_weights [2, width] are sums over positions, made from sums of 64 of them; scratch: 3 * width.
+void join_heads(const float* d_query, const float* d_key, const float* d_value, const int64_t* strides,
+                const float* mixed, const float* query_weight, const float* key_weight, const float* cos,
+                const float* sin, const int64_t* positions, int64_t S, int64_t B, int64_t groups, int64_t queries,
+                int64_t width, const float* inverse, float* d_mixed, float* d_weights, float* scratch) {
+    const auto join = width == 32    ? join_position<32>
+                      : width == 64  ? join_position<64>
+                      : width == 128 ? join_position<128>
+                                     : join_position<0>;
+    const float* weights[] = {query_weight, key_weight};
+    float *part = scratch, *parts[] = {part, part + width}, *turned = part + 2 * width;
+    std::memset(d_weights, 0, 2 * width * sizeof(float));
+    for (int64_t first = 0; first < S; first += 64) {
+        const int64_t last = first + 64 < S ? first + 64 : S;
+        std::memset(part, 0, 2 * width * sizeof(float));
+        for (int64_t s = first; s < last; s++) {
+            const int64_t row = positions ? positions[s] : s;
+            const float *c = cos ? cos + row * width : nullptr, *z = sin ? sin + row * width : nullptr;
+            for (int64_t b = 0; b < B; b++)
+                for (int64_t g = 0; g < groups; g++) {
+                    const int64_t i = (s * B + b) * groups + g;
+                    const float* gradients[] = {
+                        d_query + s * strides[0] + b * strides[1] + g * queries * strides[2],
+                        d_key + s * strides[3] + b * strides[4] + g * strides[5],
+                        d_value + s * strides[6] + b * strides[7] + g * strides[8]};
+                    join(gradients, strides, mixed + i * (queries + 2) * width, weights, c, z, queries, width,
+                         inverse + i * (queries + 1), d_mixed + i * (queries + 2) * width, parts, turned);
+                }
+        }
+        for (int64_t d = 0; d < 2 * width; d++) d_weights[d] += part[d];
     }
 }
 

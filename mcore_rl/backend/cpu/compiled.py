@@ -35,6 +35,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rounded_product": (*[c_int64] * 5, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64),
     "rms_norm_forward": (c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
     "rms_norm_backward": (*[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3),
+    "split_heads": (*[c_void_p] * 6, *[c_int64] * 5, c_float, *[c_void_p] * 4),
+    "join_heads": (*[c_void_p] * 10, *[c_int64] * 5, *[c_void_p] * 4),
     "rotate": (*[c_void_p] * 3, *[c_int64] * 4, c_float, c_void_p),
     "decode_attention": (*[c_void_p] * 4, *[c_int64] * 7, c_float, c_void_p, c_void_p),
     "attention_forward": (*[c_void_p] * 5, c_int64, c_void_p, c_float, *[c_void_p] * 3),

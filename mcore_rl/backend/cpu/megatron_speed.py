@@ -74,8 +74,7 @@ def rotated_by_position(rotate_packed: Callable[..., Tensor]) -> Callable[..., T
         # With as many angles as positions, each position has its own.
         if args or group is None or group.size() > 1 or len(freqs) == len(heads):
             return rotate_packed(heads, cu_seqlens, freqs, *args, **options)
-        begins = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=len(heads))
-        positions_T = torch.arange(len(heads)) - begins
+        positions_T = positions_in_sequences(cu_seqlens, len(heads))
         heads = heads.unsqueeze(1)
         others = {name: value for name, value in options.items() if name != "cp_group" and value is not None}
         if _is_plain(heads, freqs, others):
@@ -88,6 +87,17 @@ def rotated_by_position(rotate_packed: Callable[..., Tensor]) -> Callable[..., T
         return by_row.squeeze(1)
 
     return call
+
+
+def positions_in_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return the position of each token in its sequence, int64 `[T]`.
+
+    Args:
+        cu_seqlens: Where the sequences of a packed row begin, and where the last one ends.
+        num_tokens: T, the number of tokens in all of them.
+    """
+    begins_T = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
+    return torch.arange(num_tokens) - begins_T
 
 
 def _is_plain(heads: Tensor, freqs: Tensor, options: Mapping[str, Any]) -> bool:
