@@ -25,12 +25,12 @@ from megatron.core.transformer.transformer_layer import (
 
 from mcore_rl.backend.patches.versions import as_experts_entry, with_moe_layer
 from mcore_rl.model.layers.attention import SDPAttention
+from mcore_rl.model.layers.cpu.self_attention import FusedSelfAttention
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.full_norm import FullKeyNorm, FullQueryNorm
 from mcore_rl.model.layers.linear import LatentAttention
 from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.model.layers.norm import RMSNorm
-from mcore_rl.model.layers.self_attention import FusedSelfAttention
 
 
 class TorchSpecProvider(LocalSpecProvider):

@@ -1,4 +1,4 @@
-"""Heads that the compiled file splits, normalizes and rotates in one pass are those of float64 and of Megatron's steps."""
+"""Heads that are split, normalized and rotated in one pass are those of float64 and of Megatron's steps."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.backend.platform import start
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
-from mcore_rl.model.layers import self_attention
+from mcore_rl.model.layers.cpu import self_attention
 from mcore_rl.model.layers.cpu.heads import Angles, HeadNorms, split_heads
 from mcore_rl.model.layers.packed import packed_params
 from mcore_rl.parallel.mesh import Mesh

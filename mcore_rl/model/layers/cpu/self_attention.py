@@ -27,7 +27,7 @@ OF_INFERENCE = (
 
 
 class _OnePass(NamedTuple):
-    """What one pass needs to split, normalize and rotate the heads of a layer."""
+    """The parts that one pass needs to split, normalize and rotate the heads of a layer."""
 
     library: Library
     norms: HeadNorms | None
