@@ -175,6 +175,7 @@ class _Run:
             drawn_4B = self.compute(tokens, drawing_B, to_device(seeds_B, self._decoder.device))
             drawn = self._read(drawn_4B) if step.drawing else [[], [], [], []]
         self.scheduler.computed(step)
+        self._decoder.copy(step.branches)
         finished = [
             slot for slot, *numbers in zip(step.drawing, *drawn, strict=True) if self._add(slot, numbers)
         ]
@@ -223,7 +224,7 @@ class _Run:
             rows += [(prompt_T[place], span.slot, place) for place in range(span.start, span.stop)]
             spans.append(PrefillRows(begin, len(rows), span.slot, span.stop))
             if span.stop == len(prompt_T):
-                drawing.append(len(rows) - 1)
+                drawing += [len(rows) - 1] * len(span.drawing)
         multiple = self._decoder.token_multiple
         rows += [(0, -1, 0)] * (max(-len(rows) % multiple, multiple - len(rows)))
         # A row each, contiguous: compiled layers read the positions.

@@ -42,6 +42,14 @@ class PromptSpan:
     slot: int
     start: int
     stop: int
+    followers: tuple[int, ...] = ()
+    """Slots of other completions of the prompt, where the span ends it: they draw from its last token too, and have
+    the prompt's keys and values after the step."""
+
+    @property
+    def drawing(self) -> tuple[int, ...]:
+        """The slots that draw from the span's last token, where the span ends a prompt."""
+        return self.slot, *self.followers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +63,26 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Copies first, in order; then one token of each of the slots 0 ... num_decode - 1, then the spans."""
+    """Copies first, in order; then one token of each of the slots 0 ... num_decode - 1, then spans; then `branches`."""
 
     copies: tuple[Copy, ...]
     num_decode: int
     spans: tuple[PromptSpan, ...]
     drawing: tuple[int, ...]
-    """Slots that draw a token: those that decode, then those whose span ends with their prompt."""
+    """Slots that draw a token: those that decode, then those whose span ends with their prompt, with its followers."""
+
+    @property
+    def branches(self) -> list[Copy]:
+        """Copies that follow the step: to each follower the prompt that it shares."""
+        return [Copy(span.slot, follower, span.stop) for span in self.spans for follower in span.followers]
 
 
 class Scheduler:
     """Slots 0 ... n - 1 hold completions: a dense prefix decodes, and behind it at most one prompt is half-read.
 
-    A group's prompt is computed for its first completion; the others copy it and compute its last token again, to
-    draw from. Slots are kept for them, so that a prompt is rarely gone before all have it; then it is computed anew.
+    A group's prompt is computed for its first completion, and all that have a slot draw from its last token. Those that
+    get one later copy the prompt and compute its last token again. Slots are kept for them, so that a prompt is rarely
+    gone before all have it; then it is computed anew.
     """
 
     def __init__(self, drafts: Iterable[Draft], num_slots: int, budget_tokens: int) -> None:
@@ -95,21 +109,26 @@ class Scheduler:
             self.active.append(half)
             if half_slot != num_decode:
                 copies.insert(0, Copy(half_slot, num_decode, half.cached))
-        spans, budget = [], self._budget - num_decode
+        spans: list[PromptSpan] = []
+        drawing, budget = list(range(num_decode)), self._budget - num_decode
         while budget > 0 and (half is not None or self._admit_leader()):
             draft, half = self.active[-1], None
-            stop = min(draft.cached + budget, len(draft.prompt_T))
-            spans.append(PromptSpan(len(self.active) - 1, draft.cached, stop))
+            slot, stop = len(self.active) - 1, min(draft.cached + budget, len(draft.prompt_T))
+            is_whole = stop == len(draft.prompt_T)
+            followers = self._admit_followers(draft.group) if is_whole else ()
+            spans.append(PromptSpan(slot, draft.cached, stop, followers))
+            if is_whole:
+                drawing += spans[-1].drawing
             budget -= stop - draft.cached
-        whole = [span.slot for span in spans if span.stop == len(self.active[span.slot].prompt_T)]
-        return Step(tuple(copies), num_decode, tuple(spans), (*range(num_decode), *whole))
+        return Step(tuple(copies), num_decode, tuple(spans), tuple(drawing))
 
     def computed(self, step: Step) -> None:
         """Note that the step's keys and values are in the cache."""
         for draft in self.active[: step.num_decode]:
             draft.cached += 1
         for span in step.spans:
-            self.active[span.slot].cached = span.stop
+            for slot in span.drawing:
+                self.active[slot].cached = span.stop
 
     def remove(self, slots: Sequence[int]) -> list[Copy]:
         """Free these slots of finished completions: what to copy, in order, so that the others are dense again."""
@@ -138,6 +157,13 @@ class Scheduler:
                     copies.append(Copy(source, len(self.active), draft.cached))
                 self.active.append(draft)
         return copies
+
+    def _admit_followers(self, group: int) -> tuple[int, ...]:
+        """Give slots to those of a group that wait for its prompt, which ends in this step; return the slots."""
+        begin = len(self.active)
+        while group in self._waiting and len(self.active) < self._num_slots:
+            self.active.append(self._take(group))
+        return tuple(range(begin, len(self.active)))
 
     def _admit_leader(self) -> bool:
         """Give a slot to the first of a group whose prompt nobody has, if one is free beyond those that are kept."""

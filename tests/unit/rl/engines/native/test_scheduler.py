@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mcore_rl.rl.engines.native.scheduler import Draft, Scheduler
+from mcore_rl.rl.engines.native.scheduler import Copy, Draft, PromptSpan, Scheduler
 
 
 def run(
@@ -41,6 +41,7 @@ def run(
         assert 0 < done <= budget and len(scheduler.active) <= slots
         tokens, steps = tokens + done, steps + 1
         scheduler.computed(step)
+        copy(step.branches)
         finished = []
         for slot in step.drawing:
             draft = scheduler.active[slot]
@@ -64,9 +65,26 @@ def test_every_completion_is_computed_from_its_own_positions(seed: int) -> None:
 
 def test_a_prompt_is_computed_once_for_its_group() -> None:
     drafts, tokens, _ = run([20, 15, 30], group=8, slots=24, budget=100)
-    # Once whole; of the other seven completions the last token again; and all tokens drawn but each one's last.
+    # Once whole, and all draw from its last token; then all tokens drawn but each completion's last.
     drawn = sum(len(draft.tokens_T) - 1 for draft in drafts)
-    assert tokens == (20 + 15 + 30) + 3 * 7 + drawn
+    assert tokens == (20 + 15 + 30) + drawn
+
+
+def test_who_gets_a_slot_after_the_prompt_computes_its_last_token_again() -> None:
+    drafts, tokens, _ = run([20], group=8, slots=3, budget=100)
+    drawn = sum(len(draft.tokens_T) - 1 for draft in drafts)
+    assert tokens == 20 + 5 + drawn
+
+
+def test_all_of_a_group_draw_in_the_step_that_ends_its_prompt() -> None:
+    drafts = [Draft(group=0, index=index, prompt_T=(1, 2, 3, 4, 5), seed=0) for index in range(3)]
+    scheduler = Scheduler(drafts, 4, 5)
+    step = scheduler.next_step()
+    assert step.spans == (PromptSpan(0, 0, 5, followers=(1, 2)),)
+    assert step.drawing == (0, 1, 2)
+    assert step.branches == [Copy(0, 1, 5), Copy(0, 2, 5)]
+    scheduler.computed(step)
+    assert [draft.cached for draft in scheduler.active] == [5, 5, 5]
 
 
 def test_a_finished_row_is_replaced_at_once() -> None:
