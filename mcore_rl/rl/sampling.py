@@ -86,15 +86,18 @@ def draw(
     kept_logprobs_B = logits_Bv.new_zeros(len(logits_Bv), dtype=torch.float64)
     highest_B = _reduced(logits_Bv.amax(1), dist.ReduceOp.MAX, tp)
     plain_Bv = logits_Bv - highest_B[:, None]
+    weights_Bv = None  # exp of the tempered logits: over a large vocabulary it costs more than the rest
     if cut.temperature == 0.0:
         tokens_B = _reduced(torch.where(plain_Bv == 0, ids_v, vocab_size).amin(1), dist.ReduceOp.MIN, tp)
         tempered_Bv = plain_Bv
     else:
         tempered_Bv = plain_Bv / cut.temperature if cut.temperature != 1.0 else plain_Bv
-        lowest_B = None if cut.is_open else _lowest_kept(tempered_Bv, cut, tp)
-        if lowest_B is not None:
-            kept_logprobs_B = _kept_logprobs(tempered_Bv, lowest_B, tp)
-        tokens_B = _inverse_cdf(tempered_Bv, lowest_B, uniforms_B, tp).clamp_(max=vocab_size - 1)
+        drawable_Bv = weights_Bv = tempered_Bv.exp()
+        if not cut.is_open:
+            lowest_B = _lowest_kept(tempered_Bv, cut, tp)
+            drawable_Bv = weights_Bv.masked_fill(tempered_Bv < lowest_B[:, None], 0.0)
+            kept_logprobs_B = _kept_logprobs(drawable_Bv, weights_Bv, tp)
+        tokens_B = _inverse_cdf(drawable_Bv, uniforms_B, tp).clamp_(max=vocab_size - 1)
     if as_in_training and cut.temperature:
         logprobs_B = logprobs_and_entropy(
             logits_Bv,
@@ -105,7 +108,7 @@ def draw(
             chunk_tokens=max(1, len(tokens_B)),
         ).logprobs_T
     else:
-        logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp)
+        logprobs_B = _logprobs(tempered_Bv, tokens_B - first, tp, weights_Bv)
     same = tempered_Bv is plain_Bv and not as_in_training
     untempered_B = logprobs_B if same else _logprobs(plain_Bv, tokens_B - first, tp)
     return Drawn(tokens_B, logprobs_B, untempered_B, kept_logprobs_B)
@@ -145,23 +148,16 @@ def _lowest_kept(scores_Bv: Tensor, cut: Cut, tp: Axis) -> Tensor:
     return lowest_B
 
 
-def _kept_logprobs(scores_Bv: Tensor, lowest_B: Tensor, tp: Axis) -> Tensor:
-    """Return the logprob, float64, of all tokens together whose score is at least the lowest that may be drawn."""
-    weights_Bv = scores_Bv.exp()
-    kept_Bv = weights_Bv.where(scores_Bv >= lowest_B[:, None], 0.0)
-    both_2B = torch.stack([each_Bv.sum(1, dtype=torch.float64) for each_Bv in (kept_Bv, weights_Bv)])
+def _kept_logprobs(drawable_Bv: Tensor, weights_Bv: Tensor, tp: Axis) -> Tensor:
+    """Return the logprob, float64, of all tokens together that may be drawn, the others of whose weights are 0."""
+    both_2B = torch.stack([each_Bv.sum(1, dtype=torch.float64) for each_Bv in (drawable_Bv, weights_Bv)])
     both_2B = _reduced(both_2B, dist.ReduceOp.SUM, tp).log()
     return both_2B[0] - both_2B[1]
 
 
-def _inverse_cdf(scores_Bv: Tensor, lowest_B: Tensor | None, uniforms_B: Tensor, tp: Axis) -> Tensor:
-    """Return the ids at which the running sum of exp(score) of tokens that may be drawn passes the uniforms' fraction
-    of the total.
-    """
-    rows, width = scores_Bv.shape
-    weights_Bv = scores_Bv.exp()
-    if lowest_B is not None:
-        weights_Bv = weights_Bv.masked_fill_(scores_Bv < lowest_B[:, None], 0.0)
+def _inverse_cdf(weights_Bv: Tensor, uniforms_B: Tensor, tp: Axis) -> Tensor:
+    """Return the ids at which the running sum of the weights passes the uniforms' fraction of the total."""
+    rows, width = weights_Bv.shape
     if width % BLOCK:
         weights_Bv = pad(weights_Bv, (0, -width % BLOCK))
     blocks_BNW = weights_Bv.view(rows, -1, BLOCK)
@@ -186,11 +182,15 @@ def _passed(weights_BN: Tensor, goals_B1: Tensor) -> Tensor:
     return torch.minimum(places_B1, last_B1)
 
 
-def _logprobs(scores_Bv: Tensor, columns_B: Tensor, tp: Axis) -> Tensor:
-    """Return the logprob, float64, of each row's token under the softmax over all ranks; one rank has its column."""
+def _logprobs(scores_Bv: Tensor, columns_B: Tensor, tp: Axis, weights_Bv: Tensor | None = None) -> Tensor:
+    """Return the logprob, float64, of each row's token under the softmax over all ranks; one rank has its column.
+
+    `weights_Bv` is exp of the scores, where it is known.
+    """
+    weights_Bv = scores_Bv.exp() if weights_Bv is None else weights_Bv
     here_B = (columns_B >= 0) & (columns_B < scores_Bv.shape[1])
     target_B = scores_Bv.gather(1, columns_B.where(here_B, 0)[:, None]).squeeze(1).where(here_B, 0.0)
-    both_2B = torch.stack([target_B.double(), scores_Bv.exp().sum(1, dtype=torch.float64)])
+    both_2B = torch.stack([target_B.double(), weights_Bv.sum(1, dtype=torch.float64)])
     both_2B = _reduced(both_2B, dist.ReduceOp.SUM, tp)
     return both_2B[0] - both_2B[1].log()
 

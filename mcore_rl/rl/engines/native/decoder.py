@@ -61,12 +61,12 @@ class Decoder:
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Move what slots hold, in order."""
-        for source, target, length in ((c.source, c.target, c.length) for c in copies):
+        for source, targets, length in copied_runs(copies):
             for caches in self._caches:
                 for keys, values in caches:
-                    keys[target, :length] = keys[source, :length]
-                    values[target, :length] = values[source, :length]
-            self._routes[target, :length] = self._routes[source, :length]
+                    keys[targets, :length] = keys[source, :length]
+                    values[targets, :length] = values[source, :length]
+            self._routes[targets, :length] = self._routes[source, :length]
 
     def routes(self, slot: int, length: int) -> Tensor:
         """Return the experts `[length, l, K]` of a slot's positions, by falling gate, in main memory."""
@@ -153,6 +153,26 @@ class Decoder:
             for router in self._routers:
                 hooks.enter_context(_hooked(router, _recorder(recorded, self._routes.dtype)))
             yield recorded
+
+
+def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:
+    """Yield source, targets and length: copies of one slot to slots that follow each other, as a prompt's to its group,
+    are one.
+    """
+    pending: tuple[int, slice, int] | None = None
+    for copy in copies:
+        if pending is not None and pending == (
+            copy.source,
+            slice(pending[1].start, copy.target),
+            copy.length,
+        ):
+            pending = copy.source, slice(pending[1].start, copy.target + 1), copy.length
+            continue
+        if pending is not None:
+            yield pending
+        pending = copy.source, slice(copy.target, copy.target + 1), copy.length
+    if pending is not None:
+        yield pending
 
 
 def _recorder(recorded: list[Tensor], dtype: torch.dtype) -> Callable[..., None]:
