@@ -53,6 +53,10 @@ def main(args: argparse.Namespace) -> int:
             f"{folders}: no run in it was launched. Name the run_dir of one, or a folder of them."
         )
     latest = {run: entry for run in runs if (entry := _latest(run)) is not None}
+    for run in (run for run in runs if run not in latest):
+        sys.stderr.write(
+            f"{run} is left out: no submission.json below its {FOLDER}/ can be read. Its job goes on; squeue has it.\n"
+        )
     queued = None
     try:
         queued = slurm.in_queue(list(dict.fromkeys(entry.job for entry in latest.values())), SLURM_S)

@@ -6,7 +6,7 @@ launch/<n>/     job.sbatch, config.toml, cluster.toml, commit.txt, code/ (code.p
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,12 @@ def submissions(run_dir: Path) -> list[Submission]:
     folders = [path for path in _listed(run_dir / FOLDER) if path.name.isdecimal()]
     read = (_read(path / RECORD) for path in sorted(folders, key=lambda path: int(path.name)))
     known = {field.name for field in fields(Submission)}
-    return [Submission(**{key: found[key] for key in known & found.keys()}) for found in read if found]
+    required = {field.name for field in fields(Submission) if field.default is MISSING}
+    return [
+        Submission(**{key: found[key] for key in known & found.keys()})
+        for found in read
+        if required <= found.keys()
+    ]
 
 
 def writing_job(run_dir: Path) -> str:

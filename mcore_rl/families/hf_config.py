@@ -97,12 +97,16 @@ def num_mtp_layers(config: HfConfig) -> int:
 
 
 def needed(config: HfConfig, name: str) -> Any:
-    """Return the value of `name`; ConfigError when it is absent."""
+    """Return the value of `name`, a number or an object; ConfigError when it is absent, a text or not finite."""
     value = config.get(name)
     if value is None:
         raise ConfigError(
             f"config.json lacks {name}. Take the config.json that belongs to the weights, or add the "
             "value that they were trained with."
+        )
+    if isinstance(value, str | bool) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(
+            f"config.json has {name}={value!r}; wanted a number. Correct it as the weights have it."
         )
     return value
 

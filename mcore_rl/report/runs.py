@@ -97,9 +97,9 @@ class RunRecord:
         """Return the series of a scalar metric, empty when the run does not have it."""
         start = float(self.records[0]["time"]) if self.records else 0.0
         points = [
-            (int(record["step"]), float(record["time"]) - start, float(record[name]))
+            (int(record["step"]), float(record["time"]) - start, value)
             for record in self.records
-            if name in record and math.isfinite(float(record[name]))
+            if math.isfinite(value := _number(record.get(name)))
         ]
         return Series([p[0] for p in points], [p[1] for p in points], [p[2] for p in points])
 
@@ -213,3 +213,11 @@ def _evaluation(path: Path) -> dict[str, Any]:
 def _first_at_or_after(times: Sequence[float], attempt: RunAttempt) -> int:
     start = attempt.started_s
     return next((at for at, time in enumerate(times) if time >= start), len(times))
+
+
+def _number(value: object) -> float:
+    """Return a metric's value; nan for what is none: absent, a table, or a text that a damaged line has."""
+    try:
+        return float(value)  # type: ignore[arg-type]  # metrics that are not finite are written as texts
+    except (TypeError, ValueError):
+        return math.nan

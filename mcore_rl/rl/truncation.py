@@ -52,13 +52,19 @@ def truncation_reason(
     token, count = holders.most_common(1)[0] if holders else (-1, 0)
     if 2 * count >= max(1, len(completions)):
         return (
-            f"{what}. Likely reason: {count} of {len(completions)} hold the special token {decode([token])!r} "
-            f"({token}), which is no end here and may be the one that the model was trained to end with. Set "
-            f"data.chat_template to the template of its fine-tuning, or rl.rollout.stop_tokens=[{token}]."
+            f"{what}. Likely reason: {count} of {len(completions)} hold the special token "
+            f"{_named(token, decode)}, which is no end here and may be the one that the model was trained to end with. "
+            f"Set data.chat_template to the template of its fine-tuning, or rl.rollout.stop_tokens=[{token}]."
         )
-    ends = ", ".join(f"{decode([token])!r} ({token})" for token in sorted(sampling.stop_tokens))
+    ends = ", ".join(_named(token, decode) for token in sorted(sampling.stop_tokens))
     return (
         f"{what}. Likely reason: the model was not trained to end with {ends or 'a stop token (there is none)'}: "
         "fine-tune it with the same data.chat_template first (mcore-rl sft). Or its answers are longer: raise "
         "rl.rollout.max_new_tokens."
     )
+
+
+def _named(token: int, decode: Callable[[Sequence[int]], str]) -> str:
+    """Return a token's text and id; the id alone of a control piece of sentencepiece, which has no text."""
+    text = decode([token])
+    return f"{text!r} ({token})" if text else f"token {token}"

@@ -291,7 +291,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("llama", {"hidden_size": None}, "lacks hidden_size"),
-    ("llama", {"num_hidden_layers": "three"}, "num_layers"),
+    ("llama", {"num_hidden_layers": "three"}, "num_hidden_layers='three'; wanted a number"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
     (
         "llama",
@@ -330,6 +330,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types="),
     ("gpt_oss", {"sliding_window": None}, "lacks sliding_window"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": None}}, "mscale_all_dim=1.0"),
+    ("qwen3_moe", {"num_hidden_layers": "4"}, "num_hidden_layers='4'; wanted a number"),
+    ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan; wanted a number"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
 ]
 

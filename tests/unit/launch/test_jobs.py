@@ -264,6 +264,18 @@ def test_torn_and_long_lines_of_metrics_are_skipped(run, slurm, capsys):
     assert (row := listed(capsys)["a"])["step"] == "4" and row["tokens/s/rank"] == "6"
 
 
+@pytest.mark.parametrize("text", ["torn{", "[]", '{"job": 1}'])
+def test_a_run_whose_submission_cannot_be_read_is_named(home, run, slurm, capsys, text):
+    other = home / "runs/b/launch/0"
+    other.mkdir(parents=True)
+    (other / "submission.json").write_text(text)
+    slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
+    assert main(["jobs"]) == 0
+    out, err = capsys.readouterr()
+    assert "runs/a" in out and "runs/b" not in out
+    assert "runs/b is left out: no submission.json below its launch/ can be read" in err
+
+
 def test_a_folder_without_runs_is_an_error(home, slurm, capsys):
     assert main(["jobs", "runs"]) == 2
     assert "runs: no run in it was launched" in capsys.readouterr().err

@@ -240,6 +240,15 @@ def test_a_run_that_ended_badly_says_how(tmp_path):
     ]
 
 
+def test_a_text_in_place_of_a_number_is_no_point_of_a_curve(tmp_path):
+    run_dir = write_run(tmp_path, PretrainConfig(run_dir="texts"), 3)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "time": 0, "train/loss_nats": "damaged"}) + "\n")
+    (run,) = read_runs([run_dir])
+    assert 4 not in run.series("train/loss_nats").steps and len(run.series("train/loss_nats")) == 3
+    write_report([run_dir], tmp_path / "texts.html")
+
+
 def test_failed_scores_are_counted(runs):
     assert "1 scores failed" in "".join(notice.text for notice in notices(runs[2]))
 

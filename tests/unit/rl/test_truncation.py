@@ -29,3 +29,8 @@ def test_without_such_a_token_the_stops_are_named_that_the_model_does_not_know()
     for groups in ([group((5, 8, 5, 5), (4, 4, 4, 4), (4, 4, 4, 4))], []):
         warning = truncation_reason(groups, SAMPLING, frozenset([0, 7, 8, 9]), spelled)
         assert "was not trained to end with '0 ' (0), '9 ' (9)" in warning
+
+
+def test_a_token_without_a_text_is_named_by_its_id() -> None:
+    warning = truncation_reason([group((5, 8, 5, 5))], SAMPLING, frozenset([0, 9]), lambda tokens: "")
+    assert "was not trained to end with token 0, token 9:" in warning
