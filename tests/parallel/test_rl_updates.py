@@ -118,8 +118,10 @@ def assert_same(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, 
     for change, mine, reference in zip(CHANGES, ours, theirs, strict=True):
         for step, (one, other) in enumerate(zip(mine, reference, strict=True)):
             for name, value in other.items():
-                # Sums that cancel (a loss of centred advantages) are measured against numbers of size 1.
-                assert one[name] == pytest.approx(value, rel=1e-6, abs=1e-6), (change, step, name)
+                # Sums that cancel (a loss of centred advantages) are measured against numbers of size 1. The largest
+                # log ratio is of one token, of two fp32 logprobs of which each is a multiple of 2^-21 = 4.8e-7.
+                allowed = 4 * 2**-21 if name.startswith("max/") else 1e-6
+                assert one[name] == pytest.approx(value, rel=1e-6, abs=allowed), (change, step, name)
 
 
 @pytest.mark.matrix(
