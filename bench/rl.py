@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,7 @@ from bench.rl_folder import build, overrides, write_peer
 from bench.turns import Worker
 
 KINDS = ("grpo", "gspo")
-TARGETS = {"rollout": 1.3, "training": 1.5, "step": 1.6}
+TARGETS = {"rollout": 1.7, "training": 1.9, "step": 2.0}
 RESULTS = Path(__file__).parent / "results" / "rl.json"
 ROOT = Path(__file__).parents[1]
 TRL_VERSIONS = (
@@ -46,12 +47,17 @@ TRL_VERSIONS = (
 Turn = dict[str, float]
 
 
-def compare(kind: str, trl_python: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
-    """The row of one objective: after a turn of each to warm up, `rounds` turns of each."""
+def compare(
+    kind: str, trl_python: str, folder: Path, rounds: int, steps: int, settings: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The row of one objective: after a turn of each to warm up, `rounds` turns of each.
+
+    `settings` are fields of our config, as `platform.products=bf16`; TRL's side does not change with them.
+    """
     peer = write_peer(folder, kind, "grouped_mm", (rounds + 1) * steps)
     turns: dict[str, list[Turn]] = {"mcore_rl": [], "trl": []}
     commands = {
-        "mcore_rl": [sys.executable, "-m", "bench.rl_ours", "rl.toml", *overrides(kind)],
+        "mcore_rl": [sys.executable, "-m", "bench.rl_ours", "rl.toml", *overrides(kind), *settings],
         "trl": [trl_python, "-m", "bench.rl_trl", str(peer)],
     }
     with ExitStack() as stack:
@@ -159,6 +165,13 @@ def main() -> None:
     parser.add_argument("--trl-python", help="of an environment with TRL; without it nothing is measured")
     parser.add_argument("--folder", type=Path, help="kept, and used again (default: a temporary one)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of our config, as platform.products=bf16; TRL stays in fp32",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each that count")
     parser.add_argument("--steps", type=int, default=3, help="of a turn")
     arguments = parser.parse_args()
@@ -173,11 +186,13 @@ def main() -> None:
         folder = (arguments.folder or Path(temporary)).absolute()
         build(folder)
         for kind in arguments.kinds:
-            rows[kind] = compare(kind, arguments.trl_python, folder, arguments.rounds, arguments.steps)
+            rows[kind] = compare(
+                kind, arguments.trl_python, folder, arguments.rounds, arguments.steps, arguments.set
+            )
             print(f"{table({kind: rows[kind]})}\n{circumstances_line(rows[kind])}", flush=True)
     both = {"mcore_rl": versions(), "trl": trl_versions(arguments.trl_python)}
     words = ["--trl-python", "PATH", "--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
-    words += ["--kinds", *arguments.kinds]
+    words += ["--kinds", *arguments.kinds, *(["--set", *arguments.set] if arguments.set else [])]
     write_results(RESULTS, {"versions": both, "targets": TARGETS, "rows": rows}, words)
 
 

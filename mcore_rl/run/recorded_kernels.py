@@ -26,6 +26,8 @@ def keep_kernels(
         return platform, ()
     chosen = {"products": config.products, "attention": config.attention}
     wanted = {name: record.get(name, "") if value == "auto" else value for name, value in chosen.items()}
+    if config.products == "auto" and wanted["products"] == "bf16":
+        wanted["products"] = platform.kernels.products  # "auto" never rounds: the field that did is gone
     # A build of another processor, compiler or version is not here, and neither is one that this start does without.
     recorded_build = record.get("compiled", "none")
     is_here = config.compiled == "auto" and recorded_build in ("none", platform.kernels.compiled)

@@ -74,6 +74,15 @@ def test_who_rounded_is_kept_where_products_and_build_are_the_same(
     assert unlike.kernels == here.kernels and "has products 'mkl'" in warning
 
 
+def test_a_resume_without_the_field_that_rounded_does_not_round(tmp_path: Path, platform: Platform) -> None:
+    there = replace(HERE, products="bf16", rounded="compiled")
+    resumed, (warning,) = keep_kernels(
+        PlatformConfig(), platform, recorded(tmp_path, platform, there.record())
+    )
+    assert resumed.kernels == in_use() == HERE
+    assert "run.json has products 'bf16'" in warning and "is not continued bit for bit" in warning
+
+
 def test_a_library_that_is_not_here_is_reported(tmp_path: Path, platform: Platform) -> None:
     folder = recorded(tmp_path, platform, HERE.record() | {"products": "blis"})
     resumed, (warning,) = keep_kernels(PlatformConfig(), platform, folder)
