@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mcore_rl.backend.cpu import compiled_attention
 from mcore_rl.backend.cpu.attention import causal_attention
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
-from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, Attention, CpuKernels, Products, Rounded, using
+from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, Attention, CpuKernels, Half, Products, Rounded, using
 from mcore_rl.backend.cpu.products import add_weight_gradient, product
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
@@ -29,7 +29,7 @@ ROUNDS = 8
 """Number of times that each is measured."""
 ROWS, WIDTH, HEADS, GROUPS, HEAD_WIDTH = 256, 256, 2, 1, 64
 """Sizes that are measured: an expert's rows and matrix, and one sequence of ROWS positions."""
-Name = TypeVar("Name", Products, Attention, Rounded)
+Name = TypeVar("Name", Products, Attention, Rounded, Half)
 
 
 def choose(config: PlatformConfig, world_size: int) -> tuple[CpuKernels, str]:
@@ -48,7 +48,10 @@ def choose(config: PlatformConfig, world_size: int) -> tuple[CpuKernels, str]:
     box: list[tuple[CpuKernels, str] | None] = [None]
     if world_size == 1 or dist.get_rank() == 0:
         threads = torch.get_num_threads()
-        asked = (config.products, config.attention, compiled, config.batch_invariant, threads)
+        asked = (
+            *(config.precision, config.products, config.attention),
+            *(compiled, config.batch_invariant, threads),
+        )
         known = measurements()
         if asked not in known:
             known[asked] = _measured(config, compiled)
@@ -108,6 +111,7 @@ def _build(config: PlatformConfig) -> tuple[str, str]:
 def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
     products, attention = config.products, config.attention
     rounded: Rounded = "torch"
+    half: Half = "fp32"
     times: list[tuple[str, float]] = []
     # Random numbers of the run are not drawn for this.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -121,6 +125,11 @@ def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
             # With AMX torch's are several times as fast.
             rounded = fastest(of_rounded, "compiled")
             times += [(f"bf16 {way}", seconds) for way, seconds in of_rounded.items()]
+        if config.precision == "bf16":
+            halves = {way: CpuKernels(products, "sdpa", compiled, half=way) for way in get_args(Half)}
+            of_half = _least_s({way: _layer(kernels, torch.bfloat16) for way, kernels in halves.items()})
+            half = fastest(of_half, "fp32")
+            times += [(f"bf16 by {way}", seconds) for way, seconds in of_half.items()]
         if attention == "auto":
             candidates: dict[Attention, Callable[[], None]] = {"sdpa": _attending(_sdpa)}
             if compiled != "none":
@@ -131,7 +140,7 @@ def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
                 of_attention = _least_s(candidates)
             attention = fastest_attention(of_attention)
             times += of_attention.items()
-    kernels = CpuKernels(products, attention, compiled, rounded)
+    kernels = CpuKernels(products, attention, compiled, rounded, half)
     measured = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times)
     return kernels, f"; measured: {measured}" if times else ""
 
@@ -156,9 +165,10 @@ def fastest_attention(times: Mapping[Attention, float]) -> Attention:
     return fastest(times, usual)
 
 
-def _layer(kernels: CpuKernels) -> Callable[[], None]:
-    """Return a linear layer, forwards and backwards, by one library."""
-    rows, weight, total = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.zeros(WIDTH, WIDTH)
+def _layer(kernels: CpuKernels, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+    """Return a linear layer, forwards and backwards, by one library; the sum of gradients is fp32."""
+    rows, weight = (torch.randn(size, WIDTH).to(dtype) for size in (ROWS, WIDTH))
+    total = torch.zeros(WIDTH, WIDTH)
 
     def work() -> None:
         with using(kernels):

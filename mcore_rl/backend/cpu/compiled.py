@@ -125,14 +125,14 @@ def library_path() -> Path:
     return _cache() / f"layers-{build_id()}.so"
 
 
-def compiled_for(*operands: Tensor) -> Library | None:
-    """Return the library where this process uses it and it computes with these operands: fp32 tensors on a CPU."""
+def compiled_for(*operands: Tensor, formats: tuple[torch.dtype, ...] = (torch.float32,)) -> Library | None:
+    """Return the library where this process uses it and it computes with these operands: fp32 tensors on a CPU, or
+    ones in `formats`, of which the caller makes fp32 ones.
+    """
     if Process.kernels.compiled == "none":
         return None
     # Fake tensors and other subclasses have no numbers at their address.
-    plain = all(
-        type(t) in (Tensor, Parameter) and t.dtype == torch.float32 and not t.is_cuda for t in operands
-    )
+    plain = all(type(t) in (Tensor, Parameter) and t.dtype in formats and not t.is_cuda for t in operands)
     return library() if plain else None
 
 

@@ -17,6 +17,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 Products = Literal["mkl", "onednn", "bf16"]
 Attention = Literal["blocks", "sdpa", "compiled"]
 Rounded = Literal["torch", "compiled"]
+Half = Literal["torch", "fp32"]
 NAMES = {
     "mkl": "torch's products (MKL)",
     "onednn": "oneDNN's products",
@@ -38,12 +39,16 @@ class CpuKernels:
     """Identity of the compiled file's build; "none" where Python computes what is in it."""
     rounded: Rounded = "torch"
     """Who multiplies operands that are rounded to bf16, with `products="bf16"`."""
+    half: Half = "fp32"
+    """How tensors in bf16 are multiplied, with `precision="bf16"`: by torch's products of bf16, or by those of fp32,
+    whose results are rounded once. Experts compute all they do in that format."""
 
     def describe(self) -> str:
         """Return the choice in words, for a log."""
         compiled = "compiled layers" if self.compiled != "none" else "no compiled layers"
         products = f"compiled {NAMES['bf16']}" if self.rounds_in_compiled else NAMES[self.products]
-        return f"{products}, {NAMES[self.attention]}, {compiled}"
+        halves = ", torch's products of bf16" if self.half == "torch" else ""
+        return f"{products}{halves}, {NAMES[self.attention]}, {compiled}"
 
     @property
     def rounds_in_compiled(self) -> bool:
@@ -60,14 +65,18 @@ def from_record(record: Mapping[str, str]) -> CpuKernels | None:
     products, attention = record.get("products"), record.get("attention")
     # Runs of before there was a choice multiplied rounded operands by torch.
     compiled, rounded = record.get("compiled", "none"), record.get("rounded", "torch")
+    half = record.get("half", "fp32")
     known = (
-        products in get_args(Products) and attention in get_args(Attention) and rounded in get_args(Rounded)
+        products in get_args(Products)
+        and attention in get_args(Attention)
+        and rounded in get_args(Rounded)
+        and half in get_args(Half)
     )
     if not known or (products == "onednn" and not HAS_ONEDNN):
         return None
     if attention == "compiled" and compiled == "none":
         return None
-    return CpuKernels(products, attention, compiled, rounded)  # type: ignore[arg-type]
+    return CpuKernels(products, attention, compiled, rounded, half)  # type: ignore[arg-type]
 
 
 class Process:
@@ -77,8 +86,8 @@ class Process:
     """
 
     kernels = CpuKernels()
-    rounded_weights: ClassVar[dict[tuple[int, torch.Size], Tensor] | None] = None
-    """Rounded copies by address and shape inside `weights_unchanged`."""
+    weight_copies: ClassVar[dict[tuple[int, torch.Size], Tensor] | None] = None
+    """Copies in the format of products, by address and shape, inside `weights_unchanged`."""
 
 
 def in_use() -> CpuKernels:
@@ -104,23 +113,28 @@ def using(kernels: CpuKernels) -> Iterator[None]:
 
 @contextmanager
 def weights_unchanged() -> Iterator[None]:
-    """Keep the rounded copy of each weight, where products are of bf16, until the end of the context.
+    """Keep the copy of each weight in the format of products, where that is not its own, until the end of the context.
 
     No weight may change or be freed inside: a rollout multiplies by all of them for every token.
     """
-    before, Process.rounded_weights = Process.rounded_weights, {}
+    before, Process.weight_copies = Process.weight_copies, {}
     try:
         yield
     finally:
-        Process.rounded_weights = before
+        Process.weight_copies = before
 
 
-def rounded_weight(weight_OI: Tensor) -> Tensor:
-    """Return a weight rounded to bf16, once inside `weights_unchanged`."""
-    copies = Process.rounded_weights
-    if copies is None:
-        return weight_OI.bfloat16()
-    key = weight_OI.data_ptr(), weight_OI.shape
+def weight_as(dtype: torch.dtype, weight: Tensor) -> Tensor:
+    """Return a weight in the format of products, which is converted once inside `weights_unchanged`."""
+    copies = Process.weight_copies
+    if copies is None or weight.dtype == dtype:
+        return weight.to(dtype)
+    key = weight.data_ptr(), weight.shape
     if key not in copies:
-        copies[key] = weight_OI.bfloat16()
+        copies[key] = weight.to(dtype)
     return copies[key]
+
+
+def is_widened(operand: Tensor) -> bool:
+    """Return whether a CPU multiplies this tensor, which is in bf16, in fp32, and rounds the result to bf16 once."""
+    return operand.dtype == torch.bfloat16 and Process.kernels.half == "fp32" and operand.device.type == "cpu"

@@ -18,6 +18,9 @@ from mcore_rl.backend.cpu.compiled import compiled_for
 from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.backend.cpu.products import linear
 
+FORMATS = torch.float32, torch.bfloat16
+"""Formats of what is computed here; of tensors in bf16 results are computed in fp32 and rounded once."""
+
 
 def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Megatron's linear with its collectives, its products by `mcore_rl.backend.cpu.products`."""
@@ -26,7 +29,7 @@ def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(megatron_linear)
     def call(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         unusual = "gradient_accumulation_fusion", "grad_output_buffer"
-        if weight.dtype != torch.float32 or any(options.get(name) not in (None, False) for name in unusual):
+        if weight.dtype not in FORMATS or any(options.get(name) not in (None, False) for name in unusual):
             return megatron_linear(input, weight, **options)
         group = options["tp_group"]
         if options["sequence_parallel"]:
@@ -101,21 +104,21 @@ def positions_in_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def _is_plain(heads: Tensor, freqs: Tensor, options: Mapping[str, Any]) -> bool:
-    """Return whether `_Rotation` computes this: in fp32, of whole heads, with Megatron's options all off, whatever
+    """Return whether `_Rotation` computes this: of whole heads, with Megatron's options all off, whatever
     their names are in either version.
     """
     return (
         all(value in (False, None) or (name, value) == ("mscale", 1.0) for name, value in options.items())
-        and heads.dtype == torch.float32
+        and heads.dtype in FORMATS
         and heads.shape[-1] == freqs.shape[-1]
     )
 
 
 def _rotation(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        return _rotated(heads, cos, sin, 1)
-    rotated: Tensor = _Rotation.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated
+        return _rotated(heads.float(), cos, sin, 1).to(heads.dtype)
+    rotated: Tensor = _Rotation.apply(heads.float(), cos, sin)  # type: ignore[no-untyped-call]
+    return rotated.to(heads.dtype)
 
 
 class _Rotation(torch.autograd.Function):

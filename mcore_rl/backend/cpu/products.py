@@ -5,6 +5,9 @@ torch gives fp32 products to MKL, which leaves half of the AVX-512 units of some
 MKL is as fast, and adds a weight's gradient to a tensor in place, without copies of its operands. Products of operands
 rounded to bf16 are twice as fast where the processor has AVX-512's instruction for them, and more with AMX; the
 compiled file rounds as it packs them, torch before, and torch rounds the result too.
+
+Tensors in bf16 are multiplied by torch where the processor has instructions for them. Elsewhere that takes ten times
+as long as to multiply in fp32 and round the result once: `CpuKernels.half` tells which.
 """
 
 from typing import Any
@@ -14,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import Library, rounding_for
-from mcore_rl.backend.cpu.kernels import Process, rounded_weight
+from mcore_rl.backend.cpu.kernels import Process, is_widened, weight_as
 
 ROW_MULTIPLE = 16
 """oneDNN compiles a kernel (~0.4 ms) for each new shape: a number of rows that is not of these goes to MKL."""
@@ -37,14 +40,16 @@ def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
         if (library := rounding_for(left_MK, right_NK)) is not None:
             return _compiled_product(library, left_MK, right_NK)
         return torch.mm(left_MK.bfloat16(), right_NK.bfloat16().t()).float()
+    if is_widened(left_MK):
+        return product(left_MK.float(), right_NK.float()).to(left_MK.dtype)
     return torch.mm(left_MK, right_NK.t())
 
 
 def product_with_weight(rows_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return `product` with a weight, whose copy that torch multiplies is kept inside `weights_unchanged`."""
+    """Return `product` with a weight, whose copy that is multiplied is kept inside `weights_unchanged`."""
     if rounds(rows_NI) and rounding_for(rows_NI, weight_OI) is None:
-        return torch.mm(rows_NI.bfloat16(), rounded_weight(weight_OI).t()).float()
-    return product(rows_NI, weight_OI)
+        return torch.mm(rows_NI.bfloat16(), weight_as(torch.bfloat16, weight_OI).t()).float()
+    return product(rows_NI, weight_as(rows_NI.dtype, weight_OI))
 
 
 def _compiled_product(
@@ -113,6 +118,8 @@ def add_weight_gradient(total_OI: Tensor, gradient_NO: Tensor, input_NI: Tensor)
             return
         total_OI.add_(product(gradient_NO.t(), input_NI.t()))
         return
+    if is_widened(input_NI):
+        gradient_NO, input_NI = gradient_NO.float(), input_NI.float()
     by_onednn = (
         Process.kernels.products == "onednn" and input_NI.dtype == torch.float32 and not input_NI.is_cuda
     )
@@ -160,14 +167,16 @@ class WeightGradient:
 
 
 def linear(input: Tensor, weight_OI: Tensor) -> Tensor:
-    """`input @ weight_OI.T` over the last axis, with its gradients."""
+    """`input @ weight_OI.T` over the last axis in the input's dtype, with its gradients."""
     input_NI = input.reshape(-1, weight_OI.shape[1])
+    if is_widened(input):
+        input_NI = input_NI.float()
     if torch.is_grad_enabled():
         rows: Tensor = _Linear.apply(input_NI, weight_OI)  # type: ignore[no-untyped-call]
     else:
         rows = product_with_weight(input_NI, weight_OI)
     # Viewed out here, so that the caller may change the output in place.
-    return rows.view(*input.shape[:-1], weight_OI.shape[0])
+    return rows.to(input.dtype).view(*input.shape[:-1], weight_OI.shape[0])
 
 
 class _Linear(torch.autograd.Function):
@@ -180,11 +189,13 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         input_NI, weight_OI = ctx.saved_tensors
-        d_input = product(gradient_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
+        d_input = None
+        if ctx.needs_input_grad[0]:
+            d_input = product(gradient_NO, weight_as(input_NI.dtype, weight_OI).t())
         if not ctx.needs_input_grad[1]:
             return d_input, None
         if not hasattr(weight_OI, "main_grad"):
-            return d_input, weight_gradient(gradient_NO, input_NI)
+            return d_input, weight_gradient(gradient_NO, input_NI).to(weight_OI.dtype)
         d_weight = WeightGradient(weight_OI)
         add_weight_gradient(d_weight.total, gradient_NO, input_NI)
         return d_input, d_weight.result()

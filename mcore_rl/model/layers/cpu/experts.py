@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from mcore_rl.backend.cpu.compiled import Library, compiled_for
-from mcore_rl.backend.cpu.kernels import Process
+from mcore_rl.backend.cpu.kernels import Process, is_widened, weight_as
 from mcore_rl.backend.cpu.products import (
     WeightGradient,
     add_weight_gradient,
@@ -81,6 +81,9 @@ def swiglu_experts(
         fc2_EDF: The experts' output matrices.
         assignment: The rows of each expert.
     """
+    if is_widened(input_TD):
+        wide = input_TD.float(), gates.float()
+        return swiglu_experts(*wide, fc1_EFD, fc2_EDF, assignment).to(input_TD.dtype)
     operands = input_TD, gates, fc1_EFD, fc2_EDF, assignment
     if not torch.is_grad_enabled():
         return _computed(*operands).output_TD
@@ -145,6 +148,7 @@ def _computed(
     input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
 ) -> _Forward:
     gates_N1 = _gates(gates, assignment)
+    fc1_EFD, fc2_EDF = (weight_as(input_TD.dtype, weight) for weight in (fc1_EFD, fc2_EDF))
     output_TD = torch.zeros_like(input_TD, memory_format=torch.contiguous_format)
     library = _library(input_TD, gates_N1, fc1_EFD, fc2_EDF)
     if library is not None:
@@ -190,18 +194,22 @@ class _SwiGLUExperts(torch.autograd.Function):
         gates_N1 = _gates(gates, assignment)
         d_gates_N1 = torch.empty_like(gates_N1)
         d_input_TD = torch.zeros_like(input_TD)
-        sum_fc1, sum_fc2 = WeightGradient(fc1_EFD), WeightGradient(fc2_EDF)
+        sums = [WeightGradient(weight, input_TD.dtype) for weight in (fc1_EFD, fc2_EDF)]
+        fc1_EFD, fc2_EDF = (weight_as(input_TD.dtype, weight) for weight in (fc1_EFD, fc2_EDF))
         if ctx.compiled is not None:
+            totals = [of_weight.total.to(input_TD.dtype) for of_weight in sums]
             _, width, inner = fc2_EDF.shape
             scratch = input_TD.new_empty(assignment.longest * (3 * width + 4 * inner))
             tensors = gradient_TD.contiguous(), input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
             sizes = len(assignment.blocks), width, inner
-            results = d_input_TD, d_gates_N1, sum_fc1.total, sum_fc2.total, scratch
+            results = d_input_TD, d_gates_N1, *totals, scratch
             ctx.compiled.call("experts_backward", ctx.sgemm, *tensors, *sizes, hidden[0], *results)
+            for of_weight, total in zip(sums, totals, strict=True):
+                of_weight.total.copy_(total)  # Nothing happens where it is the same tensor.
             d_gates = _d_gates(gates, d_gates_N1, assignment)
-            return d_input_TD, d_gates, sum_fc1.result(), sum_fc2.result(), None
+            return d_input_TD, d_gates, *(of_weight.result() for of_weight in sums), None
         fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
-        d_fc1, d_fc2 = sum_fc1.total.unbind(0), sum_fc2.total.unbind(0)
+        d_fc1, d_fc2 = (of_weight.total.unbind(0) for of_weight in sums)
         for block, hidden_NF in zip(assignment.blocks, hidden, strict=True):
             rows = assignment.rows_N[block.rows]
             gate, up = hidden_NF.chunk(2, -1)
@@ -219,7 +227,8 @@ class _SwiGLUExperts(torch.autograd.Function):
             torch.ops.aten.silu_backward.grad_input(d_active.mul_(up), gate, grad_input=d_gate)
             add_weight_gradient(d_fc1[block.expert], d_hidden, input_TD.index_select(0, rows))
             d_input_TD.index_add_(0, rows, product(d_hidden, fc1[block.expert].t()))
-        return d_input_TD, _d_gates(gates, d_gates_N1, assignment), sum_fc1.result(), sum_fc2.result(), None
+        d_gates = _d_gates(gates, d_gates_N1, assignment)
+        return d_input_TD, d_gates, *(of_weight.result() for of_weight in sums), None
 
 
 def _library(input_TD: Tensor, gates_N1: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor) -> Library | None:

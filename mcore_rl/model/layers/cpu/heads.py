@@ -38,18 +38,18 @@ def split_heads(
 
     Args:
         library: The compiled file.
-        mixed: Mixed projection `[S, B, groups, (queries + 2) * width]`, float32: in each group its queries, then the
-            key and the value.
+        mixed: Mixed projection `[S, B, groups, (queries + 2) * width]`: in each group its queries, then the key and the
+            value. In another format than float32 heads are computed in it and rounded once.
         width: Width of a head.
         norms: Norms of queries and keys; None without.
         angles: Angles that turn queries and keys behind their norms; None without.
     """
-    query_weight, key_weight, eps = norms or (None, None, 0.0)
-    operands = mixed, query_weight, key_weight, *(angles or (None, None, None)), width, eps, library
-    if not torch.is_grad_enabled():
-        return _split(*operands)[:3]
-    heads: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(*operands)  # type: ignore[no-untyped-call]
-    return heads
+    weights = (None, None) if norms is None else (norms.query.float(), norms.key.float())
+    eps = 0.0 if norms is None else norms.eps
+    operands = mixed.float(), *weights, *(angles or (None, None, None)), width, eps, library
+    split = _SplitHeads.apply if torch.is_grad_enabled() else _split
+    query, key, value, *_ = split(*operands)
+    return query.to(mixed.dtype), key.to(mixed.dtype), value.to(mixed.dtype)
 
 
 def _split(

@@ -13,11 +13,12 @@ from mcore_rl.backend.cpu.compiled import compiled_for
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return input / rms(input) * weight over the last axis, computed in fp32 and rounded once."""
+    wide, wide_weight = input.float(), weight.float()
     if not torch.is_grad_enabled():
         # The rows of a decoding step are so few that the record of a gradient would take longer than the norm.
-        return _normalized(input, weight, eps)[0]
-    normalized: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]
-    return normalized
+        return _normalized(wide, wide_weight, eps)[0].to(input.dtype)
+    normalized: Tensor = _RMSNorm.apply(wide, wide_weight, eps)  # type: ignore[no-untyped-call]
+    return normalized.to(input.dtype)
 
 
 def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,14 +30,13 @@ def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
         rows = inverse.numel()
         compiled.call("rms_norm_forward", input, weight, rows, width, eps, output, inverse)
         return output, input, inverse
-    wide = input.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
-    return (wide * inverse).mul_(weight).to(input.dtype), input, inverse
+    norm = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(input.shape[-1]).add_(eps).rsqrt_()
+    return (input * inverse).mul_(weight), input, inverse
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`rms_norm` with its gradient."""
+    """`rms_norm` of fp32 with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -60,10 +60,10 @@ class _RMSNorm(torch.autograd.Function):
             results = d_input, d_weight, part
             compiled.call("rms_norm_backward", *operands, inverse.numel(), size, *results)
             return d_input, d_weight, None
-        normalized = input.float() * inverse
+        normalized = input * inverse
         product = normalized * gradient
         rows = product.reshape(-1, size)
         # d_input = inverse * (g * w - normalized * mean(g * w * normalized)), g the gradient and w the weight.
-        mean = torch.mv(rows, weight.float()).div_(size).view_as(inverse)
-        d_input = torch.mul(gradient, weight.float()).addcmul_(normalized, mean, value=-1).mul_(inverse)
-        return d_input.to(input.dtype), rows.sum(0).to(weight.dtype), None
+        mean = torch.mv(rows, weight).div_(size).view_as(inverse)
+        d_input = torch.mul(gradient, weight).addcmul_(normalized, mean, value=-1).mul_(inverse)
+        return d_input, rows.sum(0), None

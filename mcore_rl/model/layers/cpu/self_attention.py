@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.backend.cpu.compiled import Library, compiled_for
-from mcore_rl.backend.cpu.megatron_speed import positions_in_sequences
+from mcore_rl.backend.cpu.megatron_speed import FORMATS, positions_in_sequences
 from mcore_rl.model.layers.cpu.heads import Angles, HeadNorms, split_heads
 from mcore_rl.model.layers.norm import RMSNorm
 
@@ -96,7 +96,7 @@ class FusedSelfAttention(SelfAttention):
         if not self._is_plain:
             return None
         norms = self._norms() if self._has_norms else None
-        library = compiled_for(hidden, self.linear_qkv.weight, *(norms or ())[:2])
+        library = compiled_for(hidden, self.linear_qkv.weight, *(norms or ())[:2], formats=FORMATS)
         if library is None or rotary is None:
             return None if library is None else _OnePass(library, norms, None)
         # Under sequence parallelism the projection gathers the positions of all ranks.

@@ -140,8 +140,10 @@ class Decoder:
         else:
             groups = attention.num_query_groups_per_partition
             widths = (self._config.kv_channels, self._config.kv_channels)
+        # A CPU attends in fp32: it would convert all earlier keys and values in each step.
+        dtype = self._dtype if self.device.type == "cuda" else torch.float32
         keys, values = (
-            torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths
+            torch.zeros(*shape, groups, width, dtype=dtype, device=self.device) for width in widths
         )
         return keys, values
 

@@ -35,22 +35,37 @@ def rounding(kernels: None) -> Iterator[float]:
         yield 2e-6 if in_file else 2**-7
 
 
+FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
 def assert_gradients(actual: Tensor, expected: Tensor, inputs: list[Tensor], tolerance: float) -> None:
-    """Compare both and their gradients, relative to the largest element."""
+    """Compare both and their gradients, relative to the largest element; in bf16 each element is rounded once besides,
+    to itself or, in fp32's error, its neighbour: 2 ** -7 of it.
+    """
     weight = torch.randn_like(actual)
     found = torch.autograd.grad((actual * weight).sum(), inputs)
     wanted = torch.autograd.grad((expected * weight.double()).sum(), inputs)
-    for ours, theirs in zip((actual, *found), (expected, *wanted), strict=True):
-        assert ours.dtype == torch.float32
-        assert (ours.double() - theirs.double()).abs().max() <= tolerance * theirs.abs().max()
+    formats = [input.dtype for input in inputs]
+    for ours, theirs, dtype in zip(
+        (actual, *found), (expected, *wanted), (formats[0], *formats), strict=True
+    ):
+        assert ours.dtype == dtype
+        error = (ours.double() - theirs.double()).abs() - rounding_of(dtype) * theirs.double().abs()
+        assert error.max() <= tolerance * theirs.abs().max()
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """The distance of neighbours, relative to them."""
+    return torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 64), (1, 1, 7), (700, 2, 33), (0, 2, 64)], ids=str)
 @pytest.mark.parametrize("is_dense", [True, False])
-def test_a_norm_is_that_of_float64(shape: tuple[int, ...], is_dense: bool) -> None:
-    input = torch.randn(shape).requires_grad_()
+@FORMATS
+def test_a_norm_is_that_of_float64(shape: tuple[int, ...], is_dense: bool, dtype: torch.dtype) -> None:
+    input = torch.randn(shape).to(dtype).requires_grad_()
     rows = input if is_dense else input.transpose(0, 1)
-    weight = torch.rand(shape[-1], requires_grad=True)
+    weight = torch.rand(shape[-1]).to(dtype).requires_grad_()
     wide = rows.double()
     expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
     actual = rms_norm(rows, weight, 1e-5)
@@ -60,8 +75,9 @@ def test_a_norm_is_that_of_float64(shape: tuple[int, ...], is_dense: bool) -> No
     assert_gradients(actual, expected, [input, weight], 2e-6)
 
 
-def test_a_rotation_is_that_of_complex_numbers() -> None:
-    heads = torch.randn(19, 3, 4, 32, requires_grad=True)
+@FORMATS
+def test_a_rotation_is_that_of_complex_numbers(dtype: torch.dtype) -> None:
+    heads = torch.randn(19, 3, 4, 32).to(dtype).requires_grad_()
     angles_S = torch.arange(19.0)[:, None] * 0.7 ** torch.arange(16)
     freqs = torch.cat([angles_S, angles_S], -1)[:, None, None]
     actual = rotated_in_halves(lambda *_: pytest.fail("not computed here"))(heads, freqs)
@@ -74,11 +90,12 @@ def test_a_rotation_is_that_of_complex_numbers() -> None:
     assert_gradients(actual, expected, [heads], 1e-6)
 
 
-def test_without_a_gradient_the_same_is_computed() -> None:
+@FORMATS
+def test_without_a_gradient_the_same_is_computed(dtype: torch.dtype) -> None:
     """Bit for bit: recomputation and passes for logprobs are without one."""
-    input, weight, scale = torch.randn(40, 2, 24), torch.randn(16, 24), torch.rand(24)
+    shapes = (40, 2, 24), (16, 24), (24,), (4, 40, 24), (4, 24, 20)
+    input, weight, scale, fc1, fc2 = (torch.randn(shape).to(dtype) for shape in shapes)
     freqs, routed_TE, gates = torch.randn(40, 1, 1, 24), routed(80, 4, 2), torch.rand(80, 4)
-    fc1, fc2 = torch.randn(4, 40, 24), torch.randn(4, 24, 20)
     rotate = rotated_in_halves(lambda *_: pytest.fail("not computed here"))
 
     def results() -> list[Tensor]:
@@ -103,19 +120,44 @@ def routed(num_tokens: int, num_experts: int, per_token: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 4), (90, 4), (1300, 3), (40, 64)])
-def test_experts_are_those_of_float64(num_tokens: int, num_experts: int) -> None:
-    """Also blocks of more than one, and experts without a token."""
+@FORMATS
+def test_experts_are_those_of_float64(num_tokens: int, num_experts: int, dtype: torch.dtype) -> None:
+    """Also blocks of more than one, and experts without a token; gates are fp32, as a router's."""
     routed_TE = routed(num_tokens, num_experts, 2)
-    input, gates = torch.randn(num_tokens, 24, requires_grad=True), torch.rand(num_tokens, num_experts)
-    gates.requires_grad_()
-    fc1 = (torch.randn(num_experts, 40, 24) / 5).requires_grad_()
-    fc2 = (torch.randn(num_experts, 24, 20) / 5).requires_grad_()
+    input = torch.randn(num_tokens, 24).to(dtype).requires_grad_()
+    gates = torch.rand(num_tokens, num_experts, requires_grad=True)
+    fc1 = (torch.randn(num_experts, 40, 24) / 5).to(dtype).requires_grad_()
+    fc2 = (torch.randn(num_experts, 24, 20) / 5).to(dtype).requires_grad_()
     actual = swiglu_experts(input, gates, fc1, fc2, assign_routed(routed_TE))
     x, w1, w2 = input.double(), fc1.double(), fc2.double()
     gate_up = torch.einsum("td,efd->tef", x, w1)
     active = torch.nn.functional.silu(gate_up[..., :20]) * gate_up[..., 20:]
     expected = torch.einsum("tef,edf,te->td", active, w2, gates.double() * routed_TE)
     assert_gradients(actual, expected, [input, gates, fc1, fc2], 4e-6)
+
+
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_experts_in_bf16_are_added_to_what_is_in_the_buffer(sums: torch.dtype) -> None:
+    """Also to one in bf16 (`optim.main_grads_dtype`), which the compiled file cannot add to."""
+    routed_TE, input = routed(90, 4, 2), torch.randn(90, 24).bfloat16()
+    fc1, fc2 = torch.randn(4, 40, 24).bfloat16(), torch.randn(4, 24, 20).bfloat16()
+
+    def results(*weights: Tensor) -> Tensor:
+        return swiglu_experts(input, torch.ones(90, 4), *weights, assign_routed(routed_TE)).sum()
+
+    alone = [weight.float().bfloat16().requires_grad_() for weight in (fc1, fc2)]
+    results(*alone).backward()
+    buffered = [weight.requires_grad_() for weight in (fc1, fc2)]
+    for weight in buffered:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight, dtype=sums), False  # type: ignore[attr-defined]
+    results(*buffered).backward()
+    for weight, expected in zip(buffered, alone, strict=True):
+        assert expected.grad is not None and weight.grad_added_to_main_grad is True  # type: ignore[attr-defined]
+        wanted = 1.0 + expected.grad.double()
+        found = weight.main_grad.double()  # type: ignore[attr-defined]
+        # Of two formats each rounds to 8 bits, at the size of the gradient and of the sum.
+        tolerance = 2**-8 * (expected.grad.double().abs() + wanted.abs() * (sums == torch.bfloat16)) * 1.01
+        assert (found - wanted).abs().le(tolerance + 1e-5 * wanted.abs().max()).all()
 
 
 def rounded(tensor: Tensor) -> Tensor:

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, CpuKernels, using, weights_unchanged
+from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, CpuKernels, Process, using, weights_unchanged
 from mcore_rl.backend.cpu.megatron_speed import gated_by_onednn
 from mcore_rl.backend.cpu.products import (
     add_weight_gradient,
     is_worthwhile,
     linear,
     product,
-    product_with_weight,
     weight_gradient,
 )
 
@@ -78,16 +77,17 @@ def test_a_weight_gradient_is_added_to_what_is_there(num_rows: int, dtype: torch
     gradient, input = torch.randn(num_rows, 32).to(dtype), torch.randn(num_rows, 48).to(dtype)
     total = torch.full((32, 48), 3.0)
     add_weight_gradient(total, gradient, input)
-    # A product of bf16 is rounded to 8 bits once; its sum with what is there is not.
-    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    # Of operands in bf16 too: neither a product nor its sum with what is there is rounded to it.
+    tolerance = 1e-5
     torch.testing.assert_close(
         total.double() - 3.0, gradient.double().t() @ input.double(), rtol=tolerance, atol=1e-3
     )
 
 
-def buffered(weight: Tensor) -> Tensor:
-    """Give a weight what Megatron's data parallelism gives it."""
-    weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False  # type: ignore[attr-defined]
+def buffered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Give a weight what Megatron's data parallelism gives it, in a format of its own."""
+    weight.main_grad = torch.ones_like(weight, dtype=dtype)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     return weight
 
 
@@ -113,6 +113,38 @@ def test_the_gradient_of_a_tied_embedding_is_not_lost() -> None:
         from_output = weight[[3, 5]].sum(0).expand(24, 16)
     torch.testing.assert_close(weight.grad, from_lookup)
     torch.testing.assert_close(weight.main_grad, 1.0 + from_output)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rows", [37, 512])
+def test_a_linear_layer_of_bf16_is_that_of_float64_rounded_once(rows: int) -> None:
+    """The sum in a buffer of fp32 is not rounded."""
+    input = torch.randn(rows, 256).bfloat16().requires_grad_()
+    weight = buffered(torch.randn(192, 256).bfloat16().requires_grad_(), torch.float32)
+    gradient = torch.randn(rows, 192).bfloat16()
+    linear(input, weight).backward(gradient)
+    exact_input, exact_weight, exact_gradient = input.double(), weight.double(), gradient.double()
+    with torch.no_grad():
+        assert_rounded_once(linear(input, weight), exact_input @ exact_weight.t())
+    assert_rounded_once(input.grad, exact_gradient @ exact_weight)
+    torch.testing.assert_close(
+        weight.main_grad.double(),  # type: ignore[attr-defined]
+        1.0 + exact_gradient.t() @ exact_input,
+        rtol=1e-5,
+        atol=1e-4,
+    )
+
+
+def test_torchs_products_of_bf16_are_taken_where_they_were_chosen() -> None:
+    input, weight = torch.randn(64, 256).bfloat16(), torch.randn(192, 256).bfloat16()
+    with using(CpuKernels(half="torch")), weights_unchanged():
+        assert torch.equal(linear(input, weight), torch.mm(input, weight.t()))
+        assert not Process.weight_copies
+
+
+def assert_rounded_once(found: Tensor | None, exact: Tensor) -> None:
+    """Compare elements with the nearest number in bf16, or in fp32's error its neighbour."""
+    assert found is not None and found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact.bfloat16().double(), rtol=2**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 256), (37, 256), (0, 2, 256)], ids=str)
@@ -168,15 +200,22 @@ def test_products_of_bf16_round_operands_and_nothing_else() -> None:
     assert not torch.equal(output, torch.nn.functional.linear(input, weight))
 
 
-def test_a_rounded_weight_is_kept_while_weights_do_not_change() -> None:
-    input, weight = torch.randn(4, 64), torch.ones(8, 64)
-    with using(CpuKernels(products="bf16")):
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [(CpuKernels(products="bf16"), torch.float32), (CpuKernels(), torch.bfloat16)],
+    ids=["rounded", "widened"],
+)
+def test_a_converted_weight_is_kept_while_weights_do_not_change(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    input, weight = torch.randn(4, 64).to(dtype), torch.ones(8, 64, dtype=dtype)
+    with using(kernels):
         with weights_unchanged():
-            first = product_with_weight(input, weight)
+            first = linear(input, weight)
             weight.mul_(2.0)
-            assert torch.equal(product_with_weight(input, weight), first)
-            assert not torch.equal(product_with_weight(input, weight[:3]), first[:, :3])
-        assert torch.equal(product_with_weight(input, weight), 2.0 * first)
+            assert torch.equal(linear(input, weight), first)
+            assert not torch.equal(linear(input, weight[:3]), first[:, :3])
+        assert torch.equal(linear(input, weight), 2.0 * first)
 
 
 def test_logits_of_a_router_are_never_rounded() -> None:

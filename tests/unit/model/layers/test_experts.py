@@ -175,11 +175,12 @@ def test_bf16_differs_by_rounding_only(one_rank: Mesh) -> None:
     )
     actual, _ = layer(rows.bfloat16(), tokens, gates)  # fp32 gates, as of a router in fp32
     assert actual.dtype == torch.bfloat16
-    assert_close(actual, expected, 2e-2)
+    # What is between the rows and the output is computed in fp32; the loss's gradient of the output is in bf16, too.
+    assert_close(actual, expected, 2**-8)
     for ours, theirs in zip(
         gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True
     ):
-        assert_close(ours, theirs, 3e-2)
+        assert_close(ours, theirs, 2**-7)
 
 
 def test_gradients_of_two_microbatches_are_summed_in_the_buffers_of_data_parallelism(one_rank: Mesh) -> None:
