@@ -151,7 +151,8 @@ def kernels() -> dict[str, bool]:
 
 def cpu_kernels() -> dict[str, Any]:
     """Return what a rank of this machine's CPU computes with, by `platform.products`, `attention` and `compiled` at
-    "auto": the choice, one sentence with its reasons and times, and the compiled file; nothing on a GPU.
+    "auto": the choice, one sentence with its reasons and times, the compiled file, and the sentence of products of
+    bf16; nothing on a GPU.
 
     Ranks that share a machine have one thread each, and so has this process meanwhile.
     """
@@ -161,10 +162,12 @@ def cpu_kernels() -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         kernels, sentence = choose(PlatformConfig(), world_size=1)
+        _, of_bf16 = choose(PlatformConfig(products="bf16", attention=kernels.attention), world_size=1)
     finally:
         torch.set_num_threads(threads)
     return kernels.record() | {
         "chosen": sentence,
+        "bf16": of_bf16,
         "compiled_file": "" if kernels.compiled == "none" else str(library_path()),
         "threads": threads,
     }
@@ -277,6 +280,7 @@ def readable(found: dict[str, Any]) -> Iterator[str]:
         yield f"  {'yes' if is_there else 'no ':<4} {name}"
     if cpu := found["cpu"]:
         yield f"CPU        {cpu['chosen']}"
+        yield f'           platform.products="bf16": {cpu["bf16"]}'
     if cpu and cpu["compiled_file"]:
         yield f"           {cpu['compiled_file']}"
         if cpu["threads"] > 1:

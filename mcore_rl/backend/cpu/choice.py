@@ -8,7 +8,7 @@ the next one, and a few milliseconds of each do.
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,9 @@ ROUNDS = 8
 """Number of times that each is measured."""
 ROWS, WIDTH, HEADS, GROUPS, HEAD_WIDTH = 256, 256, 2, 1, 64
 """Sizes that are measured: an expert's rows and matrix, and one sequence of ROWS positions."""
-Name = TypeVar("Name", Products, Attention, Rounded, Half)
+FP32 = "fp32"
+"""Name of products that are not rounded, beside those that are."""
+Name = TypeVar("Name", Products, Attention, Rounded, Half, str)
 
 
 def choose(config: PlatformConfig, world_size: int) -> tuple[CpuKernels, str]:
@@ -112,6 +114,7 @@ def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
     products, attention = config.products, config.attention
     rounded: Rounded = "torch"
     half: Half = "fp32"
+    note = ""
     times: list[tuple[str, float]] = []
     # Random numbers of the run are not drawn for this.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -119,14 +122,17 @@ def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
             of_products = _least_s({name: _layer(CpuKernels(name)) for name in _products_here()})
             products = fastest(of_products, "mkl")
             times += of_products.items()
-        if products == "bf16" and compiled != "none" and library().rounds_operands:
-            ways = {way: CpuKernels("bf16", "sdpa", compiled, way) for way in get_args(Rounded)}
-            of_rounded = _least_s({way: _layer(kernels) for way, kernels in ways.items()})
-            # With AMX torch's are several times as fast.
-            rounded = fastest(of_rounded, "compiled")
-            times += [(f"bf16 {way}", seconds) for way, seconds in of_rounded.items()]
+        if products == "bf16":
+            here = _rounded_here(compiled)
+            ways = {f"bf16 {way}": _layer(CpuKernels("bf16", "sdpa", compiled, way)) for way in here}
+            of_ways = _least_s(ways | {FP32: _layer(CpuKernels("mkl"))})
+            # Torch's are several times as fast as the others with AMX, and several times slower without an instruction.
+            rounded = fastest({way: of_ways[f"bf16 {way}"] for way in here}, here[-1])
+            if fastest({way: of_ways[way] for way in (f"bf16 {rounded}", FP32)}, FP32) == FP32:
+                note = "; products of bf16 save no time on this processor"
+            times += of_ways.items()
         if config.precision == "bf16":
-            halves = {way: CpuKernels(products, "sdpa", compiled, half=way) for way in get_args(Half)}
+            halves = {way: CpuKernels(products, "sdpa", compiled, rounded, way) for way in get_args(Half)}
             of_half = _least_s({way: _layer(kernels, torch.bfloat16) for way, kernels in halves.items()})
             half = fastest(of_half, "fp32")
             times += [(f"bf16 by {way}", seconds) for way, seconds in of_half.items()]
@@ -142,11 +148,17 @@ def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
             times += of_attention.items()
     kernels = CpuKernels(products, attention, compiled, rounded, half)
     measured = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times)
-    return kernels, f"; measured: {measured}" if times else ""
+    return kernels, f"; measured: {measured}{note}" if times else ""
 
 
 def _products_here() -> tuple[Products, ...]:
     return ("mkl", "onednn") if HAS_ONEDNN else ("mkl",)
+
+
+def _rounded_here(compiled: str) -> tuple[Rounded, ...]:
+    """Return the ways to multiply rounded operands, the usual one last."""
+    in_compiled = compiled != "none" and library().rounds_operands
+    return ("torch", "mkl", "compiled") if in_compiled else ("mkl", "torch")
 
 
 def fastest(times: Mapping[Name, float], usual: Name) -> Name:

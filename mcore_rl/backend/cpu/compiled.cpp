@@ -3,13 +3,26 @@
 // fixed by the build. Loops carry "omp simd" because a compiler may not reorder sums of floats by itself.
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
 namespace {
+
+using Sgemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
+                       const int*, const float*, const int*, const float*, float*, const int*);
+
+// C [M, N], rows a stride apart, = beta * C + op(A) op(B); A is stored [K, M] where it is transposed, B [N, K]. BLAS is
+// column-major, so that the operands change places.
+void product_of(Sgemm sgemm, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
+                int64_t stride_a, const float* b, int64_t stride_b, float beta, float* c, int64_t stride_c) {
+    const int m = int(M), n = int(N), k = int(K), lda = int(stride_a), ldb = int(stride_b), ldc = int(stride_c);
+    const float one = 1.0f;
+    sgemm(transpose_b ? "T" : "N", transpose_a ? "T" : "N", &n, &m, &k, &one, b, &ldb, a, &lda, &beta, c, &ldc);
+}
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 #ifdef __AVX512BF16__
 
@@ -142,11 +155,10 @@ void compute_rows(int64_t words, const uint32_t* a, const uint32_t* b, float* c,
     tile(words, a, b, c, stride, rows, columns, add);
 }
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// C [M, N], rows a stride apart, = op(A) op(B), or plus what is there; operands as in `product`.
-void rounded_product_of(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
-                        int64_t stride_a, const float* b, int64_t stride_b, bool add, float* c, int64_t stride_c) {
+// product_of with operands rounded to bf16, which needs no sgemm.
+void rounded_product_of(Sgemm, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
+                        int64_t stride_a, const float* b, int64_t stride_b, float beta, float* c, int64_t stride_c) {
+    const bool add = beta != 0.0f;
     if (K == 0 && !add)
         for (int64_t m = 0; m < M; m++) std::memset(c + m * stride_c, 0, N * sizeof(float));
     for (int64_t k = 0; k < K; k += DEPTH) {
@@ -179,27 +191,57 @@ void rounded_product_of(bool transpose_a, bool transpose_b, int64_t M, int64_t N
 
 #else
 
-void rounded_product_of(bool, bool, int64_t, int64_t, int64_t, const float*, int64_t, const float*, int64_t, bool,
-                        float*, int64_t) {
-    std::abort();  // Callers ask rounds_operands first.
+// Operands are rounded into blocks that a cache holds, and multiplied in fp32: the products of two numbers of bf16 are
+// exact there.
+constexpr int64_t BLOCK = 384;
+
+// One call at a time rounds: its caller holds the interpreter's lock.
+alignas(64) float rounded_a[BLOCK * BLOCK];
+alignas(64) float rounded_b[BLOCK * BLOCK];
+
+// to [rows, columns] = from [rows, columns] rounded to the nearest number of bf16, to the even one of two; NaN stays NaN.
+void round_block(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
+    for (int64_t i = 0; i < rows; i++, from += stride, to += columns) {
+#pragma omp simd
+        for (int64_t j = 0; j < columns; j++) {
+            uint32_t bits;
+            std::memcpy(&bits, from + j, 4);
+            const uint32_t nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
+            bits = from[j] == from[j] ? nearest : bits;
+            std::memcpy(to + j, &bits, 4);
+        }
+    }
+}
+
+// product_of with operands rounded to bf16.
+void rounded_product_of(Sgemm sgemm, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
+                        int64_t stride_a, const float* b, int64_t stride_b, float beta, float* c, int64_t stride_c) {
+    if (K == 0 && beta == 0.0f)
+        for (int64_t m = 0; m < M; m++) std::memset(c + m * stride_c, 0, N * sizeof(float));
+    for (int64_t k = 0; k < K; k += BLOCK) {
+        const int64_t depth = least(BLOCK, K - k);
+        for (int64_t n = 0; n < N; n += BLOCK) {
+            const int64_t columns = least(BLOCK, N - n), width_b = transpose_b ? depth : columns;
+            round_block(transpose_b ? b + n * stride_b + k : b + k * stride_b + n, stride_b,
+                        transpose_b ? columns : depth, width_b, rounded_b);
+            for (int64_t m = 0; m < M; m += BLOCK) {
+                const int64_t rows = least(BLOCK, M - m), width_a = transpose_a ? rows : depth;
+                round_block(transpose_a ? a + k * stride_a + m : a + m * stride_a + k, stride_a,
+                            transpose_a ? depth : rows, width_a, rounded_a);
+                product_of(sgemm, transpose_a, transpose_b, rows, columns, depth, rounded_a, width_a, rounded_b, width_b,
+                           k > 0 ? 1.0f : beta, c + m * stride_c + n, stride_c);
+            }
+        }
+    }
 }
 
 #endif
 
-using Sgemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
-                       const int*, const float*, const int*, const float*, float*, const int*);
-
-// C [M, N] = beta * C + op(A) op(B); A is stored [K, M] where it is transposed, B [N, K]. BLAS is column-major, so that
-// the operands change places. Without an sgemm the operands are rounded to bf16.
-void product(Sgemm sgemm, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
-             const float* b, float beta, float* c) {
-    if (!sgemm)
-        return rounded_product_of(transpose_a, transpose_b, M, N, K, a, transpose_a ? M : K, b, transpose_b ? K : N,
-                                  beta != 0.0f, c, N);
-    const int m = int(M), n = int(N), k = int(K);
-    const int lda = transpose_a ? m : k, ldb = transpose_b ? k : n;
-    const float one = 1.0f;
-    sgemm(transpose_b ? "T" : "N", transpose_a ? "T" : "N", &n, &m, &k, &one, b, &ldb, a, &lda, &beta, c, &n);
+// C [M, N] = beta * C + op(A) op(B), all dense, of operands rounded to bf16 if `rounds`.
+void product(Sgemm sgemm, bool rounds, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K,
+             const float* a, const float* b, float beta, float* c) {
+    const auto multiply = rounds ? rounded_product_of : product_of;
+    multiply(sgemm, transpose_a, transpose_b, M, N, K, a, transpose_a ? M : K, b, transpose_b ? K : N, beta, c, N);
 }
 
 // e^x to 2 ulp: 2^n times a polynomial on |r| <= ln 2 / 2 (its coefficients are those of the series). The library's
@@ -314,8 +356,8 @@ void join_position(const float* const* gradients, const int64_t* strides, const 
 
 extern "C" {
 
-// Whether this build rounds operands to bf16.
-int64_t rounds_operands() {
+// Whether rounded_product needs no sgemm.
+int64_t multiplies_bf16() {
 #ifdef __AVX512BF16__
     return 1;
 #else
@@ -325,9 +367,11 @@ int64_t rounds_operands() {
 
 // C [M, N] = op(A) op(B), plus C if `add`, of operands that are rounded to bf16, with sums in fp32. A is stored [K, M]
 // where it is transposed, B [N, K]; strides are those between their rows as stored.
-void rounded_product(int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
-                     int64_t stride_a, const float* b, int64_t stride_b, int64_t add, float* c, int64_t stride_c) {
-    rounded_product_of(transpose_a, transpose_b, M, N, K, a, stride_a, b, stride_b, add, c, stride_c);
+void rounded_product(Sgemm sgemm, int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N, int64_t K,
+                     const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t add, float* c,
+                     int64_t stride_c) {
+    const float beta = add ? 1.0f : 0.0f;
+    rounded_product_of(sgemm, transpose_a, transpose_b, M, N, K, a, stride_a, b, stride_b, beta, c, stride_c);
 }
 
 // y = x / rms(x) * weight for rows [rows, width]; inverse [rows] is 1 / rms.
@@ -499,8 +543,8 @@ void decode_attention(const float* query, const float* keys, const float* values
 
 // Experts of SwiGLU: for each block (expert, first, last) of the rows sorted by expert, gather, fc1, activation times
 // gate, fc2, and sum into the output [T, D], which begins as zeros. hidden [N, 2F] is kept for the backward pass.
-// scratch: 2 * largest block * (D + F). Without an sgemm products round their operands to bf16, and nothing else does.
-void experts_forward(Sgemm sgemm, const float* x, const float* gates, const float* fc1, const float* fc2,
+// scratch: 2 * largest block * (D + F). If `rounds`, products round their operands to bf16, and nothing else does.
+void experts_forward(Sgemm sgemm, int64_t rounds, const float* x, const float* gates, const float* fc1, const float* fc2,
                      const int64_t* rows, const int64_t* blocks, int64_t num_blocks, int64_t D, int64_t F,
                      float* hidden, float* output, float* scratch) {
     for (int64_t b = 0; b < num_blocks; b++) {
@@ -508,7 +552,7 @@ void experts_forward(Sgemm sgemm, const float* x, const float* gates, const floa
         float *gathered = scratch, *active = gathered + count * D, *result = active + count * F;
         float* h = hidden + first * 2 * F;
         copy_rows(x, rows + first, count, D, gathered);
-        product(sgemm, false, true, count, 2 * F, D, gathered, fc1 + expert * 2 * F * D, 0.0f, h);
+        product(sgemm, rounds, false, true, count, 2 * F, D, gathered, fc1 + expert * 2 * F * D, 0.0f, h);
         for (int64_t i = 0; i < count; i++) {
             const float *z = h + i * 2 * F, *up = z + F;
             const float gate = gates[first + i];
@@ -516,17 +560,17 @@ void experts_forward(Sgemm sgemm, const float* x, const float* gates, const floa
 #pragma omp simd
             for (int64_t f = 0; f < F; f++) a[f] = z[f] * sigmoid(z[f]) * up[f] * gate;
         }
-        product(sgemm, false, true, count, D, F, active, fc2 + expert * D * F, 0.0f, result);
+        product(sgemm, rounds, false, true, count, D, F, active, fc2 + expert * D * F, 0.0f, result);
         add_rows(result, rows + first, count, D, output);
     }
 }
 
 // Gradients of experts_forward. Those of the weights are added to what is there; d_x [T, D] begins as zeros.
 // scratch: largest block * (3 D + 4 F).
-void experts_backward(Sgemm sgemm, const float* d_output, const float* x, const float* gates, const float* fc1,
-                      const float* fc2, const int64_t* rows, const int64_t* blocks, int64_t num_blocks, int64_t D,
-                      int64_t F, const float* hidden, float* d_x, float* d_gates, float* d_fc1, float* d_fc2,
-                      float* scratch) {
+void experts_backward(Sgemm sgemm, int64_t rounds, const float* d_output, const float* x, const float* gates,
+                      const float* fc1, const float* fc2, const int64_t* rows, const int64_t* blocks,
+                      int64_t num_blocks, int64_t D, int64_t F, const float* hidden, float* d_x, float* d_gates,
+                      float* d_fc1, float* d_fc2, float* scratch) {
     for (int64_t b = 0; b < num_blocks; b++) {
         const int64_t expert = blocks[3 * b], first = blocks[3 * b + 1], count = blocks[3 * b + 2] - first;
         float *d_out = scratch, *gathered = d_out + count * D, *result = gathered + count * D;
@@ -534,7 +578,7 @@ void experts_backward(Sgemm sgemm, const float* d_output, const float* x, const 
         const float* h = hidden + first * 2 * F;
         copy_rows(d_output, rows + first, count, D, d_out);
         copy_rows(x, rows + first, count, D, gathered);
-        product(sgemm, false, false, count, F, D, d_out, fc2 + expert * D * F, 0.0f, d_active);
+        product(sgemm, rounds, false, false, count, F, D, d_out, fc2 + expert * D * F, 0.0f, d_active);
         for (int64_t i = 0; i < count; i++) {
             const float *z = h + i * 2 * F, *up = z + F, *d = d_active + i * F;
             const float gate = gates[first + i];
@@ -550,9 +594,9 @@ void experts_backward(Sgemm sgemm, const float* d_output, const float* x, const 
             }
             d_gates[first + i] = sum;
         }
-        product(sgemm, true, false, D, F, count, d_out, active, 1.0f, d_fc2 + expert * D * F);
-        product(sgemm, true, false, 2 * F, D, count, d_hidden, gathered, 1.0f, d_fc1 + expert * 2 * F * D);
-        product(sgemm, false, false, count, D, 2 * F, d_hidden, fc1 + expert * 2 * F * D, 0.0f, result);
+        product(sgemm, rounds, true, false, D, F, count, d_out, active, 1.0f, d_fc2 + expert * D * F);
+        product(sgemm, rounds, true, false, 2 * F, D, count, d_hidden, gathered, 1.0f, d_fc1 + expert * 2 * F * D);
+        product(sgemm, rounds, false, false, count, D, 2 * F, d_hidden, fc1 + expert * 2 * F * D, 0.0f, result);
         add_rows(result, rows + first, count, D, d_x);
     }
 }

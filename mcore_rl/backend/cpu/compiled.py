@@ -32,7 +32,7 @@ OPTIONS = (
 BUILD_S = 120.0
 """Seconds that a build, or another process's, may take."""
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "rounded_product": (*[c_int64] * 5, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64),
+    "rounded_product": (c_void_p, *[c_int64] * 5, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64),
     "rms_norm_forward": (c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
     "rms_norm_backward": (*[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3),
     "split_heads": (*[c_void_p] * 6, *[c_int64] * 5, c_float, *[c_void_p] * 4),
@@ -41,8 +41,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "decode_attention": (*[c_void_p] * 4, *[c_int64] * 7, c_float, c_void_p, c_void_p),
     "attention_forward": (*[c_void_p] * 5, c_int64, c_void_p, c_float, *[c_void_p] * 3),
     "attention_backward": (*[c_void_p] * 8, c_int64, c_void_p, c_float, *[c_void_p] * 4),
-    "experts_forward": (*[c_void_p] * 7, *[c_int64] * 3, *[c_void_p] * 3),
-    "experts_backward": (*[c_void_p] * 8, *[c_int64] * 3, *[c_void_p] * 6),
+    "experts_forward": (c_void_p, c_int64, *[c_void_p] * 6, *[c_int64] * 3, *[c_void_p] * 3),
+    "experts_backward": (c_void_p, c_int64, *[c_void_p] * 7, *[c_int64] * 3, *[c_void_p] * 6),
 }
 """Types of the arguments of each function; a tensor is its address."""
 
@@ -65,11 +65,13 @@ class Library:
             function = getattr(loaded, name)
             function.argtypes, function.restype = types, None
             self._functions[name] = function
-        loaded.rounds_operands.restype = c_int64
-        self.rounds_operands = bool(loaded.rounds_operands())
-        """Whether it multiplies operands rounded to bf16: the processor has AVX-512's instruction for them."""
         self.sgemm = _address_of_sgemm()
-        """Address of the product of torch's library; None where it has none, and experts are not computed here."""
+        """Address of the product of torch's library; None where it has none."""
+        loaded.multiplies_bf16.restype = c_int64
+        self.multiplies_bf16 = bool(loaded.multiplies_bf16())
+        """Whether it multiplies numbers of bf16 itself: the processor has AVX-512's instruction for that."""
+        self.rounds_operands = self.multiplies_bf16 or self.sgemm is not None
+        """Whether it multiplies operands rounded to bf16, without the instruction by `sgemm` in fp32."""
 
     def call(self, name: str, *arguments: "Tensor | Array[c_int64] | float | None") -> None:
         """Call a function with tensors, which must be laid out as the C++ file describes them, and numbers."""

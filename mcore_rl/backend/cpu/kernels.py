@@ -4,7 +4,7 @@ Like the number of threads this belongs to the process: layers, Megatron's patch
 where they compute. It decides the order of sums, so that a run records it and a resume takes what was recorded.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal, get_args
@@ -16,17 +16,22 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 """Whether torch was built with oneDNN, and gives its linear layer by itself."""
 Products = Literal["mkl", "onednn", "bf16"]
 Attention = Literal["blocks", "sdpa", "compiled"]
-Rounded = Literal["torch", "compiled"]
+Rounded = Literal["torch", "mkl", "compiled"]
 Half = Literal["torch", "fp32"]
 NAMES = {
     "mkl": "torch's products (MKL)",
     "onednn": "oneDNN's products",
-    "bf16": "products of operands rounded to bf16",
     "blocks": "own attention",
     "sdpa": "torch's attention",
     "compiled": "compiled attention",
 }
 """The words of a log for each choice."""
+ROUNDED_NAMES: dict[Rounded, str] = {
+    "torch": "torch's products of operands rounded to bf16",
+    "mkl": "fp32 products (MKL) of operands rounded to bf16",
+    "compiled": "compiled products of operands rounded to bf16",
+}
+"""The words of a log for each way to multiply rounded operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,8 @@ class CpuKernels:
     compiled: str = "none"
     """Identity of the compiled file's build; "none" where Python computes what is in it."""
     rounded: Rounded = "torch"
-    """Who multiplies operands that are rounded to bf16, with `products="bf16"`."""
+    """Who multiplies operands that are rounded to bf16, with `products="bf16"`: torch in bf16, MKL in fp32, or the
+    compiled file in bf16 where the processor does, else by MKL."""
     half: Half = "fp32"
     """How tensors in bf16 are multiplied, with `precision="bf16"`: by torch's products of bf16, or by those of fp32,
     whose results are rounded once. Experts compute all they do in that format."""
@@ -46,7 +52,8 @@ class CpuKernels:
     def describe(self) -> str:
         """Return the choice in words, for a log."""
         compiled = "compiled layers" if self.compiled != "none" else "no compiled layers"
-        products = f"compiled {NAMES['bf16']}" if self.rounds_in_compiled else NAMES[self.products]
+        is_rounded = self.products == "bf16"
+        products = ROUNDED_NAMES[self.rounded] if is_rounded else NAMES[self.products]
         halves = ", torch's products of bf16" if self.half == "torch" else ""
         return f"{products}{halves}, {NAMES[self.attention]}, {compiled}"
 
@@ -124,14 +131,29 @@ def weights_unchanged() -> Iterator[None]:
         Process.weight_copies = before
 
 
+def rounded(operand: Tensor) -> Tensor:
+    """Return an operand rounded to bf16, which is in fp32 again where MKL multiplies it."""
+    return operand.bfloat16().float() if Process.kernels.rounded == "mkl" else operand.bfloat16()
+
+
+def rounded_weight(weight: Tensor) -> Tensor:
+    """Return `rounded` of a weight, which is computed once inside `weights_unchanged`."""
+    return _kept(weight, lambda: rounded(weight))
+
+
 def weight_as(dtype: torch.dtype, weight: Tensor) -> Tensor:
     """Return a weight in the format of products, which is converted once inside `weights_unchanged`."""
+    return weight if weight.dtype == dtype else _kept(weight, lambda: weight.to(dtype))
+
+
+def _kept(weight: Tensor, converted: Callable[[], Tensor]) -> Tensor:
+    """Return the weight that products read, of which a run has one kind."""
     copies = Process.weight_copies
-    if copies is None or weight.dtype == dtype:
-        return weight.to(dtype)
+    if copies is None:
+        return converted()
     key = weight.data_ptr(), weight.shape
     if key not in copies:
-        copies[key] = weight.to(dtype)
+        copies[key] = converted()
     return copies[key]
 
 

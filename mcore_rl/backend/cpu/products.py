@@ -3,8 +3,9 @@
 torch gives fp32 products to MKL, which leaves half of the AVX-512 units of some processors unused: a product of
 512 x 256 by 256 x 256 runs at 105 GFLOP/s there, at 230 by oneDNN (one core of Zen 5), both in full fp32. On others
 MKL is as fast, and adds a weight's gradient to a tensor in place, without copies of its operands. Products of operands
-rounded to bf16 are twice as fast where the processor has AVX-512's instruction for them, and more with AMX; the
-compiled file rounds as it packs them, torch before, and torch rounds the result too.
+rounded to bf16 are twice as fast where the processor has AVX-512's instruction for them, and more with AMX; elsewhere
+torch's are five times as slow as those in fp32, in which rounded operands then are multiplied: that is exact, and saves
+nothing. The compiled file rounds as it packs them, torch before, and torch in bf16 rounds the result too.
 
 Tensors in bf16 are multiplied by torch where the processor has instructions for them. Elsewhere that takes ten times
 as long as to multiply in fp32 and round the result once: `CpuKernels.half` tells which.
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import Library, rounding_for
-from mcore_rl.backend.cpu.kernels import Process, is_widened, weight_as
+from mcore_rl.backend.cpu.kernels import Process, is_widened, rounded, rounded_weight, weight_as
 
 ROW_MULTIPLE = 16
 """oneDNN compiles a kernel (~0.4 ms) for each new shape: a number of rows that is not of these goes to MKL."""
@@ -39,7 +40,7 @@ def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     if rounds(left_MK):
         if (library := rounding_for(left_MK, right_NK)) is not None:
             return _compiled_product(library, left_MK, right_NK)
-        return torch.mm(left_MK.bfloat16(), right_NK.bfloat16().t()).float()
+        return torch.mm(rounded(left_MK), rounded(right_NK).t()).float()
     if is_widened(left_MK):
         return product(left_MK.float(), right_NK.float()).to(left_MK.dtype)
     return torch.mm(left_MK, right_NK.t())
@@ -48,7 +49,7 @@ def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
 def product_with_weight(rows_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """Return `product` with a weight, whose copy that is multiplied is kept inside `weights_unchanged`."""
     if rounds(rows_NI) and rounding_for(rows_NI, weight_OI) is None:
-        return torch.mm(rows_NI.bfloat16(), weight_as(torch.bfloat16, weight_OI).t()).float()
+        return torch.mm(rounded(rows_NI), rounded_weight(weight_OI).t()).float()
     return product(rows_NI, weight_as(rows_NI.dtype, weight_OI))
 
 
@@ -64,7 +65,7 @@ def _compiled_product(
     # The C++ file calls the right operand transposed where it is stored by rows of the left one's width.
     sizes = is_left_by_column, not is_right_by_column, *total_MN.shape, left_MK.shape[1]
     result = is_sum, total_MN, total_MN.stride(0)
-    library.call("rounded_product", *sizes, left, left_stride, right, right_stride, *result)
+    library.call("rounded_product", library.sgemm, *sizes, left, left_stride, right, right_stride, *result)
     return total_MN
 
 
@@ -77,7 +78,10 @@ def _stored(matrix: Tensor) -> tuple[Tensor, bool, int]:
 
 
 def rounds(operand: Tensor) -> bool:
-    """Return whether products of this operand round it to bf16; their sums are in fp32, and torch rounds them once."""
+    """Return whether products of this operand round it to bf16.
+
+    Sums are in fp32; torch rounds those of its products in bf16 once.
+    """
     return (
         Process.kernels.products == "bf16" and operand.dtype == torch.float32 and operand.device.type == "cpu"
     )

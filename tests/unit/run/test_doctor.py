@@ -66,8 +66,10 @@ def test_a_cpu_names_the_kernels_of_its_ranks_and_the_compiled_file_which_is_the
     assert cpu["chosen"].startswith(f"{kernels.describe()}; measured: mkl ")
     lines = list(doctor.readable(found))
     place = lines.index(f"CPU        {cpu['chosen']}")
-    assert lines[place + 1] == f"           {cpu['compiled_file']}"
-    assert lines[place + 2].startswith(
+    rounded = lines[place + 1]
+    assert rounded == f'           platform.products="bf16": {cpu["bf16"]}' and "; measured: bf16 " in rounded
+    assert lines[place + 2] == f"           {cpu['compiled_file']}"
+    assert lines[place + 3].startswith(
         "           a run of one rank has 2 threads here and computes these layers"
     )
 

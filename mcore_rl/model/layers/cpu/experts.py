@@ -140,8 +140,8 @@ class _Forward(NamedTuple):
     input_TD: Tensor
     hidden: list[Tensor]
     compiled: Library | None
-    sgemm: int | None
-    """Address of the product that the compiled file calls; None where it rounds operands to bf16 itself."""
+    rounds: bool
+    """Whether the compiled file rounds operands of products to bf16."""
 
 
 def _computed(
@@ -159,9 +159,9 @@ def _computed(
         operands = input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
         sizes = len(assignment.blocks), width, inner
         results = hidden_NF, output_TD, scratch
-        sgemm = None if Process.kernels.rounds_in_compiled else library.sgemm
-        library.call("experts_forward", sgemm, *operands, *sizes, *results)
-        return _Forward(output_TD, input_TD, [hidden_NF], library, sgemm)
+        rounds = Process.kernels.rounds_in_compiled
+        library.call("experts_forward", library.sgemm, rounds, *operands, *sizes, *results)
+        return _Forward(output_TD, input_TD, [hidden_NF], library, rounds)
     fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
     hidden = []
     for block in assignment.blocks:
@@ -171,7 +171,7 @@ def _computed(
         active = silu(gate).mul_(up).mul_(gates_N1[block.rows])
         output_TD.index_add_(0, rows, product_with_weight(active, fc2[block.expert]))
         hidden.append(hidden_NF)
-    return _Forward(output_TD, input_TD, hidden, None, None)
+    return _Forward(output_TD, input_TD, hidden, None, rounds=False)
 
 
 class _SwiGLUExperts(torch.autograd.Function):
@@ -179,7 +179,7 @@ class _SwiGLUExperts(torch.autograd.Function):
     def forward(
         ctx: Any, input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
     ) -> Tensor:
-        output_TD, input_TD, hidden, ctx.compiled, ctx.sgemm = _computed(
+        output_TD, input_TD, hidden, ctx.compiled, ctx.rounds = _computed(
             input_TD, gates, fc1_EFD, fc2_EDF, assignment
         )
         ctx.assignment = assignment
@@ -203,7 +203,8 @@ class _SwiGLUExperts(torch.autograd.Function):
             tensors = gradient_TD.contiguous(), input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
             sizes = len(assignment.blocks), width, inner
             results = d_input_TD, d_gates_N1, *totals, scratch
-            ctx.compiled.call("experts_backward", ctx.sgemm, *tensors, *sizes, hidden[0], *results)
+            product_by = ctx.compiled.sgemm, ctx.rounds
+            ctx.compiled.call("experts_backward", *product_by, *tensors, *sizes, hidden[0], *results)
             for of_weight, total in zip(sums, totals, strict=True):
                 of_weight.total.copy_(total)  # Nothing happens where it is the same tensor.
             d_gates = _d_gates(gates, d_gates_N1, assignment)

@@ -103,13 +103,34 @@ def test_another_library_than_torchs_must_be_clearly_faster(onednn_s: float, wan
 def test_who_rounds_is_measured_with_the_compiled_file_where_it_does() -> None:
     kernels, sentence = choose(PlatformConfig(products="bf16", attention="sdpa"), 1)
     assert kernels.products == "bf16" and kernels.compiled == build_id()
-    if library().rounds_operands:
-        assert "; measured: bf16 torch " in sentence and ", bf16 compiled " in sentence
-    else:
-        assert kernels.rounded == "torch" and "measured" not in sentence
+    measured = sentence.partition("; measured: ")[2]
+    names = ["torch", "mkl", *["compiled"] * library().rounds_operands]
+    assert all(f"bf16 {name} " in measured for name in names) and ", fp32 " in measured
     assert sentence.startswith("compiled products of operands rounded") is (kernels.rounded == "compiled")
     without, sentence = choose(PlatformConfig(products="bf16", attention="sdpa", compiled=False), 1)
-    assert without == CpuKernels("bf16", "sdpa") and "measured" not in sentence
+    assert without == CpuKernels("bf16", "sdpa", "none", without.rounded) and without.rounded != "compiled"
+    assert "; measured: bf16 mkl " in sentence and ", bf16 torch " in sentence
+    assert "bf16 compiled" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("torch_s", "mkl_s", "compiled_s", "wanted", "saves"),
+    [
+        (5.0, 1.05, 1.02, "compiled", False),  # There is no instruction for bf16.
+        (0.1, 1.05, 0.5, "torch", True),  # There is AMX.
+        (0.5, 1.05, 0.45, "compiled", True),  # There is AVX-512's instruction.
+    ],
+)
+def test_a_run_learns_that_rounding_saves_no_time(
+    torch_s: float, mkl_s: float, compiled_s: float, wanted: str, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice.measurements.cache_clear()
+    times = {"bf16 torch": torch_s, "bf16 mkl": mkl_s, "bf16 compiled": compiled_s, "fp32": 1.0}
+    monkeypatch.setattr(choice, "_least_s", lambda candidates: {name: times[name] for name in candidates})
+    kernels, sentence = choose(PlatformConfig(products="bf16", attention="sdpa"), 1)
+    choice.measurements.cache_clear()
+    assert kernels.rounded == wanted
+    assert sentence.endswith("; products of bf16 save no time on this processor") is not saves
 
 
 def test_how_bf16_is_multiplied_is_measured_where_the_model_is_in_it() -> None:

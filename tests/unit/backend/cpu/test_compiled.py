@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_rl.backend.cpu import compiled
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
-from mcore_rl.backend.cpu.kernels import CpuKernels, in_use, using
+from mcore_rl.backend.cpu.kernels import CpuKernels, Rounded, in_use, using
 from mcore_rl.backend.cpu.megatron_speed import rotated_in_halves
 from mcore_rl.backend.cpu.products import add_weight_gradient, linear, product
 from mcore_rl.model.layers.cpu.experts import assign_routed, swiglu_experts
@@ -24,15 +24,16 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def rounding(kernels: None) -> Iterator[float]:
-    """Products of operands rounded to bf16, in the compiled file where it is in use; yields their relative error: of
-    fp32 there, and of a result that is rounded too by torch, or where the processor multiplies no bf16.
+@pytest.fixture(params=["file or torch", "mkl"])
+def rounding(kernels: None, request: pytest.FixtureRequest) -> Iterator[float]:
+    """Products of operands rounded to bf16, by MKL in fp32 or in the compiled file where it is in use, else by torch in
+    bf16; yields their relative error: of fp32, and of a result that is rounded too by torch.
     """
     compiled = in_use().compiled
     in_file = compiled != "none" and library().rounds_operands
-    with using(CpuKernels("bf16", "sdpa", compiled, "compiled" if in_file else "torch")):
-        yield 2e-6 if in_file else 2**-7
+    rounded: Rounded = "mkl" if request.param == "mkl" else "compiled" if in_file else "torch"
+    with using(CpuKernels("bf16", "sdpa", compiled, rounded)):
+        yield 2**-7 if rounded == "torch" else 2e-6
 
 
 FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -237,7 +238,8 @@ def test_rounded_experts_are_those_of_float64(rounding: float, num_tokens: int, 
     found = torch.autograd.grad(actual.square().sum(), operands)
     for ours, exact in zip((actual, *found), (unrounded, *wanted), strict=True):
         assert (ours - exact).abs().max() <= 2**-5 * exact.abs().max()
-    if in_use().rounds_in_compiled:
+    are_rounded = in_use().rounds_in_compiled or in_use().compiled == "none"
+    if are_rounded and in_use().rounded != "torch":
         assert (actual - unrounded).abs().max() > 2**-12 * unrounded.abs().max()
         # Inputs and first weights that bf16 has: what is left are the rounded activations, each times its gate.
         x, w1, w2 = (rounded(tensor) for tensor in (input, fc1, fc2))
