@@ -60,6 +60,12 @@ inline __attribute__((always_inline)) void multiply(const float* a, int64_t a_ro
         Vector right[N];
 #pragma GCC unroll 8
         for (int j = 0; j < N; j++) right[j] = load(b + j * WIDTH);
+#if defined(__AVX__) && !defined(__AVX512F__)
+        // Else the compiler reads them from memory for each row again, which takes longer than the sums: AVX2 reads twice
+        // in a cycle.
+#pragma GCC unroll 8
+        for (int j = 0; j < N; j++) asm("" : "+x"(right[j]));
+#endif
 #pragma GCC unroll 8
         for (int i = 0; i < R; i++) {
             const Vector left = all(a[i * a_row]);
