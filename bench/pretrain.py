@@ -5,11 +5,11 @@
 
 A step is forward, loss with load balancing, backward, gradient clipping and AdamW. transformers runs in the fastest of
 its implementations of the experts, in fp32 and, unless torch multiplies bf16 more slowly than fp32 here, under bf16
-autocast; this package as the machine's choice of kernels has
-it, with the kernels of before there was a choice, and with bf16 products. Steps alternate between them; figures are CPU
-seconds of this process, medians over the rounds; the spread of a ratio is that of its rounds, from quartile to
-quartile. Memory that a step frees stays with the process, for all alike (--allocator kept): with glibc's own settings
-(default) models that alternate pay page faults of each other. Results go to bench/results/pretrain.json; a row that
+autocast; this package as the machine's choice of kernels has it, with the kernels of before there was a choice, and
+with bf16 products. Steps alternate between them; figures are CPU seconds of this process, medians over the rounds; the
+spread of a ratio is that of its rounds, from quartile to quartile. Memory that a step frees stays with the process, for
+all alike (--allocator kept): with glibc's own settings (default) models that alternate pay page faults of each other.
+Results go to bench/results/pretrain.json; a row that
 others on the machine disturbed (contention above 1.3) is marked, and not to be quoted.
 """
 
