@@ -9,8 +9,8 @@ autocast; this package as the machine's choice of kernels has it, with the kerne
 with bf16 products. Steps alternate between them; figures are CPU seconds of this process, medians over the rounds; the
 spread of a ratio is that of its rounds, from quartile to quartile. Memory that a step frees stays with the process, for
 all alike (--allocator kept): with glibc's own settings (default) models that alternate pay page faults of each other.
-Results go to bench/results/pretrain.json; a row that
-others on the machine disturbed (contention above 1.3) is marked, and not to be quoted.
+Results go to bench/results/pretrain.json; a row that others on the machine disturbed (contention above 1.3) is marked,
+and not to be quoted.
 """
 
 import argparse

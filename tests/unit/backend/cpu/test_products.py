@@ -202,8 +202,12 @@ def test_products_of_bf16_round_operands_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     ("kernels", "dtype"),
-    [(CpuKernels(products="bf16"), torch.float32), (CpuKernels(), torch.bfloat16)],
-    ids=["rounded", "widened"],
+    [
+        (CpuKernels(products="bf16", rounded="torch"), torch.float32),
+        (CpuKernels(products="bf16", rounded="mkl"), torch.float32),
+        (CpuKernels(), torch.bfloat16),
+    ],
+    ids=["rounded", "rounded, in fp32", "widened"],
 )
 def test_a_converted_weight_is_kept_while_weights_do_not_change(
     kernels: CpuKernels, dtype: torch.dtype
