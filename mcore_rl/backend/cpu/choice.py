@@ -8,7 +8,7 @@ the next one, and a few milliseconds of each do.
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 import torch.distributed as dist

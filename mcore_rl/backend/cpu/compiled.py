@@ -2,7 +2,7 @@
 
 It is plain C++ without torch's headers, which takes a second where an extension of torch takes half a minute, and is
 called with addresses: nothing in it depends on torch's version but the product, which is that of torch's library. It
-computes with one thread.
+computes with one thread. Who calls it reads it from `kernels.Process.library`.
 """
 
 import ctypes
@@ -10,17 +10,14 @@ import functools
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable
-from ctypes import Array, c_float, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.cpp_extension import get_cxx_compiler
 
-from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.errors import DataError
 from mcore_rl.files import sole_writer, written_atomically
 
@@ -45,37 +42,38 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "experts_backward": (c_void_p, c_int64, *[c_void_p] * 7, *[c_int64] * 3, *[c_void_p] * 6),
 }
 """Types of the arguments of each function; a tensor is its address."""
+# ctypes asks an argument that it does not know for this attribute. The tensors themselves are the arguments, so that
+# those made for a call live until it is over.
+Tensor._as_parameter_ = property(Tensor.data_ptr)  # type: ignore[attr-defined]
 
 
 class BuildError(Exception):
     """The file cannot be built or loaded here; the message is the reason."""
 
 
-class Library:
-    """The functions of the built file."""
+class Library(ctypes.PyDLL):
+    """The functions of the built file, called with tensors, which must be laid out as the C++ file describes them, and
+    numbers.
+
+    Calls keep the interpreter's lock, which costs less than to give it back for microseconds.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
-            # Calls keep the interpreter's lock, which costs less than to give it back for microseconds.
-            loaded = ctypes.PyDLL(str(path))
+            super().__init__(str(path))
         except OSError as error:
             raise BuildError(f"{path} cannot be loaded: {error}") from error
-        self._functions: dict[str, Callable[..., None]] = {}
         for name, types in SIGNATURES.items():
-            function = getattr(loaded, name)
+            function = getattr(self, name)
             function.argtypes, function.restype = types, None
-            self._functions[name] = function
         self.sgemm = _address_of_sgemm()
         """Address of the product of torch's library; None where it has none."""
-        loaded.multiplies_bf16.restype = c_int64
-        self.multiplies_bf16 = bool(loaded.multiplies_bf16())
+        multiplies_bf16 = self["multiplies_bf16"]
+        multiplies_bf16.restype = c_int64
+        self.multiplies_bf16 = bool(multiplies_bf16())
         """Whether it multiplies numbers of bf16 itself: the processor has AVX-512's instruction for that."""
         self.rounds_operands = self.multiplies_bf16 or self.sgemm is not None
         """Whether it multiplies operands rounded to bf16, without the instruction by `sgemm` in fp32."""
-
-    def call(self, name: str, *arguments: "Tensor | Array[c_int64] | float | None") -> None:
-        """Call a function with tensors, which must be laid out as the C++ file describes them, and numbers."""
-        self._functions[name](*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
 
 @functools.cache
@@ -125,22 +123,6 @@ def library_path() -> Path:
         RuntimeError: The user has no home folder.
     """
     return _cache() / f"layers-{build_id()}.so"
-
-
-def compiled_for(*operands: Tensor, formats: tuple[torch.dtype, ...] = (torch.float32,)) -> Library | None:
-    """Return the library where this process uses it and it computes with these operands: fp32 tensors on a CPU, or
-    ones in `formats`, of which the caller makes fp32 ones.
-    """
-    if Process.kernels.compiled == "none":
-        return None
-    # Fake tensors and other subclasses have no numbers at their address.
-    plain = all(type(t) in (Tensor, Parameter) and t.dtype in formats and not t.is_cuda for t in operands)
-    return library() if plain else None
-
-
-def rounding_for(*operands: Tensor) -> Library | None:
-    """Return `compiled_for` where this process rounds the operands of products to bf16 in the compiled file."""
-    return compiled_for(*operands) if Process.kernels.rounds_in_compiled else None
 
 
 def _compile(target: Path) -> None:

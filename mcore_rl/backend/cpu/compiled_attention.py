@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.compiled import Library, compiled_for
+from mcore_rl.backend.cpu.compiled import Library
+from mcore_rl.backend.cpu.kernels import Process, compiled_for
 
 Bounds = tuple["Array[c_int64]", "Array[c_int64]"]
 """Where each sequence begins and ends in the queries, and in the keys."""
@@ -49,7 +50,7 @@ def causal_attention(
         mixed: Tensor = _CausalAttention.apply(*operands, scale, bounds)  # type: ignore[no-untyped-call]
         return mixed
     query, key, value = _dense(*operands)
-    return _forward(_library(*operands), query, key, value, scale, bounds)[0]
+    return _forward(_library(), query, key, value, scale, bounds)[0]
 
 
 def _forward(
@@ -62,7 +63,7 @@ def _forward(
     rows = _longest(bounds[1]) + ROWS + LANES
     scratch = query.new_empty(rows * (width + value_width) + LANES * (KEYS + 3))
     sequences = len(bounds[0]) - 1, _sizes(query, key, value, output)
-    library.call("attention_forward", query, key, value, *bounds, *sequences, scale, output, lse, scratch)
+    library.attention_forward(query, key, value, *bounds, *sequences, scale, output, lse, scratch)
     return output, lse
 
 
@@ -71,7 +72,7 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: Bounds) -> Tensor:
-        ctx.library, ctx.scale, ctx.bounds = _library(query, key, value), scale, bounds
+        ctx.library, ctx.scale, ctx.bounds = _library(), scale, bounds
         query, key, value = _dense(query, key, value)
         output, lse = _forward(ctx.library, query, key, value, scale, bounds)
         ctx.save_for_backward(query, key, value, output, lse)
@@ -89,13 +90,13 @@ class _CausalAttention(torch.autograd.Function):
         operands = gradient, query, key, value, output, lse
         sequences = len(ctx.bounds[0]) - 1, _sizes(query, key, value, gradient)
         results = d_query, d_key, d_value, scratch
-        ctx.library.call("attention_backward", *operands, *ctx.bounds, *sequences, ctx.scale, *results)
+        ctx.library.attention_backward(*operands, *ctx.bounds, *sequences, ctx.scale, *results)
         return d_query, d_key, d_value, None, None
 
 
-def _library(*operands: Tensor) -> Library:
-    library = compiled_for(*operands)
-    assert library is not None, "not supported"
+def _library() -> Library:
+    library = Process.library
+    assert library is not None, "is_supported was not asked"
     return library
 
 

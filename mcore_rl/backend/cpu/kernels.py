@@ -11,6 +11,9 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+from mcore_rl.backend.cpu.compiled import Library, library
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 """Whether torch was built with oneDNN, and gives its linear layer by itself."""
@@ -93,6 +96,8 @@ class Process:
     """
 
     kernels = CpuKernels()
+    library: ClassVar[Library | None] = None
+    """The compiled file; None where Python computes what is in it."""
     weight_copies: ClassVar[dict[tuple[int, torch.Size], Tensor] | None] = None
     """Copies in the format of products, by address and shape, inside `weights_unchanged`."""
 
@@ -103,8 +108,13 @@ def in_use() -> CpuKernels:
 
 
 def use(kernels: CpuKernels) -> None:
-    """Let the products and attention of this process be computed so from now on."""
+    """Let the products and attention of this process be computed so from now on.
+
+    Raises:
+        BuildError: The compiled file is asked for, and is not there.
+    """
     Process.kernels = kernels
+    Process.library = library() if kernels.compiled != "none" else None
 
 
 @contextmanager
@@ -116,6 +126,20 @@ def using(kernels: CpuKernels) -> Iterator[None]:
         yield
     finally:
         use(before)
+
+
+def compiled_for(*operands: Tensor) -> Library | None:
+    """Return the library where this process uses it and it computes with these operands: fp32 tensors on a CPU."""
+    # Fake tensors and other subclasses have no numbers at their address.
+    plain = all(
+        type(t) in (Tensor, Parameter) and t.dtype == torch.float32 and not t.is_cuda for t in operands
+    )
+    return Process.library if plain else None
+
+
+def rounding_for(*operands: Tensor) -> Library | None:
+    """Return `compiled_for` where this process rounds the operands of products to bf16 in the compiled file."""
+    return compiled_for(*operands) if Process.kernels.rounds_in_compiled else None
 
 
 @contextmanager

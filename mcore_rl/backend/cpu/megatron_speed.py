@@ -14,45 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.compiled import compiled_for
-from mcore_rl.backend.cpu.kernels import Process
-from mcore_rl.backend.cpu.products import linear
-
-FORMATS = torch.float32, torch.bfloat16
-"""Formats of what is computed here; of tensors in bf16 results are computed in fp32 and rounded once."""
-
-
-def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's linear with its collectives, its products by `mcore_rl.backend.cpu.products`."""
-    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-
-    @functools.wraps(megatron_linear)
-    def call(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        unusual = "gradient_accumulation_fusion", "grad_output_buffer"
-        if weight.dtype not in FORMATS or any(options.get(name) not in (None, False) for name in unusual):
-            return megatron_linear(input, weight, **options)
-        group = options["tp_group"]
-        if options["sequence_parallel"]:
-            input = mappings.gather_from_sequence_parallel_region(input, group=group)
-        elif options["allreduce_dgrad"]:
-            input = mappings.copy_to_tensor_model_parallel_region(input, group=group)
-        product, bias = linear(input, weight), options.get("bias")
-        return product if bias is None else product + bias
-
-    return call
-
-
-def gated_by_onednn(gating: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The router's logits, by the products of `by_onednn`; never rounded to bf16, which would choose other experts."""
-
-    @functools.wraps(gating)
-    def call(input: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
-        is_fp32 = {input.dtype, weight.dtype, router_dtype} == {torch.float32}
-        if Process.kernels.products == "bf16" or bias is not None or not is_fp32:
-            return gating(input, weight, bias, router_dtype)
-        return linear(input, weight)
-
-    return call
+from mcore_rl.backend.cpu.kernels import compiled_for
+from mcore_rl.backend.cpu.products import FORMATS, by_onednn, gated_by_onednn
 
 
 def rotated_in_halves(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -143,7 +106,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     if compiled is not None and cos.shape == (length, 1, 1, width) and heads.is_contiguous():
         rotated = torch.empty_like(heads)
         operands = heads, cos.contiguous(), sin.contiguous()
-        compiled.call("rotate", *operands, length * batch, batch, num_heads, width, sign, rotated)
+        compiled.rotate(*operands, length * batch, batch, num_heads, width, sign, rotated)
         return rotated
     rotated = torch.empty_like(heads)
     (first, second), (out_first, out_second) = heads.chunk(2, -1), rotated.chunk(2, -1)

@@ -11,15 +11,20 @@ Tensors in bf16 are multiplied by torch where the processor has instructions for
 as long as to multiply in fp32 and round the result once: `CpuKernels.half` tells which.
 """
 
+import functools
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.compiled import Library, rounding_for
-from mcore_rl.backend.cpu.kernels import Process, is_widened, rounded, rounded_weight, weight_as
+from mcore_rl.backend.cpu.compiled import Library
+from mcore_rl.backend.cpu.kernels import Process, is_widened, rounded, rounded_weight, rounding_for, weight_as
 
+FORMATS = torch.float32, torch.bfloat16
+"""Formats of what is computed here and in layers; of tensors in bf16 results are computed in fp32 and rounded once."""
 ROW_MULTIPLE = 16
 """oneDNN compiles a kernel (~0.4 ms) for each new shape: a number of rows that is not of these goes to MKL."""
 SMALL_MACS = 1 << 21
@@ -65,7 +70,7 @@ def _compiled_product(
     # The C++ file calls the right operand transposed where it is stored by rows of the left one's width.
     sizes = is_left_by_column, not is_right_by_column, *total_MN.shape, left_MK.shape[1]
     result = is_sum, total_MN, total_MN.stride(0)
-    library.call("rounded_product", library.sgemm, *sizes, left, left_stride, right, right_stride, *result)
+    library.rounded_product(library.sgemm, *sizes, left, left_stride, right, right_stride, *result)
     return total_MN
 
 
@@ -203,3 +208,36 @@ class _Linear(torch.autograd.Function):
         d_weight = WeightGradient(weight_OI)
         add_weight_gradient(d_weight.total, gradient_NO, input_NI)
         return d_input, d_weight.result()
+
+
+def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's linear with its collectives, its products by `linear`."""
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+
+    @functools.wraps(megatron_linear)
+    def call(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        unusual = "gradient_accumulation_fusion", "grad_output_buffer"
+        if weight.dtype not in FORMATS or any(options.get(name) not in (None, False) for name in unusual):
+            return megatron_linear(input, weight, **options)
+        group = options["tp_group"]
+        if options["sequence_parallel"]:
+            input = mappings.gather_from_sequence_parallel_region(input, group=group)
+        elif options["allreduce_dgrad"]:
+            input = mappings.copy_to_tensor_model_parallel_region(input, group=group)
+        product, bias = linear(input, weight), options.get("bias")
+        return product if bias is None else product + bias
+
+    return call
+
+
+def gated_by_onednn(gating: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The router's logits, by the products of `by_onednn`; never rounded to bf16, which would choose other experts."""
+
+    @functools.wraps(gating)
+    def call(input: Tensor, weight: Tensor, bias: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+        is_fp32 = {input.dtype, weight.dtype, router_dtype} == {torch.float32}
+        if Process.kernels.products == "bf16" or bias is not None or not is_fp32:
+            return gating(input, weight, bias, router_dtype)
+        return linear(input, weight)
+
+    return call

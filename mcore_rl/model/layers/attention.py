@@ -24,7 +24,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu import attention as cpu_attention
 from mcore_rl.backend.cpu import compiled_attention
-from mcore_rl.backend.cpu.compiled import Library, compiled_for
 from mcore_rl.backend.cpu.kernels import Process
 from mcore_rl.backend.varlen import attend_packed, packed_kernel
 from mcore_rl.errors import ConfigError
@@ -72,7 +71,7 @@ class SDPAttention(MegatronModule):
         self.window: int | None = config.window_size[0] if windowed else None
         self._is_invariant = batch_invariant.is_on()
         self.cache: LayerCache | None = None
-        """Cache of earlier positions inside `attending_over`, where the tokens are those of a generation step."""
+        """Cache of earlier positions, set while the tokens are those of a generating step."""
 
     def forward(
         self,
@@ -120,17 +119,20 @@ class SDPAttention(MegatronModule):
     def _cached(self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
         """Return the output `[T, 1, N * Dv]` of each token over its slot up to its own position, zeros for padding."""
         step, num_decode = cache.step, cache.step.num_decode
-        cache.write(key[:, 0], value[:, 0])
+        where = step.slots_T, step.positions_T
+        cache.keys[where], cache.values[where] = key[:, 0], value[:, 0]
         mixed = query.new_zeros(*query.shape[:3], value.shape[3])
-        compiled = self._compiled(query, cache) if num_decode else None
-        if compiled is not None:
+        library = None if self._is_invariant or self.softmax_offset is not None else Process.library
+        # A fake tensor has no numbers at its address.
+        is_fp32 = type(query) is Tensor and query.dtype == cache.keys.dtype == torch.float32
+        if num_decode and library is not None and is_fp32:
             keys, values = cache.keys, cache.values
             room, groups, width = keys.shape[1:]
             sizes = num_decode, room, groups, query.shape[2] // groups, width, values.shape[3]
             window = room if self.window is None else self.window
             scratch = query.new_empty(query.shape[2] // groups * room)
             operands = query.contiguous(), keys, values, step.positions_T.contiguous()
-            compiled.call("decode_attention", *operands, *sizes, window, self.scale, mixed, scratch)
+            library.decode_attention(*operands, *sizes, window, self.scale, mixed, scratch)
         elif num_decode:
             keys, values = (
                 kv[:num_decode, : step.longest].transpose(0, 1) for kv in (cache.keys, cache.values)
@@ -141,11 +143,6 @@ class SDPAttention(MegatronModule):
             keys, values = cache.keys[slot, :stop, None], cache.values[slot, :stop, None]
             mixed[begin:end] = self._prefix(query[begin:end], keys, values)
         return mixed.flatten(2)
-
-    def _compiled(self, query: Tensor, cache: LayerCache) -> Library | None:
-        """Return the compiled file where it computes the attention of the slots that decode."""
-        is_plain = self.softmax_offset is None and not self._is_invariant
-        return compiled_for(query, cache.keys, cache.values) if is_plain else None
 
     def _newest(self, query_BND: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         """Return the output `[B, N, Dv]` of one query in each row over keys `[S, B, G, D]`."""

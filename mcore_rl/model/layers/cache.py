@@ -1,12 +1,10 @@
 """The cache of the native engine: keys and values of earlier positions, and the tokens of the step that reads them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class PrefillRows(NamedTuple):
@@ -66,54 +64,3 @@ class LayerCache:
     """Values `[slots, S, G, Dv]`."""
     step: StepTokens
     """Tokens that the layer is computing."""
-
-    def write(self, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        """Store the step's keys and values."""
-        where = self.step.slots_T, self.step.positions_T
-        self.keys[where], self.values[where] = key_TGD, value_TGD
-
-
-class RotaryAt(nn.Module):
-    """Replacement of a rotary embedding during a step: the rows of its table at the step's positions."""
-
-    def __init__(self, table: Any, positions_T: Tensor) -> None:
-        super().__init__()
-        self._rows = rotary_rows(table, positions_T)
-
-    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Return 0: Megatron asks for a length before it calls the embedding, which needs none here."""
-        return 0
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Return the embedding's rows at the step's positions, whatever length is asked for."""
-        return self._rows
-
-
-def rotary_rows(table: Any, positions_T: Tensor) -> Any:
-    """Return the rows at `positions_T` of a rotary embedding's result: angles, or angles and a factor."""
-    if isinstance(table, tuple):
-        return table[0][positions_T], *table[1:]
-    return table[positions_T]
-
-
-@contextmanager
-def attending_over(
-    attentions: Sequence[Any], caches: Sequence[LayerCache], latent_table: Any
-) -> Iterator[None]:
-    """Let these self-attentions attend over the caches inside the context.
-
-    Latent ones embed positions themselves: at the step's positions in `latent_table`, which is None for others.
-    """
-    replaced = []
-    for attention, cache in zip(attentions, caches, strict=True):
-        attention.core_attention.cache = cache
-        if latent_table is not None:
-            replaced.append(attention.rotary_pos_emb)
-            attention.rotary_pos_emb = RotaryAt(latent_table, cache.step.positions_T)
-    try:
-        yield
-    finally:
-        for attention in attentions:
-            attention.core_attention.cache = None
-        for attention, rotary in zip(attentions, replaced, strict=False):
-            attention.rotary_pos_emb = rotary

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from mcore_rl.backend.cpu.compiled import Library, compiled_for
+from mcore_rl.backend.cpu.compiled import Library
 from mcore_rl.backend.cpu.kernels import Process, is_widened, weight_as
 from mcore_rl.backend.cpu.products import (
     WeightGradient,
@@ -66,7 +66,7 @@ class Assignment:
         int64 `[N]` and `[blocks, 3]`, contiguous.
         """
         blocks = [(block.expert, block.rows.start, block.rows.stop) for block in self.blocks]
-        return self.rows_N.contiguous(), torch.tensor(blocks, dtype=torch.int64).view(-1, 3)
+        return self.rows_N.contiguous(), self.rows_N.new_tensor(blocks).view(-1, 3)
 
 
 def swiglu_experts(
@@ -149,7 +149,7 @@ def _computed(
 ) -> _Forward:
     gates_N1 = _gates(gates, assignment)
     fc1_EFD, fc2_EDF = (weight_as(input_TD.dtype, weight) for weight in (fc1_EFD, fc2_EDF))
-    output_TD = torch.zeros_like(input_TD, memory_format=torch.contiguous_format)
+    output_TD = input_TD.new_zeros(input_TD.shape)
     library = _library(input_TD, gates_N1, fc1_EFD, fc2_EDF)
     if library is not None:
         input_TD = input_TD.contiguous()
@@ -160,7 +160,7 @@ def _computed(
         sizes = len(assignment.blocks), width, inner
         results = hidden_NF, output_TD, scratch
         rounds = Process.kernels.rounds_in_compiled
-        library.call("experts_forward", library.sgemm, rounds, *operands, *sizes, *results)
+        library.experts_forward(library.sgemm, rounds, *operands, *sizes, *results)
         return _Forward(output_TD, input_TD, [hidden_NF], library, rounds)
     fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
     hidden = []
@@ -204,7 +204,7 @@ class _SwiGLUExperts(torch.autograd.Function):
             sizes = len(assignment.blocks), width, inner
             results = d_input_TD, d_gates_N1, *totals, scratch
             product_by = ctx.compiled.sgemm, ctx.rounds
-            ctx.compiled.call("experts_backward", *product_by, *tensors, *sizes, hidden[0], *results)
+            ctx.compiled.experts_backward(*product_by, *tensors, *sizes, hidden[0], *results)
             for of_weight, total in zip(sums, totals, strict=True):
                 of_weight.total.copy_(total)  # Nothing happens where it is the same tensor.
             d_gates = _d_gates(gates, d_gates_N1, assignment)
@@ -238,9 +238,11 @@ def _library(input_TD: Tensor, gates_N1: Tensor, fc1_EFD: Tensor, fc2_EDF: Tenso
     Where torch multiplies rounded operands they are MKL's, in fp32: rounding rows and activations in Python takes more
     time than products save.
     """
-    library = compiled_for(input_TD, gates_N1, fc1_EFD, fc2_EDF)
+    library = Process.library
+    # A fake tensor has no numbers at its address.
+    is_fp32 = type(input_TD) is Tensor and {t.dtype for t in (input_TD, gates_N1, fc1_EFD)} == {torch.float32}
     is_dense = fc1_EFD.is_contiguous() and fc2_EDF.is_contiguous()
-    if library is None or not is_dense or Process.kernels.products == "onednn":
+    if library is None or not is_fp32 or not is_dense or Process.kernels.products == "onednn":
         return None
     return library if library.sgemm is not None or Process.kernels.rounds_in_compiled else None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.compiled import compiled_for
+from mcore_rl.backend.cpu.kernels import Process, compiled_for
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,12 +23,13 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `rms_norm`, the input as it was read, and 1 / rms of each row."""
-    compiled = compiled_for(input, weight)
-    if compiled is not None:
+    library = Process.library
+    # A fake tensor has no numbers at its address.
+    if library is not None and type(input) is Tensor and input.dtype == weight.dtype == torch.float32:
         input, width = input.contiguous(), weight.shape[0]
-        output, inverse = torch.empty_like(input), input.new_empty(*input.shape[:-1], 1)
+        output, inverse = input.new_empty(input.shape), input.new_empty(*input.shape[:-1], 1)
         rows = inverse.numel()
-        compiled.call("rms_norm_forward", input, weight, rows, width, eps, output, inverse)
+        library.rms_norm_forward(input, weight, rows, width, eps, output, inverse)
         return output, input, inverse
     norm = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
     inverse = norm.square_().div_(input.shape[-1]).add_(eps).rsqrt_()
@@ -51,14 +52,10 @@ class _RMSNorm(torch.autograd.Function):
         size = weight.shape[0]
         compiled = compiled_for(gradient, input, weight)
         if compiled is not None and input.is_contiguous():
-            d_input, d_weight, part = (
-                torch.empty_like(input),
-                torch.empty_like(weight),
-                torch.empty_like(weight),
-            )
+            d_input, d_weight, part = (like.new_empty(like.shape) for like in (input, weight, weight))
             operands = gradient.contiguous(), input, weight, inverse
             results = d_input, d_weight, part
-            compiled.call("rms_norm_backward", *operands, inverse.numel(), size, *results)
+            compiled.rms_norm_backward(*operands, inverse.numel(), size, *results)
             return d_input, d_weight, None
         normalized = input * inverse
         product = normalized * gradient

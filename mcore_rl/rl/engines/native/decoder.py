@@ -14,7 +14,7 @@ from mcore_rl.backend.cpu.products import linear
 from mcore_rl.errors import EngineError
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.layers.attention import SDPAttention
-from mcore_rl.model.layers.cache import LayerCache, StepTokens, attending_over, rotary_rows
+from mcore_rl.model.layers.cache import LayerCache, StepTokens
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
 from mcore_rl.rl.engines.native.scheduler import Copy
@@ -99,11 +99,11 @@ class Decoder:
         else:
             model.decoder.set_input_tensor(self._received(len(tokens.ids_T)))
         caches = [LayerCache(keys, values, tokens) for keys, values in self._caches[index]]
-        with attending_over(self._attentions[index], caches, table if is_latent else None):
+        with _attending_over(self._attentions[index], caches, table if is_latent else None):
             hidden = model.decoder(
                 hidden_states=hidden,
                 attention_mask=None,
-                rotary_pos_emb=None if is_latent else rotary_rows(table, tokens.positions_T),
+                rotary_pos_emb=None if is_latent else _rotary_rows(table, tokens.positions_T),
             )
         if model.post_process:
             return self._whole(hidden)
@@ -155,6 +155,52 @@ class Decoder:
             for router in self._routers:
                 hooks.enter_context(_hooked(router, _recorder(recorded, self._routes.dtype)))
             yield recorded
+
+
+class _RotaryAt(nn.Module):
+    """Replacement of a rotary embedding during a step: the rows of its table at the step's positions."""
+
+    def __init__(self, table: Any, positions_T: Tensor) -> None:
+        super().__init__()
+        self._rows = _rotary_rows(table, positions_T)
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        """Return 0: Megatron asks for a length before it calls the embedding, which needs none here."""
+        return 0
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the embedding's rows at the step's positions, whatever length is asked for."""
+        return self._rows
+
+
+def _rotary_rows(table: Any, positions_T: Tensor) -> Any:
+    """Return the rows at `positions_T` of a rotary embedding's result: angles, or angles and a factor."""
+    if isinstance(table, tuple):
+        return table[0][positions_T], *table[1:]
+    return table[positions_T]
+
+
+@contextmanager
+def _attending_over(
+    attentions: Sequence[Any], caches: Sequence[LayerCache], latent_table: Any
+) -> Iterator[None]:
+    """Let these self-attentions attend over the caches inside the context.
+
+    Latent ones embed positions themselves: at the step's positions in `latent_table`, which is None for others.
+    """
+    replaced = []
+    for attention, cache in zip(attentions, caches, strict=True):
+        attention.core_attention.cache = cache
+        if latent_table is not None:
+            replaced.append(attention.rotary_pos_emb)
+            attention.rotary_pos_emb = _RotaryAt(latent_table, cache.step.positions_T)
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.core_attention.cache = None
+        for attention, rotary in zip(attentions, replaced, strict=False):
+            attention.rotary_pos_emb = rotary
 
 
 def copied_runs(copies: Iterable[Copy]) -> Iterator[tuple[int, slice, int]]:

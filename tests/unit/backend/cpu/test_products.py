@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, CpuKernels, Process, using, weights_unchanged
-from mcore_rl.backend.cpu.megatron_speed import gated_by_onednn
 from mcore_rl.backend.cpu.products import (
     add_weight_gradient,
+    gated_by_onednn,
     is_worthwhile,
     linear,
     product,

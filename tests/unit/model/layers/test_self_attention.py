@@ -10,7 +10,7 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.layers.cpu import self_attention
-from mcore_rl.model.layers.cpu.heads import Angles, HeadNorms, split_heads
+from mcore_rl.model.layers.cpu.self_attention import Angles, HeadNorms, split_heads
 from mcore_rl.model.layers.packed import packed_params
 from mcore_rl.parallel.mesh import Mesh
 from tests.tiny_models import TINY
