@@ -30,19 +30,14 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Stops:
-    """Tokens and strings that end a completion."""
+class StopStrings:
+    """Strings that end a completion."""
 
-    tokens: frozenset[int]
     strings: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
 
-    def ends(self, tokens_T: Sequence[int]) -> bool:
-        """Whether the newest token ends the completion, which did not end before."""
-        if tokens_T[-1] in self.tokens:
-            return True
-        if not self.strings:
-            return False
+    def end(self, tokens_T: Sequence[int]) -> bool:
+        """Whether one of them ends the completion with its newest token; none did before."""
         longest = max(len(string.encode()) for string in self.strings)
         tail = self.decode(tokens_T[-longest - MARGIN :])
         return any(string in tail for string in self.strings)

@@ -22,7 +22,7 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routed_layers
-from mcore_rl.rl.engines.base import Capabilities, Sampling, Stops, check_request
+from mcore_rl.rl.engines.base import Capabilities, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.served_routes import pick_layers
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
 from mcore_rl.rl.engines.server_fleet import ServerFleet
@@ -366,12 +366,12 @@ class ServedEngine:
             )
             few = self._model.moe.num_experts <= MAX_BYTE and picked.min() >= 0
             experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16))
-        stops = Stops(sampling.stop_tokens, sampling.stop_strings, self.decode)
         tokens_T, is_stopped = served.tokens_T, served.finish == "stop"
         if sampling.stop_strings:
             # Servers without a tokenizer know no strings: what they sampled after one is thrown away.
+            strings = StopStrings(sampling.stop_strings, self.decode)
             for end in range(1, len(tokens_T) + 1):
-                if stops.ends(tokens_T[:end]):
+                if strings.end(tokens_T[:end]):
                     tokens_T, is_stopped = tokens_T[:end], True
                     break
         end = len(tokens_T)

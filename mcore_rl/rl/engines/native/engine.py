@@ -19,7 +19,7 @@ from mcore_rl.model.build import settle_weights
 from mcore_rl.model.layers.cache import PrefillRows, StepTokens
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
-from mcore_rl.rl.engines.base import Capabilities, Sampling, Stops, check_request
+from mcore_rl.rl.engines.base import Capabilities, Sampling, StopStrings, check_request
 from mcore_rl.rl.engines.native.decoder import Decoder
 from mcore_rl.rl.engines.native.graphs import NextToken, StaticDecode, reason_against_graphs
 from mcore_rl.rl.engines.native.routes import gather_layers
@@ -148,7 +148,8 @@ class _Run:
         self, engine: MegatronEngine, decoder: Decoder, scheduler: Scheduler, sampling: Sampling
     ) -> None:
         self._engine, self._decoder, self.scheduler, self._sampling = engine, decoder, scheduler, sampling
-        self._stops = Stops(sampling.stop_tokens, sampling.stop_strings, engine.decode)
+        strings = sampling.stop_strings
+        self._strings = StopStrings(strings, engine.decode) if strings else None
         self.routes: dict[Draft, Tensor] = {}
         self.static: StaticDecode | None = None
         """Computes steps without prompts; None: all steps are computed alike."""
@@ -158,21 +159,12 @@ class _Run:
         step = self.scheduler.next_step()
         self._decoder.copy(step.copies)
         if self.static is not None and step.num_decode and not step.spans:
-            active = self.scheduler.active[: step.num_decode]
+            active = self.scheduler.active
             drawn = self._read(
-                self.static.step(
-                    [
-                        NextToken(draft.newest, slot, draft.cached, draft.seed)
-                        for slot, draft in enumerate(active)
-                    ]
-                )
+                self.static.step([NextToken(*row, active[row.slot].seed) for row in step.rows])
             )
         else:
-            tokens, drawing_B = self._tokens(step)
-            seeds_B = torch.tensor(
-                [self.scheduler.active[slot].seed for slot in step.drawing], dtype=torch.int64
-            )
-            drawn_4B = self.compute(tokens, drawing_B, to_device(seeds_B, self._decoder.device))
+            drawn_4B = self.compute(*self._tokens(step))
             drawn = self._read(drawn_4B) if step.drawing else [[], [], [], []]
         self.scheduler.computed(step)
         self._decoder.copy(step.branches)
@@ -192,7 +184,7 @@ class _Run:
             untempered_logprobs_T=tuple(draft.untempered_logprobs_T),
             kept_logprobs_T=tuple(draft.kept_logprobs_T),
             versions=single_version(self._engine.policy_version, len(draft.tokens_T)),
-            finish="stop" if self._stops.ends(draft.tokens_T) else "length",
+            finish="stop" if self._is_stopped(draft) else "length",
             experts_TLK=self.routes.get(draft),
         )
 
@@ -207,37 +199,45 @@ class _Run:
         if self._engine.listener is not None:
             self._engine.listener(draft.group, draft.index, draft.tokens_T)
         is_full = len(draft.tokens_T) >= self._sampling.max_new_tokens
-        is_finished = is_full or self._stops.ends(draft.tokens_T)
+        is_finished = is_full or self._is_stopped(draft)
         if is_finished and self._sampling.with_routes:
             self.routes[draft] = self._decoder.routes(slot, draft.cached)
         return is_finished
 
-    def _tokens(self, step: Step) -> tuple[StepTokens, Tensor]:
-        """Return the step's tokens on the device, and the indices of those that draw."""
+    def _is_stopped(self, draft: Draft) -> bool:
+        """Return whether the newest token or a string that it completes ends the completion."""
+        if draft.tokens_T[-1] in self._sampling.stop_tokens:
+            return True
+        return self._strings is not None and self._strings.end(draft.tokens_T)
+
+    def _tokens(self, step: Step) -> tuple[StepTokens, Tensor, Tensor]:
+        """Return the step's tokens on the device, the indices of those that draw, and the seeds of these."""
         active = self.scheduler.active
-        rows = [(draft.newest, slot, draft.cached) for slot, draft in enumerate(active[: step.num_decode])]
-        longest = max((position + 1 for _, _, position in rows), default=0)
-        spans, drawing = [], list(range(len(rows)))
+        spans, drawing, end = [], list(range(step.num_decode)), step.num_decode
         for span in step.spans:
-            prompt_T = active[span.slot].prompt_T
-            begin = len(rows)
-            rows += [(prompt_T[place], span.slot, place) for place in range(span.start, span.stop)]
-            spans.append(PrefillRows(begin, len(rows), span.slot, span.stop))
-            if span.stop == len(prompt_T):
-                drawing += [len(rows) - 1] * len(span.drawing)
+            begin, end = end, end + span.stop - span.start
+            spans.append(PrefillRows(begin, end, span.slot, span.stop))
+            if span.stop == len(active[span.slot].prompt_T):
+                drawing += [end - 1] * len(span.drawing)
         multiple = self._decoder.token_multiple
-        rows += [(0, -1, 0)] * (max(-len(rows) % multiple, multiple - len(rows)))
-        # A row each, contiguous: compiled layers read the positions.
-        table_3T = to_device(torch.tensor(list(zip(*rows, strict=True))), self._decoder.device)
+        padding = max(-end % multiple, multiple - end)
+        seeds = [active[slot].seed for slot in step.drawing]
+        # One copy to the device. Each part is contiguous: compiled layers read the positions.
+        fields = *zip(*step.rows, *[(0, -1, 0)] * padding, strict=True), drawing, seeds
+        numbers = torch.tensor([number for part in fields for number in part], dtype=torch.int64)
+        sizes = [len(part) for part in fields]
+        ids_T, slots_T, positions_T, drawing_B, seeds_B = to_device(numbers, self._decoder.device).split(
+            sizes
+        )
         tokens = StepTokens(
-            ids_T=table_3T[0],
-            slots_T=table_3T[1],
-            positions_T=table_3T[2],
+            ids_T=ids_T,
+            slots_T=slots_T,
+            positions_T=positions_T,
             num_decode=step.num_decode,
-            longest=longest,
+            longest=max((row.position + 1 for row in step.rows[: step.num_decode]), default=0),
             spans=tuple(spans),
         )
-        return tokens, to_device(torch.tensor(drawing, dtype=torch.int64), self._decoder.device)
+        return tokens, drawing_B, seeds_B
 
     def compute(self, tokens: StepTokens, drawing_B: Tensor, seeds_B: Tensor) -> Tensor:
         """Collective over this model's ranks, and its experts': the fields of `Drawn`, float64 `[4, B]`, of the tokens

@@ -6,6 +6,7 @@ All ranks of a model make the same schedule by themselves from the same requests
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -28,11 +29,6 @@ class Draft:
     def is_read(self) -> bool:
         """Whether its whole prompt has been computed."""
         return self.cached >= len(self.prompt_T)
-
-    @property
-    def newest(self) -> int:
-        """The token to compute next, once the prompt has been read but for its last token."""
-        return self.tokens_T[-1] if self.tokens_T else self.prompt_T[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +57,15 @@ class Copy:
     length: int
 
 
+class Row(NamedTuple):
+    """A token that a step computes."""
+
+    token: int
+    slot: int
+    position: int
+    """Position in the slot, which then holds those up to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Copies first, in order; then one token of each of the slots 0 ... num_decode - 1, then spans; then `branches`."""
@@ -68,6 +73,8 @@ class Step:
     copies: tuple[Copy, ...]
     num_decode: int
     spans: tuple[PromptSpan, ...]
+    rows: tuple[Row, ...]
+    """All of these tokens, in this order."""
     drawing: tuple[int, ...]
     """Slots that draw a token: those that decode, then those whose span ends with their prompt, with its followers."""
 
@@ -109,6 +116,10 @@ class Scheduler:
             self.active.append(half)
             if half_slot != num_decode:
                 copies.insert(0, Copy(half_slot, num_decode, half.cached))
+        rows = [
+            Row(draft.tokens_T[-1] if draft.tokens_T else draft.prompt_T[-1], slot, draft.cached)
+            for slot, draft in enumerate(self.active[:num_decode])
+        ]
         spans: list[PromptSpan] = []
         drawing, budget = list(range(num_decode)), self._budget - num_decode
         while budget > 0 and (half is not None or self._admit_leader()):
@@ -117,10 +128,11 @@ class Scheduler:
             is_whole = stop == len(draft.prompt_T)
             followers = self._admit_followers(draft.group) if is_whole else ()
             spans.append(PromptSpan(slot, draft.cached, stop, followers))
+            rows += [Row(draft.prompt_T[place], slot, place) for place in range(draft.cached, stop)]
             if is_whole:
                 drawing += spans[-1].drawing
             budget -= stop - draft.cached
-        return Step(tuple(copies), num_decode, tuple(spans), tuple(drawing))
+        return Step(tuple(copies), num_decode, tuple(spans), tuple(rows), tuple(drawing))
 
     def computed(self, step: Step) -> None:
         """Note that the step's keys and values are in the cache."""

@@ -30,14 +30,19 @@ def run(
     while scheduler.is_busy:
         step = scheduler.next_step()
         copy(step.copies)
-        for slot, draft in enumerate(scheduler.active[: step.num_decode]):
-            assert held[slot][: draft.cached] == [*draft.prompt_T, *draft.tokens_T][: draft.cached]
-            held[slot] = [*held[slot][: draft.cached], draft.newest]
+        assert [row.slot for row in step.rows[: step.num_decode]] == list(range(step.num_decode))
+        for token, slot, position in step.rows:
+            draft = scheduler.active[slot]
+            assert held[slot][:position] == [*draft.prompt_T, *draft.tokens_T][:position]
+            held[slot] = [*held[slot][:position], token]
+        begin = step.num_decode
         for span in step.spans:
-            prompt_T = scheduler.active[span.slot].prompt_T
-            held[span.slot] = [*held[span.slot][: span.start], *prompt_T[span.start : span.stop]]
-            assert held[span.slot] == list(prompt_T[: span.stop])
-        done = step.num_decode + sum(span.stop - span.start for span in step.spans)
+            end = begin + span.stop - span.start
+            assert {row.slot for row in step.rows[begin:end]} == {span.slot}
+            assert held[span.slot] == list(scheduler.active[span.slot].prompt_T[: span.stop])
+            begin = end
+        done = len(step.rows)
+        assert done == begin
         assert 0 < done <= budget and len(scheduler.active) <= slots
         tokens, steps = tokens + done, steps + 1
         scheduler.computed(step)
