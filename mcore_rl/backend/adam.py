@@ -1,6 +1,8 @@
-"""Adam for machines without TransformerEngine and apex, in the form that Megatron's optimizer expects of theirs."""
+"""Adam and the norm of gradients for machines without TransformerEngine and apex, in the form that Megatron's optimizer
+expects of theirs.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -138,3 +140,18 @@ class FusedAdam(torch.optim.Optimizer):
         for name, moment in zip(MOMENTS, moments, strict=True):
             self.set_scaled_state(param, name, moment)
         param.copy_(state[MAIN])
+
+
+def norm_of_tensors(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Stand in for `multi_tensor_l2norm`: the norm of all tensors together, float32 `[1]` on their device.
+
+    The arguments are those of the kernel; only the tensors, in one list, are used.
+    """
+    (tensors,) = tensor_lists
+    assert not per_tensor, "Megatron asks for the norm of all"
+    # A norm in the gradients' bf16 would have two digits.
+    dtype = None if tensors[0].dtype == torch.float32 else torch.float32
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
+    return torch.linalg.vector_norm(norms, dtype=torch.float32).view(1), None

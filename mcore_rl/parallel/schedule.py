@@ -172,10 +172,11 @@ def _router_losses(
 
 def _name_sequences(found: Sequence[TopKRouter], microbatch: PassInput) -> None:
     """Set which sequence of a packed row each token of this rank's routers belongs to, until the next microbatch."""
+    spans = microbatch.packed_spans
     for router in found:
         router.packed_spans_T = None
-        if microbatch.packed_spans is not None:
-            spans_s, router.num_packed_spans = microbatch.packed_spans
+        if spans is not None:
+            spans_s, router.num_packed_spans = spans
             # Under sequence parallelism a rank's routers see its part of the positions.
             parts = router.tp_group.size() if router.config.sequence_parallel else 1
             router.packed_spans_T = spans_s.chunk(parts)[router.tp_group.rank() if parts > 1 else 0]

@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,15 +28,6 @@ def copied_storage(_: Any) -> Callable[[], Callable[[torch.Tensor, torch.Tensor]
     return lambda: share_storage
 
 
-def scale_as_scalar(set_loss_scale: Callable[[torch.Tensor], None]) -> Any:
-    """`MoEAuxLossAutoScaler.set_loss_scale` that stores a scalar, whatever shape it is given."""
-
-    def scaled(scale: torch.Tensor) -> None:
-        set_loss_scale(scale.squeeze())
-
-    return staticmethod(scaled)
-
-
 def direct_queries_unnormed(fused_or_default: Callable[..., Any]) -> Callable[..., Any]:
     """The resolver of norms before projections, for which directly projected queries have none."""
 
@@ -58,41 +49,6 @@ def only_tensors_saved(checkpointed_forward: Callable[..., Any]) -> Callable[...
             return forward(**dict(zip(saved, tensors, strict=True)), **others)
 
         return checkpointed_forward(self, of_saved, *saved.values())
-
-    return wrapped
-
-
-def padding_counts_no_tokens(apply_expert_bias: Callable[..., None]) -> Callable[..., None]:
-    """`TopKRouter._apply_expert_bias` that takes the mask of tokens as a column beside the experts."""
-
-    def wrapped(self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        column = None if padding_mask is None else padding_mask[:, None]
-        apply_expert_bias(self, routing_map, padding_mask=column)
-
-    return wrapped
-
-
-def loads_in_float32(maintain_float32: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`TopKRouter._maintain_float32_expert_bias` that keeps the counts of tokens of each expert in float32 too."""
-
-    def wrapped(self: Any) -> None:
-        maintain_float32(self)
-        if self.local_tokens_per_expert is not None:
-            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
-
-    return wrapped
-
-
-def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., Any]:
-    """`GPTModel._preprocess` that cuts the mask of padding `[B, s]` for sequence parallelism on later stages too."""
-
-    def wrapped(self: Any, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
-            from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-
-            whole_sB = padding_mask.transpose(0, 1).contiguous()
-            padding_mask = scatter_to_sequence_parallel_region(whole_sB).transpose(0, 1).contiguous()
-        return preprocess(self, *args, padding_mask=padding_mask, **kwargs)
 
     return wrapped
 
@@ -165,18 +121,3 @@ def packed_positions(
         skipped_t = torch.where(position_t < chunk_t, rank, 2 * ranks - 2 - rank) * chunk_t
         position_t = position_t + skipped_t
     return position_t + begin_t if table_length == num_tokens * ranks else position_t
-
-
-def norm_of_tensors(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[list[torch.Tensor]], per_tensor: bool
-) -> tuple[torch.Tensor, None]:
-    """Stand in for `multi_tensor_l2norm`: the norm of all tensors together, float32 `[1]` on their device.
-
-    The arguments are those of the kernel; only the tensors, in one list, are used.
-    """
-    (tensors,) = tensor_lists
-    assert not per_tensor, "Megatron asks for the norm of all"
-    # A norm in the gradients' bf16 would have two digits.
-    dtype = None if tensors[0].dtype == torch.float32 else torch.float32
-    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
-    return torch.linalg.vector_norm(norms, dtype=torch.float32).view(1), None

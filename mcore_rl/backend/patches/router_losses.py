@@ -1,4 +1,5 @@
-"""The losses of routers as sums over tokens, and experts' capacity as a number of tokens of the whole micro-batch.
+"""The losses of routers as sums over tokens, experts' capacity as a number of tokens of the whole micro-batch, and the
+padding that neither counts.
 
 A group of T tokens (a micro-batch, a sequence, the batch) has the balance loss L = E sum_e f_e P_e, where f_e is the
 share of the group's choices that went to expert e and P_e its mean score: L is 1 for an even load. Training minimises,
@@ -62,6 +63,50 @@ def kernel_as_fusion(choose: Routing) -> Routing:
     @functools.wraps(choose)
     def wrapped(*args: Any, fused: Any = False, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return fused(*args, **kwargs) if callable(fused) else choose(*args, fused=fused, **kwargs)
+
+    return wrapped
+
+
+def scale_as_scalar(set_loss_scale: Callable[[Tensor], None]) -> Any:
+    """`MoEAuxLossAutoScaler.set_loss_scale` that stores a scalar, whatever shape it is given."""
+
+    def scaled(scale: Tensor) -> None:
+        set_loss_scale(scale.squeeze())
+
+    return staticmethod(scaled)
+
+
+def padding_counts_no_tokens(apply_expert_bias: Callable[..., None]) -> Callable[..., None]:
+    """`TopKRouter._apply_expert_bias` that takes the mask of tokens as a column beside the experts."""
+
+    def wrapped(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        column = None if padding_mask is None else padding_mask[:, None]
+        apply_expert_bias(self, routing_map, padding_mask=column)
+
+    return wrapped
+
+
+def loads_in_float32(maintain_float32: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`TopKRouter._maintain_float32_expert_bias` that keeps the counts of tokens of each expert in float32 too."""
+
+    def wrapped(self: Any) -> None:
+        maintain_float32(self)
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
+
+    return wrapped
+
+
+def padding_cut_on_every_stage(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPTModel._preprocess` that cuts the mask of padding `[B, s]` for sequence parallelism on later stages too."""
+
+    def wrapped(self: Any, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        if padding_mask is not None and self.config.sequence_parallel and not self.pre_process:
+            from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+
+            whole_sB = padding_mask.transpose(0, 1).contiguous()
+            padding_mask = scatter_to_sequence_parallel_region(whole_sB).transpose(0, 1).contiguous()
+        return preprocess(self, *args, padding_mask=padding_mask, **kwargs)
 
     return wrapped
 

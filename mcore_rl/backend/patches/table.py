@@ -15,14 +15,13 @@ from typing import Any, Literal
 
 import torch
 
-from mcore_rl.backend.adam import FusedAdam
+from mcore_rl.backend.adam import FusedAdam, norm_of_tensors
 from mcore_rl.backend.cpu import torch_standins as cpu
 from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS, rotated_by_position, scaled_in_place
 from mcore_rl.backend.cpu.offload import weights_count_as_on_device
-from mcore_rl.backend.patches import foreign_files, replacements
+from mcore_rl.backend.patches import foreign_files, replacements, router_losses
 from mcore_rl.backend.patches.found import Found, find_packages
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
-from mcore_rl.backend.patches.router_losses import kernel_as_fusion, losses_as_sums
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.errors import ConfigError
@@ -189,7 +188,7 @@ PATCHES_WITHOUT_TRANSFORMER_ENGINE: tuple[Patch, ...] = (
 ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     Patch(
         symbol="megatron.core.transformer.moe.router:TopKRouter.routing",
-        replace=losses_as_sums,
+        replace=router_losses.losses_as_sums,
         cause="version",
         reason="with a per-token loss the balance and z losses are multiplied by the tokens of a rank and divided by "
         "those in the loss mask: they weigh more the fewer tokens are trained on. In 0.16 the loss of sequences weighs "
@@ -200,7 +199,7 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.transformer.moe.router:topk_routing_with_score_function",
-        replace=kernel_as_fusion,
+        replace=router_losses.kernel_as_fusion,
         cause="version",
         reason="its one fused form is TransformerEngine's, which shows no choices to a replay and takes none; "
         "platform.triton_kernels has one that does",
@@ -208,7 +207,7 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
-        replace=replacements.scale_as_scalar,
+        replace=router_losses.scale_as_scalar,
         cause="version",
         reason="the schedule's scale has one element, and cannot be copied into the scalar that a backward pass "
         "outside of a schedule leaves behind",
@@ -216,7 +215,7 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
-        replace=replacements.padding_counts_no_tokens,
+        replace=router_losses.padding_counts_no_tokens,
         cause="version",
         reason="a mask of padding [tokens] does not broadcast over the experts: an error, or with as many tokens as "
         "experts the wrong ones",
@@ -224,7 +223,7 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias",
-        replace=replacements.loads_in_float32,
+        replace=router_losses.loads_in_float32,
         cause="version",
         reason="a bf16 model counts the tokens of its experts in bf16, which has no odd numbers above 256: the expert "
         "bias moves by rounded loads, and those of an expert with few tokens in every microbatch stop growing",
@@ -232,7 +231,7 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
-        replace=replacements.padding_cut_on_every_stage,
+        replace=router_losses.padding_cut_on_every_stage,
         cause="version",
         reason="only the first pipeline stage cuts the mask of padding for sequence parallelism; on later ones it is "
         "longer than the tokens",
@@ -368,7 +367,7 @@ PATCHES_WITHOUT_FUSED_OPTIMIZER: tuple[Patch, ...] = (
       )),
     Patch(
         symbol="megatron.core.optimizer.clip_grads:l2_norm_impl",
-        replace=lambda _: replacements.norm_of_tensors,
+        replace=lambda _: norm_of_tensors,
         cause="no TransformerEngine or apex",
         reason="it reads the norm of each gradient on the host, so that a GPU is drained once a tensor",
         until="it stacks the norms on the device",

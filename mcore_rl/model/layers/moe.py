@@ -2,12 +2,24 @@
 
 from typing import Any
 
-from megatron.core.transformer.moe import moe_layer
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.moe import moe_layer, router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.model.layers.experts import GroupedExperts
+
+
+class Router(router.TopKRouter):
+    """Megatron's router, which does not ask in each pass whether its weights are on the device: they are."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits `[s, B, E]` of `input` `[s, B, D]`."""
+        dtypes = {"fp32": torch.float32, "fp64": torch.float64}
+        dtype = dtypes.get(self.config.moe_router_dtype, input.dtype)
+        logits: Tensor = router.router_gating_linear(input, self.weight, self.bias, dtype)
+        return logits
 
 
 class MoELayer(moe_layer.MoELayer):
@@ -20,55 +32,42 @@ class MoELayer(moe_layer.MoELayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if _is_local(self.config, self.experts):
-            self.token_dispatcher = LocalDispatcher(self.config, self.experts)
+        assert type(self.router) is router.TopKRouter
+        self.router.__class__ = Router
+        self.is_local = _is_local(self.config, self.experts)
+        """Whether no token leaves its rank."""
 
     @property
     def waits_for_device(self) -> bool:
         """Whether the host reads numbers from a GPU in the layer's forward pass."""
-        return not isinstance(self.token_dispatcher, LocalDispatcher) or not self.experts.is_queued
+        return not self.is_local or not self.experts.is_queued
 
-    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Return the routed experts' output, and no bias."""
-        dispatcher = self.token_dispatcher
-        if isinstance(dispatcher, LocalDispatcher):
-            return self.experts.routed(hidden_states, probs, dispatcher.take_routes()), None
-        return super().routed_experts_compute(hidden_states, probs)
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Return the layer's output `[s, B, D]`, and no bias.
 
+        Args:
+            hidden_states: The tokens `[s, B, D]`.
+            intermediate_tensors: Megatron's argument between parts of a CUDA graph.
+            padding_mask: True at padding, `[B, s]`; None without.
+        """
+        if not self.is_local:
+            output: tuple[Tensor, None] = super().forward(hidden_states, intermediate_tensors, padding_mask)
+            return output
+        if padding_mask is not None:
+            padding_mask = padding_mask.transpose(0, 1).bool()
+        if self.moe_layer_recompute and self.training:
+            return tensor_parallel.checkpoint(self._routed, False, hidden_states, padding_mask), None
+        return self._routed(hidden_states, padding_mask), None
 
-class LocalDispatcher(MoETokenDispatcher):
-    """Dispatcher that leaves all tokens on their rank."""
-
-    def __init__(self, config: TransformerConfig, experts: GroupedExperts) -> None:
-        self.config = config
-        self.ep_group, self.tp_group = experts.ep_group, experts.tp_group
-        self.ep_size = self.tp_size = 1
-        self.shared_experts = None
-
-    def dispatch_preprocess(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the tokens as rows `[T, D]`, and the router's probabilities `[T, E]`."""
-        self._shape, self._routed_TE = tokens.shape, routing_map
-        return tokens.reshape(-1, tokens.shape[-1]), probs
-
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the arguments: nothing is sent."""
-        return hidden_states, probs
-
-    def take_routes(self) -> Tensor:
-        """Return the router's map `[T, E]` of the forward pass in progress, and forget it."""
-        routed_TE = self._routed_TE
-        del self._routed_TE
-        return routed_TE
-
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Return the argument: nothing is received."""
-        return hidden_states
-
-    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the rows in the shape of the tokens."""
-        return hidden_states.view(self._shape)
+    def _routed(self, hidden_sBD: Tensor, is_padding_sB: Tensor | None) -> Tensor:
+        """Return the sum of each token's experts, and of the shared ones."""
+        shared_sBD = self.shared_experts_compute(hidden_sBD) if self.use_shared_expert else None
+        gates_TE, routed_TE = self.router(hidden_sBD, is_padding_sB)
+        tokens_TD = hidden_sBD.reshape(-1, hidden_sBD.shape[-1])
+        output_sBD: Tensor = self.experts.routed(tokens_TD, gates_TE, routed_TE).view(hidden_sBD.shape)
+        return output_sBD if shared_sBD is None else output_sBD + shared_sBD
 
 
 def _is_local(config: TransformerConfig, experts: Any) -> bool:
@@ -82,4 +81,5 @@ def _is_local(config: TransformerConfig, experts: Any) -> bool:
         and not config.moe_router_padding_for_quantization
         and not config.moe_shared_expert_overlap
         and not config.moe_apply_probs_on_input
+        and not config.moe_latent_size
     )
