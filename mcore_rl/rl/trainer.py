@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.obs.memory import memory_metrics
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.peak import peak_flops
-from mcore_rl.obs.speed import speed_metrics
+from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_by_length
 from mcore_rl.rl.batch import Minibatch

@@ -11,11 +11,10 @@ from mcore_rl.data.loader import BatchSource, SampleDataset
 from mcore_rl.errors import TrainingError
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.obs.memory import memory_metrics
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.peak import peak_flops
+from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.obs.sinks import Log
-from mcore_rl.obs.speed import speed_metrics
 from mcore_rl.parallel.schedule import Head
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.train.auxiliary import take_auxiliary_losses

@@ -20,7 +20,7 @@ from mcore_rl.config.section import Store
 from mcore_rl.config.speed import SpeedFlags, run_flags
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.model.transformer_config import machine_of
-from mcore_rl.obs.timing import Timers
+from mcore_rl.obs.performance import Timers
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routers
 from mcore_rl.train.optimizer import build_optimizer, build_schedule

@@ -8,7 +8,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.run import RunConfig
-from mcore_rl.obs.timing import Timers
+from mcore_rl.obs.performance import Timers
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.train.waiting import Residence
 

@@ -22,7 +22,7 @@ from transformers import (
 
 from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.obs.speed import speed_metrics
+from mcore_rl.obs.performance import speed_metrics
 from mcore_rl.plan.flops import forward_flops_per_token, train_flops_per_token
 
 ROWS, LENGTH = 2, 24

@@ -2,14 +2,15 @@ import pytest
 import torch
 
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.obs.timing import Timers
+from mcore_rl.obs.performance import Timers, memory_metrics
 
 CPU = torch.device("cpu")
+MIB = 2**20
 
 
 def set_clock(monkeypatch, *ticks_s):
     """Have the clock show these times in turn."""
-    monkeypatch.setattr("mcore_rl.obs.timing.time.perf_counter", iter(ticks_s).__next__)
+    monkeypatch.setattr("mcore_rl.obs.performance.time.perf_counter", iter(ticks_s).__next__)
 
 
 def test_a_phase_counts_every_time_it_is_entered_until_it_is_taken(monkeypatch):
@@ -36,3 +37,15 @@ def test_a_phase_that_fails_is_counted_too(monkeypatch):
 def test_a_phase_that_no_metric_documents_is_refused_when_entered():
     with pytest.raises(ValueError, match="time/lunch_s"), Timers(CPU).phase("lunch"):
         pytest.fail("entered")
+
+
+def test_memory_rises_with_what_is_held_and_its_peak_stays():
+    before = reduced(memory_metrics(CPU))
+    held = torch.ones(200 * MIB, dtype=torch.uint8)
+    during = reduced(memory_metrics(CPU))
+    del held
+    after = reduced(memory_metrics(CPU))
+    assert during["memory/resident_bytes"] - before["memory/resident_bytes"] > 180 * MIB
+    assert during["memory/resident_bytes"] - after["memory/resident_bytes"] > 180 * MIB
+    # The kernel brings its counters up to date a few pages late.
+    assert after["memory/peak_resident_bytes"] > during["memory/resident_bytes"] - MIB
