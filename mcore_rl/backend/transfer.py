@@ -12,6 +12,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     From other memory a copy of more than 64 KiB waits until the GPU has done all that it was asked for before. torch
     does not use the page-locked memory again before the copy is over.
     """
+    if tensor.device == device:
+        return tensor
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
