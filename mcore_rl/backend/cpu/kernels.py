@@ -130,6 +130,8 @@ def using(kernels: CpuKernels) -> Iterator[None]:
 
 def compiled_for(*operands: Tensor) -> Library | None:
     """Return the library where this process uses it and it computes with these operands: fp32 tensors on a CPU."""
+    if Process.library is None:
+        return None
     # Fake tensors and other subclasses have no numbers at their address.
     plain = all(
         type(t) in (Tensor, Parameter) and t.dtype == torch.float32 and not t.is_cuda for t in operands
