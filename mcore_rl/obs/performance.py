@@ -1,4 +1,4 @@
-"""What a step costs, as metrics: the time of its phases, its speed, and the memory of this process."""
+"""The cost of a step as metrics: the time of its phases, its speed, and the memory of this process."""
 
 import time
 from collections.abc import Iterator
