@@ -2,34 +2,37 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mcore_rl.backend.failures import FAILURES, first_cause
 from mcore_rl.backend.flight_recorder import ENTRIES, FILE, PREFIX, SIZE, arm, dump
 from mcore_rl.backend.launcher import free_port
+from mcore_rl.backend.watchdog import Limits, Watchdog
 from mcore_rl.errors import HUNG_STATUS
+from tests.ranks import forkserver
 
 NAMES = (SIZE[0], "TORCH_NCCL_DUMP_ON_TIMEOUT", FILE[0])
-HANGS = """
-import os, sys, time
-import torch, torch.distributed as dist
-from mcore_rl.backend import flight_recorder
-from mcore_rl.backend.watchdog import Limits, Watchdog
 
-rank = int(os.environ["RANK"])
-flight_recorder.arm()
-dist.init_process_group("gloo")
-pair = dist.new_group([0, 1], group_desc="a pair")
-dist.all_reduce(torch.ones(1))
-# Rank 0, which would fail when its peer is gone, reaches its limit long before the peer does.
-limit_s = 1.0 + 4.0 * rank
-with Watchdog(Limits(start_s=limit_s, step_s=limit_s, pause_s=limit_s), rank):
-    if rank == 1:
-        time.sleep(600)
-    dist.all_reduce(torch.ones(7), group=pair)
-"""
+
+def hang(rank, errors, environment):
+    """A rank of two, of which the second never enters the collective for which the first waits."""
+    os.environ.update(environment)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    arm()
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 1], group_desc="a pair")
+    dist.all_reduce(torch.ones(1))
+    # Rank 0, which would fail when its peer is gone, reaches its limit long before the peer does.
+    limit_s = 1.0 + 4.0 * rank
+    with Watchdog(Limits(start_s=limit_s, step_s=limit_s, pause_s=limit_s), rank):
+        if rank == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(7), group=pair)
 
 
 @pytest.fixture(autouse=True)
@@ -62,17 +65,17 @@ def test_ranks_that_hang_leave_files_in_which_torchs_reader_finds_the_rank_that_
     """Rank 1 never enters the collective for which rank 0 waits; the reader is the command of the message."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {FAILURES: str(tmp_path / "failures")}
+    files = [tmp_path / f"errors_{rank}" for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", HANGS],
-            env=os.environ | shared | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        forkserver().Process(target=hang, args=(rank, files[rank], shared | {"RANK": str(rank)}))
         for rank in range(2)
     ]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [HUNG_STATUS] * 2, errors
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(300)
+    errors = [file.read_text() for file in files]
+    assert [rank.exitcode for rank in ranks] == [HUNG_STATUS] * 2, errors
     file = tmp_path / f"{PREFIX}0"
     assert f"The last collectives: {file} (" in errors[0]
     cause = first_cause(tmp_path / "failures")

@@ -24,6 +24,7 @@ from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
 from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.errors import DataError
 from mcore_rl.run.cli import main
+from tests.ranks import forkserver
 
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess.py"
 EOD = 2
@@ -54,23 +55,25 @@ def events(prefix):
     return [json.loads(line) for line in Path(f"{prefix}.log.jsonl").read_text().splitlines()]
 
 
-def command(options, *more):
+def command(options):
     inputs = [str(path) for path in options.inputs]
     tokenizer = ["--tokenizer", options.tokenizer.path]
-    return [sys.executable, str(TOOL), *inputs, "--output", str(options.output), *tokenizer, *more]
+    return [sys.executable, str(TOOL), *inputs, "--output", str(options.output), *tokenizer]
 
 
-def start(options, *more, limit_bytes=None):
-    def limit():
+def as_a_program(words, output, limit_bytes):
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    if limit_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    sys.exit(main(["data", "preprocess", *words]))
 
-    return subprocess.Popen(
-        command(options, *more),
-        env=os.environ | {"PYTHONPATH": str(TOOL.parents[1]), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        preexec_fn=limit if limit_bytes else None,
-    )
+
+def start(options, output, limit_bytes=None):
+    """The command as a process that began with Megatron in memory; `output` gets what it writes."""
+    process = forkserver().Process(target=as_a_program, args=(command(options)[2:], output, limit_bytes))
+    process.start()
+    return process
 
 
 @pytest.fixture(scope="module")
@@ -117,25 +120,25 @@ def test_nothing_but_the_dataset_and_its_log_is_left(options):
     assert names == ["data.v1.bin", "data.v1.idx", "data.v1.json", "data.v1.log.jsonl"]
 
 
-def kill_after_first_shard(options):
+def kill_after_first_shard(options, output):
     """Whether SIGKILL met the run with some shards done and others not; its workers end with it."""
     done = Path(f"{options.output}.partial") / "shard-000000.done"
-    process = start(options)
+    process = start(options, output)
     workers = []
-    while process.poll() is None and not done.exists():
+    while process.is_alive() and not done.exists():
         time.sleep(0.002)
-    if process.poll() is None:
+    if process.is_alive():
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-    process.communicate()
+    process.join()
     _, alive = psutil.wait_procs(workers, timeout=120)
     assert alive == []
-    return process.returncode == -signal.SIGKILL and done.exists()
+    return process.exitcode == -signal.SIGKILL and done.exists()
 
 
-def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_bytes(options, reference):
+def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_bytes(options, reference, tmp_path):
     for _ in range(5):
-        if kill_after_first_shard(options):
+        if kill_after_first_shard(options, tmp_path / "output"):
             break
         shutil.rmtree(options.output.parent)
     else:
@@ -256,10 +259,14 @@ def test_plain_text_is_a_document_a_file_or_cut_at_blank_lines(options, tokenize
         assert [model.decode(dataset[i].tolist()[:-1]) for i in range(len(dataset))] == expected
 
 
-def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_later(options, reference):
-    process = start(options, limit_bytes=64 << 10)  # smaller than a shard: any write beyond it fails
-    output = process.communicate()[0].decode()
-    assert process.returncode == 2
+def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_later(
+    options, reference, tmp_path
+):
+    # Smaller than a shard: any write beyond it fails.
+    process = start(options, tmp_path / "output", limit_bytes=64 << 10)
+    process.join()
+    output = (tmp_path / "output").read_text()
+    assert process.exitcode == 2
     assert "File too large" in output
     assert "it resumes" in output
     assert "Traceback" not in output
