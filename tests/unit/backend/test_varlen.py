@@ -1,12 +1,14 @@
 """Packed sequences by one call, on an emulated GPU whose kernel is stood in for; CPUs have none."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from mcore_rl.backend.launcher import free_port
 from mcore_rl.backend.varlen import Bounds, attend_packed, kernel_found
 from tests.emulated_machine import emulated
 
@@ -47,16 +49,21 @@ def test_on_an_emulated_gpu_packed_sequences_take_one_call_where_the_kernel_can(
 
 def test_on_context_parallel_ranks_too_with_the_keys_of_each_chunk(tmp_path: Path) -> None:
     """Sequences and gradients of up to 4 times the length: those of keys are sums over more queries."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [
-        "-m",
-        "tests.emulated_machine",
-        "--cuda",
-        "tests.emulated_packed:context_parallel",
-        str(tmp_path),
+    command = [sys.executable, "-m", "tests.emulated_machine", "--cuda"]
+    command += ["tests.emulated_packed:context_parallel", str(tmp_path)]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=os.environ | world | {"RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
     ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    errors = [rank.communicate(timeout=600)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(text[-3000:] for text in errors)
     for rank in ("0", "1"):
         found = json.loads((tmp_path / rank).read_text())
         assert {name: case["calls"] for name, case in found.items()} == CALLS
