@@ -61,6 +61,8 @@ class Source:
     path: PurePosixPath
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    """All nodes of the tree: each rule looks at them, and a walk takes longer than most rules."""
 
     @property
     def module(self) -> str:
@@ -75,7 +77,7 @@ class Source:
 
     def imports(self) -> Iterator[tuple[int, str]]:
         """Line and full dotted name of everything that is imported, wherever in the file."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -83,12 +85,13 @@ class Source:
 
     def functions(self) -> Iterator[Function]:
         """All functions and methods, inner ones too."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+        return (node for node in self.nodes if isinstance(node, Function))
 
 
 def parse(path: str, text: str) -> Source:
     """The source of `text`, as if it stood at `path`."""
-    return Source(PurePosixPath(path), text, ast.parse(text, filename=path))
+    tree = ast.parse(text, filename=path)
+    return Source(PurePosixPath(path), text, tree, tuple(ast.walk(tree)))
 
 
 def imports_point_down(source: Source) -> Iterator[str]:
@@ -126,7 +129,7 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
         "mcore_rl/backend/patches"
     ):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and node.attr == "use_mpu_process_groups":
             yield f"{source.path}:{node.lineno}: asks Megatron for its groups"
 
@@ -140,21 +143,21 @@ def megatron_stays_in_its_packages(source: Source) -> Iterator[str]:
 
 def imports_are_absolute(source: Source) -> Iterator[str]:
     """No dots in front, so that a floor can be read from the line."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield f"{source.path}:{node.lineno}: relative import"
 
 
 def nothing_prints(source: Source) -> Iterator[str]:
     """Output goes through obs, or is written to a stream on purpose."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield f"{source.path}:{node.lineno}: print"
 
 
 def errors_are_caught_by_name(source: Source) -> Iterator[str]:
     """No handler swallows whatever comes; one that ends in a `raise` swallows nothing."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler) and not _reraises(node):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(name is None or _dotted(name) in ("Exception", "BaseException") for name in caught):
@@ -165,7 +168,7 @@ def the_environment_is_read_in_the_backend(source: Source) -> Iterator[str]:
     """An environment variable is an argument that no caller sees."""
     if source.package == "backend":
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         name = _dotted(node)
         if name in ("os.environ", "os.getenv", "os.putenv", "os.environb"):
             yield f"{source.path}:{node.lineno}: {name}"
@@ -178,7 +181,7 @@ def only_files_renames(source: Source) -> Iterator[str]:
     """A finished file gets its name in mcore_rl/files.py alone, which knows what has to be on the disk before."""
     if source.module == "mcore_rl.files":
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and _renames(node):
             yield f"{source.path}:{node.lineno}: {_dotted(node.func) or ast.unparse(node.func)} outside of files.py"
     for line, name in source.imports():
@@ -225,7 +228,7 @@ def public_things_are_documented(source: Source) -> Iterator[str]:
 
 def docstrings_have_a_subject(source: Source) -> Iterator[str]:
     """A docstring is read alone, in an editor's pop-up: one that begins with these words has no subject."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
