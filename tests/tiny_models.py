@@ -1,5 +1,6 @@
 """Each family at a size for tests: 4 layers, 8 experts or fewer, 120 tokens."""
 
+from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
 TINY: dict[str, ModelConfig] = {
@@ -189,3 +190,10 @@ TINY: dict[str, ModelConfig] = {
     ),
 }
 """The models by the family that they belong to."""
+
+
+def shallow(model: ModelConfig, *meshes: MeshConfig) -> ModelConfig:
+    """The model with two layers where none of the meshes has stages, which need more. Of a model whose first layer is
+    dense the other one has experts.
+    """
+    return model if any(mesh.pp > 1 for mesh in meshes) else model.model_copy(update={"num_layers": 2})

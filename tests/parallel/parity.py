@@ -1,6 +1,7 @@
 """The same three Adam steps on any mesh, with weights and gradients in global coordinates."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,18 @@ STEPS, SEQUENCES, LENGTH = 3, 8, 32
 """With 4 sequences the embedding of olmoe differed by 1e-4 after five steps on two meshes: the fewer tokens there are,
 the more of Adam's first steps are signs of gradients near zero. With 8 all are within the bound."""
 ROWS = 2
-"""Sequences of a microbatch. Ranks mostly wait for each other, and half as many microbatches have half the messages."""
+"""Sequences of a microbatch: four microbatches, or two on each of two replicas."""
+WIDE_ROWS = 4
+"""Sequences of a microbatch where there are neither stages nor replicas to share the batch: two microbatches. Ranks
+mostly wait for each other, and half as many microbatches have half the messages.
+"""
 Tensors = dict[str, Tensor]
 Sabotage = Callable[[TrainState], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Five steps: what a mesh computed, independent of how it was laid out."""
+    """Three steps: what a mesh computed, independent of how it was laid out."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -86,15 +91,18 @@ def fresh_weights(config: PretrainConfig) -> list[Any]:
 def training_steps(
     config: PretrainConfig, initial: Tensors | None, sabotage: Sabotage | None, length: int, rows: int = ROWS
 ) -> dict[str, Any]:
-    """On a rank: gradients of the first batch, then Adam steps on three batches."""
+    """On a rank: Adam steps on three batches, and the gradients of the first one."""
     state = set_up(config, start(config.platform))
     if initial is not None:
         copy_in(state.chunks, initial)
         state.optimizer.reload_model_params()
     if sabotage is not None:
         sabotage(state)
-    gradients = gradients_of(state, batch(state, 0, length, rows))
-    reports = [train_step(state, batch(state, step, length, rows), NextTokenHead()) for step in range(STEPS)]
+    with whole_gradients(state) as gradients:
+        reports = [train_step(state, batch(state, 0, length, rows), NextTokenHead())]
+    reports += [
+        train_step(state, batch(state, step, length, rows), NextTokenHead()) for step in range(1, STEPS)
+    ]
     for chunk in state.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -131,25 +139,37 @@ def batch(state: TrainState, step: int, length: int = LENGTH, rows: int = ROWS) 
 
 def gradients_of(state: TrainState, microbatches: Sequence[LocalMicrobatch]) -> list[Any]:
     """On a rank: the finished gradients of one batch, in the pieces of the weights."""
-    config = unwrap(state.chunks[0]).config
-    finalize = config.finalize_model_grads_func
-    # The distributed optimizer leaves each rank a shard; an all-reduce gives every rank the whole gradient.
-    config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(
-        *args, **(kwargs | {"force_all_reduce": True})
-    )
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
-    run_pass(state.chunks, microbatches, NextTokenHead(), backward=True)
-    config.finalize_model_grads_func = finalize
-    params = [param for chunk in state.chunks for param in chunk.parameters()]
-    kept = [param.detach().clone() for param in params]
-    with torch.no_grad():
-        for param in params:
-            param.copy_(param.main_grad)
-        gradients = owned(state)
-        for param, value in zip(params, kept, strict=True):
-            param.copy_(value)
+    with whole_gradients(state) as gradients:
+        run_pass(state.chunks, microbatches, NextTokenHead(), backward=True)
     return gradients
+
+
+@contextmanager
+def whole_gradients(state: TrainState) -> Iterator[list[Any]]:
+    """On a rank: a list that the backward pass inside fills with its gradients, in the pieces of the weights."""
+    config = unwrap(state.chunks[0]).config
+    finalize = config.finalize_model_grads_func
+    pieces: list[Any] = []
+
+    def finalize_and_keep(*args: Any, **kwargs: Any) -> None:
+        # The distributed optimizer leaves each rank a shard; an all-reduce gives every rank the whole gradient.
+        finalize_model_grads(*args, **(kwargs | {"force_all_reduce": True}))
+        params = [param for chunk in state.chunks for param in chunk.parameters()]
+        kept = [param.detach().clone() for param in params]
+        with torch.no_grad():
+            for param in params:
+                param.copy_(param.main_grad)
+            pieces.extend(owned(state))
+            for param, value in zip(params, kept, strict=True):
+                param.copy_(value)
+
+    config.finalize_model_grads_func = finalize_and_keep
+    try:
+        yield pieces
+    finally:
+        config.finalize_model_grads_func = finalize
 
 
 def owned(state: TrainState) -> list[Any]:

@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import (
     LENGTH,
+    ROWS,
+    WIDE_ROWS,
     Outcome,
+    Sabotage,
     Tensors,
     assert_equal_training,
     config_of,
@@ -20,7 +24,7 @@ from tests.parallel.parity import (
     training_steps,
 )
 from tests.ranks import run_ranks
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, shallow
 
 MESHES = {
     "tp2": MeshConfig(tp=2),
@@ -73,11 +77,28 @@ LOGITS_CHUNKS = {
 
 
 @functools.cache
-def single_rank(model: str) -> tuple[Tensors, Outcome]:
-    """Initial weights of a model, and the three steps on one rank from them."""
-    config = config_of(MODELS[model], MeshConfig())
+def single_rank(model: ModelConfig, length: int, rows: int) -> tuple[Tensors, Outcome]:
+    """Initial weights of a model, and the three steps on one rank from them, in microbatches of so many sequences: a
+    balance loss depends on them.
+    """
+    config = config_of(model, MeshConfig())
     initial = random_weights(config)
-    return initial, run(config, 1, initial)
+    return initial, run(config, 1, initial, length=length, rows=rows)
+
+
+def assert_trains_as_one_rank(
+    model: ModelConfig,
+    mesh: MeshConfig,
+    platform: PlatformConfig | None = None,
+    sabotage: Sabotage | None = None,
+    length: int = LENGTH,
+    rows: int | None = None,
+) -> None:
+    """Run the three steps of a model on a mesh, and on one rank, and compare."""
+    rows = rows or (ROWS if mesh.pp > 1 or mesh.dp != 1 else WIDE_ROWS)
+    initial, reference = single_rank(model, length, rows)
+    config = config_of(model, mesh, platform)
+    assert_equal_training(run(config, mesh.smallest_world, initial, sabotage, length, rows), reference)
 
 
 @pytest.mark.matrix(
@@ -104,11 +125,8 @@ def single_rank(model: str) -> tuple[Tensors, Outcome]:
 )
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
-    initial, reference = single_rank(model)
     platform = PlatformConfig(logits_chunk_tokens=LOGITS_CHUNKS.get((model, mesh), "auto"))
-    config = config_of(MODELS[model], MESHES[mesh], platform)
-    outcome = run(config, config.mesh.smallest_world, initial)
-    assert_equal_training(outcome, reference)
+    assert_trains_as_one_rank(shallow(MODELS[model], MESHES[mesh]), MESHES[mesh], platform)
 
 
 @pytest.mark.matrix("qwen3_moe-tp2", "deepseek_v3-cp2")
@@ -116,24 +134,20 @@ def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
 def test_sequences_that_go_to_our_own_attention_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     """On a CPU multiples of 64 positions do; with one row and one group of heads a rank it once changed its input."""
-    initial, _ = single_rank(model)
-    reference = run(config_of(MODELS[model], MeshConfig()), 1, initial, length=128, rows=1)
-    config = config_of(MODELS[model], MESHES[mesh])
-    assert_equal_training(run(config, config.mesh.smallest_world, initial, length=128, rows=1), reference)
+    assert_trains_as_one_rank(MODELS[model], MESHES[mesh], length=128, rows=1)
 
 
 @pytest.mark.matrix("full-pp2-vpp2", "core_attn-tp2-ep2", "moe-pp2-vpp2", "moe_act-layernorm-1")
 @pytest.mark.parametrize("mesh", ["1", "pp2-vpp2", "tp2-ep2"])
 @pytest.mark.parametrize("recompute", ["full", "core_attn", "moe", "moe_act-layernorm"])
 def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> None:
-    initial, reference = single_rank("qwen3_moe")
     platform = (
         PlatformConfig(recompute="full")
         if recompute == "full"
         else PlatformConfig(recompute="selective", recompute_modules=tuple(recompute.split("-")))  # type: ignore[arg-type]
     )
-    config = config_of(MODELS["qwen3_moe"], MESHES.get(mesh, MeshConfig()), platform)
-    assert_equal_training(run(config, config.mesh.smallest_world, initial), reference)
+    on = MESHES.get(mesh, MeshConfig())
+    assert_trains_as_one_rank(shallow(MODELS["qwen3_moe"], on), on, platform)
 
 
 def trained_in_turn(configs: list[PretrainConfig]) -> list[dict[str, Any]]:
@@ -177,7 +191,5 @@ def halve_gradients(state: TrainState) -> None:
 
 @pytest.mark.parametrize("sabotage", [unmark_norms, halve_gradients])
 def test_a_broken_reduction_fails_the_comparison(sabotage) -> None:  # type: ignore[no-untyped-def]
-    initial, reference = single_rank("qwen3_moe")
-    config = config_of(MODELS["qwen3_moe"], MESHES["tp2"])
     with pytest.raises(AssertionError, match="gradients differ"):
-        assert_equal_training(run(config, 2, initial, sabotage), reference)
+        assert_trains_as_one_rank(shallow(MODELS["qwen3_moe"]), MESHES["tp2"], sabotage=sabotage)
