@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.model.global_tensors import copy_in
@@ -16,8 +17,8 @@ from tests.parallel.parity import Tensors, assembled
 from tests.parallel.replay_mutants import Mutant, applied
 from tests.parallel.replaying import IDS, LENGTHS, Case, Run, opened, perturbed, sample_tokens, tiny
 from tests.ranks import run_ranks
+from tests.tiny_models import shallow
 
-MODEL = tiny("qwen3_moe")
 MESHES = {
     "one": MeshConfig(),
     "tp2-ep2": MeshConfig(tp=2, ep=2),
@@ -26,12 +27,17 @@ MESHES = {
 }
 
 
-def runner(weights: Tensors, mutant: Mutant | None = None) -> RunPasses:
+def model_of(meshes: Sequence[str]) -> ModelConfig:
+    """The model for these meshes, without the routers' losses."""
+    return shallow(tiny("qwen3_moe"), *(MESHES[mesh] for mesh in meshes))
+
+
+def runner(model: ModelConfig, weights: Tensors, mutant: Mutant | None = None) -> RunPasses:
     """Run passes on new ranks, with recomputation, under a fault or none."""
 
     def run(mesh: str, passes: Sequence[ReplayPass]) -> list[ReplayResult]:
         size = MESHES[mesh].smallest_world
-        ranks = run_ranks(passes_of_rank, size, MESHES[mesh], weights, list(passes), mutant)
+        ranks = run_ranks(passes_of_rank, size, MESHES[mesh], model, weights, list(passes), mutant)
         return [together(of_pass) for of_pass in zip(*ranks, strict=True)]
 
     return run
@@ -66,11 +72,11 @@ def together(ranks: Sequence[dict[str, Any]]) -> ReplayResult:
 
 
 def passes_of_rank(
-    mesh: MeshConfig, weights: Tensors, passes: list[ReplayPass], mutant: Mutant | None
+    mesh: MeshConfig, model: ModelConfig, weights: Tensors, passes: list[ReplayPass], mutant: Mutant | None
 ) -> list[dict[str, Any]]:
     """On a rank: losses, routes, pieces of gradients, or the message of a RoutingError, of each pass."""
     case = Case(model="", mesh=mesh, recompute="full", layouts=("packed",), replay=ReplayConfig(kind="r3"))
-    (run,) = opened(case, MODEL)
+    (run,) = opened(case, model)
     results = []
     with applied(mutant):
         for one in passes:
@@ -93,7 +99,7 @@ def result_of(run: Run, one: ReplayPass) -> dict[str, Any]:
         assert one.routes is not None
         axis = run.state.mesh.dp_cp
         generated = {
-            n: RolloutRoutes(sample_tokens(n, MODEL.vocab_size)[: LENGTHS[n]], one.routes[n])
+            n: RolloutRoutes(sample_tokens(n, run.state.config.model.vocab_size)[: LENGTHS[n]], one.routes[n])
             for n in range(axis.rank, len(LENGTHS), axis.size)
         }
         cache_rollout_routes(run.cache, run.version, generated, run.layouts, run.state.mesh)

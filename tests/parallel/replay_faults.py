@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import RoutingError
@@ -20,6 +21,7 @@ from tests.parallel.replay_mutants import Mutant, applied
 from tests.parallel.replaying import LENGTHS, Case, Run, opened, perturbed, replayed, sample_tokens, tiny
 from tests.parallel.rl_steps import updates
 from tests.ranks import run_ranks
+from tests.tiny_models import shallow
 
 MESHES = {
     "one": MeshConfig(),
@@ -27,7 +29,6 @@ MESHES = {
     "cp2": MeshConfig(cp=2),
     "pp2-vpp2": MeshConfig(pp=2, vpp=2),
 }
-PLAIN, CAPACITY = tiny("qwen3_moe"), tiny("qwen3_moe", capacity_factor=1.0)
 REPLAY = {
     "r3": ReplayConfig(kind="r3"),
     "r3_left_out": ReplayConfig(kind="r3", missing="live"),
@@ -43,9 +44,15 @@ TOLERANCE = 1e-6
 class Work:
     """What the ranks need to run each scenario."""
 
-    weights: Tensors
+    weights: dict[str, Tensors]
+    """Weights by mesh."""
     rl: dict[tuple[str, str], RlRunConfig]
     """Config by mesh and scenario."""
+
+
+def model_of(mesh: str, **moe: Any) -> ModelConfig:
+    """The model of a mesh, without the routers' losses."""
+    return shallow(tiny("qwen3_moe", **moe), MESHES[mesh])
 
 
 def trained(jobs: Sequence[tuple[str, str, Mutant | None]], work: Work) -> list[dict[str, Any]]:
@@ -73,14 +80,14 @@ def outcome_of(mesh: str, scenario: str, mutant: Mutant | None, work: Work) -> d
 def rl_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict[str, Any]:
     """Train on one rollout with a reference, two updates and two epochs."""
     change = {"kind": "grpo", "kl_coeff": 0.1}
-    weights = (work.weights, perturbed(work.weights))
+    weights = (work.weights[mesh], perturbed(work.weights[mesh]))
     (reports,) = updates(work.rl[mesh, scenario], *weights, folder, [change])
     return {"numbers": [report[name] for report in reports for name in sorted(report)]}
 
 
 def replayed_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict[str, Any]:
     """Record with some weights or take an engine's routes; impose them on others with full recomputation."""
-    model = CAPACITY if scenario == "drops" else PLAIN
+    model = model_of(mesh, **({"capacity_factor": 1.0} if scenario == "drops" else {}))
     replay = REPLAY.get(scenario, ReplayConfig(kind="r2"))
     layouts = ("padded",) if scenario == "padded" else ("packed",)
     case = Case(model="", mesh=MESHES[mesh], recompute="full", layouts=layouts, replay=replay)
@@ -88,11 +95,11 @@ def replayed_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict
     if scenario in ("r3", "r3_left_out"):
         take_routes(run, leaves_out=scenario == "r3_left_out")
     else:
-        copy_in(run.state.chunks, work.weights)
+        copy_in(run.state.chunks, work.weights[mesh])
         with run.tape() as tape:
             run.evaluate(tape.record())
             tape.finish()
-    copy_in(run.state.chunks, perturbed(work.weights))
+    copy_in(run.state.chunks, perturbed(work.weights[mesh]))
     found = replayed(run, None)
     return {name: found[name] for name in ("losses", "gradients", "error")}
 

@@ -14,10 +14,12 @@ from tests.ranks import run_ranks
 MODELS = {
     "qwen3_moe": tiny("qwen3_moe"),
     "qwen3_moe-8": tiny("qwen3_moe", num_layers=8),
+    "qwen3_moe-shallow": tiny("qwen3_moe", num_layers=2),
     "deepseek_v3": tiny("deepseek_v3"),
     "deepseek_v3-8": tiny("deepseek_v3", num_layers=8),
+    "deepseek_v3-shallow": tiny("deepseek_v3", num_layers=3),
     "qwen3_moe-full": tiny("qwen3_moe", capacity_factor=1.0),
-    "qwen3_moe-allgather": tiny("qwen3_moe", dispatcher="allgather"),
+    "qwen3_moe-allgather": tiny("qwen3_moe", num_layers=2, dispatcher="allgather"),
     "deepseek_v3-mtp": tiny("deepseek_v3", mtp=1),
 }
 LAYOUTS = ("packed", "padded")

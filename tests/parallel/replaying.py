@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from mcore_rl.backend.platform import start
@@ -17,7 +16,6 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.errors import RoutingError
-from mcore_rl.model.build import unwrap
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import destroy_mesh
@@ -28,13 +26,13 @@ from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
-from tests.parallel.parity import Tensors, config_of, owned
+from tests.parallel.parity import Tensors, config_of, whole_gradients
 from tests.tiny_models import TINY
 
 LENGTHS = (13, 8, 16, 5, 11, 16, 3, 10)
 """Number of tokens of each sample; the last position of each is not trained on."""
-ROW, WIDE = 16, 32
-"""Positions of a padded row, and of a packed one."""
+ROW = 16
+"""Positions of a padded row; a packed one has as many for each of its samples."""
 IDS = 1000
 VERSION = 3
 Sabotage = Callable[[TrainState], None]
@@ -105,24 +103,33 @@ def sample_tokens(sample: int, vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (LENGTHS[sample] + 1,), generator=generator)
 
 
-def layouts_of(packed: bool, dp_rank: int, dp_size: int) -> list[MicrobatchLayout]:
-    """Return this replica's microbatches: two samples each, in two padded rows or in one packed row with gaps."""
-    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
-    mine = pairs[dp_rank * len(pairs) // dp_size : (dp_rank + 1) * len(pairs) // dp_size]
+def layouts_of(packed: bool, state: TrainState) -> list[MicrobatchLayout]:
+    """Return this replica's microbatches, in padded rows of a sample each or in one packed row with gaps.
+
+    They have two samples each, and four on several ranks where two microbatches are enough: without replicas that share
+    them, more than two chunks that take turns, and experts with a capacity. Ranks mostly wait for each other, and half
+    as many microbatches have half the messages.
+    """
+    mesh, chunks, moe = state.mesh, state.chunks, state.config.model.moe
+    has_few = mesh.dp.size == 1 and mesh.pp.size * len(chunks) <= 2 and moe.capacity_factor is None
+    size = 4 if mesh.world.size > 1 and has_few else 2
+    share = len(LENGTHS) // mesh.dp.size
+    begins = range(mesh.dp.rank * share, (mesh.dp.rank + 1) * share, size)
+    mine = [range(begin, begin + size) for begin in begins]
     if not packed:
         return [
             MicrobatchLayout(
-                tuple((SampleSpan(n, LENGTHS[n], ROW),) for n in pair), row_length=ROW, packed=False
+                tuple((SampleSpan(n, LENGTHS[n], ROW),) for n in samples), row_length=ROW, packed=False
             )
-            for pair in mine
+            for samples in mine
         ]
     layouts = []
-    for pair in mine:
-        spans = [SampleSpan(n, LENGTHS[n], -(-LENGTHS[n] // 4) * 4) for n in pair]
-        rest = WIDE - sum(span.num_positions for span in spans)
+    for samples in mine:
+        spans = [SampleSpan(n, LENGTHS[n], -(-LENGTHS[n] // 4) * 4) for n in samples]
+        rest = size * ROW - sum(span.num_positions for span in spans)
         if rest:
             spans.append(SampleSpan(-1, 0, rest))
-        layouts.append(MicrobatchLayout((tuple(spans),), row_length=WIDE, packed=True))
+        layouts.append(MicrobatchLayout((tuple(spans),), row_length=size * ROW, packed=True))
     return layouts
 
 
@@ -203,22 +210,10 @@ class Run:
 
     def gradients(self, routing: Any = free_routing) -> tuple[dict[int, float], list[Any]]:
         """Return losses and finished gradients, in the pieces of the weights."""
-        chunks = self.state.chunks
-        config = unwrap(chunks[0]).config
-        config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(
-            *args, **(kwargs | {"force_all_reduce": True})
-        )
-        for chunk in chunks:
+        for chunk in self.state.chunks:
             chunk.zero_grad_buffer()
-        kept = run_pass(chunks, self.microbatches, LossHead(), backward=True, routing=routing)
-        params = [param for chunk in chunks for param in chunk.parameters()]
-        weights = [param.detach().clone() for param in params]
-        with torch.no_grad():
-            for param in params:
-                param.copy_(param.main_grad)
-            found = owned(self.state)
-            for param, value in zip(params, weights, strict=True):
-                param.copy_(value)
+        with whole_gradients(self.state) as found:
+            kept = run_pass(self.state.chunks, self.microbatches, LossHead(), backward=True, routing=routing)
         return self.losses(kept), [piece for piece in found if not piece[0].endswith("expert_bias")]
 
     def saved(self) -> dict[int, SavedRoutes]:
@@ -276,7 +271,7 @@ def opened(case: Case, model: ModelConfig, folder: Path | None = None) -> list[R
 
 def batch_of(state: TrainState, cache: RoutingCache, packed: bool) -> Run:
     """Return this replica's microbatches; each layout has its own policy version."""
-    layouts = layouts_of(packed, state.mesh.dp.rank, state.mesh.dp.size)
+    layouts = layouts_of(packed, state)
     made = [microbatch_of(layout, state) for layout in layouts]
     return Run(state, cache, VERSION + packed, layouts, [m for m, _ in made], [names for _, names in made])
 

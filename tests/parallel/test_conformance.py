@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.rl.conformance import RoutedModel, conformance
-from tests.parallel.conforming import MODEL, runner
+from tests.parallel.conforming import model_of, runner
 from tests.parallel.parity import config_of, random_weights
 from tests.parallel.replay_mutants import MUTANTS
 
@@ -20,12 +20,13 @@ FAULTS = (
 @pytest.mark.matrix("one-tp2-ep2")
 @pytest.mark.parametrize("meshes", [("one", "tp2-ep2"), ("one", "cp2", "pp2-vpp2")], ids="-".join)
 def test_this_package_conforms(meshes: tuple[str, ...]) -> None:
-    weights = random_weights(config_of(MODEL, MeshConfig()))
+    model = model_of(meshes)
+    weights = random_weights(config_of(model, MeshConfig()))
     found = conformance(
-        runner(weights),
-        RoutedModel(num_layers=MODEL.num_layers, num_experts=MODEL.moe.num_experts, top_k=MODEL.moe.top_k),
+        runner(model, weights),
+        RoutedModel(num_layers=model.num_layers, num_experts=model.moe.num_experts, top_k=model.moe.top_k),
         meshes,
-        faults={mutant.name: runner(weights, mutant) for mutant in MUTANTS if mutant.name in FAULTS},
+        faults={mutant.name: runner(model, weights, mutant) for mutant in MUTANTS if mutant.name in FAULTS},
     )
     sys.stdout.write(f"\n{found.table()}\n")
     assert not found.failures

@@ -10,7 +10,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.replay import ReplayKind
 from mcore_rl.config.rl_run import RlRunConfig
 from tests.parallel.parity import config_of, random_weights
-from tests.parallel.replay_faults import MESHES, PLAIN, Row, Work, table
+from tests.parallel.replay_faults import MESHES, Row, Work, model_of, table
 from tests.parallel.replay_mutants import MUTANTS, applied
 from tests.parallel.test_rl_updates import config_of as rl_config_of
 
@@ -21,14 +21,14 @@ def rl_config(mesh: str, scenario: str) -> RlRunConfig:
     config = rl_config_of("qwen3_moe", MESHES[mesh], replay=kind, epochs=2)
     reference = "replay" if scenario == "rl_replayed_reference" else "live"
     replay = config.replay.model_copy(update={"reference": reference})
-    return config.model_copy(update={"model": PLAIN, "replay": replay})
+    return config.model_copy(update={"model": model_of(mesh), "replay": replay})
 
 
 @functools.cache
 def work() -> Work:
     scenarios = {(mesh, m.scenario) for m in MUTANTS if m.scenario.startswith("rl_") for mesh in m.meshes}
     return Work(
-        weights=random_weights(config_of(PLAIN, MeshConfig())),
+        weights={mesh: random_weights(config_of(model_of(mesh), MeshConfig())) for mesh in MESHES},
         rl={(mesh, scenario): rl_config(mesh, scenario) for mesh, scenario in scenarios},
     )
 
