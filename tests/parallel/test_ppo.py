@@ -1,6 +1,7 @@
 """PPO's updates of policy and critic: those of transformers and autograd in float64, and the same on every mesh."""
 
 import copy
+import functools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from tests.parallel.ppo_steps import (
 )
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions, token_advantages
 from tests.ranks import run_ranks
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, shallow
 
 GAMMA, LAMBDA, CRITIC_LAMBDA, BETA, CLIP, VALUE_CLIP = 0.97, 0.9, 1.0, 0.1, 0.05, 0.01
 TEMPERATURE, EPS = 0.7, 1e-6
@@ -213,10 +214,10 @@ def test_two_updates_are_those_of_transformers_and_autograd_in_every_parameter(t
             assert moved > 1e-4 or key == "score.shift", (name, key, moved)
 
 
-@pytest.fixture(scope="module")
-def weights() -> list[Tensors]:
-    """Policy, reference and critic of a tiny model; each near the policy and not equal to it."""
-    (pieces,) = run_ranks(initial_weights, 1, config_of(TINY["qwen3_moe"]))
+@functools.cache
+def weights_of(model: ModelConfig) -> list[Tensors]:
+    """Policy, reference and critic; each near the policy and not equal to it."""
+    (pieces,) = run_ranks(initial_weights, 1, config_of(model))
     policy, critic = (assembled([piece]) for piece in pieces)
     generator = torch.Generator().manual_seed(3)
     critic["score.weight"] = 0.3 * torch.randn(1, 64, generator=generator)
@@ -249,14 +250,15 @@ FIRST: dict[ReplayKind, tuple[str, ...]] = {
 @pytest.mark.matrix("first-none", "first-r2", "first-r3")
 @pytest.mark.parametrize("replay", MORE)
 @pytest.mark.parametrize("which", ["first", "others"])
-def test_ppo_does_not_depend_on_the_mesh(
-    which: str, replay: ReplayKind, weights: list[Tensors], tmp_path: Path
-) -> None:
+def test_ppo_does_not_depend_on_the_mesh(which: str, replay: ReplayKind, tmp_path: Path) -> None:
     """With R2 the critic's updates have the routes of its values, teachers and texts add to the loss; with R3 the
     routes are the engine's and teachers add to the advantages.
     """
+    meshes = {name: mesh for name, mesh in MESHES.items() if (name in FIRST[replay]) == (which == "first")}
+    model = shallow(TINY["qwen3_moe"], *meshes.values())
+    weights = weights_of(model)
     optim = OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3)
-    config = config_of(TINY["qwen3_moe"], replay, optim)
+    config = config_of(model, replay, optim)
     if MORE[replay]:
         # Rows of the embedding that texts alone have, and experts of random routes, have small gradients: a small
         # epsilon would enlarge their rounding.
@@ -267,7 +269,6 @@ def test_ppo_does_not_depend_on_the_mesh(
     rl = config.rl.model_copy(update={"critic": critic, **MORE[replay]})
     policy_optim = optim.model_copy(update={"lr": 1e-2}) if MORE[replay] else optim
     config = config.model_copy(update={"rl": rl, "optim": policy_optim})
-    meshes = {name: mesh for name, mesh in MESHES.items() if (name in FIRST[replay]) == (which == "first")}
     (reference,) = run_ranks(ppo_updates, 1, config, weights, tmp_path / "one")
     ranks = run_ranks(on_meshes, 2, config, list(meshes.values()), weights, tmp_path)
     for index in range(len(meshes)):
@@ -285,14 +286,13 @@ def test_ppo_does_not_depend_on_the_mesh(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_models_that_wait_in_files_between_their_phases_are_bit_equal(
-    num_ranks: int, weights: list[Tensors], tmp_path: Path
-) -> None:
+def test_models_that_wait_in_files_between_their_phases_are_bit_equal(num_ranks: int, tmp_path: Path) -> None:
     """On two ranks weights are gathered in the next forward pass, which the critic's must not wait for."""
     mesh = MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
-    config = config_of(TINY["qwen3_moe"])
     meshes = [MeshConfig() if num_ranks == 1 else mesh]
-    assert run_ranks(stored_and_not, num_ranks, config, meshes, weights, tmp_path) == [[True]] * num_ranks
+    model = shallow(TINY["qwen3_moe"])
+    work = (config_of(model), meshes, weights_of(model), tmp_path)
+    assert run_ranks(stored_and_not, num_ranks, *work) == [[True]] * num_ranks
 
 
 @pytest.mark.parametrize("mesh", ["alone", "dp2"])

@@ -36,7 +36,7 @@ from tests.parallel.rl_steps import (
     updates,
 )
 from tests.ranks import run_ranks
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, shallow
 
 MESHES = {
     "tp2": MeshConfig(tp=2),
@@ -48,6 +48,7 @@ MESHES = {
     "tp2-pp2": MeshConfig(tp=2, pp=2),
     "cp2-dp2-overlapped": MeshConfig(cp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
 }
+MODELS = TINY | {f"{name}-shallow": shallow(TINY[name]) for name in ("qwen3_moe", "deepseek_v3")}
 CHANGES: list[dict[str, Any]] = [
     {"kind": "grpo", "kl_coeff": 0.1, "entropy_coeff": 0.01},
     {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.1},
@@ -71,7 +72,7 @@ def config_of(
     **update: Any,
 ) -> RlRunConfig:
     """Two updates a rollout; no balance loss, which is of a microbatch and not of tokens."""
-    tiny = TINY[model]
+    tiny = MODELS[model]
     moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
     return RlRunConfig(
         model=tiny.model_copy(update={"moe": moe}),
@@ -90,6 +91,11 @@ def config_of(
     )
 
 
+def model_of(model: str, mesh: str) -> str:
+    """The model of a mesh, shallow where there are no stages."""
+    return model if MESHES[mesh].pp > 1 else f"{model}-shallow"
+
+
 @functools.cache
 def weights(model: str, seed: int) -> Tensors:
     config = config_of(model, MeshConfig())
@@ -106,7 +112,7 @@ def reports_of(config: RlRunConfig, model: str, folder: Path) -> list[list[dict[
 
 @functools.cache
 def alone(model: str, folder: Path, replay: ReplayKind = "none") -> list[list[dict[str, float]]]:
-    return reports_of(config_of(model, MeshConfig(), replay=replay), model, folder / replay)
+    return reports_of(config_of(model, MeshConfig(), replay=replay), model, folder / model / replay)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +135,7 @@ def assert_same(ours: list[list[dict[str, float]]], theirs: list[list[dict[str, 
 )
 @pytest.mark.parametrize(("model", "mesh"), [*[("qwen3_moe", mesh) for mesh in MESHES], *REPRESENTATIVE])
 def test_updates_do_not_depend_on_the_mesh(model: str, mesh: str, folder: Path, tmp_path: Path) -> None:
+    model = model_of(model, mesh)
     config = config_of(model, MESHES[mesh])
     platform = PlatformConfig(logits_chunk_tokens=LOGITS_CHUNKS.get(mesh, "auto"))
     config = config.model_copy(update={"platform": platform})
@@ -143,11 +150,10 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
     replay: ReplayKind, mesh: str, folder: Path, tmp_path: Path
 ) -> None:
     """Of R3 the routes are random ones: nothing but replay could choose them."""
-    reference = alone("qwen3_moe", folder, replay)
-    assert_same(
-        reports_of(config_of("qwen3_moe", MESHES[mesh], replay=replay), "qwen3_moe", tmp_path), reference
-    )
-    free = alone("qwen3_moe", folder)
+    model = model_of("qwen3_moe", mesh)
+    reference = alone(model, folder, replay)
+    assert_same(reports_of(config_of(model, MESHES[mesh], replay=replay), model, tmp_path), reference)
+    free = alone(model, folder)
     # Ten times what meshes may differ by.
     assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-5), "routes were not imposed"
 
