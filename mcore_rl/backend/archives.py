@@ -169,6 +169,8 @@ def recorded_crc32(file: Path, archives: Iterable[FileRange]) -> str:
         whole = FilePart(opened.fileno(), 0, size)
         large: list[PartChecksum] = []
         for archive in archives:
+            if archive.length <= RECORDED_BYTES:
+                continue  # so is none of its records
             try:
                 records = archive_records(FilePart(opened.fileno(), archive.start, archive.length))
             except zipfile.BadZipFile:
