@@ -25,13 +25,15 @@ from mcore_rl.train.saving import Checkpoints
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
-from tests.parallel.parity import SEQUENCES, batch
+from tests.parallel.parity import LENGTH, SEQUENCES, WIDE_ROWS, batch
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
 QWEN = TINY["qwen3_moe"]
 DEEPSEEK = TINY["deepseek_v3"]
 SMALL = QWEN.model_copy(update={"num_layers": 2})
+SMALL_DEEPSEEK = DEEPSEEK.model_copy(update={"num_layers": 2})
+"""A dense layer, and one with an expert bias."""
 
 
 def config_of(
@@ -73,7 +75,8 @@ class Run:
         """Train up to step `until`, each step on its own batch, and save after some."""
         progress = self.state.progress
         while progress.step < until:
-            report = train_step(self.state, batch(self.state, progress.step), NextTokenHead())
+            microbatches = batch(self.state, progress.step, LENGTH, WIDE_ROWS)
+            report = train_step(self.state, microbatches, NextTokenHead())
             progress.consumed_samples += SEQUENCES
             progress.consumed_tokens += report.count
             self.losses[progress.step] = report.loss
