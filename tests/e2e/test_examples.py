@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,15 +137,7 @@ def test_an_rl_run_uses_and_records_all_of_them(
 
 def test_a_training_from_python_learns(tmp_path: Path) -> None:
     texts = [ROOT / "README.md", ROOT / "docs/slurm.md"]
-    script = [sys.executable, str(ROOT / "examples/train.py"), str(tmp_path), *map(str, texts)]
-    done = subprocess.run(
-        script,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_main("tests.script", [ROOT / "examples/train.py", tmp_path, *texts])
     assert done.returncode == 0, done.stderr
     losses = read_metrics(tmp_path / "run")["train/loss_nats"]
     assert is_done(tmp_path / "run")
@@ -162,6 +151,6 @@ def test_under_a_launcher_every_rank_calls_train(config_file: Path, tmp_path: Pa
         "import sys\nfrom mcore_rl.api import train\n"
         "train('pretrain', sys.argv[1], {'train.steps': 2, 'train.eval_batches': None})\n"
     )
-    done = run_main("torch.distributed.run", ["--standalone", "--nproc-per-node=2", script, config_file])
+    done = run_main("tests.script", [script, config_file], 2)
     assert done.returncode == 0, done.stderr
     assert is_done(tmp_path / "run") and read_metrics(tmp_path / "run")["train/loss_nats"].keys() == {1, 2}

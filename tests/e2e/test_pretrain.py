@@ -9,7 +9,7 @@ from mcore_rl.obs.attempts_file import read_attempts
 from tests.e2e.conftest import Finished, losses
 from tests.forked import run_main
 
-SHORT = ("train.steps=30", "optim.lr=1e-2")
+SHORT = ("train.steps=30", "train.micro_batch=8", "optim.lr=1e-2")
 
 
 def test_a_run_learns_saves_and_is_done_once(

@@ -23,7 +23,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
 ) -> None:
     """With dropout, MTP and router z-loss, on TP2 x EP2, with asynchronous checkpoints every four steps."""
     fields = [
-        "train.steps=16",
+        "train.steps=12",
         "model.family=glm4_moe",
         "model.mtp_layers=1",
         "model.moe.z_loss_coeff=1e-3",

@@ -54,7 +54,11 @@ def sft_file(config_file: Path, chats: Path, tmp_path: Path) -> Path:
         f'tokenizer = {{ kind = "huggingface", path = "{chats}" }}\n'
     )
     path = tmp_path / "sft.toml"
-    path.write_text(text[:begin] + data + text[end:].replace("steps = 12", "steps = 30"))
+    path.write_text(
+        text[:begin]
+        + data
+        + text[end:].replace("steps = 12", "steps = 30").replace("micro_batch = 4", "micro_batch = 8")
+    )
     return path
 
 
