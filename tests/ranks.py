@@ -42,8 +42,8 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
 
 
 def forkserver(*first: str) -> ForkServerContext:
-    """The server whose processes start in milliseconds, with torch and Megatron in memory. So is _dynamo, which torch
-    otherwise imports, for a second, when the first optimizer is made; and so is which kernels this CPU computes with.
+    """The server whose processes start in milliseconds, with torch and Megatron in memory. So is _dynamo, which
+    torch imports, for a second, for an optimizer of its own; and so is which kernels this CPU computes with.
     The modules `first` are imported before all; a server that runs already stays as it is.
     """
     context = multiprocessing.get_context("forkserver")

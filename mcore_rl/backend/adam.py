@@ -2,6 +2,7 @@
 expects of theirs.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ class FusedAdam(torch.optim.Optimizer):
     With `master_weights`, as Megatron's precision-aware optimizer sets it, a 16-bit parameter has its fp32 copy among
     the states, moments wait in the given dtypes, and gradients are read from `decoupled_grad`, of any dtype.
     """
+
+    # As torch has them below the decorator that keeps them out of compiled code, whose first call imports
+    # torch._dynamo: a fifth of what a rank computes before its first step. No step is compiled here.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    _load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
     def __init__(
         self,
@@ -80,7 +88,7 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of an optimizer with these dtypes or others."""
-        super().load_state_dict(state_dict)
+        self._load_state_dict(state_dict)
         if not self.master_weights:
             return
         # torch gives each state the dtype of its parameter, in which the fp32 copy would be the parameter again.

@@ -24,8 +24,6 @@ DEVICES = {
     "xpu": ("/dev/dri", "/dev/dxg"),
 }
 """Device files of the accelerators that a build of torch may use; the last is that of Windows' Linux."""
-LATE = "torch._dynamo"
-"""A module that torch imports, for a second, when the first optimizer is made."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -46,7 +44,7 @@ def imported(modules: Sequence[str], threads: str | None) -> bool:
     if threads is not None:
         os.environ[THREADS] = threads
     try:
-        for module in (*modules, LATE):
+        for module in modules:
             importlib.import_module(module)
     except (ImportError, OSError, RuntimeError):  # a rank meets it again; its log and failure file name it
         return False

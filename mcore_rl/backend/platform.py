@@ -72,7 +72,7 @@ def start(config: PlatformConfig) -> Platform:
         torch.cuda.set_device(device)
     flight_recorder.arm()
     if config.deterministic:
-        _be_deterministic()
+        _be_deterministic(device_type)
     if config.batch_invariant:
         batch_invariant.switch_on(is_cuda=device_type == "cuda", is_deterministic=config.deterministic)
     if not dist.is_initialized():
@@ -159,12 +159,16 @@ def _layers(config: PlatformConfig) -> Literal["torch", "te"]:
     return "te" if usable and config.layers != "torch" else "torch"
 
 
-def _be_deterministic() -> None:
+def _be_deterministic(device_type: str) -> None:
     """Ask torch, cuBLAS, NCCL and TransformerEngine for results that do not depend on timing."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    torch.use_deterministic_algorithms(True)
+    if device_type == "cpu":
+        # The same where nothing is compiled, without the import of torch's compiler, seconds of a rank's start.
+        torch.set_deterministic_debug_mode("error")
+    else:
+        torch.use_deterministic_algorithms(True)
 
 
 def _join(device: torch.device, rank: int, world_size: int, timeout_s: float) -> None:

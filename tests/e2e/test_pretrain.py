@@ -16,10 +16,14 @@ def test_a_run_learns_saves_and_is_done_once(
     config_file: Path, mcore_rl: Callable[..., Finished], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    # As a user's shell starts it, with nothing in memory.
-    words = [sys.executable, "-m", "mcore_rl.run.cli", "pretrain", str(config_file), *SHORT]
+    # As a user's shell starts it, with nothing in memory, but that it says what it imports, in launcher and ranks.
+    python = [sys.executable, "-X", "importtime"]
+    words = [*python, "-m", "mcore_rl.run.cli", "pretrain", str(config_file), *SHORT]
     first = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert first.returncode == 0, first.stderr
+    imported = {line.rpartition("|")[2].strip() for line in first.stderr.splitlines()}
+    # torch's compiler, two seconds of every start, which torch's own optimizers and determinism import.
+    assert {"mcore_rl.train.loop", "megatron.core.optimizer"} <= imported and "torch._dynamo" not in imported
     logged = losses(run_dir)
     assert list(logged) == list(range(1, 31))
     assert abs(logged[1] - 4.79) < 0.1, "at first every token is as likely as any: log 120 = 4.787"

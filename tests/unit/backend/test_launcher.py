@@ -39,10 +39,10 @@ def program(tmp_path, monkeypatch):
 
 
 def start_launcher(tmp_path, num_ranks, imports=(), devices=()):
-    """`launch_local` in a process of its own, to which signals can be sent; with `imports` it forks the ranks, without
-    the seconds that the import of torch._dynamo takes. `devices` are the files of accelerators of this torch.
+    """`launch_local` in a process of its own, to which signals can be sent; with `imports` it forks the ranks.
+    `devices` are the files of accelerators of this torch.
     """
-    settings = f"forked_rank.LATE = 'json'; forked_rank.DEVICES = {{'__version__': {list(devices)}}}; "
+    settings = f"forked_rank.DEVICES = {{'__version__': {list(devices)}}}; "
     words = (
         f"'a_program', ['x', 'a=b'], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r}), {list(imports)}"
     )
