@@ -5,7 +5,8 @@
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
 # test       every promise, on representative meshes
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
-# test-core  what enters Megatron, and so depends on its version (tests/core.txt)
+# test-core  what enters Megatron, and so depends on its version (tests/core.txt); CELLS=0, 1 or 2: of each parametrised
+#            test the first cell and a third of the others
 # test-wheel  the built wheel, in an environment without the repository
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts real Slurms on virtual nodes, one for each file of tests: as root, with Debian's packages, which it
@@ -27,6 +28,7 @@ PYTHON_IN_VENV := $(VENV)/bin/python
 READY := $(VENV)/.installed
 VENV_TE := .venv-te
 MATRIX := all
+CELLS := all
 DEVICE := cuda
 
 # Images for containers set it, and then every process of the tests compiles the package, and pytest all assertions, anew.
@@ -45,7 +47,7 @@ test-all: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n 2 --matrix=$(MATRIX)
 
 test-core: $(READY)
-	$(PYTHON_IN_VENV) -m pytest -n 2 @tests/core.txt
+	$(PYTHON_IN_VENV) -m pytest -n 2 --cells=$(CELLS) @tests/core.txt
 
 test-unit: $(READY)
 	$(PYTHON_IN_VENV) -m pytest -n 2 tests/style tests/unit

@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="representative",
         help="cells of tests marked as a matrix: those that the mark names, all, or these and a third of the others",
     )
+    parser.addoption(
+        "--cells",
+        choices=["all", *map(str, range(SHARDS))],
+        default="all",
+        help="cells of every parametrised test: all, or the first and a third of the others",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,11 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cells of matrices that are not asked for. Cells that are named as arguments always run."""
-    which = config.getoption("matrix")
+    """Leave out the cells that are not asked for. Those whose name or function is an argument always run."""
+    which, third = config.getoption("matrix"), config.getoption("cells")
     _assert_cells_exist(items)
-    named = [argument for argument in config.args if "::" in argument]
+    named = {argument for argument in config.args if "::" in argument}
     left_out = [item for item in items if not (_is_wanted(item, which) or item.nodeid in named)]
+    if third != "all":
+        left_out += _beyond_a_third([item for item in items if item not in set(left_out)], int(third), named)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
@@ -67,6 +76,18 @@ def _is_wanted(item: pytest.Item, which: str) -> bool:
     cell = item.callspec.id
     shard = None if which == "representative" else int(which)
     return cell in mark.args or zlib.crc32(item.nodeid.encode()) % SHARDS == shard
+
+
+def _beyond_a_third(items: list[pytest.Item], third: int, named: set[str]) -> list[pytest.Item]:
+    """Return the cells of each function that are neither its first nor of this third."""
+    left_out, cells = [], Counter[str]()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        cell = cells[function]
+        cells[function] += 1
+        if cell and cell % SHARDS != third and not {function, item.nodeid} & named:
+            left_out.append(item)
+    return left_out
 
 
 @pytest.hookimpl(optionalhook=True)
