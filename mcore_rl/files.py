@@ -103,6 +103,15 @@ def disk_errors_explained(folder: Path, remedy: str) -> Iterator[None]:
         raise DataError(f"{error.filename or folder}: {os.strerror(error.errno)}. {remedy}") from error
 
 
+def make_folder(folder: Path, remedy: str) -> None:
+    """Make a folder and those above it where they are missing; DataError with `remedy` where that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        # Of every kind: /proc has no such file, a link goes in a circle, a network's disk has gone.
+        raise DataError(f"the folder {folder} cannot be made: {error.strerror}. {remedy}") from error
+
+
 @contextmanager
 def checkpoint_errors_explained(path: Path, doing: str) -> Iterator[None]:
     """Raise a CheckpointError in place of any OSError: what was being done, to which path, and the free space there."""

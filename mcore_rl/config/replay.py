@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
-from mcore_rl.config.section import Section
+from mcore_rl.config.section import Gibibytes, Section
 
 ReplayKind = Literal["none", "r2", "r3"]
 RouteEncoding = Literal["bytes", "bits", "sets"]
@@ -31,7 +31,7 @@ class ReplayConfig(Section):
     store: Literal["device", "pinned", "file"] = "device"
     """Memory in which routes wait for their pass: beside the model, page-locked main memory, or a file without a
     name in the run's folder, of which a killed run leaves nothing."""
-    budget_gib: PositiveFloat | None = None
+    budget_gib: Gibibytes | None = None
     """GiB of routes that each rank keeps in `store`; further ones go to the next slower one (device, pinned, file);
     `none`: no limit."""
     observe_rollout: bool = False

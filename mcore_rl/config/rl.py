@@ -11,7 +11,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.extension import MODEL_PARTS, SERVED_PARTS, Extension, correct_part
 from mcore_rl.config.ptx import PtxConfig
-from mcore_rl.config.section import Probability, Seconds, Section, Store, Text
+from mcore_rl.config.section import Gibibytes, Probability, Seconds, Section, Store, Text
 
 LossKind = Literal["grpo", "ppo", "gspo", "gspo_token", "rspo", "kimi_k2", "cispo"]
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
@@ -197,7 +197,7 @@ class EnvironmentConfig(Section):
     rl.rollout.max_new_tokens does not begin, and the conversation is truncated."""
     timeout_s: Seconds = 10.0
     """Seconds that the environment may take for one answer; beyond them it has failed."""
-    max_memory_gib: PositiveFloat | None = None
+    max_memory_gib: Gibibytes | None = None
     """GiB of address space that a process of the environment, and each that it starts, may take beyond what it begins
     with (RLIMIT_AS); `none`: no limit."""
     workers: PositiveInt = 1
@@ -289,7 +289,7 @@ class RewardConfig(Section):
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.9
     """Largest fraction of a part's scores in one rollout batch that may fail; above it the run ends; 1: it goes on
     whatever fails."""
-    max_memory_gib: PositiveFloat | None = None
+    max_memory_gib: Gibibytes | None = None
     """GiB of address space that a process which computes rewards, and each that it starts, may take beyond what it
     begins with (RLIMIT_AS); a function that needs more gets a MemoryError; `none`: no limit."""
     workers: PositiveInt = 1

@@ -4,12 +4,15 @@ import types
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
+from annotated_types import Gt, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 """A number from 0 to less than 1."""
 Seconds = Annotated[float, Field(ge=0.001, le=31_536_000)]
 """A duration from a millisecond to a year: clocks and collectives take no shorter and no longer ones."""
+Gibibytes = Annotated[float, Gt(0), Le(2**30)]
+"""An amount of memory in GiB, up to 2**60 bytes: limits and offsets are integers of 64 bits."""
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed of 32 bits, which is what numpy takes."""
 Store = Literal["device", "host", "file"]

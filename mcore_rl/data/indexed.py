@@ -23,7 +23,7 @@ from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.data.token_ranges import write_range
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.files import disk_errors_explained, sole_writer
+from mcore_rl.files import disk_errors_explained, make_folder, sole_writer
 from mcore_rl.parallel.agree import on_rank_zero
 
 SPLITS = ("train", "valid", "test")
@@ -332,13 +332,16 @@ def _notation(blend: DatasetBlend | None) -> tuple[list[str], list[float] | None
 @contextlib.contextmanager
 def _repaired_cache(folder: Path) -> Iterator[None]:
     """Hold the cache for this process, after deleting files that a killed writer left half-written."""
-    with disk_errors_explained(folder, "Make room (or give write access), or set another data.cache_dir."):
-        folder.mkdir(parents=True, exist_ok=True)
-        with sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."):
-            for path in folder.glob("*.npy"):
-                if not _is_whole(path):
-                    path.unlink()
-            yield
+    remedy = "Make room (or give write access), or set another data.cache_dir."
+    make_folder(folder, remedy)
+    with (
+        disk_errors_explained(folder, remedy),
+        sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."),
+    ):
+        for path in folder.glob("*.npy"):
+            if not _is_whole(path):
+                path.unlink()
+        yield
 
 
 def _is_whole(path: Path) -> bool:

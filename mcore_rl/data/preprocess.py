@@ -28,6 +28,7 @@ from mcore_rl.data.workers import tokenizing
 from mcore_rl.errors import DataError
 from mcore_rl.files import (
     disk_errors_explained,
+    make_folder,
     move_into_place,
     sole_writer,
     with_ending,
@@ -77,8 +78,8 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
     merged = folder / "merged"
     if not options.overwrite and not with_ending(merged, ".json").exists():
         _refuse_existing(options.output)
+    make_folder(folder, f"{AGAIN} Or give another output.")
     with disk_errors_explained(options.output.parent, AGAIN):
-        folder.mkdir(parents=True, exist_ok=True)
         rivals = f"Wait for it to end, or give another output than {options.output}."
         with sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy=rivals):
             _start_or_resume(folder, _plan(options, sources, tokenizer), options.overwrite)

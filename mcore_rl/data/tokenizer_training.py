@@ -12,12 +12,13 @@ import sentencepiece
 
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile, find_input_files
 from mcore_rl.errors import DataError
-from mcore_rl.files import disk_errors_explained, write_atomically
+from mcore_rl.files import disk_errors_explained, make_folder, write_atomically
 
 UNKNOWN_ID, BOS_ID, EOD_ID, PAD_ID = 0, 1, 2, 3
 LONGEST_LINE_BYTES = 1 << 20
 """Lines longer than this are cut: sentencepiece would leave them out."""
 SAMPLE_SEED = 0
+AGAIN = "Make room (or give write access) there, or give another output, and run again."
 TOO_LARGE = re.compile(r"too high \(\d+\)\. Please set it to a value <= (\d+)")
 TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
 
@@ -48,6 +49,7 @@ def train_tokenizer(options: TokenizerTraining) -> int:
     """
     if not 0 < options.character_coverage <= 1:
         raise DataError(f"character coverage {options.character_coverage}: wanted above 0, at most 1.")
+    make_folder(options.output.parent, AGAIN)  # now: the training may take an hour
     lines = _Lines(find_input_files(options.inputs), options.document_format, options.max_bytes)
     model = io.BytesIO()
     try:
@@ -73,10 +75,7 @@ def train_tokenizer(options: TokenizerTraining) -> int:
         )
     except RuntimeError as error:
         raise DataError(_explained(str(error), options, lines)) from error
-    with disk_errors_explained(
-        options.output.parent, "Make room (or give write access) there, and run again."
-    ):
-        options.output.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors_explained(options.output.parent, AGAIN):
         write_atomically(options.output, model.getvalue())
     return lines.count
 

@@ -1,5 +1,6 @@
 """Folders for the output of the ranks of an attempt."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from mcore_rl.errors import ConfigError
@@ -10,11 +11,14 @@ def next_log_dir(run_dir: Path) -> Path:
     logs = run_dir / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        attempts = [int(folder.name) for folder in logs.iterdir() if folder.name.isdecimal()]
-        folder = logs / str(max(attempts, default=-1) + 1)
-        folder.mkdir()
+        while True:
+            attempts = [int(folder.name) for folder in logs.iterdir() if folder.name.isdecimal()]
+            folder = logs / str(max(attempts, default=-1) + 1)
+            # Another start of the run may have made it since: which of the two may train is for the run's fence.
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
     except OSError as error:
         raise ConfigError(
             f'run_dir="{run_dir}" cannot be written: {error.strerror}. Choose another.'
         ) from None
-    return folder

@@ -24,28 +24,43 @@ class TrainedModel:
 
 
 def run_of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote `checkpoint`: the nearest one above with a config.toml, if any."""
-    above = (checkpoint.absolute(), *checkpoint.absolute().parents)
-    return next((folder for folder in above if (folder / "config.toml").is_file()), None)
+    """Return the folder of the run that wrote `checkpoint`, if any: the nearest one above whose config.toml lies beside
+    the checkpoint, or beside the folder `checkpoints` that it is in.
+    """
+    path = checkpoint.absolute()
+    # A config.toml further up may be anything's: that of a project in which a converted checkpoint lies.
+    return next(
+        (
+            folder
+            for folder in (path, *path.parents)
+            if (folder / "config.toml").is_file()
+            and (folder in (path, path.parent) or (folder / "checkpoints").is_dir())
+        ),
+        None,
+    )
 
 
 def read_trained_model(folder: Path) -> TrainedModel:
-    """Read the config.toml of a run; ConfigError when `folder` has none."""
+    """Read the config.toml of a run; ConfigError when `folder` has none, or it is not one that a run wrote."""
     path = folder / "config.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tables.get("data", {})
+        return TrainedModel(
+            model=section_of_run(ModelConfig, tables.get("model", {}), "model"),
+            platform=section_of_run(PlatformConfig, tables.get("platform", {}), "platform"),
+            tokenizer=section_of_run(TokenizerConfig, data.get("tokenizer", {}), "data.tokenizer"),
+            chat_template=data.get("chat_template"),
+        )
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}. Name the run_dir of a training."
         ) from None
-    return TrainedModel(
-        model=section_of_run(ModelConfig, tables.get("model", {}), "model"),
-        platform=section_of_run(PlatformConfig, tables.get("platform", {}), "platform"),
-        tokenizer=section_of_run(
-            TokenizerConfig, tables.get("data", {}).get("tokenizer", {}), "data.tokenizer"
-        ),
-        chat_template=tables.get("data", {}).get("chat_template"),
-    )
+    except (ValueError, AttributeError) as error:  # not TOML, other fields; a section that is no table
+        raise ConfigError(
+            f"{path} is damaged, or not written by a training: {' '.join(str(error).split())[:200]}. Copy it again "
+            "from the run."
+        ) from None
 
 
 def load_matching_tokenizer(config: TokenizerConfig, model: ModelConfig, checkpoint: str | None) -> Tokenizer:

@@ -10,6 +10,7 @@ from mcore_rl.files import (
     checkpoint_errors_explained,
     create_atomically,
     disk_errors_explained,
+    make_folder,
     move_into_place,
     sole_writer,
     write_atomically,
@@ -66,6 +67,14 @@ def test_a_second_writer_is_refused_with_a_remedy(tmp_path):
         sole_writer(tmp_path / "lock", wait_s=0.0, remedy="Wait."),
     ):
         raise AssertionError("two writers")
+
+
+@pytest.mark.parametrize("name", ["file/a", "circle/a", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_refused_with_a_remedy(tmp_path, name):
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(DataError, match=r"the folder .* cannot be made: .*\. Choose another"):
+        make_folder(tmp_path / name, "Choose another.")
 
 
 def test_errors_of_the_disk_are_explained(tmp_path):

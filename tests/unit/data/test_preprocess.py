@@ -275,6 +275,11 @@ def test_a_disk_that_fills_up_leaves_nothing_under_the_name_and_the_run_goes_on_
     assert files(options.output) == files(reference)
 
 
+def test_an_output_in_a_folder_that_cannot_be_made_is_refused(options):
+    with pytest.raises(DataError, match=r"/proc/absent/x.partial cannot be made: .* Or give another output"):
+        run(replace(options, output=Path("/proc/absent/x")))
+
+
 def test_a_second_writer_is_refused(options):
     partial = Path(f"{options.output}.partial")
     partial.mkdir(parents=True)

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -205,3 +206,9 @@ def test_each_attempt_gets_a_log_folder_of_its_own(tmp_path):
     assert [next_log_dir(tmp_path).name for _ in range(3)] == ["0", "1", "2"]
     (tmp_path / "logs" / "10").mkdir()
     assert next_log_dir(tmp_path).name == "11"
+
+
+def test_attempts_that_start_at_once_get_log_folders_of_their_own(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(next_log_dir, [tmp_path] * 200))
+    assert sorted(int(folder.name) for folder in folders) == list(range(200))

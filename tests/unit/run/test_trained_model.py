@@ -11,8 +11,8 @@ from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer
-from mcore_rl.errors import DataError
-from mcore_rl.run.trained_model import refuse_other_tokenizer
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.run.trained_model import read_trained_model, refuse_other_tokenizer, run_of_checkpoint
 
 
 def tokenizer_in(folder: Path, *words: str) -> HuggingFaceTokenizer:
@@ -42,3 +42,25 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(
     refuse_other_tokenizer(other, str(tmp_path / "imported/iter_0000000"))
     (tmp_path / "one").rename(tmp_path / "gone")
     refuse_other_tokenizer(other, str(run))
+
+
+@pytest.mark.parametrize(
+    "text", ["[model", "data = 1\n", "[model]\nlayers = 3\n", "[model]\nnum_layers = 'x'\n", "\0"]
+)
+def test_a_config_that_no_training_wrote_is_refused_where_it_is_of_the_run(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"config\.toml is damaged, or not written by a training: .* Copy it"
+    ):
+        read_trained_model(tmp_path)
+
+
+def test_a_config_of_something_else_above_a_checkpoint_is_not_its_run(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "models/imported/iter_0000000"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "config.toml").touch()
+    assert run_of_checkpoint(checkpoint) is None
+    (tmp_path / "models/imported/config.toml").touch()
+    assert run_of_checkpoint(checkpoint) == tmp_path / "models/imported"
+    (tmp_path / "checkpoints").mkdir()
+    assert run_of_checkpoint(tmp_path / "checkpoints/kept/iter_0000000") == tmp_path
