@@ -52,6 +52,9 @@ class Marker:
     wrote it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Config of that training; empty as `program` is."""
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Size and checksum of the files that it read (checks/inputs.py); empty as `program` is, or where an earlier
+    version wrote it."""
     numerics: int = 1
     """NUMERICS (obs/attempts_file.py) of the code that wrote it; 1 where an earlier version did, too."""
 

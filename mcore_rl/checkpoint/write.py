@@ -136,18 +136,18 @@ def finish(
     *,
     program: str = "",
     settings: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, dict[str, str]] | None = None,
 ) -> Marker | None:
     """Collective over the world: rank 0 adds metadata and, last, the marker to the files of all ranks.
 
-    `program` and `settings` are the marker's.
+    `program`, `settings` and `inputs` are the marker's.
 
     Returns the marker on rank 0, None on the others. CheckpointError on all ranks when it fails.
     """
     gathered: list[Any] | None = [None] * mesh.world.size if mesh.world.rank == 0 else None
     dist.gather_object(written, gathered, dst=0)
-    return on_rank_zero(
-        partial(_finish, plan, gathered or [], mesh, model, step, program, dict(settings or {}))
-    )
+    origin = program, dict(settings or {}), dict(inputs or {})
+    return on_rank_zero(partial(_finish, plan, gathered or [], mesh, model, step, *origin))
 
 
 def write_now(plan: SavePlan) -> WrittenFiles:
@@ -169,6 +169,7 @@ def _finish(
     step: int,
     program: str,
     settings: dict[str, Any],
+    inputs: dict[str, dict[str, str]],
 ) -> Marker:
     assert plan.metadata is not None
     with checkpoint_errors_explained(plan.path, "finishing"):
@@ -190,6 +191,7 @@ def _finish(
             crc32=dict(sorted(crc32.items())),
             program=program,
             settings=settings,
+            inputs=inputs,
             numerics=NUMERICS,
         )
         flush_to_disk(plan.path)

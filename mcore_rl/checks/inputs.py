@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mcore_rl.checksums import crc32_of
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.distill import SELF
 from mcore_rl.config.dpo import DPOConfig
@@ -13,6 +14,11 @@ from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig
+
+OF_TEXT = ("data.", "rl.prompts.", "rl.eval.", "rl.ptx.")
+"""Beginnings of the fields that name files of text, or of what makes tokens of it."""
+OF_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+"""Files of a tokenizer's folder that decide its tokens; a model's weights may lie beside them."""
 
 
 def absent_inputs(config: RunConfig) -> Iterator[str]:
@@ -28,6 +34,25 @@ def absent(name: str, path: Path, what: str) -> str:
     near = difflib.get_close_matches(path.name, there, n=3)
     hint = f" Its folder has {' and '.join(near)}." if near else ""
     return f"{name} names {what} {path}, which does not exist.{hint} Make it, or correct the path."
+
+
+def contents_of_inputs(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Return field -> path -> size and CRC-32 of each file that decides what a step reads: text, tokenizer, template.
+
+    A .bin has its size alone: it may take hours to read, and the .idx beside it changes with it.
+    """
+    contents: dict[str, dict[str, str]] = {}
+    for name, path, _ in inputs_of(config):
+        if name.startswith(OF_TEXT):
+            files = [path / file for file in OF_TOKENIZERS] if path.is_dir() else [path]
+            found = {str(file): _content(file) for file in files if file.is_file()}
+            contents.setdefault(name, {}).update(found)
+    return contents
+
+
+def _content(file: Path) -> str:
+    size = f"{file.stat().st_size} bytes"
+    return size if file.suffix == ".bin" else f"{size}, CRC-32 {crc32_of(file)}"
 
 
 def inputs_of(config: RunConfig) -> Iterator[tuple[str, Path, str]]:

@@ -95,6 +95,18 @@ def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") ->
     ]
 
 
+def content_changes(
+    before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
+) -> list[ConfigChange]:
+    """Return the fields that name a file of another content than was recorded; both are field -> path -> content."""
+    return [
+        ConfigChange(key=key, before=f"{path} with {there[path]}", now=f"{path} with {content}")
+        for key, there in before.items()
+        for path, content in now.get(key, {}).items()
+        if there.get(path, content) != content
+    ]
+
+
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         if isinstance(value, Mapping) and value:

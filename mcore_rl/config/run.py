@@ -169,8 +169,9 @@ class CheckpointConfig(Section):
     """Answer to a damaged newest checkpoint of the run; `previous`: resume from the newest before it that is whole, and
     rename the damaged one, with a warning. Jobs of `mcore-rl launch` have `previous` unless the config sets it."""
     allow_changes: tuple[Text, ...] = ()
-    """Fields or sections whose changed values a resume accepts although they decide which data a step reads, or the
-    random numbers, such as ["train.seed", "data"]; other changes are accepted and logged."""
+    """Fields or sections whose changed values, or files of changed content, a resume accepts although they decide
+    which data a step reads, or the random numbers, such as ["train.seed", "data"]; other changes are accepted and
+    logged."""
     verify_checksums: bool = True
     """Compare a checkpoint with its checksums before it is loaded, on all ranks together; false: trust it."""
 

@@ -1,23 +1,28 @@
 """A run of any training program: its folder has one writer, its state is that of the last checkpoint."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.backend.watchdog import Limits, Watchdog
 from mcore_rl.checks.dependences import mesh_dependences
+from mcore_rl.checks.inputs import contents_of_inputs
 from mcore_rl.checks.programs import program_of
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
-from mcore_rl.files import write_atomically
+from mcore_rl.errors import TrainingError
+from mcore_rl.files import FULL, room_at, write_atomically
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.plan.disk import disk_warning
 from mcore_rl.plan.local import device_memory_lines
+from mcore_rl.run.finished_run import refuse_other_run
 from mcore_rl.run.recorded_kernels import keep_kernels
 from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
@@ -27,8 +32,13 @@ from mcore_rl.train.stop import StopRequest
 
 
 def is_done(config: RunConfig, platform: Platform) -> bool:
-    """Collective over the world: whether an earlier start did all steps of this run; rank 0 then prints so."""
+    """Collective over the world: whether an earlier start did all steps of this run; rank 0 then prints so.
+
+    An error as of `refuse_other_run` where those were the steps of another run.
+    """
     message = RunFolder(Path(config.run_dir)).done()
+    if message:
+        on_rank_zero(partial(refuse_other_run, config))
     if message and platform.rank == 0:
         sys.stdout.write(f"nothing to do: {message}\n")
     return message is not None
@@ -51,16 +61,18 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
 
     Raises:
         CheckpointError: where another process writes to the folder, or a checkpoint cannot be read.
+        TrainingError: where the disk is full for anything else that the run writes, such as its metrics.
     """
     extensions = load_extensions(config)
     folder = RunFolder(Path(config.run_dir))
     train = config.train
     limits = Limits(start_s=train.hang_start_s, step_s=train.hang_s, pause_s=train.hang_save_s)
-    with Watchdog(limits, platform.rank) as watchdog:
+    with _full_disk_explained(folder.path), Watchdog(limits, platform.rank) as watchdog:
         fence = folder.claim()
         platform, changed_kernels = keep_kernels(config.platform, platform, folder)
         state = set_up(config, platform)
-        checkpoints = Checkpoints(state, folder.checkpoints, fence)
+        inputs = on_rank_zero(partial(contents_of_inputs, config))
+        checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
         resumption = checkpoints.resume()
         step = state.progress.step
         flags = speed_flags_of(config, platform)
@@ -110,6 +122,20 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
         # reach. The next start takes the folder over from a process that is gone.
         log.close()
         fence.release()
+
+
+@contextmanager
+def _full_disk_explained(run_dir: Path) -> Iterator[None]:
+    """Raise a TrainingError in place of any error of a full disk inside."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise TrainingError(
+            f"{error.filename or run_dir}: {os.strerror(error.errno)}. {room_at(run_dir)}. Make room, and run the same "
+            "command again: it goes on from the last complete checkpoint."
+        ) from error
 
 
 def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:

@@ -15,9 +15,11 @@ from rich.console import Console
 from mcore_rl.backend.launcher import launch_local
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
+from mcore_rl.config.run import RunConfig
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.files import write_atomically
+from mcore_rl.files import disk_errors_explained, make_folder, write_atomically
+from mcore_rl.run.finished_run import changes_since_done
 from mcore_rl.run.log_folders import next_log_dir
 from mcore_rl.run.study_figures import as_svg
 from mcore_rl.run.study_table import as_json, as_markdown, read_run, rows_of
@@ -82,10 +84,27 @@ def plan(study: StudyConfig) -> Iterator[PlannedRun]:
             folder = Path(study.run_dir) / f"{arm.lower().replace(' ', '_').replace('+', 'with')}-{seed}"
             arguments = [study.base, *study.overrides, *fields, f"run_dir={folder}", f"train.seed={seed}"]
             try:
-                _, ranks = PROGRAMS["rl"].checked_config(Path(study.base), arguments[1:], None)
+                config, ranks = PROGRAMS["rl"].checked_config(Path(study.base), arguments[1:], None)
+                if (folder / "DONE").exists():
+                    refuse_other_results(config)
             except ConfigError as error:
                 raise ConfigError(f"arm {arm!r}: {error}") from None
             yield PlannedRun(arm, seed, folder, arguments, ranks)
+
+
+def refuse_other_results(config: RunConfig) -> None:
+    """Raise a ConfigError where the finished run in `config.run_dir` had other settings, but for mesh and platform: the
+    table would show its results as those of this study.
+    """
+    changes = [
+        change for change in changes_since_done(config) if not change.key.startswith(("mesh.", "platform."))
+    ]
+    if changes:
+        listed = "\n".join(f"- {change}" for change in changes)
+        raise ConfigError(
+            f"{config.run_dir} was finished with other settings:\n{listed}\nChoose another run_dir for the study, or "
+            "move that folder away to run the arm anew."
+        )
 
 
 def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
@@ -104,13 +123,16 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
         text += f"\nNot in the table, because not done: {'; '.join(unfinished)}.\n"
     settings = study.model_dump(mode="json", exclude={"run_dir", "budget_minutes"})
     out = Path(study.run_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    for name, content in (
-        ("study.md", text),
-        ("study.json", as_json(settings, runs)),
-        ("study.svg", as_svg(rows)),
+    make_folder(out, "Choose another run_dir.")
+    with disk_errors_explained(
+        out, "Make room (or give write access) there, and run the same command again."
     ):
-        write_atomically(out / name, content.encode())
+        for name, content in (
+            ("study.md", text),
+            ("study.json", as_json(settings, runs)),
+            ("study.svg", as_svg(rows)),
+        ):
+            write_atomically(out / name, content.encode())
     return text
 
 

@@ -3,10 +3,11 @@
 import gc
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -27,7 +28,7 @@ from mcore_rl.checkpoint.folder import (
 from mcore_rl.checkpoint.read import CRITIC, StoredCheckpoint, inspect
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
-from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config
+from mcore_rl.config.changes import ConfigChange, config_changes, content_changes, kind_of_config
 from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
 from mcore_rl.files import checkpoint_errors_explained, room_at
@@ -91,8 +92,18 @@ class Checkpoints:
     they were: training may continue, and a later save succeed.
     """
 
-    def __init__(self, state: TrainState, folder: Path, fence: Fence) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        folder: Path,
+        fence: Fence,
+        inputs: Mapping[str, dict[str, str]] = MappingProxyType({}),
+    ) -> None:
+        """Take the run's state, the folder of its checkpoints, its right to write there, and what it reads, which is
+        recorded, and compared in a resume (checks/inputs.py).
+        """
         self._state = state
+        self._inputs = inputs
         self._folder = folder
         self._fence = fence
         self._planner = ShardPlanner(state.mesh)
@@ -287,6 +298,7 @@ class Checkpoints:
         assert marker is not None
         if marker.program == kind_of_config(config):
             changes = config_changes(marker.settings, config)
+            changes += content_changes(marker.inputs, self._inputs)
         else:  # an earlier version recorded the model alone
             changes = config_changes(marker.model, config.model, "model.")
         if depends_on_numerics(config.model, config.platform.precision, marker.numerics):
@@ -360,6 +372,7 @@ class Checkpoints:
                 save.step,
                 program=kind_of_config(config),
                 settings=config.model_dump(mode="json"),
+                inputs=self._inputs,
             )
             line = on_rank_zero(partial(self._publish, save, marker))
         except CheckpointError as error:

@@ -82,6 +82,14 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     stopped = run_main("tests.e2e.signalled", ["sft", "SIGTERM.step.6", *words], 2)
     assert stopped.returncode == 0, stopped.stderr
     assert len(losses(tmp_path / "stopped")) == 6 and not (tmp_path / "stopped/DONE").exists()
+    data = tmp_path / "chats/train.jsonl"
+    conversations = data.read_text()
+    data.write_text(conversations + conversations.splitlines()[0])
+    grown = run_main("mcore_rl.run.sft", words, 2)
+    assert grown.returncode == 2 and "Traceback" not in grown.stderr
+    assert f'data.train is "{data} with {len(conversations)} bytes, CRC-32 ' in grown.stderr, grown.stderr
+    assert 'checkpoint.allow_changes=["data.train"]' in grown.stderr
+    data.write_text(conversations)
     last = run_main("mcore_rl.run.sft", words, 2)
     assert last.returncode == 0, last.stderr
     assert losses(tmp_path / "stopped") == wanted

@@ -168,6 +168,7 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
             files={name: (folder / name).stat().st_size for name in names},
             program=before.program if before else "",
             settings=before.settings if before else {},
+            inputs=before.inputs if before else {},
             crc32={name: recorded_crc32(folder / name, archives.get(name, ())) for name in names},
         ),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
@@ -25,6 +26,7 @@ from mcore_rl.run.study_table import (
     rows_of,
     student_t,
 )
+from tests.finished import finish
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "launch/recipes/tiny_moe/replay_study.toml"
@@ -194,3 +196,17 @@ def test_a_study_stops_when_its_minutes_are_over_and_writes_what_there_is(
     written = json.loads((tmp_path / "study.json").read_text())
     assert [run["arm"] for run in written["runs"]] == ["GSPO", "CISPO"] and "budget_minutes" not in written
     assert "| GSPO | 1 | 1/1 | 0.4 |" in (tmp_path / "study.md").read_text()
+
+
+def test_a_finished_arm_of_other_settings_is_refused_and_one_of_another_mesh_is_not(tmp_path: Path) -> None:
+    words = [f"run_dir={tmp_path}", "seeds=[1]", "arms={ one = ['rl.loss.kind=grpo'] }"]
+    (run,) = plan(study(*words))
+    config, _ = PROGRAMS["rl"].checked_config(Path(run.arguments[0]), run.arguments[1:], None)
+    finish(config)
+    (run.folder / "DONE").touch()
+    assert next(plan(study(*words))).is_done
+    assert next(plan(study(*words, "arms={ one = ['rl.loss.kind=grpo','mesh.tp=1'] }"))).is_done
+    with pytest.raises(
+        ConfigError, match=r"arm 'one': .* other settings:\n- optim.lr is 5e-05 there, 1.0 here"
+    ):
+        list(plan(study(*words, "arms={ one = ['rl.loss.kind=grpo','optim.lr=1'] }")))

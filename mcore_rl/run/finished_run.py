@@ -1,0 +1,43 @@
+"""A start in the folder of a run that is done: of the same run there is nothing to do, another one is refused."""
+
+from pathlib import Path
+
+from mcore_rl.checkpoint.folder import complete_in, read_marker
+from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.toml import toml_value
+from mcore_rl.errors import CheckpointError, ConfigError
+
+
+def refuse_other_run(config: RunConfig) -> None:
+    """Raise an error where the finished run in `config.run_dir` is not this one: CheckpointError where it is another
+    program's, ConfigError where it had another model, or read other data or random numbers.
+    """
+    allowed = config.checkpoint.allow_changes
+    refused = [
+        change
+        for change in changes_since_done(config)
+        if (change.breaks_exactness or change.key.startswith("model.")) and not change.is_allowed(allowed)
+    ]
+    if refused:
+        listed = "\n".join(f"- {change}" for change in refused)
+        keys = toml_value([change.key for change in refused])
+        raise ConfigError(
+            f"{config.run_dir} has a finished run, which is another one:\n{listed}\nChoose another run_dir for this "
+            f"one, or, if that one is what you want, set them as they were or give checkpoint.allow_changes={keys}."
+        )
+
+
+def changes_since_done(config: RunConfig) -> list[ConfigChange]:
+    """Return the fields in which the config of the finished run in `config.run_dir` differs, as far as its checkpoints
+    are still there to tell; CheckpointError where it is of another program.
+    """
+    complete = complete_in(Path(config.run_dir) / "checkpoints")
+    marker = read_marker(complete[-1]) if complete else None
+    if marker is None or not marker.program:
+        return []
+    if marker.program != (kind := kind_of_config(config)):
+        raise CheckpointError(
+            f"{config.run_dir} has a finished run of {marker.program}, and this is {kind}. Choose another run_dir."
+        )
+    return config_changes(marker.settings, config)
