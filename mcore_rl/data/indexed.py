@@ -23,7 +23,7 @@ from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.data.token_ranges import write_range
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
-from mcore_rl.files import disk_errors_explained, make_folder, sole_writer
+from mcore_rl.files import disk_errors_explained, make_folder, room_at, sole_writer
 from mcore_rl.parallel.agree import on_rank_zero
 
 SPLITS = ("train", "valid", "test")
@@ -32,6 +32,7 @@ NO_TOKEN = -1
 UNKNOWN_EOD = -2
 SURPLUS = 0.005
 """Share of samples that each dataset of a blend has in reserve, since the blend rounds here and there."""
+OTHER_CACHE = "Make room (or give write access), or set another data.cache_dir."
 LOCK_WAIT_S = 120.0
 
 
@@ -183,6 +184,16 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
                 f"data.cache_dir={str(cache_dir)!r}: rank 0 wrote the index cache there, and this node does "
                 f"not see it ({error.filename}). Set data.cache_dir to a folder that all nodes share."
             ) from error
+        except Exception as error:
+            # Megatron raises one of no class of its own from the disk's error.
+            if not isinstance(error.__cause__, OSError):
+                raise
+            reason = (
+                error.__cause__.strerror or error.__cause__
+            )  # numpy's, of a short write, has a text alone
+            raise DataError(
+                f"the index cache cannot be written to {cache_dir}: {reason}. {room_at(cache_dir)}. {OTHER_CACHE}"
+            ) from error
     return Datasets(
         train=cast(SampleDataset, built[0]),
         valid=cast(SampleDataset | None, built[1]),
@@ -332,10 +343,9 @@ def _notation(blend: DatasetBlend | None) -> tuple[list[str], list[float] | None
 @contextlib.contextmanager
 def _repaired_cache(folder: Path) -> Iterator[None]:
     """Hold the cache for this process, after deleting files that a killed writer left half-written."""
-    remedy = "Make room (or give write access), or set another data.cache_dir."
-    make_folder(folder, remedy)
+    make_folder(folder, OTHER_CACHE)
     with (
-        disk_errors_explained(folder, remedy),
+        disk_errors_explained(folder, OTHER_CACHE),
         sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."),
     ):
         for path in folder.glob("*.npy"):

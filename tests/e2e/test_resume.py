@@ -111,16 +111,16 @@ def test_a_disk_that_is_full_for_metrics_ends_the_run_in_a_sentence(
         config_file,
         "mesh.tp=1",
         "mesh.ep=1",
-        "train.steps=2000",
+        "train.steps=200",
         "checkpoint.interval=none",
     ]
     with running(words, tmp_path / "output") as run:
         # A limit on the size of files stands for a full disk; the launcher hands it on to the rank.
-        resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (16384, 16384))
+        resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (65536, 65536))
         assert run.wait() == 2, run.text
     said = rf"TrainingError: {tmp_path}/run: File too large\. .* GiB are free at .* from the last complete checkpoint"
     assert re.search(said, run.text) and "Traceback" not in run.text, run.text
-    assert (tmp_path / "run/metrics.jsonl").stat().st_size == 16384
+    assert (tmp_path / "run/metrics.jsonl").stat().st_size == 65536
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from tokenizers import models, pre_tokenizers
 
 from tests.e2e.conftest import Finished, losses
 from tests.emitted import assert_emitted
-from tests.forked import run_main
+from tests.forked import run_command, run_main
 
 WORDS = [f"w{index}" for index in range(100)]
 SPECIAL = ["<unk>", "<end>", "<turn>", "user", "assistant"]
@@ -84,10 +84,12 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     assert len(losses(tmp_path / "stopped")) == 6 and not (tmp_path / "stopped/DONE").exists()
     data = tmp_path / "chats/train.jsonl"
     conversations = data.read_text()
-    data.write_text(conversations + conversations.splitlines()[0])
-    grown = run_main("mcore_rl.run.sft", words, 2)
+    data.write_text(f"{conversations}\n{conversations.splitlines()[0]}")
+    grown = run_command("sft", *words)
     assert grown.returncode == 2 and "Traceback" not in grown.stderr
-    assert f'data.train is "{data} with {len(conversations)} bytes, CRC-32 ' in grown.stderr, grown.stderr
+    assert f'data.train is "{data} with {len(conversations.encode())} bytes, CRC-32 ' in grown.stderr, (
+        grown.stderr
+    )
     assert 'checkpoint.allow_changes=["data.train"]' in grown.stderr
     data.write_text(conversations)
     last = run_main("mcore_rl.run.sft", words, 2)

@@ -1,3 +1,4 @@
+import resource
 import time
 from collections import Counter
 from pathlib import Path
@@ -134,6 +135,20 @@ def test_data_made_anew_under_its_name_is_not_read_with_the_old_index(tmp_path):
     again = build(config(prefix), 20, cache=tmp_path / "cache").train
     fresh = build(config(prefix), 20, cache=tmp_path / "other").train
     assert tokens_of(again) == tokens_of(fresh)
+
+
+def test_a_disk_that_is_full_for_the_cache_is_explained(tmp_path):
+    data = config(write(tmp_path / "data", numbered(0, 100)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))  # stands for a full disk
+        with pytest.raises(
+            DataError, match=r"index cache cannot be written to .*/cache: .* GiB are free .*cache_dir\.$"
+        ):
+            build(data, 400, cache=tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(build(data, 400, cache=tmp_path / "cache").train) >= 400
 
 
 def test_a_cache_file_that_a_killed_run_left_half_written_is_made_again(tmp_path):
