@@ -13,11 +13,13 @@ from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.rm import check_rm
+from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
@@ -26,6 +28,7 @@ from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.run.preferences import load_preferences
 from mcore_rl.run.rollouts import load_prompts, open_rollouts
+from mcore_rl.run.trained_model import refuse_other_tokenizer
 from mcore_rl.train.preferences import pair_sums
 from mcore_rl.train.reward_model import calibration_table, reward_head
 
@@ -47,12 +50,13 @@ def evaluate(config: RlRunConfig) -> None:
     prompts = load_prompts(config)
     if not prompts.held_out:
         raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
+    source = checkpoint_to_evaluate(config, config.data.tokenizer)
     settings = config.platform_in_use.model_copy(update={"recompute": "none"})
     platform = platforms.start(settings)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
     chunks = build_model(config.model, mesh, platform, settings)
-    stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
+    stored = load_weights(chunks, mesh, config.model, source)
     failures = FailureReport(_complain, folder=None)
     with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
         rollouts.engine.update_weights(0)
@@ -78,12 +82,13 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
     valid = load_preferences(config).valid
     if valid is None:
         raise ConfigError('train.eval_batches="none": nothing is evaluated. Set a number.')
+    source = checkpoint_to_evaluate(config, config.data.tokenizer)
     settings = config.platform.model_copy(update={"recompute": "none"})
     platform = platforms.start(settings)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
     chunks = build_model(config.model, mesh, platform, settings)
-    stored = load_weights(chunks, mesh, config.model, checkpoint_to_evaluate(config))
+    stored = load_weights(chunks, mesh, config.model, source)
     if not stored.has_scores:
         raise CheckpointError(
             f"{stored.path} is of a language model, which has no scores. Name a checkpoint that `mcore-rl rm` made"
@@ -113,10 +118,16 @@ def _complain(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def checkpoint_to_evaluate(config: RunConfig) -> Path:
-    """Return the folder of the run's own checkpoints where it has some, else checkpoint.load."""
+def checkpoint_to_evaluate(config: RunConfig, tokenizer: TokenizerConfig) -> Path:
+    """Return the folder of the run's own checkpoints where it has some, else checkpoint.load.
+
+    Raises:
+        ConfigError: where there is neither.
+        DataError: where the run in run_dir was trained with another tokenizer.
+    """
     own = Path(config.run_dir) / "checkpoints"
     if own.is_dir() and any(own.iterdir()):
+        refuse_other_tokenizer(load_tokenizer(tokenizer), str(own), "run_dir")
         return own
     if not config.checkpoint.load:
         raise ConfigError(

@@ -9,9 +9,11 @@ from tokenizers import models
 
 from mcore_rl.config.data import DataConfig, TokenizerConfig
 from mcore_rl.config.load import dump_config
+from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.run.evaluate import checkpoint_to_evaluate
 from mcore_rl.run.trained_model import read_trained_model, refuse_other_tokenizer, run_of_checkpoint
 
 
@@ -40,6 +42,10 @@ def test_a_checkpoint_of_another_tokenizer_is_refused_and_an_unknown_one_is_not(
             refuse_other_tokenizer(other, str(load))
     refuse_other_tokenizer(other, None)
     refuse_other_tokenizer(other, str(tmp_path / "imported/iter_0000000"))
+    evaluated = RlRunConfig(run_dir=str(run))
+    assert checkpoint_to_evaluate(evaluated, named) == run / "checkpoints"
+    with pytest.raises(DataError, match=r"^run_dir=.*/run/checkpoints is of a run with the tokenizer .*one"):
+        checkpoint_to_evaluate(evaluated, named.model_copy(update={"path": str(tmp_path / "other")}))
     (tmp_path / "one").rename(tmp_path / "gone")
     refuse_other_tokenizer(other, str(run))
 
