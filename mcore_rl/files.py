@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_rl.errors import CheckpointError, DataError
+from mcore_rl.errors import CheckpointError, DataError, TrainingError
 
 # A quota and a file-size limit stop a writer as a full disk does; the last two: a file where a folder should be.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -119,6 +119,20 @@ def checkpoint_errors_explained(path: Path, doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{doing} {path} failed: {error.strerror or error}. {room_at(path)}") from error
+
+
+@contextmanager
+def full_disk_explained(run_dir: Path) -> Iterator[None]:
+    """Raise a TrainingError in place of the errors of a full disk in the run of a folder; others stay as they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise TrainingError(
+            f"{error.filename or run_dir}: {os.strerror(error.errno)}. {room_at(run_dir)}. Make room, and run the same "
+            "command again: it goes on from the last complete checkpoint."
+        ) from error
 
 
 def room_at(path: Path) -> str:

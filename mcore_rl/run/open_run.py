@@ -1,6 +1,5 @@
 """A run of any training program: its folder has one writer, its state is that of the last checkpoint."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from mcore_rl.checks.programs import program_of
 from mcore_rl.config.extension import load_extensions
 from mcore_rl.config.load import dump_config
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import TrainingError
-from mcore_rl.files import FULL, room_at, write_atomically
+from mcore_rl.files import full_disk_explained, write_atomically
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.sinks import open_log, silent_log
 from mcore_rl.parallel.agree import on_rank_zero
@@ -67,7 +65,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
     folder = RunFolder(Path(config.run_dir))
     train = config.train
     limits = Limits(start_s=train.hang_start_s, step_s=train.hang_s, pause_s=train.hang_save_s)
-    with _full_disk_explained(folder.path), Watchdog(limits, platform.rank) as watchdog:
+    with full_disk_explained(folder.path), Watchdog(limits, platform.rank) as watchdog:
         fence = folder.claim()
         platform, changed_kernels = keep_kernels(config.platform, platform, folder)
         state = set_up(config, platform)
@@ -122,20 +120,6 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
         # reach. The next start takes the folder over from a process that is gone.
         log.close()
         fence.release()
-
-
-@contextmanager
-def _full_disk_explained(run_dir: Path) -> Iterator[None]:
-    """Raise a TrainingError in place of any error of a full disk inside."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        raise TrainingError(
-            f"{error.filename or run_dir}: {os.strerror(error.errno)}. {room_at(run_dir)}. Make room, and run the same "
-            "command again: it goes on from the last complete checkpoint."
-        ) from error
 
 
 def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:

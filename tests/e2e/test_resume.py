@@ -1,8 +1,6 @@
 """A run that is killed, asked to stop and started again computes what it would have computed in one go."""
 
 import os
-import re
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -101,26 +99,6 @@ def test_ctrl_c_saves_and_while_starting_ends_at_once_both_without_a_traceback(
     last = "Stopped by Ctrl-C, and saved. The same command goes on from there."
     assert training.text.splitlines()[-1] == last
     assert f"stopping after step {saved}: SIGINT came" in training.text
-
-
-def test_a_disk_that_is_full_for_metrics_ends_the_run_in_a_sentence(
-    config_file: Path, tmp_path: Path
-) -> None:
-    words = [
-        "pretrain",
-        config_file,
-        "mesh.tp=1",
-        "mesh.ep=1",
-        "train.steps=200",
-        "checkpoint.interval=none",
-    ]
-    with running(words, tmp_path / "output") as run:
-        # A limit on the size of files stands for a full disk; the launcher hands it on to the rank.
-        resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (65536, 65536))
-        assert run.wait() == 2, run.text
-    said = rf"TrainingError: {tmp_path}/run: File too large\. .* GiB are free at .* from the last complete checkpoint"
-    assert re.search(said, run.text) and "Traceback" not in run.text, run.text
-    assert (tmp_path / "run/metrics.jsonl").stat().st_size == 65536
 
 
 @contextmanager

@@ -5,11 +5,12 @@ from multiprocessing import get_context
 
 import pytest
 
-from mcore_rl.errors import CheckpointError, DataError
+from mcore_rl.errors import CheckpointError, DataError, TrainingError
 from mcore_rl.files import (
     checkpoint_errors_explained,
     create_atomically,
     disk_errors_explained,
+    full_disk_explained,
     make_folder,
     move_into_place,
     sole_writer,
@@ -89,3 +90,15 @@ def test_errors_of_the_disk_are_explained(tmp_path):
         checkpoint_errors_explained(tmp_path / "file/a", "writing"),
     ):
         write_atomically(tmp_path / "file/a", "")
+
+
+def test_a_full_disk_in_a_run_is_explained_and_other_errors_stay_as_they_are(tmp_path):
+    said = rf"^{tmp_path}/run: No space left on device\. .* GiB are free at {tmp_path}\. Make room, and run the same"
+    with (
+        pytest.raises(TrainingError, match=said),
+        full_disk_explained(tmp_path / "run"),
+        open("/dev/full", "w", encoding="utf-8") as metrics,
+    ):
+        metrics.write("{}\n")
+    with pytest.raises(FileNotFoundError), full_disk_explained(tmp_path):
+        (tmp_path / "absent").read_text()
