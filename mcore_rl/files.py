@@ -60,7 +60,14 @@ def move_into_place(written: Path, final: Path) -> None:
 
 @contextmanager
 def written_atomically(path: Path) -> Iterator[Path]:
-    """Yield a scratch path to write to, which becomes `path` when the block ends without an exception."""
+    """Yield a scratch path to write to, which becomes `path` when the block ends without an exception.
+
+    Raises:
+        OSError: `path` is a folder, or a device, pipe or link to one, whose place a file would take: root may rename a
+            file over /dev/stdout.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is a folder, device or pipe, and no file", str(path))
     # Hidden, and named after host and process, so that two writers of a shared folder do not write to one scratch file.
     scratch = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:

@@ -20,6 +20,7 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.ptx import PtxConfig
 from mcore_rl.config.rl import (
     ENVIRONMENT_PART,
+    MIN_TEMPERATURE,
     AdvantageConfig,
     CodeConfig,
     EnvironmentConfig,
@@ -121,6 +122,8 @@ def _sampling(rollout: RolloutConfig) -> Iterator[str]:
             "rl.rollout.temperature=0 makes all completions of a group the same, so that none is better. Set "
             "it above 0 (1.0 samples from the policy itself)."
         )
+    elif rollout.temperature < MIN_TEMPERATURE:
+        yield f"rl.rollout.temperature={rollout.temperature} is below {MIN_TEMPERATURE}. Raise it."
     if "" in rollout.stop_strings:
         yield "rl.rollout.stop_strings holds an empty text, which every completion ends in. Take it out."
 

@@ -13,6 +13,7 @@ from mcore_rl.checks.run import (
     run_violations,
     schedule_violations,
 )
+from mcore_rl.config.rl import MIN_TEMPERATURE
 from mcore_rl.config.rl_run import RlRunConfig
 
 MAX_DISTANCE = 100_000
@@ -222,4 +223,9 @@ def _model(config: RlRunConfig) -> Iterator[str]:
         yield (
             f"rl.eval.samples={config.rl.eval.samples} at rl.eval.temperature=0 are all the same. Set samples to 1, "
             "or a temperature."
+        )
+    if 0 < config.rl.eval.temperature < MIN_TEMPERATURE:
+        yield (
+            f"rl.eval.temperature={config.rl.eval.temperature} is below {MIN_TEMPERATURE}. Set it to 0, which takes "
+            "the likeliest token."
         )

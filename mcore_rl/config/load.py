@@ -184,6 +184,12 @@ def _override_tables(
         key, equals, text = (part.strip() for part in override.removeprefix("--").partition("="))
         if not equals or not key:
             raise ConfigError(f"{override!r} is not of the form key=value, as in mesh.tp=2.")
+        try:
+            override.encode()
+        except UnicodeEncodeError:  # Python has such bytes of a command line as surrogates
+            raise ConfigError(
+                f"{override!r} has bytes that are not UTF-8, which a config cannot hold. Rename what it names."
+            ) from None
         value = parse_value(text)
         if key in fields:
             value = _meant(fields[key].annotation, text, value)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from mcore_rl.config.toml import parse_value, toml_value
 from mcore_rl.errors import ConfigError
-from mcore_rl.files import with_ending, write_atomically
+from mcore_rl.files import disk_errors_explained, with_ending, write_atomically
 
 RENAMED_FIELDS: dict[str, str] = {
     "checkpoint.check_bytes": "checkpoint.verify_checksums",
@@ -160,6 +160,7 @@ def migrate_file(path: Path) -> list[FieldChange]:
     Raises:
         ConfigError: The file cannot be read, or holds a change in a form that a rewrite by lines does not find. The
             file is left alone.
+        DataError: The folder cannot be written to.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -177,8 +178,9 @@ def migrate_file(path: Path) -> list[FieldChange]:
             f"{path} is not written in a way that --migrate can rewrite line by line. Change by hand:\n"
             + "\n".join(f"- {change}" for change in changes)
         )
-    write_atomically(with_ending(path, BACKUP), text)
-    write_atomically(path, new_text)
+    with disk_errors_explained(path.parent, "The file is left alone."):
+        write_atomically(with_ending(path, BACKUP), text)
+        write_atomically(path, new_text)
     return changes
 
 

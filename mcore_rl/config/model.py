@@ -14,7 +14,7 @@ Switch = Literal["auto", "on", "off"]
 class MoEConfig(Section):
     """Experts and router; a dense family ignores this section and refuses `num_experts > 0`."""
 
-    num_experts: NonNegativeInt = 0
+    num_experts: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Number of routed experts in a layer; 0: a dense model."""
     top_k: PositiveInt = 2
     """Number of experts that a token is sent to."""

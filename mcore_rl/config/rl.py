@@ -50,6 +50,10 @@ class PromptConfig(Section):
     """Longest prompt in tokens; longer ones of files are left out and counted, one of a built-in task ends the run."""
 
 
+MIN_TEMPERATURE = 1e-6
+"""Smallest temperature but 0: logits that are divided by much less are no numbers in float32."""
+
+
 class RolloutConfig(Section):
     """Number of completions that are sampled for one step, and how."""
 

@@ -95,7 +95,7 @@ def largest_distance(
         dtype: Type to which transformers' weights are rounded first, as those of the other side were; None: none.
 
     Raises:
-        CheckpointError: The models have other sizes.
+        CheckpointError: The models have other sizes, or one of them computes something that is not finite.
         ConfigError: Transformers has no such model.
     """
     outputs = []
@@ -113,6 +113,7 @@ def largest_distance(
             if isinstance(found, HfModel)
             else _in_megatron(found, tokens_BS)
         )
+        _refuse_not_finite(path, outputs[-1])
         progress.event("ran", path=str(path), layers=len(outputs[-1]) - 1)
     (*hidden, logits), (*other_hidden, other_logits) = outputs
     if len(hidden) != len(other_hidden) or logits.shape != other_logits.shape:
@@ -124,6 +125,17 @@ def largest_distance(
     for layer, distance in enumerate(apart):
         progress.event("layer", layer=layer, relative_distance=distance)
     return OutputDistance(float((logits - other_logits).abs().max()), max(apart), float(logits.abs().max()))
+
+
+def _refuse_not_finite(path: Path, outputs: Sequence[Tensor]) -> None:
+    """Raise a CheckpointError that names the first layer whose output has NaN or infinite values."""
+    bad = [layer for layer, output in enumerate(outputs) if not output.isfinite().all()]
+    if bad:
+        where = "head" if bad[0] == len(outputs) - 1 else f"layer {bad[0]}"
+        raise CheckpointError(
+            f"{path} computes NaN or infinite values, first in its {where}: no logits can be compared. Its weights "
+            "have such values, or become them in the type that --dtype names."
+        )
 
 
 def is_in_transformers(model_type: object) -> bool:

@@ -21,7 +21,7 @@ from mcore_rl.families import (
     qwen3_moe,
 )
 from mcore_rl.families.family import Family
-from mcore_rl.families.hf_config import HfConfig
+from mcore_rl.families.hf_config import LIST, OBJECT, HfConfig, check_types
 from mcore_rl.families.hf_export import common_to_hf
 from mcore_rl.families.rules import ExpertLayout, duplicates
 from mcore_rl.families.weight_map import WeightMap, build_map
@@ -120,6 +120,7 @@ def weight_map(model: ModelConfig, experts: ExpertLayout = "each") -> WeightMap:
 
 def _head_of(config: HfConfig) -> Literal["logits", "score"]:
     """Return the head that a config.json names by its architectures; ConfigError for one that Megatron has not."""
+    check_types(config, {"architectures": LIST, "id2label": OBJECT})
     names = [str(name) for name in config.get("architectures") or []]
     other = [name for name in names if "For" in name and not name.endswith((CAUSAL_CLASS, SCORE_CLASS))]
     classes = [name for name in names if name.endswith("Classification")]

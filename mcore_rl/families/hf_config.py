@@ -1,8 +1,8 @@
 """Reading Hugging Face's config.json: each setting is translated, or refused by name if our config has none for it."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mcore_rl.config.model import RopeConfig
 from mcore_rl.errors import ConfigError
@@ -14,8 +14,63 @@ LLAMA3_CONSTANTS = {
     "original_max_position_embeddings": 8192,
 }
 """Parameters of Llama 3's wavelengths that Megatron has built in."""
+MAX_LAYERS = 10_000
+"""Layers that are looked at one by one; model.num_layers has the same limit, and refuses more."""
+
+
+class Kind(NamedTuple):
+    """Values that a key of config.json may have."""
+
+    words: str
+    includes: Callable[[object], bool]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+WHOLE = Kind("a whole number", _is_whole)
+NUMBER = Kind(
+    "a number", lambda value: _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+KINDS = {
+    name: kind
+    for kind, names in (
+        (WHOLE, "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim vocab_size"),
+        (WHOLE, "intermediate_size moe_intermediate_size shared_expert_intermediate_size"),
+        (WHOLE, "max_position_embeddings original_max_position_embeddings sliding_window"),
+        (WHOLE, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+        (WHOLE, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
+        (WHOLE, "experts_per_token n_group topk_group first_k_dense_replace decoder_sparse_step"),
+        (WHOLE, "num_mtp_layers num_nextn_predict_layers"),
+        (NUMBER, "rms_norm_eps attention_dropout initializer_range routed_scaling_factor"),
+        (NUMBER, "router_aux_loss_coef aux_loss_alpha rope_theta partial_rotary_factor factor"),
+        (NUMBER, "attention_factor beta_fast beta_slow mscale mscale_all_dim"),
+        (FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_qk_norm norm_topk_prob seq_aux"),
+        (FLAG, "use_sliding_window truncate"),
+        (LIST, "layer_types mlp_only_layers"),
+    )
+    for name in names.split()
+}
+"""Kind of each key that is read, of those of the rotary positions too."""
 BESIDE_ROPE_SETTINGS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """Keys of the rotary positions that a config has in their object, beside it, or in both."""
+
+
+def check_types(config: HfConfig, kinds: Mapping[str, Kind]) -> None:
+    """Raise a ConfigError, with key and value, for a value that is not of its key's kind; null passes.
+
+    A text must not pass as a flag, for any text is true: "false" for tie_word_embeddings would tie the embeddings.
+    """
+    for name, kind in kinds.items():
+        value = config.get(name)
+        if value is not None and not kind.includes(value):
+            raise ConfigError(
+                f"config.json has {name}={value!r}; wanted {kind.words}. Correct it as the weights have it."
+            )
 
 
 def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None = None) -> dict[str, Any]:
@@ -27,8 +82,9 @@ def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None =
         fraction: The family's default of partial_rotary_factor; None for a family that has no such key.
 
     Raises:
-        ConfigError: a key is absent, or has a value that Megatron's model has not.
+        ConfigError: a key is absent, or has a value of another kind, or one that Megatron's model has not.
     """
+    check_types(config, KINDS)
     require(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
     heads = needed(config, "num_attention_heads")
     return {
@@ -97,16 +153,12 @@ def num_mtp_layers(config: HfConfig) -> int:
 
 
 def needed(config: HfConfig, name: str) -> Any:
-    """Return the value of `name`, a number or an object; ConfigError when it is absent, a text or not finite."""
+    """Return the value of `name`; ConfigError when it is absent."""
     value = config.get(name)
     if value is None:
         raise ConfigError(
             f"config.json lacks {name}. Take the config.json that belongs to the weights, or add the "
             "value that they were trained with."
-        )
-    if isinstance(value, str | bool) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(
-            f"config.json has {name}={value!r}; wanted a number. Correct it as the weights have it."
         )
     return value
 
@@ -195,6 +247,7 @@ def _rope_settings(config: HfConfig, name: str) -> dict[str, Any]:
         raise refusal(
             config, name, "has the same positions in all layers, which one object of plain values describes"
         )
+    check_types(settings, KINDS)
     return {key: value for key, value in settings.items() if value is not None}
 
 
@@ -237,7 +290,7 @@ def _contradiction(keys: Sequence[str], differences: str = "") -> ConfigError:
 def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
     """Return the number of layers without experts, by Qwen's two keys; ConfigError unless they are the first ones."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(min(num_layers, MAX_LAYERS))]
     first = is_moe.index(True) if True in is_moe else num_layers
     if not all(is_moe[first:]):
         name = "mlp_only_layers" if dense else "decoder_sparse_step"

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import io
 import os
 import select
 import sys
@@ -27,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status, as EXIT_STATUSES in errors.py explains it; of ranks, that of the first to fail.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    # As standard error does: a name with a letter that the terminal's encoding lacks is shown by its code.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return run(arguments)

@@ -75,7 +75,7 @@ def problems_arguments(parser: argparse.ArgumentParser) -> None:
         help="an RL config, a file or the name of a recipe, whose rl.prompts.task is used",
     )
     _overrides(parser)
-    parser.add_argument("--count", type=int, default=10000, help="number of problems (default 10000)")
+    parser.add_argument("--count", type=positive, default=10000, help="number of problems (default 10000)")
     parser.add_argument(
         "--preferences",
         action="store_true",

@@ -1,6 +1,7 @@
 """`mcore-rl generate`: texts of a trained model, on one process, whatever mesh it was trained on."""
 
 import argparse
+import math
 import secrets
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from mcore_rl.backend import platform as platforms
 from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl import MIN_TEMPERATURE, EngineConfig
 from mcore_rl.data.chat import Conversation, load_chat
 from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -229,7 +230,10 @@ def _check(args: argparse.Namespace) -> None:
             f"--n {args.n} at temperature 0 is {args.n} times the same text. Give --temperature 0.7, or leave out --n."
         )
     limits = {
-        "--temperature": (args.temperature >= 0, "0 or more"),
+        "--temperature": (
+            args.temperature == 0 or MIN_TEMPERATURE <= args.temperature < math.inf,
+            f"0 (always the likeliest token), or {MIN_TEMPERATURE} or more",
+        ),
         "--top-k": (args.top_k >= 0, "0 (all) or more"),
         "--top-p": (0 < args.top_p <= 1, "above 0 and at most 1 (all)"),
         "--min-p": (0 <= args.min_p < 1, "from 0 (all) to below 1"),

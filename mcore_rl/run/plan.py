@@ -48,12 +48,15 @@ from mcore_rl.plan.text import (
     world_line,
 )
 
+MAX_RANKS = 1_000_000
+"""Largest world that is planned: ranks are looked at one by one."""
 DRAWN_GROUPS = 3
 """Microbatches of a picture, as a multiple of the stages: warm-up, steady state and end."""
 
 
 def main(args: argparse.Namespace) -> int:
     """Print what the arguments ask for; ConfigError, with the nearest meshes that fit, where the config cannot run."""
+    _check(args)
     if args.calibrate is not None:
         return _calibrate(args)
     if args.config is None:
@@ -74,7 +77,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(
             "The number of nodes is missing. Give --nodes N, or --world 8..1024 for a table of sizes."
         )
-    place = _place(cluster, args.nodes * cluster.node.ranks_per_node, args)
+    world_size = args.nodes * cluster.node.ranks_per_node
+    if world_size > MAX_RANKS:
+        raise ConfigError(f"--nodes {args.nodes} are {world_size} ranks; a plan is of at most {MAX_RANKS}.")
+    place = _place(cluster, world_size, args)
     if args.search:
         found = search(config, program, place)
         shown = shortlist(found, program, place)
@@ -103,17 +109,40 @@ def main(args: argparse.Namespace) -> int:
         _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
     if args.json:
         values = as_json(plan) | ({} if exact is None else {"exact": summary(exact, recorded)})
-        write_atomically(args.json, json.dumps(values, indent=1) + "\n")
+        _write_file("--json", args.json, json.dumps(values, indent=1) + "\n")
     if args.rank is not None:
         return 0
     if args.timeline:
-        write_atomically(args.timeline, _timeline(plan, recorded))
+        _write_file("--timeline", args.timeline, _timeline(plan, recorded))
     if not plan.fits:
         found = search(config, program, place)
         raise ConfigError(
             "It does not fit. " + nearest_text(config, nearest(found, config, program, place), place)
         )
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise a ConfigError for a file that the other arguments do not write, and for a world beyond all machines."""
+    of_one_plan = args.calibrate is None and not args.world and not args.search
+    for name, path, is_written, use in (
+        ("--output", args.output, args.calibrate is not None, "with --calibrate"),
+        ("--json", args.json, of_one_plan, "of one CONFIG on --nodes N"),
+        ("--timeline", args.timeline, of_one_plan and args.rank is None, "of one CONFIG on --nodes N"),
+    ):
+        if path is not None and not is_written:
+            raise ConfigError(f"{name} {path} is written only {use}. Leave it out.")
+    if args.world and args.world[1] > MAX_RANKS:
+        raise ConfigError(f"--world has {args.world[1]} ranks; a plan is of at most {MAX_RANKS}.")
+
+
+def _write_file(option: str, path: Path, content: str) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path} cannot be written: {error.strerror}. Name another file."
+        ) from error
 
 
 def _place(cluster: ClusterConfig, world_size: int, args: argparse.Namespace) -> Place:
@@ -148,7 +177,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     found = cluster.model_copy(update={"rates": rates})
     _write(calibration_lines(rates))
     if args.output:
-        write_atomically(args.output, dump_config(found))
+        _write_file("--output", args.output, dump_config(found))
         sys.stdout.write(f"{args.output}: the cluster with these rates; give it to --cluster\n")
     return 0
 

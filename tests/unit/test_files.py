@@ -37,6 +37,17 @@ def test_a_writer_that_fails_leaves_the_old_content_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_no_file_takes_the_place_of_a_device_or_folder(tmp_path):
+    (tmp_path / "device").symlink_to("/dev/null")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "device", tmp_path / "folder", tmp_path / "pipe", type(tmp_path)(".")):
+        with pytest.raises(OSError, match="folder, device or pipe"):
+            write_atomically(path, "new")
+    assert (tmp_path / "device").is_symlink() and (tmp_path / "pipe").is_fifo()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_folder_is_moved_with_all_its_files(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "new/a").write_text("a")

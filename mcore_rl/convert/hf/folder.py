@@ -37,6 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+POINTER = b"version https://git-lfs"
+POINTER_REMEDY = "It is a pointer of Git LFS, without the content: fetch that with `git lfs pull`."
 MAX_HEADER_BYTES = 100_000_000
 NOT_JSON = (ValueError, RecursionError, MemoryError)
 """Exceptions that parsing JSON raises; the last two on crafted texts."""
@@ -126,7 +128,8 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except NOT_JSON as error:
-        raise CheckpointError(f"{path} is not JSON: {error or 'too large'}. Take another copy.") from error
+        remedy = POINTER_REMEDY if _is_pointer(path) else "Take another copy."
+        raise CheckpointError(f"{path} is not JSON: {error or 'too large'}. {remedy}") from error
 
 
 def refuse_special_file(path: Path) -> None:
@@ -157,6 +160,10 @@ def _files(folder: Path) -> list[str]:
                 f"{folder}/{INDEX} names files that are not there:\n{listed(missing)}\nDownload or copy them again."
             )
         return names
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder. A model of the Hugging Face hub is downloaded first (hf download)."
+        )
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if not found:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
@@ -221,11 +228,16 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int, str]:
     except NOT_JSON:
         header = None
     if not isinstance(header, dict):
-        raise CheckpointError(
-            f"{file} ({size} bytes) does not begin as safetensors do. Download or copy it again."
-        )
+        remedy = POINTER_REMEDY if _is_pointer(file) else "Download or copy it again."
+        raise CheckpointError(f"{file} ({size} bytes) does not begin as safetensors do. {remedy}")
     header.pop("__metadata__", None)
     return header, 8 + length, size, sha256(raw).hexdigest()
+
+
+def _is_pointer(file: Path) -> bool:
+    """Return whether a file is what Git has in the place of one that Git LFS stores."""
+    with file.open("rb") as opened:
+        return opened.read(len(POINTER)) == POINTER
 
 
 def _entries(

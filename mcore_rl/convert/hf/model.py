@@ -25,6 +25,7 @@ from mcore_rl.convert.hf.quantization import (
 from mcore_rl.convert.hf.source import HfSource
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families import weight_map
+from mcore_rl.families.hf_config import OBJECT, check_types
 from mcore_rl.families.regions import RegionCopy, whole
 from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.weight_map import WeightMap, listed
@@ -79,6 +80,7 @@ def open_hf_model(
             f"{path} has no config.json: what model is it? Take the one that belongs to the weights."
         )
     config = folder.config
+    check_types(config, {"quantization_config": OBJECT})
     folder = replace(folder, tensors=with_scale_types(folder.tensors, config))
     model, layout = checked_model_from_hf(config, family), expert_layout(folder)
     if vocab_multiple is not None:

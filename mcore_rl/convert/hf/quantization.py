@@ -51,12 +51,13 @@ def fp8_block_size(config: Mapping[str, Any]) -> int:
     block = quantization.get("weight_block_size") or [FP8_BLOCK, FP8_BLOCK]
     if method == "mxfp4":
         return FP8_BLOCK
-    if method != "fp8" or block[0] != block[1] or quantization.get("fmt", "e4m3") != "e4m3":
+    size = block[0] if isinstance(block, list) and isinstance(block[0], int) else 0
+    if method != "fp8" or block != [size, size] or size < 1 or quantization.get("fmt", "e4m3") != "e4m3":
         raise CheckpointError(
             f"config.json has quantization_config {quantization}. Only fp8 (e4m3) in square blocks and mxfp4 are "
             "read here: dequantize the weights first."
         )
-    return int(block[0])
+    return int(size)
 
 
 def with_scale_types(tensors: Mapping[str, HfTensor], config: Mapping[str, Any]) -> dict[str, HfTensor]:

@@ -116,6 +116,7 @@ def test_these_settings_are_fine(words):
         ),
         ("prompts.task=countdown prompts.smallest=1", "2 to 6 numbers"),
         ("rollout.temperature=0", "the same"),
+        ("rollout.temperature=1e-300", "is below 1e-06"),
         ('rollout.stop_strings=["a",""]', "empty text"),
         ("rollout.group_size=1", "undefined"),
         ("rollout.group_size=1 advantage.kind=mean", "undefined"),

@@ -56,6 +56,7 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
             'no pass with the weights of the rollout in .* Set rl.update.old_logprobs="trainer"',
         ),
         (["rl.eval.samples=4"], "are all the same"),
+        (["rl.eval.temperature=1e-300"], "is below 1e-06"),
         (
             ["rl.advantage.kind=gae", "rl.critic.warmup_rollouts=60"],
             "rl.critic.warmup_rollouts=60 are all of",

@@ -170,6 +170,7 @@ def test_an_unknown_key_in_a_file_names_the_file_and_so_does_an_unknown_empty_se
             "data.split = [98, 1979-05-27, 1] on the command line: expected a",
         ),
         ("mesh.tp", "not of the form key=value"),
+        ("run_dir=runs/\udcff", "has bytes that are not UTF-8"),
     ],
 )
 def test_a_wrong_value_is_shown_with_what_was_expected(override, expected):

@@ -9,6 +9,7 @@ import torch
 from mcore_rl.families.qwen3_moe import Qwen3Moe
 from mcore_rl.run.cli import main
 from tests.conversion import saved, write_hf
+from tests.hf_models import oracle
 from tests.unit.convert.test_fp8 import model as fp8_model
 
 
@@ -55,3 +56,20 @@ def test_it_is_said_why_logits_are_not_compared(tmp_path: Path, capsys: pytest.C
     assert "logits are not compared: transformers has no 'kimi_k2'" in capsys.readouterr().out
     assert main([*arguments, "--overwrite", "--check-logits"]) == 2
     assert "there is nothing to compare the logits with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "options"), [(float("nan"), []), (3.4e38, ["--dtype", "bf16"])])
+def test_weights_that_compute_nothing_finite_are_not_taken_for_another_model(
+    value: float, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = oracle("qwen3_moe")
+    name = "model.layers.1.input_layernorm.weight"
+    weight = theirs.tensors[name].clone()
+    weight[3] = value  # beyond what bf16 has
+    source = write_hf(tmp_path / "hf", theirs.config, theirs.tensors | {name: weight})
+    arguments = ["convert", "import", str(source), str(tmp_path / "ckpt"), "--workers", "1", *options]
+    assert main(arguments) == 2
+    assert f"{source} computes NaN or infinite values, first in its layer 1" in capsys.readouterr().err
+    assert main([*arguments, "--no-check-logits"]) == 0
+    if not options:
+        assert main(["convert", "verify", str(source), str(tmp_path / "ckpt")]) == 0

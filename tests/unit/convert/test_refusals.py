@@ -92,6 +92,28 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         r"has an adapter \(adapter_config.json: LORA on wolf\)",
     ),
+    "a pointer of Git LFS": (
+        lambda f: (f / SECOND).write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+        ),
+        "pointer of Git LFS, without the content",
+    ),
+    "a config that is a pointer of Git LFS": (
+        lambda f: (f / "config.json").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "config.json is not JSON.*pointer of Git LFS",
+    ),
+    "a quantization that is no object": (
+        lambda f: edit_json(f / "config.json", lambda c: c.update(quantization_config=3)),
+        "quantization_config=3; wanted an object",
+    ),
+    "blocks of a quantization that are no sizes": (
+        lambda f: edit_json(
+            f / "config.json",
+            lambda c: c.update(quantization_config={"quant_method": "fp8", "weight_block_size": [128]}),
+        ),
+        "Only fp8",
+    ),
+    "no folder": (lambda f: f.rename(f.with_name("moved")), "hf is no folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "unknown family": (
         lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="x")),

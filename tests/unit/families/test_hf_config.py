@@ -291,7 +291,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("llama", {"hidden_size": None}, "lacks hidden_size"),
-    ("llama", {"num_hidden_layers": "three"}, "num_hidden_layers='three'; wanted a number"),
+    ("llama", {"num_hidden_layers": "three"}, "num_hidden_layers='three'; wanted a whole number"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
     (
         "llama",
@@ -330,9 +330,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types="),
     ("gpt_oss", {"sliding_window": None}, "lacks sliding_window"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": None}}, "mscale_all_dim=1.0"),
-    ("qwen3_moe", {"num_hidden_layers": "4"}, "num_hidden_layers='4'; wanted a number"),
+    ("qwen3_moe", {"num_hidden_layers": "4"}, "num_hidden_layers='4'; wanted a whole number"),
     ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan; wanted a number"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
+    ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false'; wanted true or false"),
+    ("qwen3_moe", {"num_hidden_layers": 10**18}, "less than or equal to 10000"),
+    ("qwen3_moe", {"num_experts": 10**18, "num_local_experts": 10**18}, "less than or equal to 10000"),
 ]
 
 
@@ -342,3 +345,22 @@ def test_settings_that_megatron_lacks_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         checked_model_from_hf(oracle(case).config | change)
+
+
+OTHER_VALUES = (None, True, 3, 2.5, -1.5, 10**18, "text", "false", [], [None], ["text"], {}, {"text": 1})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_of_any_type_is_read_or_refused_by_a_sentence(family: str) -> None:
+    """No key that a config.json has, of the rotary positions too, ends in an error of Python's own."""
+    config = oracle(family).config
+    rope = config["rope_parameters"]
+    changes = [{key: value} for key in (*config, "id2label") for value in OTHER_VALUES]
+    changes += [{"rope_parameters": rope | {key: value}} for key in rope for value in OTHER_VALUES]
+    refused = 0
+    for change in changes:
+        try:
+            checked_model_from_hf(copy.deepcopy(config) | change)
+        except ConfigError:
+            refused += 1
+    assert refused > len(changes) / 2

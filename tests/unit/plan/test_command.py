@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.run.cli import run
+from mcore_rl.run.cli import main, run
 
 ROOT = Path(__file__).parents[3]
 H100 = str(ROOT / "launch/clusters/example_h100.toml")
@@ -203,3 +203,20 @@ def test_what_fits_on_no_mesh_is_answered_by_state_of_the_optimizer_in_main_memo
     )
     weights = 2 * (experts + layer + 2048 * (151936 + 1)) + 2048 * 151936
     assert int(memory.split()[-4].replace(",", "")) == pytest.approx(weights * 16 / 2**30, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes", "1", "--json", "/dev/null/plan.json"], "--json /dev/null/plan.json cannot be written"),
+        (["--nodes", "1", "--timeline", "."], "--timeline . cannot be written: it is a folder"),
+        (["--nodes", "1", "--output", "x.toml"], "--output x.toml is written only with --calibrate"),
+        (["--nodes", "1", "--search", "--json", "x.json"], "--json x.json is written only of one CONFIG"),
+        (["--nodes", "1", "--rank", "0", "--timeline", "x.svg"], "--timeline x.svg is written only of one"),
+        (["--nodes", str(10**12)], "a plan is of at most 1000000"),
+        (["--world", f"8..{10**12}"], "a plan is of at most 1000000"),
+    ],
+)
+def test_what_it_cannot_write_or_count_is_refused(words, message, capsys):
+    assert main(["plan", "tiny_moe/pretrain", "--cluster", H100, *words]) == 2
+    assert message in capsys.readouterr().err

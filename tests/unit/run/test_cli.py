@@ -1,4 +1,5 @@
 import contextlib
+import io
 import os
 import re
 import shlex
@@ -149,6 +150,13 @@ def test_a_model_larger_than_this_machines_memory_is_refused_before_ranks_start(
         r"optimizer state of this model take [\d,]+ GiB on 2 local ranks, and this machine has \d", message
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_name_that_the_terminal_cannot_show_is_shown_by_its_code(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["config", TINY, "run_dir=\xfc"]) == 0
+    assert 'run_dir = "\\xfc"' in terminal.buffer.getvalue().decode()
 
 
 def test_config_finds_the_program_of_a_recipe_and_warns_of_files_that_are_not_there(

@@ -152,6 +152,11 @@ def test_seeds_number_the_continuations(run_dir: Path, capsys: pytest.CaptureFix
     [
         ([], "give --run RUN_DIR, --checkpoint DIR, or both"),
         (["--run", "RUN", "--n", "2"], "at temperature 0 is 2 times the same text"),
+        (
+            ["--run", "RUN", "--temperature", "inf"],
+            "--temperature inf, wanted 0 (always the likeliest token)",
+        ),
+        (["--run", "RUN", "--temperature", "1e-300"], "--temperature 1e-300, wanted 0"),
         (["--run", "RUN", "--top-p", "0"], "--top-p 0.0, wanted above 0"),
         (["--run", "RUN", "--stream", "--n", "2"], "--stream shows one text"),
         (["--run", "RUN", "--top-k", "-1"], "--top-k -1, wanted 0"),
