@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
 import tokenizers
 
-from mcore_rl.data.chat_template import load_template, render
+from mcore_rl.data.chat_template import TEMPLATE_ERRORS, load_template, render
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from mcore_rl.errors import DataError
 
@@ -271,9 +270,10 @@ class TemplateChat:
                 **options,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            # What the template's own expressions raise on a conversation of another shape than it expects.
-            raise DataError(f"the chat template does not take it: {error}") from error
+        except TEMPLATE_ERRORS as error:
+            raise DataError(
+                f"the chat template does not take it: {str(error) or type(error).__name__}"
+            ) from error
         return rendered[0], [tuple(span) for span in spans[0]] if spans else []
 
 

@@ -8,6 +8,17 @@ import jinja2
 
 from mcore_rl.errors import DataError
 
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+)
+"""What a template's own expressions raise on a conversation of another shape than it expects."""
 NO_TEMPLATE = (
     "{folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json). Name a "
     'jinja file with data.chat_template, or set it to "plain" or "raw".'
@@ -40,7 +51,7 @@ def load_template(name: str, folder: Path) -> str:
             f"{origin} holds no chat template that jinja can read: line {error.lineno}: {error}. Correct it, or name "
             "another with data.chat_template."
         ) from error
-    except jinja2.TemplateError:
+    except TEMPLATE_ERRORS:
         pass  # the template wants at least one turn, and a conversation has one
     return text
 
@@ -61,7 +72,8 @@ def _template_of_tokenizer(folder: Path) -> tuple[Path, str]:
     path = folder / "tokenizer_config.json"
     entry = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
     if isinstance(entry, list):
-        entry = {named["name"]: named["template"] for named in entry}.get("default")
+        named = [one for one in entry if isinstance(one, dict) and one.get("name") == "default"]
+        entry = named[0].get("template") if named else None
     if not isinstance(entry, str) or not entry:
         raise DataError(NO_TEMPLATE.format(folder=folder))
     return path, entry

@@ -191,6 +191,8 @@ def _special_names(folder: Path) -> dict[str, str]:
             entries: dict[str, Any] = json.loads(path.read_bytes())
         except ValueError as error:
             raise DataError(f"{path} is not JSON: {error}. Copy it again.") from error
+        if not isinstance(entries, dict):
+            raise DataError(f"{path} is no JSON object. Copy it again.")
         for key, value in entries.items():
             token = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(token, str):

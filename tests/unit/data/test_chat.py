@@ -129,6 +129,25 @@ def test_what_a_template_raises_is_said(chat):
         chat(strict).encode(conversation(CHATS[1]))
 
 
+@pytest.mark.parametrize(
+    "expression", ["1 // (messages|length - 2)", "[].pop()", "'a' * 10**30", "messages + 1"]
+)
+def test_what_a_templates_expressions_raise_is_said(chat, expression):
+    with pytest.raises(DataError, match="does not take it: "):
+        chat("{{ " + expression + " }}" + PLAIN).encode(conversation(CHATS[0]))
+
+
+@pytest.mark.parametrize("entry", [3, {}, [3], [{"name": "default"}], [{"name": "rag", "template": PLAIN}]])
+def test_an_entry_that_is_no_template_is_refused(folder, tmp_path, entry):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": entry}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="huggingface", path=str(tmp_path)))
+    with pytest.raises(DataError, match="has no chat template"):
+        load_chat("tokenizer", tokenizer, str(tmp_path))
+
+
 def test_text_that_is_no_template_is_refused(chat):
     with pytest.raises(DataError, match=r"no chat template that jinja can read: line 1"):
         chat("{% for %}")

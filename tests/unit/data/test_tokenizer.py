@@ -116,6 +116,13 @@ def test_a_corrupt_tokenizer_json_is_refused(tmp_path, content):
         huggingface(tmp_path)
 
 
+def test_a_tokenizer_config_that_is_no_object_is_refused(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON object"):
+        huggingface(tmp_path)
+
+
 def test_a_folder_that_names_no_end_of_document_is_refused(folder, tmp_path):
     without_eos(folder, tmp_path)
     with pytest.raises(DataError, match="names no end-of-document token"):
