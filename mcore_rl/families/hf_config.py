@@ -15,7 +15,7 @@ LLAMA3_CONSTANTS = {
 }
 """Parameters of Llama 3's wavelengths that Megatron has built in."""
 MAX_LAYERS = 10_000
-"""Layers that are looked at one by one; model.num_layers has the same limit, and refuses more."""
+"""Largest number of layers, as of model.num_layers: they are looked at one by one."""
 
 
 class Kind(NamedTuple):
@@ -30,6 +30,10 @@ def _is_whole(value: object) -> bool:
 
 
 WHOLE = Kind("a whole number", _is_whole)
+LAYERS = Kind(
+    f"a whole number of at most {MAX_LAYERS}",
+    lambda value: isinstance(value, int) and _is_whole(value) and value <= MAX_LAYERS,
+)
 NUMBER = Kind(
     "a number", lambda value: _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 )
@@ -39,7 +43,8 @@ OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 KINDS = {
     name: kind
     for kind, names in (
-        (WHOLE, "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim vocab_size"),
+        (LAYERS, "num_hidden_layers"),
+        (WHOLE, "hidden_size num_attention_heads num_key_value_heads head_dim vocab_size"),
         (WHOLE, "intermediate_size moe_intermediate_size shared_expert_intermediate_size"),
         (WHOLE, "max_position_embeddings original_max_position_embeddings sliding_window"),
         (WHOLE, "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
@@ -92,7 +97,8 @@ def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None =
         "hidden_size": needed(config, "hidden_size"),
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or needed(config, "hidden_size") // heads,
+        # 0 heads are refused with the others of ModelConfig's fields.
+        "head_dim": config.get("head_dim") or needed(config, "hidden_size") // (heads or 1),
         "ffn_hidden_size": needed(config, "intermediate_size"),
         "vocab_size": needed(config, "vocab_size"),
         "max_position": needed(config, "max_position_embeddings"),
@@ -290,7 +296,7 @@ def _contradiction(keys: Sequence[str], differences: str = "") -> ConfigError:
 def _first_dense_layers(config: HfConfig, num_layers: int) -> int:
     """Return the number of layers without experts, by Qwen's two keys; ConfigError unless they are the first ones."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(min(num_layers, MAX_LAYERS))]
+    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
     first = is_moe.index(True) if True in is_moe else num_layers
     if not all(is_moe[first:]):
         name = "mlp_only_layers" if dense else "decoder_sparse_step"

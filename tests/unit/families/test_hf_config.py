@@ -334,7 +334,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan; wanted a number"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
     ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false'; wanted true or false"),
-    ("qwen3_moe", {"num_hidden_layers": 10**18}, "less than or equal to 10000"),
+    ("qwen3_moe", {"num_hidden_layers": 10**18}, "wanted a whole number of at most 10000"),
     ("qwen3_moe", {"num_experts": 10**18, "num_local_experts": 10**18}, "less than or equal to 10000"),
 ]
 
@@ -347,7 +347,7 @@ def test_settings_that_megatron_lacks_are_refused_by_name(
         checked_model_from_hf(oracle(case).config | change)
 
 
-OTHER_VALUES = (None, True, 3, 2.5, -1.5, 10**18, "text", "false", [], [None], ["text"], {}, {"text": 1})
+OTHER_VALUES = (None, True, 0, 3, 2.5, -1.5, 10**18, "text", "false", [], [None], ["text"], {}, {"text": 1})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
