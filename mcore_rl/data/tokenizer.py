@@ -188,7 +188,7 @@ def _special_names(folder: Path) -> dict[str, str]:
         if not path.is_file():
             continue
         try:
-            entries: dict[str, Any] = json.loads(path.read_bytes())
+            entries: Any = json.loads(path.read_bytes())
         except ValueError as error:
             raise DataError(f"{path} is not JSON: {error}. Copy it again.") from error
         if not isinstance(entries, dict):
