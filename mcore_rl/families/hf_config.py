@@ -112,6 +112,7 @@ def common(config: HfConfig, *, theta: float = 10000.0, fraction: float | None =
 
 def grouped_experts(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of MoEConfig that DeepSeek and the families after it name alike."""
+    check_types(config, KINDS)
     require_keys(config, "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     # A choice among all groups restricts nothing, which our config writes as no groups.
