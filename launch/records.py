@@ -84,7 +84,7 @@ def last_step(run_dir: Path) -> int | None:
 def done(run_dir: Path) -> str:
     """Return the text of DONE; empty while the run is not done."""
     try:
-        return (run_dir / "DONE").read_text(encoding="utf-8").strip()
+        return (run_dir / "DONE").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 

@@ -123,7 +123,7 @@ def _sampling(rollout: RolloutConfig) -> Iterator[str]:
             "it above 0 (1.0 samples from the policy itself)."
         )
     elif rollout.temperature < MIN_TEMPERATURE:
-        yield f"rl.rollout.temperature={rollout.temperature} is below {MIN_TEMPERATURE}. Raise it."
+        yield f"rl.rollout.temperature={rollout.temperature} is below {MIN_TEMPERATURE}. Set it higher."
     if "" in rollout.stop_strings:
         yield "rl.rollout.stop_strings holds an empty text, which every completion ends in. Take it out."
 

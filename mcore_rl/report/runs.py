@@ -149,7 +149,7 @@ def _read_run(path: Path, name: str) -> RunRecord:
         records=[record for record in records if "event" not in record],
         events=list(_events(records)),
         attempts=read_attempts(path),
-        done=done.read_text(encoding="utf-8").strip() if done.exists() else "",
+        done=done.read_text(encoding="utf-8", errors="replace").strip() if done.exists() else "",
         evaluation=_evaluation(path / EVALUATION),
     )
 

@@ -28,6 +28,7 @@ from mcore_rl.checkpoint.folder import (
     COMMON,
     DELETING,
     FORMAT_FILE,
+    MARKER,
     METADATA,
     Marker,
     delete,
@@ -150,7 +151,8 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
         step: The step that the weights are of.
         before: Marker of the checkpoint whose training state this one has; None: it has weights only.
     """
-    names = sorted(entry.name for entry in folder.iterdir())
+    # A marker is there already when its folder was refused a name: after a comparison of logits, say.
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name != MARKER)
     archives: dict[str, list[FileRange]] = {}
     for info in (load_metadata(folder).storage_data or {}).values():
         archives.setdefault(info.relative_path, []).append(
