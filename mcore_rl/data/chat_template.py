@@ -18,7 +18,7 @@ TEMPLATE_ERRORS = (
     MemoryError,
     RecursionError,
 )
-"""What a template's own expressions raise on a conversation of another shape than it expects."""
+"""Errors of a template's own expressions on a conversation of another shape than it expects."""
 NO_TEMPLATE = (
     "{folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json). Name a "
     'jinja file with data.chat_template, or set it to "plain" or "raw".'

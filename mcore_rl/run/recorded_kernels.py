@@ -35,15 +35,14 @@ def keep_kernels(
     # Who rounds was measured where products were of bf16, and with the compiled file of then.
     is_same = is_here and wanted["products"] == record.get("products")
     wanted["rounded"] = record.get("rounded", "torch") if is_same else platform.kernels.rounded
-    wanted["half"] = record.get("half", platform.kernels.half)
+    wanted["half"] = record.get("half", "torch")
     kernels = from_record(wanted)
     if kernels is None:
         kernels = platform.kernels
     elif kernels != platform.kernels:
         platform = with_kernels(platform, kernels, f"of {FILE_NAME}")
     now = kernels.record()
-    # A start that recorded nothing of tensors in bf16 computed otherwise with them.
-    then = {"rounded": "torch", "half": now["half"] if config.precision == "fp32" else "none"} | record
+    then = {"rounded": "torch", "half": "torch"} | record
     changed = [f"{name} {then.get(name)!r}" for name in now if then.get(name) != now[name]]
     if not changed:
         return platform, ()

@@ -48,16 +48,16 @@ class CpuKernels:
     rounded: Rounded = "torch"
     """Who multiplies operands that are rounded to bf16, with `products="bf16"`: torch in bf16, MKL in fp32, or the
     compiled file in bf16 where the processor does, else by MKL."""
-    half: Half = "fp32"
-    """How tensors in bf16 are multiplied, with `precision="bf16"`: by torch's products of bf16, or by those of fp32,
-    whose results are rounded once. Experts compute all they do in that format."""
+    half: Half = "torch"
+    """How layers compute with tensors in bf16, with `precision="bf16"`: by torch in bf16, or in fp32 by the kernels of
+    fp32, with each result rounded once."""
 
     def describe(self) -> str:
         """Return the choice in words, for a log."""
         compiled = "compiled layers" if self.compiled != "none" else "no compiled layers"
         is_rounded = self.products == "bf16"
         products = ROUNDED_NAMES[self.rounded] if is_rounded else NAMES[self.products]
-        halves = ", torch's products of bf16" if self.half == "torch" else ""
+        halves = ", tensors in bf16 by fp32" if self.half == "fp32" else ""
         return f"{products}{halves}, {NAMES[self.attention]}, {compiled}"
 
     @property
@@ -75,7 +75,7 @@ def from_record(record: Mapping[str, str]) -> CpuKernels | None:
     products, attention = record.get("products"), record.get("attention")
     # Runs of before there was a choice multiplied rounded operands by torch.
     compiled, rounded = record.get("compiled", "none"), record.get("rounded", "torch")
-    half = record.get("half", "fp32")
+    half = record.get("half", "torch")
     known = (
         products in get_args(Products)
         and attention in get_args(Attention)
@@ -184,5 +184,10 @@ def _kept(weight: Tensor, converted: Callable[[], Tensor]) -> Tensor:
 
 
 def is_widened(operand: Tensor) -> bool:
-    """Return whether a CPU multiplies this tensor, which is in bf16, in fp32, and rounds the result to bf16 once."""
+    """Return whether layers compute with this tensor of a CPU, which is in bf16, in fp32, and round results once."""
     return operand.dtype == torch.bfloat16 and Process.kernels.half == "fp32" and operand.device.type == "cpu"
+
+
+def computes_in_fp32(operand: Tensor) -> bool:
+    """Return whether layers compute with this tensor in fp32: it is in that format, or `is_widened`."""
+    return operand.dtype == torch.float32 or is_widened(operand)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.kernels import compiled_for
-from mcore_rl.backend.cpu.products import FORMATS, by_onednn, gated_by_onednn
+from mcore_rl.backend.cpu.kernels import compiled_for, computes_in_fp32
+from mcore_rl.backend.cpu.products import by_onednn, gated_by_onednn
 
 
 def rotated_in_halves(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -72,7 +72,7 @@ def _is_plain(heads: Tensor, freqs: Tensor, options: Mapping[str, Any]) -> bool:
     """
     return (
         all(value in (False, None) or (name, value) == ("mscale", 1.0) for name, value in options.items())
-        and heads.dtype in FORMATS
+        and computes_in_fp32(heads)
         and heads.shape[-1] == freqs.shape[-1]
     )
 

@@ -7,8 +7,8 @@ rounded to bf16 are twice as fast where the processor has AVX-512's instruction 
 torch's are five times as slow as those in fp32, in which rounded operands then are multiplied: that is exact, and saves
 nothing. The compiled file rounds as it packs them, torch before, and torch in bf16 rounds the result too.
 
-Tensors in bf16 are multiplied by torch where the processor has instructions for them. Elsewhere that takes ten times
-as long as to multiply in fp32 and round the result once: `CpuKernels.half` tells which.
+Tensors in bf16 are multiplied by torch where that is clearly faster. On a processor without instructions for them it
+takes ten times as long as to multiply in fp32 and round the result once: `CpuKernels.half` tells which.
 """
 
 import functools
@@ -21,10 +21,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import Library
-from mcore_rl.backend.cpu.kernels import Process, is_widened, rounded, rounded_weight, rounding_for, weight_as
+from mcore_rl.backend.cpu.kernels import (
+    Process,
+    computes_in_fp32,
+    is_widened,
+    rounded,
+    rounded_weight,
+    rounding_for,
+    weight_as,
+)
 
-FORMATS = torch.float32, torch.bfloat16
-"""Formats of what is computed here and in layers; of tensors in bf16 results are computed in fp32 and rounded once."""
 ROW_MULTIPLE = 16
 """oneDNN compiles a kernel (~0.4 ms) for each new shape: a number of rows that is not of these goes to MKL."""
 SMALL_MACS = 1 << 21
@@ -217,7 +223,7 @@ def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(megatron_linear)
     def call(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         unusual = "gradient_accumulation_fusion", "grad_output_buffer"
-        if weight.dtype not in FORMATS or any(options.get(name) not in (None, False) for name in unusual):
+        if not computes_in_fp32(weight) or any(options.get(name) not in (None, False) for name in unusual):
             return megatron_linear(input, weight, **options)
         group = options["tp_group"]
         if options["sequence_parallel"]:

@@ -24,7 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu import attention as cpu_attention
 from mcore_rl.backend.cpu import compiled_attention
-from mcore_rl.backend.cpu.kernels import Process
+from mcore_rl.backend.cpu.kernels import Process, is_widened
 from mcore_rl.backend.varlen import attend_packed, packed_kernel
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
@@ -94,8 +94,7 @@ class SDPAttention(MegatronModule):
         """
         if options.get("attention_bias") is not None:
             raise NotImplementedError("SDPAttention adds no bias to the scores: give none, or a mask")
-        if query.dtype == torch.bfloat16 and query.device.type == "cpu":
-            # On no CPU is attention in bf16 clearly faster, and without instructions for it it is much slower.
+        if is_widened(query):
             wide = query.float(), key.float(), value.float()
             return self.forward(*wide, attention_mask, attn_mask_type, **options).to(query.dtype)
         if self.cache is not None:

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.kernels import Process, compiled_for
+from mcore_rl.backend.cpu.kernels import Process, compiled_for, is_widened
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return input / rms(input) * weight over the last axis, computed in fp32 and rounded once."""
-    wide, wide_weight = input.float(), weight.float()
+    if is_widened(input):
+        return rms_norm(input.float(), weight.float(), eps).to(input.dtype)
     if not torch.is_grad_enabled():
         # The rows of a decoding step are so few that the record of a gradient would take longer than the norm.
-        return _normalized(wide, wide_weight, eps)[0].to(input.dtype)
-    normalized: Tensor = _RMSNorm.apply(wide, wide_weight, eps)  # type: ignore[no-untyped-call]
-    return normalized.to(input.dtype)
+        return _normalized(input, weight, eps)[0]
+    normalized: Tensor = _RMSNorm.apply(input, weight, eps)  # type: ignore[no-untyped-call]
+    return normalized
 
 
 def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,13 +32,14 @@ def _normalized(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
         rows = inverse.numel()
         library.rms_norm_forward(input, weight, rows, width, eps, output, inverse)
         return output, input, inverse
-    norm = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
-    inverse = norm.square_().div_(input.shape[-1]).add_(eps).rsqrt_()
-    return (input * inverse).mul_(weight), input, inverse
+    wide = input.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
+    return (wide * inverse).mul_(weight).to(input.dtype), input, inverse
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`rms_norm` of fp32 with its gradient."""
+    """`rms_norm` with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,10 +59,10 @@ class _RMSNorm(torch.autograd.Function):
             results = d_input, d_weight, part
             compiled.rms_norm_backward(*operands, inverse.numel(), size, *results)
             return d_input, d_weight, None
-        normalized = input * inverse
+        normalized = input.float() * inverse
         product = normalized * gradient
         rows = product.reshape(-1, size)
         # d_input = inverse * (g * w - normalized * mean(g * w * normalized)), g the gradient and w the weight.
-        mean = torch.mv(rows, weight).div_(size).view_as(inverse)
-        d_input = torch.mul(gradient, weight).addcmul_(normalized, mean, value=-1).mul_(inverse)
-        return d_input, rows.sum(0), None
+        mean = torch.mv(rows, weight.float()).div_(size).view_as(inverse)
+        d_input = torch.mul(gradient, weight.float()).addcmul_(normalized, mean, value=-1).mul_(inverse)
+        return d_input.to(input.dtype), rows.sum(0).to(weight.dtype), None

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import Library
-from mcore_rl.backend.cpu.kernels import Process
+from mcore_rl.backend.cpu.kernels import Process, computes_in_fp32
 from mcore_rl.backend.cpu.megatron_speed import positions_in_sequences
-from mcore_rl.backend.cpu.products import FORMATS
 from mcore_rl.model.layers.norm import RMSNorm
 
 OF_INFERENCE = (
@@ -77,8 +76,7 @@ class FusedSelfAttention(SelfAttention):
         self._has_norms = all(type(norm) is RMSNorm for norm in norms)
         is_without = all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
         self._is_plain = (
-            config.params_dtype in FORMATS
-            and (is_without or (self._has_norms and self._norms() is not None))
+            (is_without or (self._has_norms and self._norms() is not None))
             and not getattr(config, "attention_output_gate", False)
             and not config.test_mode
             and not config.no_rope_freq
@@ -121,7 +119,12 @@ class FusedSelfAttention(SelfAttention):
         """Return what one pass needs, None where Megatron's steps are needed."""
         library = Process.library
         # A fake tensor has no numbers at its address.
-        if library is None or not self._is_plain or type(hidden) is not Tensor or hidden.dtype not in FORMATS:
+        if (
+            library is None
+            or not self._is_plain
+            or type(hidden) is not Tensor
+            or not computes_in_fp32(hidden)
+        ):
             return None
         norms = self._norms() if self._has_norms else None
         if rotary is None:

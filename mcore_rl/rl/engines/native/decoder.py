@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
+from mcore_rl.backend.cpu.kernels import is_widened
 from mcore_rl.backend.cpu.products import linear
 from mcore_rl.errors import EngineError
 from mcore_rl.model.build import unwrap
@@ -140,12 +141,11 @@ class Decoder:
         else:
             groups = attention.num_query_groups_per_partition
             widths = (self._config.kv_channels, self._config.kv_channels)
-        # A CPU attends in fp32: it would convert all earlier keys and values in each step.
-        dtype = self._dtype if self.device.type == "cuda" else torch.float32
         keys, values = (
-            torch.zeros(*shape, groups, width, dtype=dtype, device=self.device) for width in widths
+            torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths
         )
-        return keys, values
+        # Attention in fp32 would convert all earlier keys and values in each step.
+        return (keys.float(), values.float()) if is_widened(keys) else (keys, values)
 
     @contextmanager
     def _recording(self) -> Iterator[list[Tensor]]:

@@ -20,7 +20,7 @@ from mcore_rl.model.layers.cpu.norm import rms_norm
 @pytest.fixture(params=["compiled", "python"], autouse=True)
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """One build for all tests of this machine: it stays in the user's cache."""
-    with using(CpuKernels("mkl", "sdpa", build_id() if request.param == "compiled" else "none")):
+    with using(CpuKernels("mkl", "sdpa", build_id() if request.param == "compiled" else "none", half="fp32")):
         yield
 
 

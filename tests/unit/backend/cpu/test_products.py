@@ -18,7 +18,7 @@ from mcore_rl.backend.cpu.products import (
 @pytest.fixture(params=["mkl", "onednn"], autouse=True)
 def products(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both libraries, whichever is faster on this machine."""
-    with using(CpuKernels(products=request.param)):
+    with using(CpuKernels(products=request.param, half="fp32")):
         yield
 
 
@@ -205,7 +205,7 @@ def test_products_of_bf16_round_operands_and_nothing_else() -> None:
     [
         (CpuKernels(products="bf16", rounded="torch"), torch.float32),
         (CpuKernels(products="bf16", rounded="mkl"), torch.float32),
-        (CpuKernels(), torch.bfloat16),
+        (CpuKernels(half="fp32"), torch.bfloat16),
     ],
     ids=["rounded", "rounded, in fp32", "widened"],
 )

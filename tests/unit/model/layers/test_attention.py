@@ -27,7 +27,7 @@ OWN_KERNEL, OWN_KERNEL_AGAIN, BY_TORCH = 128, 576, 37
 def own_attention(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever is faster on this machine; where it is "blocks", lengths of BY_TORCH are torch's in any case."""
     compiled = build_id() if request.param == "compiled" else "none"
-    with using(CpuKernels(attention=request.param, compiled=compiled)):
+    with using(CpuKernels(attention=request.param, compiled=compiled, half="fp32")):
         yield
 
 
