@@ -49,7 +49,7 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
     before = (run / "config.toml").read_bytes()
     # Whatever is faster here: the run was started elsewhere.
     (attempt,) = json.loads((run / "run.json").read_text())
-    assert set(attempt["kernels"]) == {"products", "attention", "compiled", "rounded"}
+    assert set(attempt["kernels"]) == {"products", "attention", "compiled", "rounded", "half"}
     elsewhere = {
         "products": "mkl" if attempt["kernels"]["products"] == "onednn" else "onednn",
         "attention": "blocks" if attempt["kernels"]["attention"] == "sdpa" else "sdpa",
