@@ -186,8 +186,3 @@ def _kept(weight: Tensor, converted: Callable[[], Tensor]) -> Tensor:
 def is_widened(operand: Tensor) -> bool:
     """Return whether layers compute with this tensor of a CPU, which is in bf16, in fp32, and round results once."""
     return operand.dtype == torch.bfloat16 and Process.kernels.half == "fp32" and operand.device.type == "cpu"
-
-
-def computes_in_fp32(operand: Tensor) -> bool:
-    """Return whether layers compute with this tensor in fp32: it is in that format, or `is_widened`."""
-    return operand.dtype == torch.float32 or is_widened(operand)

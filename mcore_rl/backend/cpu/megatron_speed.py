@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.kernels import compiled_for, computes_in_fp32
+from mcore_rl.backend.cpu.kernels import compiled_for, is_widened
 from mcore_rl.backend.cpu.products import by_onednn, gated_by_onednn
 
 
@@ -72,7 +72,7 @@ def _is_plain(heads: Tensor, freqs: Tensor, options: Mapping[str, Any]) -> bool:
     """
     return (
         all(value in (False, None) or (name, value) == ("mscale", 1.0) for name, value in options.items())
-        and computes_in_fp32(heads)
+        and (heads.dtype == torch.float32 or is_widened(heads))
         and heads.shape[-1] == freqs.shape[-1]
     )
 

@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 from mcore_rl.backend.cpu.compiled import Library
 from mcore_rl.backend.cpu.kernels import (
     Process,
-    computes_in_fp32,
     is_widened,
     rounded,
     rounded_weight,
@@ -52,7 +51,7 @@ def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
         if (library := rounding_for(left_MK, right_NK)) is not None:
             return _compiled_product(library, left_MK, right_NK)
         return torch.mm(rounded(left_MK), rounded(right_NK).t()).float()
-    if is_widened(left_MK):
+    if left_MK.dtype == torch.bfloat16 and is_widened(left_MK):
         return product(left_MK.float(), right_NK.float()).to(left_MK.dtype)
     return torch.mm(left_MK, right_NK.t())
 
@@ -133,7 +132,7 @@ def add_weight_gradient(total_OI: Tensor, gradient_NO: Tensor, input_NI: Tensor)
             return
         total_OI.add_(product(gradient_NO.t(), input_NI.t()))
         return
-    if is_widened(input_NI):
+    if input_NI.dtype == torch.bfloat16 and is_widened(input_NI):
         gradient_NO, input_NI = gradient_NO.float(), input_NI.float()
     by_onednn = (
         Process.kernels.products == "onednn" and input_NI.dtype == torch.float32 and not input_NI.is_cuda
@@ -184,7 +183,7 @@ class WeightGradient:
 def linear(input: Tensor, weight_OI: Tensor) -> Tensor:
     """`input @ weight_OI.T` over the last axis in the input's dtype, with its gradients."""
     input_NI = input.reshape(-1, weight_OI.shape[1])
-    if is_widened(input):
+    if input.dtype == torch.bfloat16 and is_widened(input):
         input_NI = input_NI.float()
     if torch.is_grad_enabled():
         rows: Tensor = _Linear.apply(input_NI, weight_OI)  # type: ignore[no-untyped-call]
@@ -223,7 +222,8 @@ def by_onednn(megatron_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(megatron_linear)
     def call(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         unusual = "gradient_accumulation_fusion", "grad_output_buffer"
-        if not computes_in_fp32(weight) or any(options.get(name) not in (None, False) for name in unusual):
+        is_fp32 = weight.dtype == torch.float32 or is_widened(weight)
+        if not is_fp32 or any(options.get(name) not in (None, False) for name in unusual):
             return megatron_linear(input, weight, **options)
         group = options["tp_group"]
         if options["sequence_parallel"]:

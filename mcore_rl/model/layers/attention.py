@@ -94,7 +94,7 @@ class SDPAttention(MegatronModule):
         """
         if options.get("attention_bias") is not None:
             raise NotImplementedError("SDPAttention adds no bias to the scores: give none, or a mask")
-        if is_widened(query):
+        if query.dtype == torch.bfloat16 and is_widened(query):
             wide = query.float(), key.float(), value.float()
             return self.forward(*wide, attention_mask, attn_mask_type, **options).to(query.dtype)
         if self.cache is not None:

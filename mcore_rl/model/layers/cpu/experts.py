@@ -81,7 +81,7 @@ def swiglu_experts(
         fc2_EDF: The experts' output matrices.
         assignment: The rows of each expert.
     """
-    if is_widened(input_TD):
+    if input_TD.dtype == torch.bfloat16 and is_widened(input_TD):
         wide = input_TD.float(), gates.float()
         return swiglu_experts(*wide, fc1_EFD, fc2_EDF, assignment).to(input_TD.dtype)
     operands = input_TD, gates, fc1_EFD, fc2_EDF, assignment

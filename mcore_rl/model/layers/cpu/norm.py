@@ -13,7 +13,7 @@ from mcore_rl.backend.cpu.kernels import Process, compiled_for, is_widened
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return input / rms(input) * weight over the last axis, computed in fp32 and rounded once."""
-    if is_widened(input):
+    if input.dtype == torch.bfloat16 and is_widened(input):
         return rms_norm(input.float(), weight.float(), eps).to(input.dtype)
     if not torch.is_grad_enabled():
         # The rows of a decoding step are so few that the record of a gradient would take longer than the norm.

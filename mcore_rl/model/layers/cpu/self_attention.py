@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.compiled import Library
-from mcore_rl.backend.cpu.kernels import Process, computes_in_fp32
+from mcore_rl.backend.cpu.kernels import Process, is_widened
 from mcore_rl.backend.cpu.megatron_speed import positions_in_sequences
 from mcore_rl.model.layers.norm import RMSNorm
 
@@ -123,7 +123,7 @@ class FusedSelfAttention(SelfAttention):
             library is None
             or not self._is_plain
             or type(hidden) is not Tensor
-            or not computes_in_fp32(hidden)
+            or not (hidden.dtype == torch.float32 or is_widened(hidden))
         ):
             return None
         norms = self._norms() if self._has_norms else None
