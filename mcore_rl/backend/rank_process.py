@@ -12,9 +12,7 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
-from types import FrameType
+from collections.abc import Sequence, Set
 
 from mcore_rl.backend.binding import bind
 from mcore_rl.backend.failures import OomKills, Order, has_noted, note_failure, rank_death, rank_failure
@@ -30,24 +28,17 @@ def main(argv: Sequence[str]) -> int:
     if bound := bind(int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)):
         sys.stderr.write(f"rank {rank}: {bound}\n")
         sys.stderr.flush()
-    # Until both sides have their handlers: a signal in between would end one of them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    # They stay blocked, and `_ended` takes them one by one: a handler's signal that comes just before a blocking call
+    # would wait for the end of that call. SIGCHLD, blocked, is kept even though nobody handles it.
+    awaited = {*FORWARDED, signal.SIGCHLD}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _be_the_rank(parent, rank, argv)
+        _be_the_rank(parent, rank, argv, before - awaited)
     asked: list[int] = []
-
-    def forward(number: int, _: FrameType | None) -> None:
-        asked.append(number)
-        with suppress(ProcessLookupError):
-            os.kill(child, number)
-
-    for number in FORWARDED:
-        signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = _ended(child, awaited, asked)
     if code < 0:
         # A rank that was asked to end before it could listen has not failed.
         if -code not in asked:
@@ -58,12 +49,32 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _be_the_rank(parent: int, rank: int, argv: Sequence[str]) -> None:
-    """Run the module as `python -m` does and end; an error that nobody has handled is recorded, then raised."""
+def _ended(child: int, awaited: Set[int], asked: list[int]) -> int:
+    """Wait for the end of the rank `child` and return its exit code, negative for the signal that ended it.
+
+    Args:
+        child: Its process.
+        awaited: SIGCHLD and the requests to stop, all blocked.
+        asked: Takes the requests, each of which is sent on to the rank.
+    """
+    while True:
+        number = signal.sigwait(awaited)
+        if number != signal.SIGCHLD:
+            asked.append(number)
+            os.kill(child, number)
+            continue
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) -> None:
+    """Run the module as `python -m` does, with the signals of `mask` blocked, and end; an error that nobody has handled
+    is recorded, then raised."""
     die_with(parent)
     for number in FORWARDED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     sys.argv[1:] = argv[1:]
     try:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
@@ -89,6 +100,7 @@ def _end_by(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
 
 

@@ -125,14 +125,11 @@ def test_a_rank_ends_with_its_own_status_and_arguments_and_a_good_one_leaves_no_
 
 
 def test_a_signal_for_the_process_is_one_for_the_rank_and_no_failure(tmp_path):
-    save = "import time; saved = lambda *_: (print('saved', flush=True), os._exit(0))\n"
-    save += "signal.signal(signal.SIGTERM, saved); print('ready', flush=True); time.sleep(600)"
-    assert run_rank(tmp_path, save, signal.SIGTERM)[:2] == (0, "saved\n")
-    status, _, errors, cause = run_rank(
-        tmp_path, "import time; print('ready', flush=True); time.sleep(600)", signal.SIGTERM
-    )
+    # Sleeps again and again: a signal that comes just before a call that blocks waits for the end of that call.
+    sleep = "import time; os.write(1, b'ready\\n')\nwhile True: time.sleep(.05)"
+    save = "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'saved\\n'), os._exit(0)))\n"
+    assert run_rank(tmp_path, save + sleep, signal.SIGTERM)[:2] == (0, "saved\n")
+    status, _, errors, cause = run_rank(tmp_path, sleep, signal.SIGTERM)
     assert (status, errors, cause) == (-signal.SIGTERM, "", None)
-    status, _, errors, cause = run_rank(
-        tmp_path, "import time; print('ready', flush=True); time.sleep(600)", signal.SIGINT
-    )
+    status, _, errors, cause = run_rank(tmp_path, sleep, signal.SIGINT)
     assert (status, errors, cause) == (130, "Rank 5 was interrupted.\n", None)
