@@ -35,14 +35,16 @@ def keep_kernels(
     # Who rounds was measured where products were of bf16, and with the compiled file of then.
     is_same = is_here and wanted["products"] == record.get("products")
     wanted["rounded"] = record.get("rounded", "torch") if is_same else platform.kernels.rounded
-    wanted["half"] = record.get("half", "torch")
+    # A start in fp32 chose nothing for tensors in bf16, and this one may be of either precision.
+    half, half_here = record.get("half", "torch"), platform.kernels.half
+    wanted["half"] = half_here if "none" in (half, half_here) else half
     kernels = from_record(wanted)
     if kernels is None:
         kernels = platform.kernels
     elif kernels != platform.kernels:
         platform = with_kernels(platform, kernels, f"of {FILE_NAME}")
     now = kernels.record()
-    then = {"rounded": "torch", "half": "torch"} | record
+    then = {"rounded": "torch"} | record | {"half": wanted["half"]}
     changed = [f"{name} {then.get(name)!r}" for name in now if then.get(name) != now[name]]
     if not changed:
         return platform, ()

@@ -55,7 +55,7 @@ def test_changes_are_refused_or_recorded_and_a_run_that_ends_in_skipped_steps_is
         "attention": "blocks" if attempt["kernels"]["attention"] == "sdpa" else "sdpa",
         "compiled": "none",
         "rounded": "torch",
-        "half": "torch",
+        "half": "none",
     }
     (run / "run.json").write_text(json.dumps([attempt | {"kernels": elsewhere}]))
     (run / "DONE").unlink()

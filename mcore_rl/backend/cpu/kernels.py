@@ -20,7 +20,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 Products = Literal["mkl", "onednn", "bf16"]
 Attention = Literal["blocks", "sdpa", "compiled"]
 Rounded = Literal["torch", "mkl", "compiled"]
-Half = Literal["torch", "fp32"]
+Half = Literal["torch", "fp32", "none"]
 NAMES = {
     "mkl": "torch's products (MKL)",
     "onednn": "oneDNN's products",
@@ -48,9 +48,9 @@ class CpuKernels:
     rounded: Rounded = "torch"
     """Who multiplies operands that are rounded to bf16, with `products="bf16"`: torch in bf16, MKL in fp32, or the
     compiled file in bf16 where the processor does, else by MKL."""
-    half: Half = "torch"
-    """How layers compute with tensors in bf16, with `precision="bf16"`: by torch in bf16, or in fp32 by the kernels of
-    fp32, with each result rounded once."""
+    half: Half = "none"
+    """How layers compute with tensors in bf16: by torch in bf16, or in fp32 by the kernels of fp32, with each result
+    rounded once. "none": nothing was chosen, because `precision` is not "bf16"; then by torch."""
 
     def describe(self) -> str:
         """Return the choice in words, for a log."""

@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from mcore_rl.backend.cpu.compiled import build_id
-from mcore_rl.backend.cpu.kernels import CpuKernels, Rounded, in_use, using
+from mcore_rl.backend.cpu.kernels import CpuKernels, Half, Rounded, in_use, using
 from mcore_rl.backend.platform import Platform, start, with_kernels
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
@@ -86,23 +85,34 @@ def test_a_resume_without_the_field_that_rounded_does_not_round(tmp_path: Path, 
 
 def test_how_bf16_was_multiplied_is_kept(tmp_path: Path, platform: Platform) -> None:
     there = replace(HERE, half="fp32")
+    here = with_kernels(platform, replace(HERE, half="torch"), "of this machine")
     resumed, warnings = keep_kernels(
-        PlatformConfig(precision="bf16"), platform, recorded(tmp_path, platform, there.record())
+        PlatformConfig(precision="bf16"), here, recorded(tmp_path, platform, there.record())
     )
     assert (resumed.kernels, in_use(), warnings) == (there, there, ())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_of_before_the_record_of_bf16_goes_on_as_torch_computes(
-    tmp_path: Path, platform: Platform, precision: Literal["fp32", "bf16"]
+def test_a_run_in_bf16_of_before_the_record_goes_on_as_torch_computes(
+    tmp_path: Path, platform: Platform
 ) -> None:
     before = HERE.record()
     del before["half"]
     widened = with_kernels(platform, replace(HERE, half="fp32"), "of this machine")
     resumed, warnings = keep_kernels(
-        PlatformConfig(precision=precision), widened, recorded(tmp_path, platform, before)
+        PlatformConfig(precision="bf16"), widened, recorded(tmp_path, platform, before)
     )
     assert (resumed.kernels.half, in_use().half, warnings) == ("torch", "torch", ())
+
+
+@pytest.mark.parametrize(("then", "now"), [("none", "fp32"), ("fp32", "none"), ("none", "none")])
+def test_a_start_of_the_other_precision_computes_bf16_as_is_fastest_here(
+    tmp_path: Path, platform: Platform, then: Half, now: Half
+) -> None:
+    folder = recorded(tmp_path, platform, replace(HERE, half=then).record())
+    here = with_kernels(platform, replace(HERE, half=now), "of this machine")
+    config = PlatformConfig(precision="fp32" if now == "none" else "bf16")
+    resumed, warnings = keep_kernels(config, here, folder)
+    assert (resumed.kernels, in_use(), warnings) == (here.kernels, here.kernels, ())
 
 
 def test_a_library_that_is_not_here_is_reported(tmp_path: Path, platform: Platform) -> None:
