@@ -245,4 +245,7 @@ def _first(records: Iterable[dict[str, object]], key: str) -> float | None:
 
 def _number(entry: dict[str, object], key: str) -> float | None:
     value = entry.get(key)
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:  # a damaged record
+        return None

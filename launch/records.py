@@ -6,9 +6,12 @@ launch/<n>/     job.sbatch, config.toml, cluster.toml, commit.txt, code/ (code.p
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from mcore_rl.files import write_atomically
 
@@ -40,6 +43,9 @@ class Submission:
     """Folder of the run of the pipeline's stage before, whose job `dependency` names; empty for none."""
 
 
+_SUBMISSION = TypeAdapter(Submission)
+
+
 def next_folder(run_dir: Path) -> Path:
     """Return the folder of the next launch of a run, which is not created."""
     folder = run_dir / FOLDER
@@ -56,14 +62,11 @@ def record(folder: Path, submission: Submission) -> None:
 def submissions(run_dir: Path) -> list[Submission]:
     """Return the submissions of a run, the oldest first; what cannot be read is left out."""
     folders = [path for path in _listed(run_dir / FOLDER) if path.name.isdecimal()]
-    read = (_read(path / RECORD) for path in sorted(folders, key=lambda path: int(path.name)))
-    known = {field.name for field in fields(Submission)}
-    required = {field.name for field in fields(Submission) if field.default is MISSING}
-    return [
-        Submission(**{key: found[key] for key in known & found.keys()})
-        for found in read
-        if required <= found.keys()
-    ]
+    found = []
+    for folder in sorted(folders, key=lambda path: int(path.name)):
+        with suppress(OSError, ValidationError):
+            found.append(_SUBMISSION.validate_json((folder / RECORD).read_bytes()))
+    return found
 
 
 def writing_job(run_dir: Path) -> str:

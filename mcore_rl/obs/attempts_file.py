@@ -6,10 +6,11 @@ Entries are appended and never changed. obs/attempts.py writes them; this file n
 read them anywhere.
 """
 
-import json
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import DataError
@@ -77,6 +78,13 @@ class RunAttempt:
         """Time of the start in seconds since 1970, as `time` in metrics.jsonl."""
         return datetime.fromisoformat(self.started).timestamp()
 
+    def __post_init__(self) -> None:
+        """ValueError where `started` is not a time."""
+        datetime.fromisoformat(self.started)
+
+
+_ATTEMPTS = TypeAdapter(list[RunAttempt])
+
 
 def read_attempts(run_dir: Path) -> list[RunAttempt]:
     """Return all starts of a run in order; an empty list for a run that is older than run.json."""
@@ -84,8 +92,11 @@ def read_attempts(run_dir: Path) -> list[RunAttempt]:
     if not path.exists():
         return []
     try:
-        return [RunAttempt(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError):
+        return _ATTEMPTS.validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
         raise DataError(
-            f"{path} is damaged: it should hold a list of attempts. Move it away; only the report needs it."
+            f"{path} is damaged, it should hold a list of attempts: {where}: {first['msg']}. Move it away: then the "
+            "report knows nothing of the starts before, and a run on a CPU chooses its kernels anew."
         ) from None

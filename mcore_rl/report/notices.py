@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +45,12 @@ def _failures(run: RunRecord) -> Iterator[Notice]:
     for path in sorted((run.path / "logs").glob("*/failure.json")):
         if path.parent.is_symlink():
             continue  # `latest` is one of the others
-        try:
+        with suppress(ValueError, LookupError, TypeError):  # the launcher was killed while it wrote
             found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        except ValueError:
-            continue  # The launcher was killed while it wrote: the file holds nothing.
-        if isinstance(found, list):
-            rank, status, text = found
-            found = {"headline": f"rank {rank} failed with status {status}", "text": text}
-        yield Notice("error", f"attempt {path.parent.name}: {found['headline']}", str(found["text"]))
+            if isinstance(found, list):
+                rank, status, text = found
+                found = {"headline": f"rank {rank} failed with status {status}", "text": text}
+            yield Notice("error", f"attempt {path.parent.name}: {found['headline']}", str(found["text"]))
 
 
 def _state(run: RunRecord) -> Iterator[Notice]:

@@ -139,7 +139,10 @@ def _read_run(path: Path, name: str) -> RunRecord:
         raise DataError(
             f"{config_path} is damaged: {error}. Copy it again; a start of the run writes it anew"
         ) from None
-    records = list(read_records(path / FILE_NAME))
+    # A line that something has damaged may have no time, which every record has.
+    records = [
+        record for record in read_records(path / FILE_NAME) if math.isfinite(_number(record.get("time")))
+    ]
     done = path / "DONE"
     return RunRecord(
         path=path,
@@ -219,5 +222,5 @@ def _number(value: object) -> float:
     """Return a metric's value; nan for what is none: absent, a table, or a text that a damaged line has."""
     try:
         return float(value)  # type: ignore[arg-type]  # metrics that are not finite are written as texts
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan

@@ -1,12 +1,31 @@
 """Sampled completions at the start and the end of a run, with their rewards."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 MAX_GROUPS, MAX_COMPLETIONS, MAX_CHARACTERS = 4, 8, 2000
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A line of a file of samples, as rl/samples.py writes it."""
+
+    step: int
+    problem: str
+    prompt: str
+    answer: str | None
+    completion: str
+    reward: float | None
+    tokens: int
+    finish: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+_SAMPLE = TypeAdapter(_Sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,42 +71,38 @@ def before_and_after(run_dir: Path) -> list[SampledStep]:
     return [_sampled(table, common) for table in read]
 
 
-def _read(path: Path) -> dict[str, list[Mapping[str, Any]]]:
-    """Return problem -> samples in the order of the file; torn lines are left out."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            sample = json.loads(line)
-        except ValueError:
-            continue
-        groups.setdefault(str(sample["problem"]), []).append(sample)
+def _read(path: Path) -> dict[str, list[_Sample]]:
+    """Return problem -> samples in the order of the file; lines that are torn or damaged are left out."""
+    groups: dict[str, list[_Sample]] = {}
+    for line in path.read_bytes().splitlines():
+        with suppress(ValidationError):
+            sample = _SAMPLE.validate_json(line)
+            groups.setdefault(sample.problem, []).append(sample)
     return groups
 
 
-def _sampled(table: Mapping[str, Sequence[Mapping[str, Any]]], common: Sequence[str]) -> SampledStep:
+def _sampled(table: Mapping[str, Sequence[_Sample]], common: Sequence[str]) -> SampledStep:
     every = [sample for samples in table.values() for sample in samples]
     shown = list(common or table)[:MAX_GROUPS]
-    rewards = [float(sample["reward"]) for sample in every if sample["reward"] is not None]
+    rewards = [sample.reward for sample in every if sample.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
-    return SampledStep(int(every[0]["step"]), mean, tuple(_group(table[problem]) for problem in shown))
+    return SampledStep(every[0].step, mean, tuple(_group(table[problem]) for problem in shown))
 
 
-def _group(samples: Sequence[Mapping[str, Any]]) -> SampleGroup:
-    best_first = sorted(
-        samples, key=lambda sample: (sample["reward"] is None, -float(sample["reward"] or 0.0))
-    )
+def _group(samples: Sequence[_Sample]) -> SampleGroup:
+    best_first = sorted(samples, key=lambda sample: (sample.reward is None, -(sample.reward or 0.0)))
     completions = tuple(
         SampledCompletion(
-            text=shortened(str(sample["completion"])),
-            reward=None if sample["reward"] is None else float(sample["reward"]),
-            reason=shortened("; ".join(map(str, sample.get("reasons", {}).values()))),
-            tokens=int(sample["tokens"]),
-            is_truncated=sample["finish"] == "length",
+            text=shortened(sample.completion),
+            reward=sample.reward,
+            reason=shortened("; ".join(sample.reasons.values())),
+            tokens=sample.tokens,
+            is_truncated=sample.finish == "length",
         )
         for sample in best_first[:MAX_COMPLETIONS]
     )
     first = samples[0]
-    return SampleGroup(shortened(str(first["prompt"])), shortened(str(first["answer"] or "")), completions)
+    return SampleGroup(shortened(first.prompt), shortened(first.answer or ""), completions)
 
 
 def shortened(text: str) -> str:

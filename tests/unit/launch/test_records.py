@@ -27,5 +27,6 @@ def test_launches_are_numbered_and_foreign_files_among_them_are_passed_over(tmp_
     for name in ("0", "9", "10", "notes"):
         (tmp_path / "launch" / name).mkdir(parents=True)
     assert next_folder(tmp_path).name == "11"
-    (tmp_path / "launch/9/submission.json").write_text("torn{")
-    assert submissions(tmp_path) == []
+    for content in ("torn{", "null", "[]", '{"job": [], "nodes": {}}', "[" * 100_000):
+        (tmp_path / "launch/9/submission.json").write_text(content)
+        assert submissions(tmp_path) == []

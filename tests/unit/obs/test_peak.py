@@ -43,6 +43,12 @@ def test_the_measured_peak_is_that_of_the_fastest_product(monkeypatch):
     assert measured_peak_flops(torch.device("cpu"), torch.float32) == pytest.approx(flops / 0.02)
 
 
+def test_measuring_draws_nothing_from_the_generator_of_dropout():
+    before = torch.get_rng_state()
+    measured_peak_flops(torch.device("cpu"), torch.float32, budget_s=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_peak_that_cannot_be_measured_is_asked_for():
     with pytest.raises(ConfigError, match=r"fp8 peak of CPU is not known: set log\.peak_tflops"):
         peak_flops(torch.device("cpu"), "fp8", configured_tflops="auto")

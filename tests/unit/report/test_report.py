@@ -210,6 +210,44 @@ def test_samples_are_of_the_first_and_the_last_step_the_best_answer_first(runs):
     assert after.groups[0].prompt.startswith("prompt a of step 39")
 
 
+def test_samples_that_are_not_what_a_run_writes_are_left_out(tmp_path):
+    run_dir = write_run(tmp_path, RlRunConfig(run_dir="torn"), 3, samples=(0,))
+    (path,) = (run_dir / "samples").glob("*.jsonl")
+    whole = path.read_text()
+    good = json.loads(whole.splitlines()[0])
+    odd = [
+        [1],
+        None,
+        "text",
+        good | {"reward": [1]},
+        good | {"reasons": None},
+        good | {"tokens": {}},
+        {"problem": "a"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in odd) + whole + '{"problem": "a", "pro')
+    (read,) = before_and_after(run_dir)
+    assert (read.mean, [len(group.completions) for group in read.groups]) == (0.5, [3, 3])
+    path.write_text("[1]\n")
+    assert before_and_after(run_dir) == []
+
+
+@pytest.mark.parametrize("content", ["{}", "null", "[[]]", '[{"started": "yesterday"}]', "[" * 100_000])
+def test_a_damaged_record_of_the_starts_is_named(tmp_path, content):
+    run_dir = write_run(tmp_path, PretrainConfig(run_dir="torn"), 3)
+    (run_dir / "run.json").write_text(content)
+    with pytest.raises(DataError, match=r"run\.json is damaged"):
+        read_runs([run_dir])
+
+
+@pytest.mark.parametrize("content", ["", "null", "[1]", '{"headline": "half"}', "3"])
+def test_a_failure_that_was_half_written_is_passed_over(tmp_path, content):
+    run_dir = write_run(tmp_path, PretrainConfig(run_dir="torn"), 3)
+    (run_dir / "logs" / "0").mkdir(parents=True)
+    (run_dir / "logs" / "0" / "failure.json").write_text(content)
+    (run,) = read_runs([run_dir])
+    assert not [notice for notice in notices(run) if notice.level == "error"]
+
+
 def test_a_run_that_ended_badly_says_how(tmp_path):
     run_dir = write_run(tmp_path, PretrainConfig(run_dir="bad"), 6)
     (run_dir / "DONE").unlink()
@@ -244,6 +282,8 @@ def test_a_text_in_place_of_a_number_is_no_point_of_a_curve(tmp_path):
     run_dir = write_run(tmp_path, PretrainConfig(run_dir="texts"), 3)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "time": 0, "train/loss_nats": "damaged"}) + "\n")
+        for damaged in ({}, {"time": None}, {"time": 10**400}, {"time": "noon"}):
+            file.write(json.dumps({"step": 5, "train/loss_nats": 1.0} | damaged) + "\n")
     (run,) = read_runs([run_dir])
     assert 4 not in run.series("train/loss_nats").steps and len(run.series("train/loss_nats")) == 3
     write_report([run_dir], tmp_path / "texts.html")
