@@ -1,10 +1,14 @@
 """The fields of a config in words: for help pages, for documentation and for error messages."""
 
+import ast
 import functools
+import inspect
+import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
@@ -16,13 +20,23 @@ from mcore_rl.config.toml import toml_value
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldDoc:
-    """One field: its dotted key, type in words, default as TOML ("": it has none), and meaning."""
+    """One field: its dotted key, type in words, and default as TOML ("": it has none)."""
 
+    section: type[Section]
+    """Section that it is in."""
     key: str
     annotation: Any
     type: str
     default: str
-    meaning: str
+
+    @property
+    def meaning(self) -> str:
+        """The string under the field in its section's source, or in that of a base of it; empty where there is none."""
+        name = self.key.rpartition(".")[2]
+        bases = (base for base in self.section.__mro__ if issubclass(base, Section))
+        places = ((base.__module__, base.__name__) for base in bases)
+        found = (_strings_under_fields(module).get((cls, name)) for module, cls in places)
+        return next((text for text in found if text), "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +58,7 @@ def describe_sections(cls: type[Section], prefix: str = "") -> tuple[SectionDoc,
     """Return `cls` itself, then the sections in it, depth first."""
     inner = {name: section_of(field.annotation) for name, field in cls.model_fields.items()}
     fields = tuple(
-        _describe_field(prefix + name, cls.model_fields[name]) for name in inner if inner[name] is None
+        _describe_field(cls, prefix + name, cls.model_fields[name]) for name in inner if inner[name] is None
     )
     docs = [SectionDoc(key=prefix.rstrip("."), meaning=cls.__doc__ or "", fields=fields)]
     for name, section in inner.items():
@@ -64,13 +78,31 @@ def type_name(annotation: Any, bounds: Iterable[Any] = ()) -> str:
     return f"{_bare_name(annotation)} {limits}".strip()
 
 
-def _describe_field(key: str, field: FieldInfo) -> FieldDoc:
+@functools.cache
+def _strings_under_fields(module: str) -> Mapping[tuple[str, str], str]:
+    """Return the string under each field of the classes of a module, by names of class and field.
+
+    Pydantic can read them too, but reads all of them whenever it is imported: half of the time of a short command.
+    """
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {
+        (cls.name, field.target.id): inspect.cleandoc(below.value.value)
+        for cls in tree.body
+        if isinstance(cls, ast.ClassDef)
+        for field, below in pairwise(cls.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(below.value.value, str)
+    }
+
+
+def _describe_field(section: type[Section], key: str, field: FieldInfo) -> FieldDoc:
     return FieldDoc(
+        section=section,
         key=key,
         annotation=field.annotation,
         type=type_name(field.annotation, field.metadata),
         default="" if field.is_required() else toml_value(field.get_default(call_default_factory=True)),
-        meaning=field.description or "",
     )
 
 

@@ -130,11 +130,13 @@ def dump_config(config: Section) -> str:
 
 def _tables(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the tables that make up the file, with their files, the weakest first."""
+    table = _read(
+        path, chain
+    )  # first: an error of the path itself, such as a link to itself, is explained there
     resolved = path.resolve()
     if resolved in chain:
         circle = " extends ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError(f"Config files go in a circle: {circle}. Take one `extends` out.")
-    table = _read(path, chain)
     bases = table.pop("extends", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):

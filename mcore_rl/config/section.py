@@ -29,8 +29,9 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 class Section(BaseModel):
     """Base of a section of a config: frozen, and closed to fields that are not declared.
 
-    The string under a field documents it. An unset field is None, written `"none"` in TOML, which has no null; a field
-    whose value the program chooses is `"auto"`. What follows from fields is a `cached_property`: computed once.
+    The string under a field documents it (describe.py). An unset field is None, written `"none"` in TOML, which has no
+    null; a field whose value the program chooses is `"auto"`. What follows from fields is a `cached_property`: computed
+    once.
     """
 
     model_config = ConfigDict(
@@ -38,7 +39,6 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         validate_default=True,
     )
 

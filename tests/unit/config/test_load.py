@@ -62,6 +62,11 @@ def test_files_in_a_circle_are_refused_with_the_circle(tmp_path):
     assert re.search(r"a\.toml extends \S*b\.toml extends \S*a\.toml", complaint(path=a))
 
 
+def test_a_link_to_itself_is_a_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "a.toml").symlink_to("a.toml")
+    assert "a.toml cannot be read: Too many levels of symbolic links" in complaint(path=tmp_path / "a.toml")
+
+
 def test_a_file_may_be_reached_twice_when_there_is_no_circle(tmp_path):
     write(tmp_path, "base.toml", "[mesh]\ntp = 2\n")
     write(tmp_path, "left.toml", 'extends = "base.toml"')
