@@ -168,6 +168,12 @@ def clean(folder: Path) -> list[str]:
         elif path.name.startswith((WRITING, DELETING)):
             shutil.rmtree(path)
             done.append(f"removed {path.name}, left by a run that was killed")
+    marked = [path for path in checkpoints_in(folder) if (path / MARKER).exists()]
+    latest = folder / LATEST
+    if marked and not (latest.is_file() and latest.read_bytes().strip() == str(step_of(marked[-1])).encode()):
+        # Killed between the new name and this file, or checkpoints were moved away; job scripts read it.
+        write_atomically(latest, f"{step_of(marked[-1])}\n")
+        done.append(f"{LATEST} did not name {marked[-1].name}, and does now")
     return done
 
 

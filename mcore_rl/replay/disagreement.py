@@ -21,10 +21,16 @@ class DisagreementLimit:
     expert for the next best.
     """
 
-    def __init__(self, config: ReplayConfig) -> None:
-        """Measure the first pass within the first limit for the limits of those that follow, if they are "auto"."""
+    def __init__(self, config: ReplayConfig, measured_L: list[float]) -> None:
+        """Measure the first pass within the first limit for the limits of those that follow, if they are "auto".
+
+        Args:
+            config: the settings of replay.
+            measured_L: limit of each layer that an earlier start of the run has measured; empty: they are measured
+                here, and put there.
+        """
         self._config = config
-        self._limits_L: Sequence[float] | None = None
+        self._measured_L = measured_L
 
     def problem(self, totals: RouteTotals) -> str | None:
         """Return a sentence if a layer is above its limit in a pass with the weights that the engine had."""
@@ -38,7 +44,7 @@ class DisagreementLimit:
         if setting != "auto":
             limits_L: Sequence[float] = [setting] * len(shares_L)
         else:
-            limits_L = [FIRST_LIMIT] * len(shares_L) if self._limits_L is None else self._limits_L
+            limits_L = self._measured_L or [FIRST_LIMIT] * len(shares_L)
         above = [
             f"layer {layer}: {share:.1%} of {current:.0f} tokens (limit {limit:.1%})"
             for layer, (share, limit, disjoint, current) in enumerate(
@@ -47,9 +53,9 @@ class DisagreementLimit:
             if share > limit and disjoint > FEW_TOKENS
         ]
         if not above:
-            if self._limits_L is None:
+            if setting == "auto" and not self._measured_L:
                 # Not of a pass above the first limit: what is wrong there would be allowed from then on.
-                self._limits_L = [max(LOWEST_LIMIT, TIMES_FIRST * share) for share in shares_L]
+                self._measured_L += [max(LOWEST_LIMIT, TIMES_FIRST * share) for share in shares_L]
             return None
         return (
             "the rollout engine's routes have no expert in common with those that the trainer chooses with the same "

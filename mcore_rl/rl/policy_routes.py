@@ -55,7 +55,8 @@ class PolicyRoutes:
         # Sampled logprobs save the pass for old logprobs, and with it the record that updates are compared with.
         self._is_recorded = config.rl.update.old_logprobs == "trainer"
         self._metrics: list[Metric] = []
-        self._limit = DisagreementLimit(config.replay)
+        # One list, which the limit fills and each checkpoint saves.
+        self._limit = DisagreementLimit(config.replay, state.progress.disagreement_limits)
         self._warning: str | None = None
         self._num_left_out = 0
         self._is_repeated = False

@@ -138,7 +138,8 @@ def token_advantages(
         Metric("values/returns_std", returns.std(0)),
         Metric("values/advantages_std", moments.std(0)),
     ]
-    if returns.squares > 0:
+    # Returns are sums of values and rewards: of equal rewards they are equal but for the rounding of these.
+    if not returns.are_equal(returns.size + values.size):
         metrics.append(Metric("values/explained_variance", 1.0 - errors.squares / returns.squares))
     return Advantages(of_samples=by_sample(policy_NC), returns=by_sample(returns_NC), metrics=metrics)
 

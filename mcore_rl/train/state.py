@@ -33,6 +33,8 @@ class Progress:
     """Coefficient of the KL to the reference that rl.loss.kl_target has led to; None: it is the config's."""
     reward_moments: dict[str, list[float]] = field(default_factory=dict)
     """Count, mean and sum of squared differences of the scores that each reward model has given."""
+    disagreement_limits: list[float] = field(default_factory=list)
+    """Limit of each layer that replay.max_disagreement="auto" has measured; empty: it has measured none yet."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -55,6 +55,25 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
     assert expert_tokens(run_dir) == expert_tokens(tmp_path / "run")
 
 
+def test_on_one_rank_dropout_goes_on_with_the_numbers_of_the_run(config_file: Path, tmp_path: Path) -> None:
+    """Without sequence parallelism it draws from torch's own generator, from which nothing else of a start may draw."""
+    fields = [
+        "mesh.tp=1",
+        "mesh.ep=1",
+        "train.steps=4",
+        "checkpoint.interval=2",
+        "checkpoint.asynchronous=false",
+    ]
+    straight = run_main("mcore_rl.run.pretrain", [config_file, *fields])
+    assert straight.returncode == 0, straight.stderr
+    words = [config_file, *fields, f"run_dir={tmp_path}/broken"]
+    killed = run_main("tests.e2e.signalled", ["pretrain", "SIGKILL.step.4", *words])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    last = run_main("mcore_rl.run.pretrain", words)
+    assert "iter_0000002, step 2" in last.stdout, last.stderr
+    assert losses(tmp_path / "broken") == losses(tmp_path / "run")
+
+
 def expert_tokens(run_dir: Path) -> int:
     """Return the sum of `moe/expert_load` over all records, layers and experts."""
     loads = [record[LOAD] for record in read_records(run_dir / "metrics.jsonl") if LOAD in record]

@@ -31,7 +31,7 @@ from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.types import Completion, Group, single_version
 from mcore_rl.train.setup import set_up
 from tests.generating import prompt_of
-from tests.parallel.parity import Tensors
+from tests.parallel.parity import Tensors, owned
 
 GROUPS, SIZE = 6, 4
 
@@ -196,6 +196,15 @@ def disagreeing(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str
         "update": reduced(routes.take_metrics()),
         "sums": replaced(report.sums),
     }
+
+
+def expert_biases(config: RlRunConfig, initial: Tensors, folder: Path) -> list[Any]:
+    """On a rank: the pieces of the biases on the choice of experts after the two updates of a rollout."""
+    rollout, _, learner, minibatches = begin(config, initial, folder)
+    advantages = learner.advantages(rollout, minibatches)
+    for minibatch in minibatches:
+        learner.update(minibatch, advantages)
+    return [piece for piece in owned(learner.state) if piece[0].endswith("expert_bias")]
 
 
 def routing_splits(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, float]:

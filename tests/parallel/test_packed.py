@@ -44,6 +44,7 @@ MESHES = {
     "tp2-ep2": MeshConfig(tp=2, ep=2),
     "cp2": MeshConfig(cp=2),
     "pp2-vpp2": MeshConfig(pp=2, vpp=2),
+    "cp2-pp2-ep2": MeshConfig(cp=2, pp=2, ep=2),
 }
 # The routers' losses see all tokens of a forward pass, padding included: here only the next token's loss counts.
 NO_ROUTER_LOSS = {"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}
@@ -52,6 +53,7 @@ MODELS = {
     for name in ("qwen3_moe", "deepseek_v3")
 }
 MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 1})
+MODELS["deepseek_v3-mtp2"] = MODELS["deepseek_v3"].model_copy(update={"mtp_layers": 2})
 
 
 CHANGED = 3
@@ -145,8 +147,8 @@ def reference(model: str) -> tuple[Tensors, dict[str, float], Tensors]:
 
 @pytest.mark.parametrize(
     ("model", "mesh"),
-    [(model, mesh) for model in ("qwen3_moe", "deepseek_v3") for mesh in MESHES]
-    + [("deepseek_v3-mtp", "1"), ("deepseek_v3-mtp", "cp2")],
+    [(model, mesh) for model in ("qwen3_moe", "deepseek_v3") for mesh in ("1", "tp2-ep2", "cp2", "pp2-vpp2")]
+    + [("deepseek_v3-mtp", "1"), ("deepseek_v3-mtp", "cp2"), ("deepseek_v3-mtp2", "cp2-pp2-ep2")],
 )
 def test_packed_conversations_train_as_one_by_one(model: str, mesh: str) -> None:
     initial, sums, gradients = reference(model)

@@ -35,12 +35,13 @@ MESHES = {
     "cp2": MeshConfig(cp=2),
     "dp2": MeshConfig(dp=2),
     "cp2-pp2": MeshConfig(cp=2, pp=2),
+    "cp2-pp2-ep2": MeshConfig(cp=2, pp=2, ep=2),
     "tp2-pp2-vpp2": MeshConfig(tp=2, pp=2, vpp=2),
     "pp4-vpp2": MeshConfig(pp=4, vpp=2),
     "pp2-vpp2-balanced": MeshConfig(pp=2, vpp=2, pp_layout="balanced"),
 }
-CAPACITY = "qwen3_moe-full"
-"""A model whose experts have a capacity factor of 1."""
+CAPACITY = ("qwen3_moe-full", "deepseek_v3-full")
+"""Models whose experts have a capacity factor of 1."""
 RECOMPUTE = ("none", "full", "moe")
 
 
@@ -56,7 +57,7 @@ def model_of(family: str, mesh: str) -> str:
     "pp2-vpp2-qwen3_moe",
     "pp4-vpp2-qwen3_moe",
     "ep2-deepseek_v3",
-    "cp2-pp2-deepseek_v3",
+    "cp2-pp2-ep2-deepseek_v3",
     "tp2-pp2-vpp2-deepseek_v3",
 )
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,18 +87,18 @@ def test_replay_changes_many_routes_of_the_other_weights(model: str) -> None:
     assert 0.2 < changed / count < 0.8
 
 
-@pytest.mark.matrix("pp2-vpp2")
-@pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2"])
+@pytest.mark.matrix("pp2-vpp2", "cp2")
+@pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2", "cp2"])
 def test_multi_token_prediction_routes_for_itself(mesh: str) -> None:
     cases = [
-        Case(model="deepseek_v3-mtp", mesh=MESHES[mesh], recompute=recompute, layouts=("padded",))
+        Case(model="deepseek_v3-mtp", mesh=MESHES[mesh], recompute=recompute, layouts=("packed",))
         for recompute in ("none", "full")
     ]
-    reference = one_rank("deepseek_v3-mtp").outcomes["padded"]
+    reference = one_rank("deepseek_v3-mtp").outcomes["packed"]
     assert sorted(reference.recorded) == [1, 2, 3]
     for found in outcomes(cases):
-        assert_equal(found["padded"], reference)
-        assert_unchanged(found["padded"], reference)
+        assert_equal(found["packed"], reference)
+        assert_unchanged(found["packed"], reference)
 
 
 def test_the_dispatcher_does_not_matter() -> None:
@@ -126,30 +127,36 @@ def oracle_of(model: str) -> dict[str, Outcome]:
     """Training under the routes and drops of one rank, imposed without the tape."""
     weights = one_rank(model).weights
     (found,) = run_ranks(replay_oracle.replayed_by_hand, 1, MODELS[model], weights, LAYOUTS)
-    assert all((layout["dropped"] > 0) == (model == CAPACITY) for layout in found)
+    assert all((layout["dropped"] > 0) == (model in CAPACITY) for layout in found)
     blank = {"metrics": {}, "error": "", "accounts": []}
     return {layout: together([x | blank]) for layout, x in zip(LAYOUTS, found, strict=True)}
 
 
-@pytest.mark.parametrize("model", [*FAMILIES, CAPACITY])
+@pytest.mark.parametrize("model", [*FAMILIES, *CAPACITY])
 def test_routes_of_one_rank_are_recorded_and_imposed_as_an_oracle_does(model: str) -> None:
     """R2 against the formula, on the rank with which all meshes are compared: nothing of replay is in the oracle."""
     for layout, oracle in oracle_of(model).items():
         assert_same_training(one_rank(model).outcomes[layout], oracle)
 
 
-@pytest.mark.matrix("pp2-vpp2", "cp2", "tp2-ep2")
-@pytest.mark.parametrize("mesh", ["tp2", "pp2-vpp2", "ep2", "tp2-ep2", "cp2"])
-def test_what_one_rank_dropped_is_dropped_on_every_mesh(mesh: str) -> None:
+@pytest.mark.matrix("qwen3_moe-full-pp2-vpp2", "qwen3_moe-full-tp2-ep2", "deepseek_v3-full-cp2-pp2-ep2")
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        *(("qwen3_moe-full", mesh) for mesh in ("tp2", "pp2-vpp2", "ep2", "tp2-ep2", "cp2")),
+        ("deepseek_v3-full", "cp2-pp2-ep2"),
+    ],
+)
+def test_what_one_rank_dropped_is_dropped_on_every_mesh(model: str, mesh: str) -> None:
     """With the weights of the record each mesh drops the same by itself; with others it drops as recorded."""
-    cases = [Case(model=CAPACITY, mesh=MESHES[mesh], recompute=recompute) for recompute in ("none", "full")]
-    recorded = one_rank(CAPACITY).outcomes["packed"].recorded.values()
+    cases = [Case(model=model, mesh=MESHES[mesh], recompute=recompute) for recompute in ("none", "full")]
+    recorded = one_rank(model).outcomes["packed"].recorded.values()
     codes = [code for routes in recorded for codes in routes.values() for code in codes]
     assert 0 < sum(code >= 8 for code in codes) < len(codes) / 2
     for found in outcomes(cases):
         for layout, outcome in found.items():
             assert outcome.errors == [""] * len(outcome.errors)
-            assert_same_training(outcome, oracle_of(CAPACITY)[layout])
+            assert_same_training(outcome, oracle_of(model)[layout])
 
 
 @pytest.mark.parametrize(

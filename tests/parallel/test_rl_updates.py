@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
@@ -21,11 +22,12 @@ from mcore_rl.config.rl import (
 )
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
-from tests.parallel.parity import Tensors, random_weights
+from tests.parallel.parity import Tensors, assembled, random_weights
 from tests.parallel.rl_steps import (
     GROUPS,
     SIZE,
     disagreeing,
+    expert_biases,
     moved_parameters,
     rollout_of,
     router_shifts,
@@ -156,6 +158,26 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
     free = alone(model, folder)
     # Ten times what meshes may differ by.
     assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-5), "routes were not imposed"
+
+
+def test_under_r3_the_expert_bias_counts_the_engines_experts(tmp_path: Path) -> None:
+    """By hand from the rollout, on all axes at once: no padding counts, and recomputation counts nothing twice."""
+    config = config_of("deepseek_v3", MeshConfig(cp=2, pp=2, ep=2), replay="r3")
+    config = config.model_copy(update={"platform": PlatformConfig(recompute="full")})
+    initial = weights("deepseek_v3", 1)
+    biases = assembled(run_ranks(expert_biases, config.mesh.smallest_world, config, initial, tmp_path))
+    groups = rollout_of(config, 0, 1).groups
+    routes = [completion.experts_TLK for p in sorted(groups) for completion in groups[p].completions]
+    model, half = config.model, len(routes) // 2
+    assert len(biases) == sum(model.moe_layers)
+    for column, name in enumerate(sorted(biases)):
+        wanted_E = torch.zeros(model.moe.num_experts)
+        for minibatch in (routes[:half], routes[half:]):
+            experts = torch.cat([one[:, column].flatten() for one in minibatch if one is not None])
+            counts_E = experts.bincount(minlength=model.moe.num_experts).double()
+            wanted_E += model.moe.expert_bias_rate * (counts_E.mean() - counts_E).sign()
+        assert wanted_E.any()
+        assert biases[name].flatten().tolist() == pytest.approx(wanted_E.tolist(), abs=1e-7), name
 
 
 PARTS = {

@@ -10,6 +10,9 @@ from mcore_rl.config.extension import load_extension
 from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.errors import ConfigError
 
+ROUNDING = 1e-12
+"""Relative difference below which numbers are equal: they are sums in float64, whose last bits their order changes."""
+
 
 def group_advantages(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:
     """Return the advantages `[P, G]` that `config` names; groups of equal rewards have zeros.
@@ -52,10 +55,17 @@ def constant_groups(rewards_PG: Tensor) -> Tensor:
     """Return which groups, bool `[P]`, have rewards that are all equal, or fewer than two that are not NaN: nothing can
     be learned from them.
     """
-    has_none_PG = rewards_PG.isnan()
-    largest_P = rewards_PG.masked_fill(has_none_PG, -torch.inf).amax(dim=1)
-    smallest_P = rewards_PG.masked_fill(has_none_PG, torch.inf).amin(dim=1)
-    return largest_P <= smallest_P
+    return _are_equal(rewards_PG)
+
+
+def _are_equal(rewards_XN: Tensor) -> Tensor:
+    """Return where the rewards of the last axis that are not NaN are equal, or fewer than two. Rounding makes no
+    difference: 0.1 + 0.2 for two parts is not quite 0.3 for a third.
+    """
+    has_none_XN = rewards_XN.isnan()
+    largest_X = rewards_XN.masked_fill(has_none_XN, -torch.inf).amax(dim=-1)
+    smallest_X = rewards_XN.masked_fill(has_none_XN, torch.inf).amin(dim=-1)
+    return largest_X - smallest_X <= ROUNDING * rewards_XN.nan_to_num(nan=0.0).abs().amax(dim=-1)
 
 
 def groups_to_train_on(rewards_PG: Tensor, num_groups: int) -> list[int]:
@@ -85,13 +95,21 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
 
 def leave_one_out_zscore(rewards_PG: Tensor, *, ddof: int, eps: float) -> Tensor:
     """Divide `leave_one_out` by the others' standard deviation + eps, except where the others are all equal."""
+    spread_PG = _others(rewards_PG).std(dim=2, correction=ddof) + eps
+    return leave_one_out(rewards_PG) / spread_PG.masked_fill(others_are_equal(rewards_PG), 1.0)
+
+
+def others_are_equal(rewards_PG: Tensor) -> Tensor:
+    """Return of which completions, bool `[P, G]`, the others of the prompt that have a reward all have the same."""
+    return _are_equal(_others(rewards_PG))
+
+
+def _others(rewards_PG: Tensor) -> Tensor:
+    """Return for each completion the rewards of the others of its prompt, `[P, G, G - 1]`."""
     group_size = rewards_PG.shape[1]
     off_diagonal = ~torch.eye(group_size, dtype=torch.bool, device=rewards_PG.device)
     others_PGO = rewards_PG[:, None, :].expand(-1, group_size, -1)[:, off_diagonal]
-    others_PGO = others_PGO.reshape(-1, group_size, group_size - 1)
-    spread_PG = others_PGO.std(dim=2, correction=ddof) + eps
-    equal_PG = (others_PGO == others_PGO[..., :1]).all(dim=2)
-    return leave_one_out(rewards_PG) / spread_PG.masked_fill(equal_PG, 1.0)
+    return others_PGO.reshape(-1, group_size, group_size - 1)
 
 
 ADVANTAGES: dict[str, Callable[[Tensor, AdvantageConfig], Tensor]] = {
@@ -154,9 +172,14 @@ def kl_penalised_advantages(
     """Return the advantages `[P, G]` of the rewards minus `coeff` times each completion's summed KL to the reference.
 
     Groups whose rewards are all equal before the KL have zeros, as without it: there is no task to trade the KL for,
-    and a division by the deviation of the KL alone would make advantages of size 1 of a penalty of any size.
+    and a division by the deviation of the KL alone would make advantages of size 1 of a penalty of any size. Nor is
+    "leave_one_out_zscore" divided where the others' rewards are all equal before the KL.
     """
-    advantages_PG = group_advantages(rewards_PG - coeff * kl_sums_PG, config)
+    penalised_PG = rewards_PG - coeff * kl_sums_PG
+    advantages_PG = group_advantages(penalised_PG, config)
+    if config.kind == "leave_one_out_zscore":
+        undivided_PG = group_advantages(penalised_PG, config.model_copy(update={"kind": "leave_one_out"}))
+        advantages_PG = undivided_PG.where(others_are_equal(rewards_PG), advantages_PG)
     return advantages_PG.masked_fill(constant_groups(rewards_PG)[:, None], 0.0)
 
 

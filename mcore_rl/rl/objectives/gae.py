@@ -5,6 +5,7 @@ is the critic's estimate before that token is seen. Everything is float64, so th
 show in float32.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.parallel.mesh import Axis
-from mcore_rl.rl.objectives.advantages import StepReward
+from mcore_rl.rl.objectives.advantages import ROUNDING, StepReward
 
 
 def token_rewards(
@@ -93,6 +94,15 @@ class Moments(NamedTuple):
     squares: float
     """Sum of squared differences from the mean."""
 
+    @property
+    def size(self) -> float:
+        """The root of the mean square of the numbers."""
+        return math.hypot(self.mean, self.std(0))
+
+    def are_equal(self, size: float) -> bool:
+        """Return whether the numbers differ by no more than the rounding of sums of numbers of this size."""
+        return self.squares <= self.num_values * (ROUNDING * size) ** 2
+
     def std(self, ddof: int) -> float:
         """Return the standard deviation; 0 for fewer than 1 + ddof numbers."""
         return (self.squares / (self.num_values - ddof)) ** 0.5 if self.num_values > ddof else 0.0
@@ -117,7 +127,7 @@ def whitened(advantages_NC: Tensor, lengths_N: Tensor, moments: Moments, *, ddof
     """Return (A - mean) / (std + eps) at every token, zeros in the padding and where all advantages are equal."""
     centred_NC = (advantages_NC - moments.mean).where(_is_token(advantages_NC, lengths_N), 0.0)
     deviation = moments.std(ddof) + eps
-    return centred_NC / deviation if moments.squares > 0 else torch.zeros_like(advantages_NC)
+    return torch.zeros_like(advantages_NC) if moments.are_equal(moments.size) else centred_NC / deviation
 
 
 def clipped_value_loss(

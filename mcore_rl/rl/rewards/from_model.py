@@ -24,6 +24,7 @@ from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.frozen_model import FrozenModel, WaitingBytes
+from mcore_rl.rl.objectives.gae import Moments
 from mcore_rl.rl.objectives.heads import ValueHead
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.steps import last_token_of
@@ -320,8 +321,9 @@ class RewardModels:
                 if are_counted:
                     self._count(part, [one.value for one in outcomes if isinstance(one, Score)])
                 count, mean, squares = self.moments.get(part, [0.0, 0.0, 0.0])
+                moments = Moments(int(count), mean, squares)
                 # Without two different scores there is no scale yet.
-                deviation = math.sqrt(squares / (count - 1)) if count > 1 and squares > 0 else 1.0
+                deviation = 1.0 if moments.are_equal(moments.size) else moments.std(ddof=1)
                 outcomes = [
                     Score((one.value - mean) / deviation) if isinstance(one, Score) else one
                     for one in outcomes

@@ -145,7 +145,11 @@ class Reward:
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))
         # A part that failed makes the sum NaN, also where its weight is 0: nobody knows whether it would have raised.
-        rewards_PG = values_PGR @ torch.tensor(self._weights, dtype=torch.float64)
+        # Part by part: a product of matrices adds up its last rows in another order than the others, so that equal
+        # completions could differ in the last bit of their rewards, which is a signal to their group.
+        rewards_PG = torch.zeros(values_PGR.shape[:2], dtype=torch.float64)
+        for values_PG, weight in zip(values_PGR.unbind(2), self._weights, strict=True):
+            rewards_PG = rewards_PG + weight * values_PG
         if self._config.overlong_buffer_tokens:
             parts["overlong"] = self._overlong(groups)
             rewards_PG = rewards_PG + parts["overlong"]

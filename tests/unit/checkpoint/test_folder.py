@@ -107,3 +107,8 @@ def test_leftovers_of_killed_runs_are_finished_or_removed(tmp_path: Path) -> Non
         "removed writing_0000003_b, left by a run that was killed",
     ]
     assert clean(tmp_path) == []
+    # Killed after it had its name: job scripts read in the file how far the run has come.
+    make_checkpoint(path_of_step(tmp_path, 4), 4)
+    assert clean(tmp_path) == ["latest_checkpointed_iteration.txt did not name iter_0000004, and does now"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4\n"
+    assert clean(tmp_path) == []

@@ -15,7 +15,7 @@ def totals(*disjoint: float, compared: float = 1000.0, stale: float = 0.0) -> Ro
 
 
 def limit_of(setting: Any) -> DisagreementLimit:
-    return DisagreementLimit(ReplayConfig(kind="r3", max_disagreement=setting))
+    return DisagreementLimit(ReplayConfig(kind="r3", max_disagreement=setting), [])
 
 
 def test_auto_is_three_times_the_first_share_of_the_layer_and_at_least_one_in_a_hundred() -> None:
@@ -35,6 +35,17 @@ def test_a_first_pass_above_the_limit_sets_no_limit_for_those_that_follow() -> N
     limit = limit_of("auto")
     assert limit.problem(totals(500.0)) and limit.problem(totals(101.0))
     assert limit.problem(totals(10.0)) is None and limit.problem(totals(31.0))
+
+
+def test_a_run_that_resumes_has_the_limits_that_it_had() -> None:
+    """Else a resume would let one token in ten disagree once more, and with `live` route other tokens live."""
+    measured_L: list[float] = []
+    config = ReplayConfig(kind="r3")
+    for share in (20.0, 60.0):
+        assert DisagreementLimit(config, measured_L).problem(totals(share, 0.0)) is None
+    assert measured_L == [0.06, 0.01]
+    resumed = DisagreementLimit(config, measured_L)
+    assert "layer 0: 6.1% of 1000 tokens (limit 6.0%). " in str(resumed.problem(totals(61.0, 0.0)))
 
 
 def test_routes_of_older_weights_are_no_part_of_the_share() -> None:

@@ -16,7 +16,7 @@ import pytest
 from mcore_rl.config.rl import RewardConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.rl.objectives.advantages import StepReward
+from mcore_rl.rl.objectives.advantages import StepReward, constant_groups
 from mcore_rl.rl.rewards.failures import FailureReport, refuse_failing_parts
 from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
@@ -38,6 +38,10 @@ def nan(scored):
     return float("nan")
 def steps(scored):
     return [(2, 1.0), (len(scored.completion), 0.5)]
+def half(scored):
+    return 0.5
+def quarter(scored):
+    return 0.25
 def evaluated(scored):
     return eval(scored.completion)
 def sometimes(scored):
@@ -78,6 +82,16 @@ def test_parts_are_weighed_and_added_and_told_by_name(own_module):
         "reward/accuracy": 0.5,
         "reward/errors": 0,
     }
+
+
+def test_completions_with_equal_parts_have_equal_rewards_in_every_bit(own_module):
+    """A product of matrices gives the last ones of 15 another last bit, and their groups a signal."""
+    parts = ("exact", "positions", "regex", f"{own_module}:half", f"{own_module}:quarter")
+    config = RewardConfig(parts=parts, weights=(1.0, 0.2, 0.1, 0.1, 0.1), regex_pattern="a")
+    with Reward(config, max_new_tokens=8) as reward:
+        rewards_PG = reward([text_group("x", *["ab"] * 5) for _ in range(3)]).rewards_PG
+    assert set(rewards_PG.flatten().tolist()) == {0.1 + 0.1 * 0.5 + 0.1 * 0.25}
+    assert constant_groups(rewards_PG).all()
 
 
 def test_a_reward_that_always_raises_or_is_not_a_number_is_counted(own_module):

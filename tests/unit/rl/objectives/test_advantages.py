@@ -81,6 +81,16 @@ def test_without_spread_among_the_others_a_reward_is_only_centered():
     assert advantages[0, 0].item() == pytest.approx(1.0)
 
 
+def test_rewards_that_differ_by_rounding_are_equal():
+    """Parts of 0.1 and 0.2 for one completion, a part of 0.3 for another."""
+    rewards_PG = tensor([[0.1 + 0.2, 0.3, 0.3, 0.3], [0.1 + 0.2, 0.3, 0.3, 1.0]], dtype=torch.float64)
+    assert constant_groups(rewards_PG).tolist() == [True, False]
+    assert constant_groups(rewards_PG * 1e-20).tolist() == [True, False]
+    advantages_PG = group_advantages(rewards_PG, AdvantageConfig(kind="leave_one_out_zscore"))
+    assert advantages_PG[0].tolist() == [0, 0, 0, 0]
+    assert advantages_PG[1, 3].item() == pytest.approx(0.7)
+
+
 def test_centered_rows_sum_to_zero():
     assert group_centered(tensor([[1.0, 0.0, 0.5]])).tolist() == [[0.5, -0.5, 0.0]]
 
@@ -120,6 +130,23 @@ def test_kl_is_taken_from_the_reward_except_in_groups_of_equal_rewards():
         config = AdvantageConfig(kind=kind, eps=0.0)
         got = kl_penalised_advantages(rewards_PG, kl_PG, config, coeff=0.25)
         assert got.tolist() == [pytest.approx([wanted, -wanted]), [0.0, 0.0]]
+
+
+def test_no_reward_is_divided_by_the_deviation_of_the_others_kl_alone():
+    """The KL of a policy that is nearly its reference is as good as nothing, and so is what it changes."""
+    config = AdvantageConfig(kind="leave_one_out_zscore")
+    none = math.nan
+    rewards_PG = tensor([[1.0, 0.0, 0.0, 0.0], [1.0, none, 0.0, 0.0]], dtype=torch.float64)
+    kl_PG = tensor([[0.0, 1e-9, 2e-9, 4e-9]] * 2, dtype=torch.float64)
+    got_PG = kl_penalised_advantages(rewards_PG, kl_PG, config, coeff=0.1)
+    torch.testing.assert_close(got_PG, group_advantages(rewards_PG, config), rtol=0, atol=1e-8)
+    assert got_PG[:, 0].tolist() == pytest.approx([1.0, 1.0])
+    # Where the others' rewards differ, the penalised ones are compared.
+    best, *others = (reward - 0.1 * kl for reward, kl in zip((1.0, 0.5, 0.0, 0.0), (3, 1, 4, 2), strict=True))
+    wanted = (best - statistics.mean(others)) / (statistics.stdev(others) + config.eps)
+    rewards_PG, kl_PG = tensor([[1.0, 0.5, 0.0, 0.0]]).double(), tensor([[3, 1, 4, 2]]).double()
+    got_PG = kl_penalised_advantages(rewards_PG, kl_PG, config, coeff=0.1)
+    assert got_PG[0, 0].item() == pytest.approx(wanted, rel=1e-12)
 
 
 def test_groups_with_signal_are_those_whose_rewards_differ():

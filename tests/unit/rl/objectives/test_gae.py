@@ -132,6 +132,10 @@ def test_equal_advantages_and_no_tokens_at_all_whiten_to_zeros(one_rank: Mesh) -
     moments = world_moments(same.flatten()[:1], one_rank.dp)
     assert whitened(same, tensor([1, 0]), moments, ddof=1, eps=1e-6).tolist() == [[0.0] * 3] * 2
     assert world_moments(same.flatten()[:0], one_rank.dp) == Moments(0, 0.0, 0.0)
+    # Their mean differs from them in the last bit, which would be their deviation.
+    many = torch.full((1, 1001), 0.1, dtype=torch.float64)
+    moments = world_moments(many.flatten(), one_rank.dp)
+    assert not whitened(many, tensor([1001]), moments, ddof=1, eps=0.0).any()
 
 
 def test_a_value_gains_nothing_beyond_the_clip():
