@@ -109,8 +109,12 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
 
 def make_reserve(folder: Path) -> None:
     """Take room beside `folder` that `note_failure` gives back when the disk is full, so that the cause is written."""
-    with suppress(OSError):  # the disk is full already
-        (folder.parent / RESERVE_FILE).write_bytes(bytes(RESERVE_BYTES))
+    reserve = folder.parent / RESERVE_FILE
+    try:
+        reserve.write_bytes(bytes(RESERVE_BYTES))
+    except OSError:  # the disk is nearly full: what room is left is for the run's own files
+        with suppress(OSError):
+            reserve.unlink(missing_ok=True)
 
 
 def has_noted(rank: int, folder: Path | None = None) -> bool:

@@ -34,7 +34,8 @@ from mcore_rl.backend.failures import (
 )
 from mcore_rl.backend.forked_rank import PR_SET_PDEATHSIG, THREADS, ForkedRank, imported
 from mcore_rl.backend.signed_store import SECRET_FILE, write_secret
-from mcore_rl.errors import INTERRUPTED_STATUS
+from mcore_rl.errors import INTERRUPTED_STATUS, REFUSED_STATUS
+from mcore_rl.files import full_disk_explained
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.05
@@ -104,7 +105,8 @@ def launch_local(
     Rank 0 also writes to this console; `log_dir/rank_K.log` has all of rank K. The first failure is shown, and written
     to `log_dir/failure.json`, and the other ranks are ended. SIGTERM, SIGINT and SIGUSR1 are passed on to ranks that
     train, which then stop and save; while they are starting each of the three ends them at once. After a save on Ctrl-C
-    the status is 130. No rank outlives this process. To be called in the main thread.
+    the status is 130. No rank outlives this process. To be called in the main thread. A disk that is full before there
+    are ranks is a TrainingError; one that fills up later costs the logs their next lines, and nothing else.
 
     Several ranks begin as copies of this process once it has imported `imports` (forked_rank.py), where that is sound,
     and so does a single one where this process has imported them already.
@@ -123,7 +125,8 @@ def launch_local(
         return _ended_while_starting(asked.number)
     make_reserve(causes)
     secret = (log_dir / ".store_secret").resolve()
-    write_secret(secret)
+    with full_disk_explained(log_dir):
+        write_secret(secret)
     environment |= {FAILURES: str(causes), STAGE_FILE: str(stage), SECRET_FILE: str(secret)}
     ranks: list[_Rank] = []
     with _caught_signals() as caught:
@@ -251,11 +254,21 @@ def _tee_to_console(rank: _Rank) -> None:
 
 
 def _tee(pipe: IO[bytes], console: IO[bytes], log: Path) -> None:
-    """Copy `pipe` to its end; a console that is gone (`| head`) does not stop the log."""
-    has_console = True
+    """Copy `pipe` to its end; a console that is gone (`| head`) does not stop the log, and a full disk not the rank."""
+    has_console = has_room = True
     with pipe, log.open("ab", buffering=0) as file:
         while chunk := os.read(pipe.fileno(), 1 << 16):
-            file.write(chunk)
+            try:
+                rest = memoryview(chunk)
+                while rest:  # of what has no room the part that has is written, without an error
+                    rest = rest[file.write(rest) :]
+                has_room = True
+            except OSError as error:
+                if has_room:
+                    _write_line(
+                        f"{log}: {os.strerror(error.errno or 0)}. Lines are missing there until it can be written."
+                    )
+                has_room = False
             if has_console:
                 try:
                     console.write(chunk)
@@ -310,6 +323,7 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
     passed_on: list[int] = []
     oom = OomKills()
     failed_s: float | None = None
+    unwritten: list[Failure] = []
     while True:
         while caught:
             number = caught.pop(0)
@@ -328,12 +342,17 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
             for rank in ranks:
                 if rank.is_alive:
                     rank.process.send_signal(number)
-        if _note_the_dead(ranks, causes, oom, passed_on):
+        if _note_the_dead(ranks, causes, oom, passed_on, unwritten):
             failed_s = failed_s or time.monotonic()
-            cause = first_cause(causes)
+            # Where the disk has no room for any cause, the ends that were seen from here are all there is.
+            # Of two statuses, that of a rank with a message for the user: the other one gave way to it.
+            cause = first_cause(causes) or min(
+                unwritten, key=lambda one: (one.order, one.status != REFUSED_STATUS), default=None
+            )
             # A rank that has lost its peer may end sooner than the one that knows why.
             if cause and (cause.order == Order.CAUSE or time.monotonic() - failed_s > CLAIM_S):
-                publish(causes)
+                with suppress(OSError):  # a full disk
+                    publish(causes)
                 _report(cause, ranks[cause.rank])
                 return cause.status
         elif not any(rank.is_alive for rank in ranks):
@@ -345,8 +364,12 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
         time.sleep(POLL_S)
 
 
-def _note_the_dead(ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: Sequence[int]) -> bool:
-    """Return whether a rank has failed; where it did not write a cause itself, write how it ended."""
+def _note_the_dead(
+    ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: Sequence[int], unwritten: list[Failure]
+) -> bool:
+    """Return whether a rank has failed; where it did not write a cause itself, write how it ended, or add that to
+    `unwritten` where there is no room for it.
+    """
     failed = False
     for i, rank in enumerate(ranks):
         code = rank.process.poll()
@@ -360,10 +383,12 @@ def _note_the_dead(ranks: list[_Rank], causes: Path, oom: OomKills, passed_on: S
         _join_tees([rank], CLAIM_S)  # a child of the rank may keep its output open
         tail = rank.log.read_text(errors="replace").rstrip().splitlines()[-LOG_TAIL_LINES:]
         if code < 0:
-            note_failure(replace(rank_death(i, -code, oom), text="\n".join(tail)), causes)
+            failure = replace(rank_death(i, -code, oom), text="\n".join(tail))
         else:
             last = tail[-1] if tail else f"ended with status {code}"
-            note_failure(rank_failure(i, code, last, "\n".join(tail), Order.STATUS), causes)
+            failure = rank_failure(i, code, last, "\n".join(tail), Order.STATUS)
+        if note_failure(failure, causes) is None:
+            unwritten.append(failure)
     return failed
 
 

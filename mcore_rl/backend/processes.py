@@ -235,8 +235,10 @@ class _Guard(AbstractContextManager[None]):
                 self._end_without_store()
         with self.last_message:
             title = f"Rank {self.rank} failed." if isinstance(error, McoreRlError) else failure.headline
-            sys.stderr.write(f"{title}\n{failure.text}\n")
+            # First, as it makes room on a full disk, where stderr may be a file too.
             note_failure(failure)
+            with suppress(OSError):
+                sys.stderr.write(f"{title}\n{failure.text}\n")
             get_error_handler().record_exception(error)  # so that torchrun's summary names this rank
             with suppress(RuntimeError):
                 self.store.write("failure", json.dumps([self.rank, cause]))
@@ -313,7 +315,8 @@ class _Guard(AbstractContextManager[None]):
     def _end(self, message: str) -> NoReturn:
         with self.last_message:  # of the watcher and the main thread one writes, and both end
             if message:
-                sys.stderr.write(message + "\n")
+                with suppress(OSError):  # a full disk
+                    sys.stderr.write(message + "\n")
             with suppress(RuntimeError):
                 self.store.write(f"heard/{self.rank}", "")
             end_process(1)
@@ -354,8 +357,9 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 def end_process(status: int) -> NoReturn:
     """End this process and its children at once: a usual exit waits for collectives and children that never end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk
+            stream.flush()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()

@@ -134,6 +134,16 @@ def test_an_error_of_the_user_comes_without_traceback_once_and_with_status_2(tmp
     assert said.count("DataError: no such file") == 1 and "Traceback" not in said
 
 
+def test_the_reason_is_known_where_the_log_of_the_rank_that_failed_is_on_a_full_disk(tmp_path):
+    lost = RAISE.replace(
+        "        raise", "        os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n        raise"
+    )
+    outcome = run_bare(tmp_path, lost.format(failing=1))
+    assert outcome.ended_after_s < ENDED_WITHIN_S
+    assert outcome.statuses == [1, 1]
+    assert outcome.errors[0] == "Rank 0 ends because rank 1 failed: ValueError: boom of 1\n"
+
+
 def test_a_rank_that_lost_its_peer_gives_way_to_the_peers_own_words(tmp_path):
     """Rank 1 closes its connections first and says why a second later: rank 0 hears of the former at once."""
     outcome = run_bare(

@@ -1,6 +1,7 @@
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -38,19 +39,24 @@ def program(tmp_path, monkeypatch):
     return write
 
 
-def start_launcher(tmp_path, num_ranks, imports=(), devices=()):
+def start_launcher(tmp_path, num_ranks, imports=(), devices=(), most_bytes=resource.RLIM_INFINITY):
     """`launch_local` in a process of its own, to which signals can be sent; with `imports` it forks the ranks.
-    `devices` are the files of accelerators of this torch.
+    `devices` are the files of accelerators of this torch, `most_bytes` what a file may have, as on a disk that is full.
     """
     settings = f"forked_rank.DEVICES = {{'__version__': {list(devices)}}}; "
     words = (
         f"'a_program', ['x', 'a=b'], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r}), {list(imports)}"
     )
     code = (
-        f"import pathlib, sys; from mcore_rl.backend import forked_rank, launcher; {settings}"
+        f"import pathlib, resource, sys; from mcore_rl.backend import forked_rank, launcher; {settings}"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {resource.RLIM_INFINITY})); "
         f"sys.exit(launcher.launch_local({words}))"
     )
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Before 3.12.8 Python takes a module that it had no room to write for a whole one when it is imported again.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
 
 
 def wait_for(condition, timeout_s=120.0):
@@ -153,7 +159,9 @@ def test_a_single_rank_is_a_copy_where_the_launcher_has_imported_its_program(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_imports_ends_the_launcher_at_once(program, tmp_path, number):
     (tmp_path / "a_helper.py").write_text(
-        f"import pathlib, time\npathlib.Path({str(tmp_path / 'importing')!r}).touch()\ntime.sleep(600)\n"
+        # Short sleeps: a signal just before a long one would wait for its end.
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'importing')!r}).touch()\n"
+        "while True:\n    time.sleep(0.05)\n"
     )
     program("(notes / 'started').touch()")
     process = start_launcher(tmp_path, 2, ["a_helper"])
@@ -185,6 +193,58 @@ def test_rank_0_speaks_on_the_console_and_every_rank_in_its_log(program, tmp_pat
     for rank in range(2):
         log = (tmp_path / "logs" / f"rank_{rank}.log").read_text()
         assert sorted(log.splitlines()) == [f"err of {rank}", f"out of {rank}"]
+
+
+def test_a_full_disk_under_the_log_of_rank_0_stops_neither_the_rank_nor_the_console(program, tmp_path):
+    program("""
+        for line in range(100):
+            sys.stdout.write(f"{line:099}\\n")
+        (notes / "done").touch()
+    """)  # in one piece or two: of one the limit cuts off a part
+    process = start_launcher(tmp_path, 1, most_bytes=5000)
+    output, errors = process.communicate(timeout=ENDED_WITHIN_S)
+    assert process.returncode == 0 and (tmp_path / "done").exists()
+    assert output.decode() == "".join(f"{line:099}\n" for line in range(100))
+    log = tmp_path / "logs/rank_0.log"
+    assert errors.decode() == f"{log}: File too large. Lines are missing there until it can be written.\n"
+    assert log.stat().st_size == 5000
+
+
+def test_a_failure_ends_the_launcher_also_where_the_disk_has_no_room_for_its_cause(program, tmp_path):
+    program("raise ValueError('boom' * 1000) if rank == 1 else time.sleep(600)")
+    process = start_launcher(tmp_path, 2, most_bytes=2000)
+    _, errors = process.communicate(timeout=ENDED_WITHIN_S)
+    assert process.returncode == 1
+    assert errors.decode().splitlines()[-1].startswith(f"First cause: rank 1 on {platform.node()}: ")
+    assert not list((tmp_path / "logs/failures").glob("*.json"))
+
+
+def test_of_ranks_without_a_written_cause_the_one_with_a_message_is_named(program, tmp_path):
+    program("""
+        if rank == 1:
+            while not (notes / "begun").exists():
+                time.sleep(0.01)
+            sys.exit(1)  # it gives way
+        (notes / "begun").touch()
+        time.sleep(0.3)
+        sys.stderr.write("TrainingError: full\\n")
+        sys.exit(2)
+    """)
+    process = start_launcher(tmp_path, 2, most_bytes=100)
+    _, errors = process.communicate(timeout=ENDED_WITHIN_S)
+    headline = f"First cause: rank 0 on {platform.node()}: TrainingError: full (exit status 2)"
+    assert process.returncode == 2 and errors.decode().splitlines()[-1].startswith(headline)
+
+
+def test_a_disk_without_room_for_a_start_is_refused_in_a_sentence_and_the_reserve_takes_none(
+    program, tmp_path
+):
+    program("")
+    process = start_launcher(tmp_path, 1, most_bytes=10)
+    _, errors = process.communicate(timeout=ENDED_WITHIN_S)
+    assert f"TrainingError: {tmp_path}/logs: File too large. " in errors.decode()
+    assert "Make room, and run the same command again" in errors.decode()
+    assert not (tmp_path / "logs/reserve").exists()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
