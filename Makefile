@@ -5,8 +5,8 @@
 # quickstart ARM=ppo  adds PPO with a critic to its arms of reinforcement learning
 # test       every promise, on representative meshes
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
-# test-core  what enters Megatron, and so depends on its version (tests/core.txt); CELLS=0, 1 or 2: of each parametrised
-#            test the first cell and a third of the others
+# test-core  what enters Megatron, and so depends on its version (tests/core.txt)
+#            CELLS=0, 1 or 2: of each parametrised test the first cell and a third of the others, in test-triton too
 # test-wheel  the built wheel, in an environment without the repository
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts real Slurms on virtual nodes, one for each file of tests: as root, with Debian's packages, which it
@@ -72,8 +72,8 @@ test-adapters: $(READY)
 
 test-triton: $(READY)
 	$(PYTHON_IN_VENV) -c "import triton" 2>/dev/null || $(PYTHON_IN_VENV) -m pip install -q "triton>=3.4,<4"
-	$(PYTHON_IN_VENV) -m pytest tests/triton/compiled
-	TRITON_INTERPRET=1 $(PYTHON_IN_VENV) -m pytest tests/triton/interpreted
+	$(PYTHON_IN_VENV) -m pytest --cells=$(CELLS) tests/triton/compiled
+	TRITON_INTERPRET=1 $(PYTHON_IN_VENV) -m pytest --cells=$(CELLS) tests/triton/interpreted
 
 test-report: $(READY)
 	tests/report/install.sh $(PYTHON_IN_VENV)

@@ -148,10 +148,15 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         trips = trace(Path(folder))
-    only_cpu = sum(file.startswith(CPU_FOLDERS) for file in trips.files)
-    print(f"files:           {len(trips.files):6,}   ({only_cpu} of them only on a CPU)")
+    files_of_cpu = sum(file.startswith(CPU_FOLDERS) for file in trips.files)
+    changes_of_cpu = sum(
+        calls for ends, calls in trips.changes.items() if any(file.startswith(CPU_FOLDERS) for file in ends)
+    )
+    print(f"files:           {len(trips.files):6,}   ({files_of_cpu} of them only on a CPU)")
     print(f"functions:       {len(trips.functions):6,}")
-    print(f"changes of file: {trips.changes.total():6,}")
+    print(
+        f"changes of file: {trips.changes.total():6,}   ({changes_of_cpu:,} of them to or from such a file)"
+    )
     if arguments.list:
         for file, calls in sorted(trips.files.items()):
             own = sorted(

@@ -20,7 +20,7 @@ from tests.emulated_gpu import active, counted_syncs
 from tests.parallel import parity
 from tests.tiny_models import TINY
 
-FAMILY, STEPS = "deepseek_v3", 3
+FAMILY, STEPS, FEW_STEPS = "deepseek_v3", 3, 2
 MEGATRON_FLAGS = (
     "moe_token_dispatcher_type moe_flex_dispatcher_backend fp8 fp8_recipe moe_permute_fusion moe_router_fusion "
     "cross_entropy_loss_fusion cross_entropy_fusion_impl gradient_accumulation_fusion apply_rope_fusion "
@@ -76,21 +76,24 @@ def train(layers: str = "auto") -> dict[str, Any]:
     """The patches in place, and losses and gradient norms of a few Adam steps; the same with a capacity of the experts,
     which Megatron's dispatcher sorts. On a GPU also where both wait in bf16, which has a kernel for all experts.
     """
-    trained = {capacity: steps_of(config(layers, capacity)) for capacity in (None, 1.0)}
+    trained = {
+        capacity: steps_of(config(layers, capacity), steps)
+        for capacity, steps in ((None, STEPS), (1.0, FEW_STEPS))
+    }
     waits = {
-        name: steps_of(config(layers, capacity, precision="bf16"))
+        name: steps_of(config(layers, capacity, precision="bf16"), FEW_STEPS)
         for name, capacity in (("local", None), ("dispatched", 1.0))
         if active()
     }
     return {**examine(), **trained[None], "dispatched": trained[1.0], "waits": waits}
 
 
-def steps_of(run: PretrainConfig) -> dict[str, Any]:
+def steps_of(run: PretrainConfig, steps: int) -> dict[str, Any]:
     """Train a few steps."""
     started = platform.start(run.platform)
     state = set_up(run, started)
     reports = []
-    for step in range(STEPS):
+    for step in range(steps):
         batch = parity.batch(state, step)
         with counted_syncs() as syncs:
             reports.append(train_step(state, batch, NextTokenHead()))
