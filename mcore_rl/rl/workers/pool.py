@@ -5,15 +5,17 @@ import logging
 import multiprocessing
 import os
 import resource
+import select
 import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import psutil
 import torch
@@ -25,6 +27,8 @@ GRACE_S = 1.0
 """Seconds after its time-out at which a worker that has not ended itself is killed."""
 PATIENCE_S = 5.0
 """Seconds that a dying process is given to end, so that its exit status is known."""
+MAX_HANDED = 16
+"""Most jobs that a process is handed at a time: a message for each takes longer than many a reward."""
 ENDING_S = 10.0
 """Seconds that a process is given to end its descendants and itself; then it is killed."""
 Work = Callable[[Any], Any]
@@ -62,6 +66,7 @@ class WorkerPool:
         self._changed = threading.Condition()
         """Lock of the two below, and of starts: a process that two threads fork at a time would have both pipes."""
         self._is_closed = False
+        self._num_workers = workers
         self._idle = [self._start() for _ in range(workers)]
 
     def __enter__(self) -> Self:
@@ -83,22 +88,27 @@ class WorkerPool:
         died. Several threads may call it at the same time: the processes are shared between them.
         """
         outcomes: list[Any] = [FailedScore("died", "not done")] * len(jobs)
-        waiting = list(reversed(range(len(jobs))))
+        waiting = deque(range(len(jobs)))
         busy: dict[Connection, _Busy] = {}
         while waiting or busy:
             # With jobs of its own in progress a thread waits for these, without any for a process.
             while waiting and (idle := self._take(waits=not busy)) is not None:
-                index = waiting.pop()
-                worker = self._hand(idle, jobs[index])
-                busy[worker.pipe] = _Busy(worker, index, time.monotonic() + self._timeout_s + self._grace_s)
+                # Ever fewer: those behind a slow one wait for it while other processes may be idle.
+                count = max(1, min(MAX_HANDED, len(waiting) // (4 * self._num_workers)))
+                handed = deque(waiting.popleft() for _ in range(count))
+                worker = self._hand(idle, [jobs[index] for index in handed])
+                busy[worker.pipe] = _Busy(worker, handed, self._deadline())
             patience = max(0.0, min(one.deadline for one in busy.values()) - time.monotonic())
             ready = set(wait(list(busy), timeout=patience))
             for pipe, one in list(busy.items()):
                 is_late = time.monotonic() >= one.deadline
-                if pipe in ready or is_late:
+                if (pipe in ready or is_late) and self._collect(one, outcomes, is_late):
                     del busy[pipe]
-                    outcomes[one.job_index] = self._collect(one.worker, is_late)
+                    waiting.extendleft(reversed(one.handed))
         return outcomes
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s + self._grace_s
 
     def _take(self, *, waits: bool) -> "_Worker | None":
         """Return an idle worker; None where there is none and `waits` is false."""
@@ -115,30 +125,40 @@ class WorkerPool:
                 return
         worker.stop(PATIENCE_S)
 
-    def _hand(self, worker: "_Worker", job: Any) -> "_Worker":
-        """Give the job to a worker and return the worker; one that died since its last job is replaced."""
+    def _hand(self, worker: "_Worker", jobs: list[Any]) -> "_Worker":
+        """Give jobs to a worker and return the worker; one that died since its last job is replaced."""
         try:
-            worker.pipe.send(job)
+            worker.pipe.send(jobs)
         except OSError:
             worker.stop(PATIENCE_S)
             worker = self._start()
-            worker.pipe.send(job)
+            worker.pipe.send(jobs)
         return worker
 
-    def _collect(self, worker: "_Worker", is_late: bool) -> Any:
-        """Return the worker's outcome; a worker without one is replaced."""
+    def _collect(self, one: "_Busy", outcomes: list[Any], is_late: bool) -> bool:
+        """Take the outcomes that are there out of what `one` was handed, and return whether it does no more.
+
+        A worker without an outcome, late or dead, is replaced; what it was handed behind that job stays there.
+        """
+        worker, handed = one.worker, one.handed
         try:
-            if worker.pipe.poll():
-                outcome = worker.pipe.recv()
+            while handed and worker.has_outcome():
+                outcomes[handed.popleft()] = worker.pipe.recv()
+                one.deadline, is_late = self._deadline(), False
+            if not handed:
                 self._give_back(worker)
-                return outcome
+                return True
+            if not is_late:
+                return False
         except (EOFError, OSError):
             is_late = False
         status = worker.stop(0.0 if is_late else PATIENCE_S)
         self._give_back(self._start())
         if is_late or status == -signal.SIGALRM:
-            return FailedScore("timeout", f"no answer within {self._timeout_s} s")
-        return FailedScore("died", f"the process ended with status {status}")
+            outcomes[handed.popleft()] = FailedScore("timeout", f"no answer within {self._timeout_s} s")
+        else:
+            outcomes[handed.popleft()] = FailedScore("died", f"the process ended with status {status}")
+        return True
 
     def _start(self) -> "_Worker":
         with self._changed:
@@ -165,6 +185,12 @@ class _Worker:
     process: "multiprocessing.context.ForkProcess"
     pipe: Connection
 
+    def has_outcome(self) -> bool:
+        """Return whether there is something to be read: an outcome, or the end. Connection.poll takes far longer."""
+        poll = select.poll()
+        poll.register(self.pipe, select.POLLIN)
+        return bool(poll.poll(0))
+
     def stop(self, patience_s: float) -> int | None:
         """Close the pipe, end the process and its descendants if it has not ended after `patience_s`, and return its
         exit status.
@@ -179,10 +205,13 @@ class _Worker:
         return self.process.exitcode
 
 
-class _Busy(NamedTuple):
+@dataclass(slots=True)
+class _Busy:
     worker: _Worker
-    job_index: int
+    handed: deque[int]
+    """Indices of the jobs that it was handed and has not done, in its order."""
     deadline: float
+    """Time at which the first of them is late."""
 
 
 def _start_serving(serve: "partial[None]", theirs: Connection, ours: Connection, parent: int) -> None:
@@ -210,13 +239,14 @@ def _serve(
         _limit_memory(max_memory_gib)
     while True:
         try:
-            job = pipe.recv()
+            jobs = pipe.recv()
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        outcome = work(job)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        pipe.send(outcome)
+        for job in jobs:
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            outcome = work(job)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            pipe.send(outcome)
 
 
 def _limit_memory(max_memory_gib: float) -> None:

@@ -352,6 +352,11 @@ def obey(scored):
         raise SystemExit(4)
     if scored.completion == "pid":
         return os.getpid()
+    if scored.completion.startswith("mark"):
+        _, file, number = scored.completion.split()
+        with Path(file).open("a") as marks:
+            marks.write(number + "\n")
+        return int(number)
     if scored.completion.startswith("start"):
         leave_running(scored.completion)
         time.sleep(600 if "hang" in scored.completion else 0)
@@ -390,6 +395,23 @@ def test_what_hangs_or_crashes_costs_its_own_judgement_only(workers):
     kinds = [outcome.kind if isinstance(outcome, FailedScore) else outcome.value for outcome in outcomes]
     assert kinds == [1, "timeout", 2, "timeout", 3, "timeout", "died", "died", "died", 4]
     assert outcomes[6].text == "the process ended with status -9"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_was_handed_behind_a_crash_is_judged_once(workers, tmp_path):
+    file = tmp_path / "marks"
+    texts = [f"mark {file} {number}" for number in range(90)]
+    for number, text in ((0, "crash"), (7, "exit"), (8, "hang"), (9, "crash"), (60, "crash"), (89, "hang")):
+        texts[number] = text
+    with RewardWorkers([obey], workers=workers, timeout_s=1.0) as judges:
+        outcomes = judges.run(jobs(*texts))
+    expected = [
+        {"crash": "died", "exit": "died", "hang": "timeout"}.get(text, number)
+        for number, text in enumerate(texts)
+    ]
+    assert [getattr(one, "kind", None) or one.value for one in outcomes] == expected
+    judged = sorted(int(number) for number in file.read_text().split())
+    assert judged == [number for number in expected if isinstance(number, int)]
 
 
 def test_a_judge_that_died_between_two_batches_is_replaced():
