@@ -70,7 +70,8 @@ def _ended(child: int, awaited: Set[int], asked: list[int]) -> int:
 
 def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) -> None:
     """Run the module as `python -m` does, with the signals of `mask` blocked, and end; an error that nobody has handled
-    is recorded, then raised."""
+    is recorded, then raised.
+    """
     die_with(parent)
     for number in FORWARDED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

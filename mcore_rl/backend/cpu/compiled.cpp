@@ -156,7 +156,7 @@ void compute_rows(int64_t words, const uint32_t* a, const uint32_t* b, float* c,
 }
 
 // product_of with operands rounded to bf16, which needs no sgemm.
-void rounded_product_of(Sgemm, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
+void bf16_product_of(Sgemm, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
                         int64_t stride_a, const float* b, int64_t stride_b, float beta, float* c, int64_t stride_c) {
     const bool add = beta != 0.0f;
     if (K == 0 && !add)
@@ -189,7 +189,7 @@ void rounded_product_of(Sgemm, bool transpose_a, bool transpose_b, int64_t M, in
     }
 }
 
-#else
+#endif
 
 // Operands are rounded into blocks that a cache holds, and multiplied in fp32: the products of two numbers of bf16 are
 // exact there.
@@ -235,13 +235,21 @@ void rounded_product_of(Sgemm sgemm, bool transpose_a, bool transpose_b, int64_t
     }
 }
 
-#endif
+using Product = void (*)(Sgemm, bool, bool, int64_t, int64_t, int64_t, const float*, int64_t, const float*, int64_t,
+                         float, float*, int64_t);
 
-// C [M, N] = beta * C + op(A) op(B), all dense, of operands rounded to bf16 if `rounds`.
-void product(Sgemm sgemm, bool rounds, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K,
+// How operands are rounded: kernels.py names the numbers.
+Product product_by(int64_t rounding) {
+#ifdef __AVX512BF16__
+    if (rounding == 1) return bf16_product_of;
+#endif
+    return rounding ? rounded_product_of : product_of;
+}
+
+// C [M, N] = beta * C + op(A) op(B), all dense.
+void product(Sgemm sgemm, int64_t rounding, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K,
              const float* a, const float* b, float beta, float* c) {
-    const auto multiply = rounds ? rounded_product_of : product_of;
-    multiply(sgemm, transpose_a, transpose_b, M, N, K, a, transpose_a ? M : K, b, transpose_b ? K : N, beta, c, N);
+    product_by(rounding)(sgemm, transpose_a, transpose_b, M, N, K, a, transpose_a ? M : K, b, transpose_b ? K : N, beta, c, N);
 }
 
 // e^x to 2 ulp: 2^n times a polynomial on |r| <= ln 2 / 2 (its coefficients are those of the series). The library's
@@ -356,7 +364,7 @@ void join_position(const float* const* gradients, const int64_t* strides, const 
 
 extern "C" {
 
-// Whether rounded_product needs no sgemm.
+// Whether rounded_product needs no sgemm for rounding 1.
 int64_t multiplies_bf16() {
 #ifdef __AVX512BF16__
     return 1;
@@ -367,11 +375,11 @@ int64_t multiplies_bf16() {
 
 // C [M, N] = op(A) op(B), plus C if `add`, of operands that are rounded to bf16, with sums in fp32. A is stored [K, M]
 // where it is transposed, B [N, K]; strides are those between their rows as stored.
-void rounded_product(Sgemm sgemm, int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N, int64_t K,
+void rounded_product(Sgemm sgemm, int64_t rounding, int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N, int64_t K,
                      const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t add, float* c,
                      int64_t stride_c) {
     const float beta = add ? 1.0f : 0.0f;
-    rounded_product_of(sgemm, transpose_a, transpose_b, M, N, K, a, stride_a, b, stride_b, beta, c, stride_c);
+    product_by(rounding)(sgemm, transpose_a, transpose_b, M, N, K, a, stride_a, b, stride_b, beta, c, stride_c);
 }
 
 // y = x / rms(x) * weight for rows [rows, width]; inverse [rows] is 1 / rms.
@@ -543,8 +551,8 @@ void decode_attention(const float* query, const float* keys, const float* values
 
 // Experts of SwiGLU: for each block (expert, first, last) of the rows sorted by expert, gather, fc1, activation times
 // gate, fc2, and sum into the output [T, D], which begins as zeros. hidden [N, 2F] is kept for the backward pass.
-// scratch: 2 * largest block * (D + F). If `rounds`, products round their operands to bf16, and nothing else does.
-void experts_forward(Sgemm sgemm, int64_t rounds, const float* x, const float* gates, const float* fc1, const float* fc2,
+// scratch: 2 * largest block * (D + F). Products round their operands to bf16 as `rounding` says; nothing else does.
+void experts_forward(Sgemm sgemm, int64_t rounding, const float* x, const float* gates, const float* fc1, const float* fc2,
                      const int64_t* rows, const int64_t* blocks, int64_t num_blocks, int64_t D, int64_t F,
                      float* hidden, float* output, float* scratch) {
     for (int64_t b = 0; b < num_blocks; b++) {
@@ -552,7 +560,7 @@ void experts_forward(Sgemm sgemm, int64_t rounds, const float* x, const float* g
         float *gathered = scratch, *active = gathered + count * D, *result = active + count * F;
         float* h = hidden + first * 2 * F;
         copy_rows(x, rows + first, count, D, gathered);
-        product(sgemm, rounds, false, true, count, 2 * F, D, gathered, fc1 + expert * 2 * F * D, 0.0f, h);
+        product(sgemm, rounding, false, true, count, 2 * F, D, gathered, fc1 + expert * 2 * F * D, 0.0f, h);
         for (int64_t i = 0; i < count; i++) {
             const float *z = h + i * 2 * F, *up = z + F;
             const float gate = gates[first + i];
@@ -560,14 +568,14 @@ void experts_forward(Sgemm sgemm, int64_t rounds, const float* x, const float* g
 #pragma omp simd
             for (int64_t f = 0; f < F; f++) a[f] = z[f] * sigmoid(z[f]) * up[f] * gate;
         }
-        product(sgemm, rounds, false, true, count, D, F, active, fc2 + expert * D * F, 0.0f, result);
+        product(sgemm, rounding, false, true, count, D, F, active, fc2 + expert * D * F, 0.0f, result);
         add_rows(result, rows + first, count, D, output);
     }
 }
 
 // Gradients of experts_forward. Those of the weights are added to what is there; d_x [T, D] begins as zeros.
 // scratch: largest block * (3 D + 4 F).
-void experts_backward(Sgemm sgemm, int64_t rounds, const float* d_output, const float* x, const float* gates,
+void experts_backward(Sgemm sgemm, int64_t rounding, const float* d_output, const float* x, const float* gates,
                       const float* fc1, const float* fc2, const int64_t* rows, const int64_t* blocks,
                       int64_t num_blocks, int64_t D, int64_t F, const float* hidden, float* d_x, float* d_gates,
                       float* d_fc1, float* d_fc2, float* scratch) {
@@ -578,7 +586,7 @@ void experts_backward(Sgemm sgemm, int64_t rounds, const float* d_output, const 
         const float* h = hidden + first * 2 * F;
         copy_rows(d_output, rows + first, count, D, d_out);
         copy_rows(x, rows + first, count, D, gathered);
-        product(sgemm, rounds, false, false, count, F, D, d_out, fc2 + expert * D * F, 0.0f, d_active);
+        product(sgemm, rounding, false, false, count, F, D, d_out, fc2 + expert * D * F, 0.0f, d_active);
         for (int64_t i = 0; i < count; i++) {
             const float *z = h + i * 2 * F, *up = z + F, *d = d_active + i * F;
             const float gate = gates[first + i];
@@ -594,9 +602,9 @@ void experts_backward(Sgemm sgemm, int64_t rounds, const float* d_output, const 
             }
             d_gates[first + i] = sum;
         }
-        product(sgemm, rounds, true, false, D, F, count, d_out, active, 1.0f, d_fc2 + expert * D * F);
-        product(sgemm, rounds, true, false, 2 * F, D, count, d_hidden, gathered, 1.0f, d_fc1 + expert * 2 * F * D);
-        product(sgemm, rounds, false, false, count, D, 2 * F, d_hidden, fc1 + expert * 2 * F * D, 0.0f, result);
+        product(sgemm, rounding, true, false, D, F, count, d_out, active, 1.0f, d_fc2 + expert * D * F);
+        product(sgemm, rounding, true, false, 2 * F, D, count, d_hidden, gathered, 1.0f, d_fc1 + expert * 2 * F * D);
+        product(sgemm, rounding, false, false, count, D, 2 * F, d_hidden, fc1 + expert * 2 * F * D, 0.0f, result);
         add_rows(result, rows + first, count, D, d_x);
     }
 }

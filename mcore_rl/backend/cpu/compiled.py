@@ -32,7 +32,7 @@ OPTIONS = (
 BUILD_S = 120.0
 """Seconds that a build, or another process's, may take."""
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "rounded_product": (c_void_p, *[c_int64] * 5, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64),
+    "rounded_product": (c_void_p, *[c_int64] * 6, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64),
     "rms_norm_forward": (c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
     "rms_norm_backward": (*[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3),
     "split_heads": (*[c_void_p] * 6, *[c_int64] * 5, c_float, *[c_void_p] * 4),
@@ -76,7 +76,7 @@ class Library(ctypes.PyDLL):
         self.multiplies_bf16 = bool(multiplies_bf16())
         """Whether it multiplies numbers of bf16 itself: the processor has AVX-512's instruction for that."""
         self.rounds_operands = self.multiplies_bf16 or self.sgemm is not None
-        """Whether it multiplies operands rounded to bf16, without the instruction by `sgemm` in fp32."""
+        """Whether it multiplies operands rounded to bf16, by itself or by `sgemm` in fp32."""
 
 
 @functools.cache

@@ -19,7 +19,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 """Whether torch was built with oneDNN, and gives its linear layer by itself."""
 Products = Literal["mkl", "onednn", "bf16"]
 Attention = Literal["blocks", "sdpa", "compiled"]
-Rounded = Literal["torch", "mkl", "compiled"]
+Rounded = Literal["torch", "mkl", "compiled", "compiled_fp32"]
 Half = Literal["torch", "fp32", "none"]
 NAMES = {
     "mkl": "torch's products (MKL)",
@@ -33,6 +33,7 @@ ROUNDED_NAMES: dict[Rounded, str] = {
     "torch": "torch's products of operands rounded to bf16",
     "mkl": "fp32 products (MKL) of operands rounded to bf16",
     "compiled": "compiled products of operands rounded to bf16",
+    "compiled_fp32": "compiled fp32 products (MKL) of operands rounded to bf16",
 }
 """The words of a log for each way to multiply rounded operands."""
 
@@ -47,7 +48,7 @@ class CpuKernels:
     """Identity of the compiled file's build; "none" where Python computes what is in it."""
     rounded: Rounded = "torch"
     """Who multiplies operands that are rounded to bf16, with `products="bf16"`: torch in bf16, MKL in fp32, or the
-    compiled file in bf16 where the processor does, else by MKL."""
+    compiled file in bf16 where the processor does, else by MKL; "compiled_fp32": by MKL though the processor does."""
     half: Half = "none"
     """How layers compute with tensors in bf16: by torch in bf16, or in fp32 by the kernels of fp32, with each result
     rounded once. "none": nothing was chosen, because `precision` is not "bf16"; then by torch."""
@@ -61,9 +62,11 @@ class CpuKernels:
         return f"{products}{halves}, {NAMES[self.attention]}, {compiled}"
 
     @property
-    def rounds_in_compiled(self) -> bool:
-        """Whether products round their operands to bf16 in the compiled file."""
-        return self.products == "bf16" and self.rounded == "compiled"
+    def rounding(self) -> int:
+        """How products round their operands in the compiled file: 0, not there; 1, to multiply in bf16 where the
+        processor does; 2, to multiply in fp32.
+        """
+        return {"compiled": 1, "compiled_fp32": 2}.get(self.rounded, 0) if self.products == "bf16" else 0
 
     def record(self) -> dict[str, str]:
         """Return the choice as run.json has it."""
@@ -141,7 +144,7 @@ def compiled_for(*operands: Tensor) -> Library | None:
 
 def rounding_for(*operands: Tensor) -> Library | None:
     """Return `compiled_for` where this process rounds the operands of products to bf16 in the compiled file."""
-    return compiled_for(*operands) if Process.kernels.rounds_in_compiled else None
+    return compiled_for(*operands) if Process.kernels.rounding else None
 
 
 @contextmanager

@@ -75,7 +75,8 @@ def _compiled_product(
     # The C++ file calls the right operand transposed where it is stored by rows of the left one's width.
     sizes = is_left_by_column, not is_right_by_column, *total_MN.shape, left_MK.shape[1]
     result = is_sum, total_MN, total_MN.stride(0)
-    library.rounded_product(library.sgemm, *sizes, left, left_stride, right, right_stride, *result)
+    by = library.sgemm, Process.kernels.rounding
+    library.rounded_product(*by, *sizes, left, left_stride, right, right_stride, *result)
     return total_MN
 
 

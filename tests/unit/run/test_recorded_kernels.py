@@ -60,7 +60,7 @@ def test_what_the_config_names_is_used_and_the_difference_reported(
     assert "is not continued bit for bit" in warning
 
 
-@pytest.mark.parametrize("then", ["torch", "mkl", "compiled"])
+@pytest.mark.parametrize("then", ["torch", "mkl", "compiled", "compiled_fp32"])
 def test_who_rounded_is_kept_where_products_and_build_are_the_same(
     tmp_path: Path, platform: Platform, then: Rounded
 ) -> None:

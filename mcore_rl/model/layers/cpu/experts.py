@@ -140,8 +140,8 @@ class _Forward(NamedTuple):
     input_TD: Tensor
     hidden: list[Tensor]
     compiled: Library | None
-    rounds: bool
-    """Whether the compiled file rounds operands of products to bf16."""
+    rounding: int
+    """How the compiled file rounds operands of products; see `CpuKernels.rounding`."""
 
 
 def _computed(
@@ -159,9 +159,9 @@ def _computed(
         operands = input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
         sizes = len(assignment.blocks), width, inner
         results = hidden_NF, output_TD, scratch
-        rounds = Process.kernels.rounds_in_compiled
-        library.experts_forward(library.sgemm, rounds, *operands, *sizes, *results)
-        return _Forward(output_TD, input_TD, [hidden_NF], library, rounds)
+        rounding = Process.kernels.rounding
+        library.experts_forward(library.sgemm, rounding, *operands, *sizes, *results)
+        return _Forward(output_TD, input_TD, [hidden_NF], library, rounding)
     fc1, fc2 = fc1_EFD.unbind(0), fc2_EDF.unbind(0)
     hidden = []
     for block in assignment.blocks:
@@ -171,7 +171,7 @@ def _computed(
         active = silu(gate).mul_(up).mul_(gates_N1[block.rows])
         output_TD.index_add_(0, rows, product_with_weight(active, fc2[block.expert]))
         hidden.append(hidden_NF)
-    return _Forward(output_TD, input_TD, hidden, None, rounds=False)
+    return _Forward(output_TD, input_TD, hidden, None, rounding=0)
 
 
 class _SwiGLUExperts(torch.autograd.Function):
@@ -179,7 +179,7 @@ class _SwiGLUExperts(torch.autograd.Function):
     def forward(
         ctx: Any, input_TD: Tensor, gates: Tensor, fc1_EFD: Tensor, fc2_EDF: Tensor, assignment: Assignment
     ) -> Tensor:
-        output_TD, input_TD, hidden, ctx.compiled, ctx.rounds = _computed(
+        output_TD, input_TD, hidden, ctx.compiled, ctx.rounding = _computed(
             input_TD, gates, fc1_EFD, fc2_EDF, assignment
         )
         ctx.assignment = assignment
@@ -203,7 +203,7 @@ class _SwiGLUExperts(torch.autograd.Function):
             tensors = gradient_TD.contiguous(), input_TD, gates_N1, fc1_EFD, fc2_EDF, *assignment.tables()
             sizes = len(assignment.blocks), width, inner
             results = d_input_TD, d_gates_N1, *totals, scratch
-            product_by = ctx.compiled.sgemm, ctx.rounds
+            product_by = ctx.compiled.sgemm, ctx.rounding
             ctx.compiled.experts_backward(*product_by, *tensors, *sizes, hidden[0], *results)
             for of_weight, total in zip(sums, totals, strict=True):
                 of_weight.total.copy_(total)  # Nothing happens where it is the same tensor.
@@ -244,7 +244,7 @@ def _library(input_TD: Tensor, gates_N1: Tensor, fc1_EFD: Tensor, fc2_EDF: Tenso
     is_dense = fc1_EFD.is_contiguous() and fc2_EDF.is_contiguous()
     if library is None or not is_fp32 or not is_dense or Process.kernels.products == "onednn":
         return None
-    return library if library.sgemm is not None or Process.kernels.rounds_in_compiled else None
+    return library if library.sgemm is not None or Process.kernels.rounding else None
 
 
 def _gates(gates: Tensor, assignment: Assignment) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from mcore_rl.backend.cpu import choice
 from mcore_rl.backend.cpu.choice import choose, fastest, fastest_attention
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
-from mcore_rl.backend.cpu.kernels import CpuKernels, from_record, in_use, use, using
+from mcore_rl.backend.cpu.kernels import ROUNDED_NAMES, CpuKernels, from_record, in_use, use, using
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 
@@ -104,8 +104,9 @@ def test_who_rounds_is_measured_with_the_compiled_file_where_it_does() -> None:
     assert kernels.products == "bf16" and kernels.compiled == build_id()
     measured = sentence.partition("; measured: ")[2]
     names = ["torch", "mkl", *["compiled"] * library().rounds_operands]
+    names += ["compiled_fp32"] * (library().multiplies_bf16 and library().sgemm is not None)
     assert all(f"bf16 {name} " in measured for name in names) and ", fp32 " in measured
-    assert sentence.startswith("compiled products of operands rounded") is (kernels.rounded == "compiled")
+    assert sentence.startswith(ROUNDED_NAMES[kernels.rounded])
     without, sentence = choose(PlatformConfig(products="bf16", attention="sdpa", compiled=False), 1)
     assert without == CpuKernels("bf16", "sdpa", "none", without.rounded) and without.rounded != "compiled"
     assert "; measured: bf16 mkl " in sentence and ", bf16 torch " in sentence
@@ -113,18 +114,28 @@ def test_who_rounds_is_measured_with_the_compiled_file_where_it_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch_s", "mkl_s", "compiled_s", "wanted", "saves"),
+    ("torch_s", "mkl_s", "fp32_s", "compiled_s", "wanted", "saves"),
     [
-        (5.0, 1.05, 1.02, "compiled", False),  # There is no instruction for bf16.
-        (0.1, 1.05, 0.5, "torch", True),  # There is AMX.
-        (0.5, 1.05, 0.45, "compiled", True),  # There is AVX-512's instruction.
+        (5.0, 1.05, None, 1.02, "compiled", False),  # There is no instruction for bf16.
+        (0.1, 1.05, 1.02, 0.5, "torch", True),  # There is AMX.
+        (0.5, 1.05, 1.02, 0.45, "compiled", True),  # There is AVX-512's instruction.
+        (1.9, 1.4, 1.1, 1.8, "compiled_fp32", False),  # It is no faster than two of fp32.
     ],
 )
 def test_a_run_learns_that_rounding_saves_no_time(
-    torch_s: float, mkl_s: float, compiled_s: float, wanted: str, saves: bool, monkeypatch: pytest.MonkeyPatch
+    torch_s: float,
+    mkl_s: float,
+    fp32_s: float | None,
+    compiled_s: float,
+    wanted: str,
+    saves: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choice.measurements.cache_clear()
     times = {"bf16 torch": torch_s, "bf16 mkl": mkl_s, "bf16 compiled": compiled_s, "fp32": 1.0}
+    times |= {} if fp32_s is None else {"bf16 compiled_fp32": fp32_s}
+    ways = tuple(name.removeprefix("bf16 ") for name in times if name not in ("fp32", "bf16 compiled"))
+    monkeypatch.setattr(choice, "_rounded_here", lambda compiled: (*ways, "compiled"))
     monkeypatch.setattr(choice, "_least_s", lambda candidates: {name: times[name] for name in candidates})
     kernels, sentence = choose(PlatformConfig(products="bf16", attention="sdpa"), 1)
     choice.measurements.cache_clear()

@@ -26,14 +26,15 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["file or torch", "mkl"])
+@pytest.fixture(params=["file or torch", "file in fp32 or mkl"])
 def rounding(kernels: None, request: pytest.FixtureRequest) -> Iterator[float]:
     """Products of operands rounded to bf16, by MKL in fp32 or in the compiled file where it is in use, else by torch in
     bf16; yields their relative error: of fp32, and of a result that is rounded too by torch.
     """
     compiled = in_use().compiled
     in_file = compiled != "none" and library().rounds_operands
-    rounded: Rounded = "mkl" if request.param == "mkl" else "compiled" if in_file else "torch"
+    ways: tuple[Rounded, Rounded] = ("compiled", "compiled_fp32") if in_file else ("torch", "mkl")
+    rounded = ways[request.param != "file or torch"]
     with using(CpuKernels("bf16", "sdpa", compiled, rounded)):
         yield 2**-7 if rounded == "torch" else 2e-6
 
@@ -240,7 +241,7 @@ def test_rounded_experts_are_those_of_float64(rounding: float, num_tokens: int, 
     found = torch.autograd.grad(actual.square().sum(), operands)
     for ours, exact in zip((actual, *found), (unrounded, *wanted), strict=True):
         assert (ours - exact).abs().max() <= 2**-5 * exact.abs().max()
-    are_rounded = in_use().rounds_in_compiled or in_use().compiled == "none"
+    are_rounded = in_use().rounding or in_use().compiled == "none"
     if are_rounded and in_use().rounded != "torch":
         assert (actual - unrounded).abs().max() > 2**-12 * unrounded.abs().max()
         # Inputs and first weights that bf16 has: what is left are the rounded activations, each times its gate.
