@@ -22,7 +22,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.speed import SpeedFlags
 from mcore_rl.files import write_atomically
-from mcore_rl.obs.attempts_file import FILE_NAME, NUMERICS, RunAttempt, read_attempts
+from mcore_rl.obs.attempts_file import FILE_NAME, NUMERICS, Machine, RunAttempt, read_attempts
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 MESH_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
@@ -54,12 +54,12 @@ def this_run_attempt(
         command=["python", *sys.orig_argv[1:]],
         commit=code_commit(Path(mcore_rl.__file__).parents[1]),
         versions=installed,
-        machine={
-            "device": torch.cuda.get_device_name(platform.device) if platform.is_cuda else cpu_name(),
-            "ranks": platform.world_size,
-            "cores": os.cpu_count() or 0,
-            "memory_bytes": psutil.virtual_memory().total,
-        },
+        machine=Machine(
+            device=torch.cuda.get_device_name(platform.device) if platform.is_cuda else cpu_name(),
+            ranks=platform.world_size,
+            cores=os.cpu_count() or 0,
+            memory_bytes=psutil.virtual_memory().total,
+        ),
         numerics=NUMERICS,
         mesh={**{name: getattr(mesh, name) for name in MESH_SIZES}, "world": platform.world_size},
         kernels=platform.kernels.record() if platform.kernels else {},

@@ -41,6 +41,17 @@ def depends_on_numerics(model: ModelConfig, precision: str, before: int) -> bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Device and ranks of a run, and the host of rank 0."""
+
+    device: str
+    """Name of the device."""
+    ranks: int
+    cores: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunAttempt:
     """One start of a run: command, code, versions, machine and mesh."""
 
@@ -54,8 +65,7 @@ class RunAttempt:
     """Commit of the code; "+ changes" when files differ from it, empty when it is not known."""
     versions: dict[str, str]
     """Package -> version, for Python, this package and those that the numbers depend on."""
-    machine: dict[str, str | int]
-    """device (its name), ranks, and cores and memory_bytes of the host of rank 0."""
+    machine: Machine
     mesh: dict[str, int]
     """Size of each parallel dimension, and `world`, the number of ranks."""
     numerics: int = 1

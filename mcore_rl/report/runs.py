@@ -28,6 +28,8 @@ EVALUATION = "evaluation.json"
 """File in a run's folder for the output of `mcore-rl eval`, which a user may put there."""
 JOB_ATTEMPTS = "attempts.jsonl"
 """File in which a Slurm job records the starts and ends of its attempts."""
+MOST_STEPS = 2**53
+"""A step that a float does not have is of a damaged line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +141,11 @@ def _read_run(path: Path, name: str) -> RunRecord:
         raise DataError(
             f"{config_path} is damaged: {error}. Copy it again; a start of the run writes it anew"
         ) from None
-    # A line that something has damaged may have no time, which every record has.
+    # Every record has a time and a step that a run can reach; a line that something has damaged may not.
     records = [
-        record for record in read_records(path / FILE_NAME) if math.isfinite(_number(record.get("time")))
+        record
+        for record in read_records(path / FILE_NAME)
+        if math.isfinite(_number(record.get("time"))) and abs(_number(record["step"])) < MOST_STEPS
     ]
     done = path / "DONE"
     return RunRecord(

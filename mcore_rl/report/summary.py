@@ -95,13 +95,13 @@ def command_text(attempt: RunAttempt) -> str:
 def machine_text(attempt: RunAttempt) -> str:
     """Return ranks, device, cores and memory as text."""
     machine = attempt.machine
-    host = f"{machine['cores']} cores, {size(float(machine['memory_bytes']))} of memory"
-    return f"{ranks_text(attempt)} on {machine['device']}; host: {host}"
+    host = f"{machine.cores} cores, {size(machine.memory_bytes)} of memory"
+    return f"{ranks_text(attempt)} on {machine.device}; host: {host}"
 
 
 def ranks_text(attempt: RunAttempt) -> str:
     """Return the number of ranks as text."""
-    ranks = attempt.machine["ranks"]
+    ranks = attempt.machine.ranks
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
@@ -164,7 +164,7 @@ def _plan(run: RunRecord) -> Planned | None:
     if not run.attempts:
         return None
     machine = run.attempts[-1].machine
-    return plan_of_run(run.path, run.stage, str(machine["device"]), int(machine["ranks"]))
+    return plan_of_run(run.path, run.stage, machine.device, machine.ranks)
 
 
 def _step_text(run: RunRecord, plan: Planned) -> str:

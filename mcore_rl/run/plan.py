@@ -169,7 +169,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     config = load_config(program.config, run_dir / "config.toml")
     cluster = load_config(ClusterConfig, args.cluster)
     check_cluster(cluster)
-    world, seq_length = int(attempts[-1].machine["ranks"]), program.seq_length(config)
+    world, seq_length = attempts[-1].machine.ranks, program.seq_length(config)
     plain = cluster.model_copy(update={"rates": RatesConfig()})
     records = [record for record in read_records(run_dir / FILE_NAME) if "event" not in record]
     place = place_of(plain, world, server_nodes=args.server_nodes, imbalance=args.imbalance)

@@ -122,7 +122,7 @@ def read_run(arm: str, seed: int, folder: Path) -> StudyRun:
         commit=attempts[0].commit if attempts else "",
         starts=len(attempts),
         versions=attempts[0].versions if attempts else {},
-        machine=attempts[0].machine if attempts else {},
+        machine=asdict(attempts[0].machine) if attempts else {},
         series={
             name: [_short(row[name]) if name in row else None for row in rows]
             for name in SERIES

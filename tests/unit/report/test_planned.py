@@ -12,7 +12,8 @@ def rows_of(folder, device):
     config = load_config(PretrainConfig, RECIPES / "mixtral_8x7b/pretrain.toml")
     (folder / "config.toml").write_text(dump_config(config))
     attempt = {"started": "2026-01-01T00:00:00+00:00", "step": 0, "command": [], "commit": "", "versions": {}}
-    attempt |= {"machine": {"device": device, "ranks": 64}, "mesh": {"world": 64}}
+    machine = {"device": device, "ranks": 64, "cores": 8, "memory_bytes": 2**40}
+    attempt |= {"machine": machine, "mesh": {"world": 64}}
     (folder / "run.json").write_text(json.dumps([attempt]))
     step = {"time/forward_backward_s": 3.0, "time/optimizer_s": 0.25, "memory/peak_device_bytes": 50 * 2**30}
     lines = [json.dumps({"step": at, "time": float(at)} | step) for at in (1, 2, 3)]

@@ -231,10 +231,16 @@ def test_samples_that_are_not_what_a_run_writes_are_left_out(tmp_path):
     assert before_and_after(run_dir) == []
 
 
-@pytest.mark.parametrize("content", ["{}", "null", "[[]]", '[{"started": "yesterday"}]', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["{}", "null", "[[]]", '[{"started": "yesterday"}]', "[" * 100_000, {"machine": {"ranks": 1}}]
+)
 def test_a_damaged_record_of_the_starts_is_named(tmp_path, content):
     run_dir = write_run(tmp_path, PretrainConfig(run_dir="torn"), 3)
-    (run_dir / "run.json").write_text(content)
+    path = run_dir / "run.json"
+    if isinstance(content, dict):
+        (attempt,) = json.loads(path.read_text())
+        content = json.dumps([attempt | content])
+    path.write_text(content)
     with pytest.raises(DataError, match=r"run\.json is damaged"):
         read_runs([run_dir])
 
@@ -282,7 +288,13 @@ def test_a_text_in_place_of_a_number_is_no_point_of_a_curve(tmp_path):
     run_dir = write_run(tmp_path, PretrainConfig(run_dir="texts"), 3)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "time": 0, "train/loss_nats": "damaged"}) + "\n")
-        for damaged in ({}, {"time": None}, {"time": 10**400}, {"time": "noon"}):
+        for damaged in (
+            {},
+            {"time": None},
+            {"time": 10**400},
+            {"time": "noon"},
+            {"time": 0, "step": 10**400},
+        ):
             file.write(json.dumps({"step": 5, "train/loss_nats": 1.0} | damaged) + "\n")
     (run,) = read_runs([run_dir])
     assert 4 not in run.series("train/loss_nats").steps and len(run.series("train/loss_nats")) == 3

@@ -67,7 +67,7 @@ def write(folder: Path, *records: dict[str, object], done: bool = True) -> Path:
         "command": [],
         "commit": "abc",
         "versions": {"torch": "2"},
-        "machine": {"cores": 2},
+        "machine": {"device": "cpu", "ranks": 1, "cores": 2, "memory_bytes": 1},
         "mesh": {},
     }
     (folder / "run.json").write_text(json.dumps([attempt]))
