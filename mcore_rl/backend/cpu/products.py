@@ -3,9 +3,10 @@
 torch gives fp32 products to MKL, which leaves half of the AVX-512 units of some processors unused: a product of
 512 x 256 by 256 x 256 runs at 105 GFLOP/s there, at 230 by oneDNN (one core of Zen 5), both in full fp32. On others
 MKL is as fast, and adds a weight's gradient to a tensor in place, without copies of its operands. Products of operands
-rounded to bf16 are twice as fast where the processor has AVX-512's instruction for them, and more with AMX; elsewhere
-torch's are five times as slow as those in fp32, in which rounded operands then are multiplied: that is exact, and saves
-nothing. The compiled file rounds as it packs them, torch before, and torch in bf16 rounds the result too.
+rounded to bf16 are twice as fast by AVX-512's instruction for them on AMD, half as fast by it on Intel, and more than
+twice with AMX; without any torch's are five times as slow as those in fp32. Where bf16 is slower, rounded operands are
+multiplied in fp32: that is exact, and saves nothing. The compiled file rounds as it packs them, torch before, and torch
+in bf16 rounds the result too.
 
 Tensors in bf16 are multiplied by torch where that is clearly faster. On a processor without instructions for them it
 takes ten times as long as to multiply in fp32 and round the result once: `CpuKernels.half` tells which.
