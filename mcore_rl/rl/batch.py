@@ -223,27 +223,38 @@ def make_microbatch(
     length = min(limits.max_tokens, padded(max(num_filled, 1), limits.multiple))
     if limits.is_fixed:
         length = limits.max_tokens
-    tokens_S, labels_S, positions_S, sequence_S = torch.zeros(4, length, dtype=torch.int64)
-    mask_S, completion_mask_S, stale_S, rollout_logprobs_S = torch.zeros(4, length)
-    is_padding_S = torch.ones(length, dtype=torch.bool)
-    begin = 0
-    for index, (sample, (size, span)) in enumerate(zip(chosen, spans, strict=True)):
-        here = slice(begin, begin + size)
-        tokens_S[here], labels_S[here] = sample.tokens_T[:-1], sample.tokens_T[1:]
-        is_padding_S[here] = False
-        # The first token of the completion is predicted at the last position of the prompt.
-        completion = slice(begin + sample.num_prompt_tokens - 1, begin + size)
-        sampled_C = sample.sampled_C.float()
-        mask_S[completion], completion_mask_S[completion] = sampled_C * sample.is_trained, sampled_C
-        rollout_logprobs_S[completion] = sample.rollout_logprobs_C
-        stale_S[completion.start : completion.start + sample.num_stale_tokens] = 1.0
-        positions_S[begin : begin + span] = torch.arange(span)
-        sequence_S[begin : begin + span] = index
-        begin += span
-    positions_S[begin:] = torch.arange(length - begin)
     # What is left over is a span of its own, so that no sample attends to it.
-    lengths = [span for _, span in spans] + ([length - begin] if begin < length else [])
+    lengths = [span for _, span in spans] + ([length - num_filled] if num_filled < length else [])
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    sequence_S, positions_S = _groups(torch.tensor(lengths))
+    sequence_S[num_filled:] = 0
+    begin_N = bounds[: len(chosen)].long()
+    # All samples at once: an operation of torch for each takes longer than what it does.
+    size_N = torch.tensor(sizes, dtype=torch.int64)
+    all_tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(sample.tokens_T for sample in chosen)])
+    which_t, offset_t = _groups(size_N)
+    here_t = begin_N[which_t] + offset_t
+    source_t = torch.arange(len(which_t)) + which_t  # each sample before has a token more than inputs
+    tokens_S, labels_S = torch.zeros(2, length, dtype=torch.int64)
+    tokens_S[here_t], labels_S[here_t] = all_tokens[source_t], all_tokens[source_t + 1]
+    is_padding_S = torch.ones(length, dtype=torch.bool)
+    is_padding_S[here_t] = False
+    # The first token of the completion is predicted at the last position of the prompt.
+    columns = [(one.num_prompt_tokens - 1, one.is_trained, one.num_stale_tokens) for one in chosen]
+    first_N, is_trained_N, num_stale_N = torch.tensor(columns, dtype=torch.int64).view(-1, 3).unbind(1)
+    which_c, offset_c = _groups(size_N - first_N)
+    completion_c = (begin_N + first_N)[which_c] + offset_c
+    sampled_c = torch.cat([torch.zeros(0, dtype=torch.bool), *(one.sampled_C for one in chosen)])
+    mask_S, completion_mask_S, stale_S, rollout_logprobs_S = torch.zeros(4, length)
+    in_loss_c = sampled_c & (is_trained_N[which_c] > 0)
+    num_trained_N = torch.zeros(max(len(chosen), 1), dtype=torch.int64).index_add_(
+        0, which_c, in_loss_c.long()
+    )
+    mask_S[completion_c], completion_mask_S[completion_c] = in_loss_c.float(), sampled_c.float()
+    stale_S[completion_c] = (offset_c < num_stale_N[which_c]).float()
+    rollout_logprobs_S[completion_c] = torch.cat(
+        [torch.zeros(0), *(one.rollout_logprobs_C for one in chosen)]
+    )
     inputs = localize(
         Microbatch(
             tokens_BS=tokens_S[None],
@@ -261,7 +272,6 @@ def make_microbatch(
         cut_s = full_S if cp.size == 1 else zigzag_spans(full_S[None], lengths, cp)[0]
         return to_device(cut_s, device)
 
-    num_trained = [int(sample.sampled_C.sum()) * sample.is_trained for sample in chosen] or [0]
     return PolicyMicrobatch(
         inputs=inputs,
         samples=tuple(indices),
@@ -269,7 +279,7 @@ def make_microbatch(
         mask_T=inputs.loss_mask_Bs[0] > 0,
         completion_mask_T=on_this_rank(completion_mask_S) > 0,
         sequence_T=on_this_rank(sequence_S),
-        lengths_N=to_device(torch.tensor(num_trained), device),
+        lengths_N=to_device(num_trained_N, device),
         rollout_logprobs_T=on_this_rank(rollout_logprobs_S),
         first_current=tuple(
             sample.num_prompt_tokens - 1 + sample.num_stale_tokens if sample.num_stale_tokens else 0
@@ -277,6 +287,12 @@ def make_microbatch(
         ),
         is_stale_T=on_this_rank(stale_S) > 0,
     )
+
+
+def _groups(count_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for groups of so many elements that follow each other, the group of each element and its index there."""
+    group_t = torch.arange(len(count_N)).repeat_interleave(count_N)
+    return group_t, torch.arange(len(group_t)) - (count_N.cumsum(0) - count_N)[group_t]
 
 
 def exchange_samples(
