@@ -157,7 +157,7 @@ void compute_rows(int64_t words, const uint32_t* a, const uint32_t* b, float* c,
 
 // product_of with operands rounded to bf16, which needs no sgemm.
 void bf16_product_of(Sgemm, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
-                        int64_t stride_a, const float* b, int64_t stride_b, float beta, float* c, int64_t stride_c) {
+                     int64_t stride_a, const float* b, int64_t stride_b, float beta, float* c, int64_t stride_c) {
     const bool add = beta != 0.0f;
     if (K == 0 && !add)
         for (int64_t m = 0; m < M; m++) std::memset(c + m * stride_c, 0, N * sizeof(float));
@@ -238,7 +238,7 @@ void rounded_product_of(Sgemm sgemm, bool transpose_a, bool transpose_b, int64_t
 using Product = void (*)(Sgemm, bool, bool, int64_t, int64_t, int64_t, const float*, int64_t, const float*, int64_t,
                          float, float*, int64_t);
 
-// How operands are rounded: kernels.py names the numbers.
+// The product by which operands are rounded: 0, not at all; 1, for the instruction where there is one; 2, for sgemm.
 Product product_by(int64_t rounding) {
 #ifdef __AVX512BF16__
     if (rounding == 1) return bf16_product_of;
@@ -249,7 +249,8 @@ Product product_by(int64_t rounding) {
 // C [M, N] = beta * C + op(A) op(B), all dense.
 void product(Sgemm sgemm, int64_t rounding, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K,
              const float* a, const float* b, float beta, float* c) {
-    product_by(rounding)(sgemm, transpose_a, transpose_b, M, N, K, a, transpose_a ? M : K, b, transpose_b ? K : N, beta, c, N);
+    const auto multiply = product_by(rounding);
+    multiply(sgemm, transpose_a, transpose_b, M, N, K, a, transpose_a ? M : K, b, transpose_b ? K : N, beta, c, N);
 }
 
 // e^x to 2 ulp: 2^n times a polynomial on |r| <= ln 2 / 2 (its coefficients are those of the series). The library's
@@ -375,9 +376,9 @@ int64_t multiplies_bf16() {
 
 // C [M, N] = op(A) op(B), plus C if `add`, of operands that are rounded to bf16, with sums in fp32. A is stored [K, M]
 // where it is transposed, B [N, K]; strides are those between their rows as stored.
-void rounded_product(Sgemm sgemm, int64_t rounding, int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N, int64_t K,
-                     const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t add, float* c,
-                     int64_t stride_c) {
+void rounded_product(Sgemm sgemm, int64_t rounding, int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N,
+                     int64_t K, const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t add,
+                     float* c, int64_t stride_c) {
     const float beta = add ? 1.0f : 0.0f;
     product_by(rounding)(sgemm, transpose_a, transpose_b, M, N, K, a, stride_a, b, stride_b, beta, c, stride_c);
 }
@@ -552,9 +553,9 @@ void decode_attention(const float* query, const float* keys, const float* values
 // Experts of SwiGLU: for each block (expert, first, last) of the rows sorted by expert, gather, fc1, activation times
 // gate, fc2, and sum into the output [T, D], which begins as zeros. hidden [N, 2F] is kept for the backward pass.
 // scratch: 2 * largest block * (D + F). Products round their operands to bf16 as `rounding` says; nothing else does.
-void experts_forward(Sgemm sgemm, int64_t rounding, const float* x, const float* gates, const float* fc1, const float* fc2,
-                     const int64_t* rows, const int64_t* blocks, int64_t num_blocks, int64_t D, int64_t F,
-                     float* hidden, float* output, float* scratch) {
+void experts_forward(Sgemm sgemm, int64_t rounding, const float* x, const float* gates, const float* fc1,
+                     const float* fc2, const int64_t* rows, const int64_t* blocks, int64_t num_blocks, int64_t D,
+                     int64_t F, float* hidden, float* output, float* scratch) {
     for (int64_t b = 0; b < num_blocks; b++) {
         const int64_t expert = blocks[3 * b], first = blocks[3 * b + 1], count = blocks[3 * b + 2] - first;
         float *gathered = scratch, *active = gathered + count * D, *result = active + count * F;

@@ -107,7 +107,7 @@ def run_of(folder: Path, case: str, tokenizer: str, data: str = "") -> Path:
         "command": ["mcore-rl", "pretrain"],
         "commit": "0123abc",
         "versions": {"torch": "2.9"},
-        "machine": {},
+        "machine": {"device": "cpu", "ranks": 1, "cores": 2, "memory_bytes": 2**30},
         "mesh": {"tp": 2},
     }
     (run / "run.json").write_text(json.dumps([attempt]))

@@ -116,7 +116,8 @@ def test_a_calibrated_cluster_plans_the_step_of_its_run(capsys, tmp_path):
     run_dir.mkdir()
     (run_dir / "config.toml").write_text(dump_config(PRETRAIN))
     attempt = {"started": "2026-01-01T00:00:00+00:00", "step": 0, "command": [], "commit": "", "versions": {}}
-    attempt |= {"machine": {"device": "NVIDIA H100", "ranks": 16}, "mesh": {"world": 16}}
+    machine = {"device": "NVIDIA H100", "ranks": 16, "cores": 8, "memory_bytes": 2**40}
+    attempt |= {"machine": machine, "mesh": {"world": 16}}
     (run_dir / "run.json").write_text(json.dumps([attempt]))
     lines = [
         {"step": at, "time": 1.0 * at} | one
