@@ -352,6 +352,8 @@ def obey(scored):
         raise SystemExit(4)
     if scored.completion == "pid":
         return os.getpid()
+    if scored.completion == "think":
+        time.sleep(0.6)
     if scored.completion.startswith("mark"):
         _, file, number = scored.completion.split()
         with Path(file).open("a") as marks:
@@ -412,6 +414,12 @@ def test_what_was_handed_behind_a_crash_is_judged_once(workers, tmp_path):
     assert [getattr(one, "kind", None) or one.value for one in outcomes] == expected
     judged = sorted(int(number) for number in file.read_text().split())
     assert judged == [number for number in expected if isinstance(number, int)]
+
+
+def test_a_time_out_is_that_of_one_judgement_however_many_are_handed_together():
+    with RewardWorkers([obey], workers=1, timeout_s=2.0, grace_s=0.1) as judges:
+        outcomes = judges.run(jobs(*["think"] * 4, *["a"] * 12))
+    assert [outcome.value for outcome in outcomes] == [5] * 4 + [1] * 12
 
 
 def test_a_judge_that_died_between_two_batches_is_replaced():
