@@ -37,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
     child = os.fork()
     if child == 0:
         _be_the_rank(parent, rank, argv, before - awaited)
-    asked: list[int] = []
-    code = _ended(child, awaited, asked)
+    code, asked = _ended(child, awaited)
     if code < 0:
         # A rank that was asked to end before it could listen has not failed.
         if -code not in asked:
@@ -49,14 +48,17 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _ended(child: int, awaited: Set[int], asked: list[int]) -> int:
-    """Wait for the end of the rank `child` and return its exit code, negative for the signal that ended it.
+def _ended(child: int, awaited: Set[int]) -> tuple[int, list[int]]:
+    """Wait for the end of the rank `child`; send it the requests to stop.
 
     Args:
         child: Its process.
         awaited: SIGCHLD and the requests to stop, all blocked.
-        asked: Takes the requests, each of which is sent on to the rank.
+
+    Returns:
+        Its exit code, negative for the signal that ended it, and the requests that came.
     """
+    asked: list[int] = []
     while True:
         number = signal.sigwait(awaited)
         if number != signal.SIGCHLD:
@@ -65,7 +67,7 @@ def _ended(child: int, awaited: Set[int], asked: list[int]) -> int:
             continue
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status)
+            return os.waitstatus_to_exitcode(status), asked
 
 
 def _be_the_rank(parent: int, rank: int, argv: Sequence[str], mask: Set[int]) -> None:

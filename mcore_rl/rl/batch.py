@@ -227,7 +227,7 @@ def make_microbatch(
     lengths = [span for _, span in spans] + ([length - num_filled] if num_filled < length else [])
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     sequence_S, positions_S = _groups(torch.tensor(lengths))
-    sequence_S[num_filled:] = 0
+    sequence_S[num_filled:] = 0  # the index of a sample, which may be the only one
     begin_N = bounds[: len(chosen)].long()
     # All samples at once: an operation of torch for each takes longer than what it does.
     size_N = torch.tensor(sizes, dtype=torch.int64)
