@@ -81,7 +81,7 @@ setup(
     packages=find_packages(include=["mcore_rl", "mcore_rl.*", "launch"]),
     package_data={
         "mcore_rl": ["py.typed"],
-        "mcore_rl.backend.cpu": ["compiled.cpp", "compiled_attention.cpp"],
+        "mcore_rl.backend.cpu": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
         "mcore_rl.report": ["page/*", "page/vendor/*"],
         "launch": ["py.typed", "templates/*", "clusters/*.toml", "recipes/*/*.toml"],
     },

@@ -405,11 +405,6 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
             f'platform.fp8_recipe="{platform.fp8_recipe}" with platform.fp8="none": nothing is computed in 8 bits. Set '
             'platform.fp8="hybrid", or the recipe to "auto".'
         )
-    if platform.products == "bf16" and platform.precision == "bf16":
-        yield (
-            'platform.products="bf16" with platform.precision="bf16": there is no fp32 product to round. Set '
-            'platform.products="auto", or platform.precision="fp32".'
-        )
     if platform.batch_invariant and platform.layers == "te":
         yield (
             'platform.batch_invariant=true with platform.layers="te": TransformerEngine chooses its kernels by the '

@@ -55,9 +55,10 @@ class PlatformConfig(Section):
     """Products and attention whose result for a token does not depend on the others of its batch, so that the native
     rollout engine and the trainer agree bit for bit; slow. On a GPU it needs the package batch_invariant_ops."""
     products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
-    """Fp32 matrix products on a CPU: `mkl`: torch's own, MKL in its packages for x86; `onednn`; `auto`: the faster one,
-    measured at the start of a run, whose resumes keep it; `bf16`: operands rounded to bf16, with sums, weights
-    and all else in fp32, and routers unrounded: faster on processors that multiply bf16."""
+    """Matrix products on a CPU: `mkl`: torch's own, MKL in its packages for x86; `onednn`; `bf16`: operands rounded to
+    bf16, with sums, weights and all else in fp32, and routers unrounded: faster on processors that multiply bf16;
+    `auto`: the faster one of the first two, or with precision = "bf16" of the three, measured at the start of a run,
+    whose resumes keep it."""
     attention: Literal["auto", "blocks", "sdpa", "compiled"] = "auto"
     """Attention on a CPU in fp32: `compiled`: in C++, where it has no window, sinks or dropout; `blocks`: this
     package's, by `products`; `sdpa`: torch's; `auto`: as above."""

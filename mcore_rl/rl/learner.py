@@ -44,8 +44,8 @@ from mcore_rl.train.step import StepReport, train_step
 LENGTH_MULTIPLE = 64
 """Packed sequences are padded to a multiple of this: oneDNN compiles the kernels of matrix products for each number of
 tokens, and the fast ones are for round numbers, there and on a GPU."""
-MKL_LENGTH_MULTIPLE = 8
-"""The same where a CPU multiplies by MKL, which compiles nothing: what is padding there costs time alone."""
+FINE_LENGTH_MULTIPLE = 8
+"""The same where a CPU multiplies without oneDNN, and nothing is compiled: what is padding there costs time alone."""
 
 MAX_OLD_PASSES = 4
 """Most passes for old logprobs over one minibatch (replay.on_disagreement="live")."""
@@ -460,5 +460,5 @@ class Learner:
 
 def length_multiple(kernels: CpuKernels | None) -> int:
     """Return the multiple that packed sequences are padded to, equal on all ranks as their kernels are; None: a GPU."""
-    is_mkl = kernels is not None and kernels.products == "mkl"
-    return MKL_LENGTH_MULTIPLE if is_mkl else LENGTH_MULTIPLE
+    compiles_kernels = kernels is None or kernels.is_onednn
+    return LENGTH_MULTIPLE if compiles_kernels else FINE_LENGTH_MULTIPLE

@@ -26,8 +26,9 @@ def keep_kernels(
         return platform, ()
     chosen = {"products": config.products, "attention": config.attention}
     wanted = {name: record.get(name, "") if value == "auto" else value for name, value in chosen.items()}
-    if config.products == "auto" and wanted["products"] == "bf16":
-        wanted["products"] = platform.kernels.products  # "auto" never rounds: the field that did is gone
+    if config.products == "auto" and config.precision == "fp32" and wanted["products"] == "bf16":
+        # "auto" rounds no fp32: the field that did is gone.
+        wanted["products"] = platform.kernels.products
     # A build of another processor, compiler or version is not here, and neither is one that this start does without.
     recorded_build = record.get("compiled", "none")
     is_here = config.compiled == "auto" and recorded_build in ("none", platform.kernels.compiled)

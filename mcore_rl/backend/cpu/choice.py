@@ -113,7 +113,7 @@ def _build(config: PlatformConfig) -> tuple[str, str]:
 def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
     products, attention = config.products, config.attention
     rounded: Rounded = "torch"
-    half: Half = "none"
+    half: Half = "fp32" if config.precision == "bf16" else "none"
     note = ""
     times: list[tuple[str, float]] = []
     # Random numbers of the run are not drawn for this.
@@ -122,25 +122,20 @@ def _measured(config: PlatformConfig, compiled: str) -> tuple[CpuKernels, str]:
             of_products = _least_s({name: _layer(CpuKernels(name)) for name in _products_here()})
             products = fastest(of_products, "mkl")
             times += of_products.items()
-        if products == "bf16":
+        # Numbers of tensors in bf16 are rounded already, and a run of these expects no more digits of the others.
+        may_round = config.products == "auto" and config.precision == "bf16" and compiled != "none"
+        if products == "bf16" or may_round:
             here = _rounded_here(compiled)
             ways = {f"bf16 {way}": _layer(CpuKernels("bf16", "sdpa", compiled, way)) for way in here}
-            of_ways = _least_s(ways | {FP32: _layer(CpuKernels("mkl"))})
-            # Torch's are several times as fast as the others with AMX, and several times slower without an instruction.
-            rounded = fastest({way: of_ways[f"bf16 {way}"] for way in here}, here[-1])
-            if fastest({way: of_ways[way] for way in (f"bf16 {rounded}", FP32)}, FP32) == FP32:
+            unrounded = CpuKernels("mkl" if products == "bf16" else products)
+            of_ways = _least_s(ways | {FP32: _layer(unrounded)})
+            fastest_way = fastest({way: of_ways[f"bf16 {way}"] for way in here}, here[-1])
+            saves_time = fastest({way: of_ways[way] for way in (f"bf16 {fastest_way}", FP32)}, FP32) != FP32
+            if products == "bf16" and not saves_time:
                 note = "; products of bf16 save no time on this processor"
+            if products == "bf16" or saves_time:
+                products, rounded = "bf16", fastest_way
             times += of_ways.items()
-        if config.precision == "bf16":
-            ways_of_half: tuple[Half, ...] = ("torch", "fp32")
-            of_half = _least_s(
-                {
-                    way: _layer_in_bf16(CpuKernels(products, "sdpa", compiled, rounded, way))
-                    for way in ways_of_half
-                }
-            )
-            half = fastest(of_half, "fp32")
-            times += [(f"bf16 by {way}", seconds) for way, seconds in of_half.items()]
         if attention == "auto":
             candidates: dict[Attention, Callable[[], None]] = {"sdpa": _attending(_sdpa)}
             if compiled != "none":
@@ -185,9 +180,9 @@ def fastest_attention(times: Mapping[Attention, float]) -> Attention:
     return fastest(times, usual)
 
 
-def _layer(kernels: CpuKernels, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
-    """Return a linear layer, forwards and backwards, by one library; the sum of gradients is fp32."""
-    rows, weight = (torch.randn(size, WIDTH).to(dtype) for size in (ROWS, WIDTH))
+def _layer(kernels: CpuKernels) -> Callable[[], None]:
+    """Return a linear layer, forwards and backwards, by one library."""
+    rows, weight = (torch.randn(size, WIDTH) for size in (ROWS, WIDTH))
     total = torch.zeros(WIDTH, WIDTH)
 
     def work() -> None:
@@ -199,24 +194,10 @@ def _layer(kernels: CpuKernels, dtype: torch.dtype = torch.float32) -> Callable[
     return work
 
 
-def _layer_in_bf16(kernels: CpuKernels) -> Callable[[], None]:
-    """Return a linear layer and attention with tensors in bf16, attention in the format in which it computes then."""
-    layer = _layer(kernels, torch.bfloat16)
-    attention = _attending(_sdpa, torch.float32 if kernels.half == "fp32" else torch.bfloat16)
-
-    def work() -> None:
-        layer()
-        attention()
-
-    return work
-
-
-def _attending(
-    attention: Callable[[Tensor, Tensor, Tensor, float], Tensor], dtype: torch.dtype = torch.float32
-) -> Callable[[], None]:
+def _attending(attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Callable[[], None]:
     """Return causal attention of one sequence, forwards and backwards."""
-    query = torch.randn(ROWS, 1, HEADS, HEAD_WIDTH, dtype=dtype, requires_grad=True)
-    key, value = (torch.randn(ROWS, 1, GROUPS, HEAD_WIDTH, dtype=dtype, requires_grad=True) for _ in range(2))
+    query = torch.randn(ROWS, 1, HEADS, HEAD_WIDTH, requires_grad=True)
+    key, value = (torch.randn(ROWS, 1, GROUPS, HEAD_WIDTH, requires_grad=True) for _ in range(2))
 
     def work() -> None:
         mixed = attention(query, key, value, HEAD_WIDTH**-0.5)

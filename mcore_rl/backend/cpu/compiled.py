@@ -22,6 +22,7 @@ from mcore_rl.errors import DataError
 from mcore_rl.files import sole_writer, written_atomically
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("compiled.cpp", "compiled_attention.cpp"))
+HEADERS = (Path(__file__).with_name("compiled_products.h"),)
 OPTIONS = (
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
@@ -93,7 +94,7 @@ def build_id() -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"there is no compiler: {error}") from error
-    sources = [source.read_text(encoding="utf-8") for source in SOURCES]
+    sources = [source.read_text(encoding="utf-8") for source in (*SOURCES, *HEADERS)]
     parts = *sources, " ".join(OPTIONS), done.stdout, _processor()
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -50,8 +50,9 @@ class CpuKernels:
     """Who multiplies operands that are rounded to bf16, with `products="bf16"`: torch in bf16, MKL in fp32, or the
     compiled file in bf16 where the processor does, else by MKL; "compiled_fp32": by MKL though the processor does."""
     half: Half = "none"
-    """How layers compute with tensors in bf16: by torch in bf16, or in fp32 by the kernels of fp32, with each result
-    rounded once. "none": nothing was chosen, because `precision` is not "bf16"; then by torch."""
+    """How layers compute with tensors in bf16: in fp32 by the kernels of fp32, with each result rounded once, or by
+    torch in bf16, as runs of before did. "none": nothing was chosen, because `precision` is not "bf16"; if there are
+    such tensors, torch computes with them."""
 
     def describe(self) -> str:
         """Return the choice in words, for a log."""
@@ -60,6 +61,11 @@ class CpuKernels:
         products = ROUNDED_NAMES[self.rounded] if is_rounded else NAMES[self.products]
         halves = ", tensors in bf16 by fp32" if self.half == "fp32" else ""
         return f"{products}{halves}, {NAMES[self.attention]}, {compiled}"
+
+    @property
+    def is_onednn(self) -> bool:
+        """Whether oneDNN multiplies, which compiles a kernel for each new number of rows; in bf16 torch calls it."""
+        return self.products == "onednn" or (self.products == "bf16" and self.rounded == "torch")
 
     @property
     def rounding(self) -> int:

@@ -3,13 +3,14 @@
 torch gives fp32 products to MKL, which leaves half of the AVX-512 units of some processors unused: a product of
 512 x 256 by 256 x 256 runs at 105 GFLOP/s there, at 230 by oneDNN (one core of Zen 5), both in full fp32. On others
 MKL is as fast, and adds a weight's gradient to a tensor in place, without copies of its operands. Products of operands
-rounded to bf16 are twice as fast by AVX-512's instruction for them on AMD, half as fast by it on Intel, and more than
-twice with AMX; without any torch's are five times as slow as those in fp32. Where bf16 is slower, rounded operands are
+rounded to bf16 are four times as fast with AMX, by AVX-512's instruction for them twice as fast on AMD and half as fast
+on Intel; without any torch's are five times as slow as those in fp32. Where bf16 is slower, rounded operands are
 multiplied in fp32: that is exact, and saves nothing. The compiled file rounds as it packs them, torch before, and torch
 in bf16 rounds the result too.
 
-Tensors in bf16 are multiplied by torch where that is clearly faster. On a processor without instructions for them it
-takes ten times as long as to multiply in fp32 and round the result once: `CpuKernels.half` tells which.
+Tensors in bf16 are multiplied so too, and everything else is computed of them in fp32, with each result rounded once.
+Runs of before multiplied some by torch, which takes ten times as long without instructions for bf16, and with AMX more
+than twice as long in a step, since it compiles kernels for each number of rows: `CpuKernels.half` tells which.
 """
 
 import functools
@@ -127,6 +128,8 @@ def weight_gradient(gradient_NO: Tensor, input_NI: Tensor) -> Tensor:
 
 def add_weight_gradient(total_OI: Tensor, gradient_NO: Tensor, input_NI: Tensor) -> None:
     """Add `gradient_NO.T @ input_NI` to `total_OI`, which may have more bits than the operands."""
+    if input_NI.dtype == torch.bfloat16 and is_widened(input_NI):
+        gradient_NO, input_NI = gradient_NO.float(), input_NI.float()
     if rounds(input_NI):
         library = rounding_for(total_OI, gradient_NO, input_NI)
         if library is not None and total_OI.stride(1) == 1:
@@ -134,8 +137,6 @@ def add_weight_gradient(total_OI: Tensor, gradient_NO: Tensor, input_NI: Tensor)
             return
         total_OI.add_(product(gradient_NO.t(), input_NI.t()))
         return
-    if input_NI.dtype == torch.bfloat16 and is_widened(input_NI):
-        gradient_NO, input_NI = gradient_NO.float(), input_NI.float()
     by_onednn = (
         Process.kernels.products == "onednn" and input_NI.dtype == torch.float32 and not input_NI.is_cuda
     )

@@ -335,7 +335,6 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             'platform.attention="compiled" with platform.batch_invariant=true',
         ),
-        ("llama", "platform.products=bf16 platform.precision=bf16", 1, "there is no fp32 product to round"),
         (
             "qwen3_moe",
             "platform.device=cpu model.moe.dispatcher=deepep mesh.ep=2 mesh.dp=2",

@@ -8,7 +8,14 @@ from mcore_rl.rl.learner import length_multiple
 
 @pytest.mark.parametrize(
     ("kernels", "expected"),
-    [(None, 64), (CpuKernels("onednn"), 64), (CpuKernels("mkl"), 8), (CpuKernels("bf16", "sdpa"), 64)],
+    [
+        (None, 64),
+        (CpuKernels("onednn"), 64),
+        (CpuKernels("mkl"), 8),
+        (CpuKernels("bf16", rounded="torch"), 64),
+        (CpuKernels("bf16", rounded="mkl"), 8),
+        (CpuKernels("bf16", rounded="compiled"), 8),
+    ],
     ids=str,
 )
 def test_sequences_are_padded_as_far_as_products_gain_by_it(

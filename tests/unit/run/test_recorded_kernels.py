@@ -83,6 +83,14 @@ def test_a_resume_without_the_field_that_rounded_does_not_round(tmp_path: Path, 
     assert "run.json has products 'bf16'" in warning and "is not continued bit for bit" in warning
 
 
+def test_a_model_in_bf16_goes_on_with_products_of_bf16(tmp_path: Path, platform: Platform) -> None:
+    there = replace(HERE, products="bf16", rounded="compiled", half="fp32")
+    here = with_kernels(platform, replace(HERE, half="fp32"), "of this machine")
+    folder = recorded(tmp_path, platform, there.record())
+    resumed, warnings = keep_kernels(PlatformConfig(precision="bf16"), here, folder)
+    assert (resumed.kernels, in_use(), warnings) == (there, there, ())
+
+
 def test_how_bf16_was_multiplied_is_kept(tmp_path: Path, platform: Platform) -> None:
     there = replace(HERE, half="fp32")
     here = with_kernels(platform, replace(HERE, half="torch"), "of this machine")

@@ -109,8 +109,8 @@ def assign_routed(routed_TE: Tensor) -> Assignment:
 
 def _padded(rows_N: Tensor, gates_index_N: Tensor, counts: list[int]) -> Assignment:
     blocks: list[ExpertBlock] = []
-    # MKL compiles nothing.
-    few_rows = FEW_ROWS if Process.kernels.products == "onednn" else BLOCK_ROWS + 1
+    # The others compile nothing.
+    few_rows = FEW_ROWS if Process.kernels.is_onednn else BLOCK_ROWS + 1
     shifts, lasts, sizes = [], [], []
     source = begin = 0
     for expert, count in enumerate(counts):

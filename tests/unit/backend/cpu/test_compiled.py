@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.backend.cpu import compiled
-from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
-from mcore_rl.backend.cpu.kernels import CpuKernels, Rounded, in_use, using
+from mcore_rl.backend.cpu.compiled import BuildError, Library, build_id, library
+from mcore_rl.backend.cpu.kernels import CpuKernels, Process, Rounded, in_use, using
 from mcore_rl.backend.cpu.megatron_speed import rotated_in_halves
 from mcore_rl.backend.cpu.products import add_weight_gradient, linear, product
 from mcore_rl.model.layers.cpu.experts import assign_routed, swiglu_experts
@@ -26,16 +26,30 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["file or torch", "file in fp32 or mkl"])
-def rounding(kernels: None, request: pytest.FixtureRequest) -> Iterator[float]:
+@pytest.fixture(scope="module")
+def without_amx(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """The file as a processor without AMX has it."""
+    path = tmp_path_factory.mktemp("build") / "layers.so"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "OPTIONS", (*compiled.OPTIONS, "-U__AMX_BF16__"))
+        compiled._compile(path)
+    return Library(path)
+
+
+@pytest.fixture(params=["file or torch", "file in fp32 or mkl", "file without AMX"])
+def rounding(
+    kernels: None, without_amx: Library, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[float]:
     """Products of operands rounded to bf16, by MKL in fp32 or in the compiled file where it is in use, else by torch in
     bf16; yields their relative error: of fp32, and of a result that is rounded too by torch.
     """
-    compiled = in_use().compiled
-    in_file = compiled != "none" and library().rounds_operands
+    build = in_use().compiled
+    in_file = build != "none" and library().rounds_operands
     ways: tuple[Rounded, Rounded] = ("compiled", "compiled_fp32") if in_file else ("torch", "mkl")
-    rounded = ways[request.param != "file or torch"]
-    with using(CpuKernels("bf16", "sdpa", compiled, rounded)):
+    rounded = ways[request.param == "file in fp32 or mkl"]
+    with using(CpuKernels("bf16", "sdpa", build, rounded)):
+        if request.param == "file without AMX" and build != "none":
+            monkeypatch.setattr(Process, "library", without_amx)
         yield 2**-7 if rounded == "torch" else 2e-6
 
 
@@ -253,6 +267,15 @@ def test_rounded_experts_are_those_of_float64(rounding: float, num_tokens: int, 
         # row shows; rows have 40.
         error_TD = (actual - exact_TD).abs() / exact_TD.abs().max()
         assert error_TD.max() < 2**-8 and (error_TD < 1e-6).double().mean() > 0.75
+
+
+def test_experts_of_rounded_products_have_round_numbers_of_rows_where_each_number_is_compiled(
+    rounding: float,
+) -> None:
+    routed_TE = torch.zeros(60, 2, dtype=torch.bool)
+    routed_TE[:37, 0] = routed_TE[:, 1] = True
+    sizes = [block.rows.stop - block.rows.start for block in assign_routed(routed_TE).blocks]
+    assert sizes == ([48, 64] if in_use().rounded == "torch" else [37, 60])
 
 
 def test_experts_beside_rounded_products_are_rounded_where_they_are_not_compiled() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.backend.cpu.compiled import build_id
 from mcore_rl.backend.cpu.kernels import HAS_ONEDNN, CpuKernels, Process, using, weights_unchanged
 from mcore_rl.backend.cpu.products import (
     add_weight_gradient,
@@ -198,6 +199,18 @@ def test_products_of_bf16_round_operands_and_nothing_else() -> None:
         # A sum is rounded to 8 bits once.
         torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=4e-3)
     assert not torch.equal(output, torch.nn.functional.linear(input, weight))
+
+
+def test_tensors_in_bf16_are_multiplied_as_they_are_where_products_round() -> None:
+    """With sums in fp32, by whoever multiplies; torch alone rounds the sums too."""
+    input, weight, gradient = (torch.randn(shape).bfloat16() for shape in ((64, 96), (80, 96), (64, 80)))
+    kernels = CpuKernels("bf16", "sdpa", build_id(), "compiled", "fp32")
+    with using(kernels):
+        assert_rounded_once(linear(input, weight), input.double() @ weight.double().t())
+        total = torch.ones(80, 96)
+        add_weight_gradient(total, gradient, input)
+    exact = 1.0 + gradient.double().t() @ input.double()
+    torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(
