@@ -1,6 +1,7 @@
 """The compiled file and the Python beside it compute the same, which is what float64 computes."""
 
 import ctypes
+import mmap
 import platform
 from collections.abc import Iterator
 from dataclasses import replace
@@ -219,6 +220,31 @@ def test_rounded_products_are_those_of_float64(
     add_weight_gradient(total, left.t(), right.t())
     assert not exact.numel() or (total - 0.5 - exact).abs().max() <= max(rounding * scale, 1e-6)
     assert torch.equal(product(left, right), found)
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(33, 21, 70), (5, 47, 31)])
+def test_nothing_behind_an_operand_is_read(rounding: float, rows: int, columns: int, depth: int) -> None:
+    """Reading there would end the process: the next page belongs to nobody."""
+
+    def operand(first: int, second: int) -> Tensor:
+        pages = mmap.mmap(-1, 64 * mmap.PAGESIZE)
+        end = 63 * mmap.PAGESIZE
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + end
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, 0) == 0
+        offset = end - 4 * first * second
+        tensor = torch.frombuffer(pages, dtype=torch.float32, count=first * second, offset=offset)
+        return tensor.view(first, second).copy_(torch.randn(first, second))
+
+    left, right, gradient = operand(rows, depth), operand(columns, depth), operand(rows, columns)
+    total = operand(columns, depth).zero_()
+    for found, exact in (
+        (product(left, right), rounded(left) @ rounded(right).t()),
+        (product(gradient, right.t()), rounded(gradient) @ rounded(right)),
+    ):
+        assert (found - exact).abs().max() <= rounding * 4 * exact.abs().max()
+    add_weight_gradient(total, gradient, left)
+    exact = rounded(gradient).t() @ rounded(left)
+    assert (total - exact).abs().max() <= rounding * 4 * exact.abs().max()
 
 
 def test_the_gradient_of_a_part_of_a_buffer_touches_no_other(rounding: float) -> None:
