@@ -328,8 +328,8 @@ def _wait(ranks: list[_Rank], caught: list[int], causes: Path, stage: Path) -> i
         while caught:
             number = caught.pop(0)
             if number == signal.SIGINT and number in passed_on:
-                _write_line("Ended at once. The same command goes on from the last complete checkpoint.")
                 _kill(ranks)
+                _write_line("Ended at once. The same command goes on from the last complete checkpoint.")
                 return INTERRUPTED_STATUS
             if not stage.exists():
                 _kill(ranks)
@@ -415,10 +415,11 @@ def _join_tees(ranks: Sequence[_Rank], timeout_s: float = GRACE_S) -> None:
 
 
 def _kill(ranks: Sequence[_Rank]) -> None:
-    """End ranks and their children at once."""
+    """End ranks and their children at once; what they wrote before that is on the console then."""
     for rank in ranks:
         with suppress(ProcessLookupError):
             os.killpg(rank.process.pid, signal.SIGKILL)
+    _join_tees(ranks)
 
 
 def _end(ranks: list[_Rank]) -> None:
