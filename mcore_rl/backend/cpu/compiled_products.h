@@ -260,7 +260,7 @@ void multiply_block(int64_t steps, const uint32_t* a, const uint32_t* b, float* 
 
 void amx_product_of(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a,
                     int64_t stride_a, const float* b, int64_t stride_b, bool add, float* c, int64_t stride_c) {
-    const TileShapes shapes;
+    static const TileShapes shapes;  // static, since compilers take the instruction to read its first word alone
     _tile_loadconfig(&shapes);
     for (int64_t k = 0; k < K; k += PANEL) {
         const int64_t depth = least(PANEL, K - k), steps = (depth + AMX_DEPTH - 1) / AMX_DEPTH;
