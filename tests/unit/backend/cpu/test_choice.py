@@ -155,7 +155,7 @@ def test_a_model_in_bf16_multiplies_in_it_where_that_is_clearly_faster(
 ) -> None:
     """In all else, norms and attention, its tensors are computed in fp32."""
     choice.measurements.cache_clear()
-    times = dict.fromkeys(("bf16 torch", "bf16 mkl", "bf16 compiled_fp32"), 1.0)
+    times = dict.fromkeys(("bf16 mkl", "bf16 compiled_fp32"), 1.0) | {"bf16 torch": 0.17}
     times |= {"bf16 compiled": compiled_s, "fp32": fp32_s, "mkl": fp32_s, "onednn": fp32_s}
     monkeypatch.setattr(choice, "_least_s", lambda candidates: {name: times[name] for name in candidates})
     wanted = replace(wanted, compiled=build_id())

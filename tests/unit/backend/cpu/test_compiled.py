@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -356,6 +357,22 @@ def test_weights_of_a_buffer_get_their_gradient_there() -> None:
     for weight, other in zip(buffered, plain, strict=True):
         torch.testing.assert_close(weight.main_grad, 1.0 + other.grad, rtol=1e-5, atol=1e-4)  # type: ignore[attr-defined, operator]
         assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+
+
+def test_a_build_is_named_by_all_that_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a changed file would be taken from the cache as it was."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (*compiled.SOURCES, *compiled.HEADERS)}
+    included = {name for text in texts.values() for name in re.findall(r'#include "(.+)"', text)}
+    assert included == {path.name for path in compiled.HEADERS}
+    builds = {build_id.__wrapped__()}
+    for kind in ("SOURCES", "HEADERS"):
+        paths = getattr(compiled, kind)
+        changed = tmp_path / paths[-1].name
+        changed.write_text(texts[changed.name] + "\n", encoding="utf-8")
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, kind, (*paths[:-1], changed))
+            builds.add(build_id.__wrapped__())
+    assert len(builds) == 3
 
 
 def test_where_there_is_no_compiler_the_reason_is_given(
