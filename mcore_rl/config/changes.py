@@ -1,7 +1,7 @@
 """Differences between the config of a checkpoint and that of the run that resumes from it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,11 @@ class ConfigChange:
     def __str__(self) -> str:
         """Return the field with both values as TOML."""
         return f"{self.key} is {toml_value(self.before)} there, {toml_value(self.now)} here"
+
+
+def listing(changes: Sequence[ConfigChange]) -> tuple[str, str]:
+    """Return changes as lines of an error, and their keys as a value for `checkpoint.allow_changes`."""
+    return "\n".join(f"- {change}" for change in changes), toml_value([change.key for change in changes])
 
 
 def kind_of_config(config: Section) -> str:

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from mcore_rl.checkpoint.folder import complete_in, read_marker
-from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config
+from mcore_rl.config.changes import ConfigChange, config_changes, kind_of_config, listing
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.toml import toml_value
 from mcore_rl.errors import CheckpointError, ConfigError
 
 
@@ -20,8 +19,7 @@ def refuse_other_run(config: RunConfig) -> None:
         if (change.breaks_exactness or change.key.startswith("model.")) and not change.is_allowed(allowed)
     ]
     if refused:
-        listed = "\n".join(f"- {change}" for change in refused)
-        keys = toml_value([change.key for change in refused])
+        listed, keys = listing(refused)
         raise ConfigError(
             f"{config.run_dir} has a finished run, which is another one:\n{listed}\nChoose another run_dir for this "
             f"one, or, if that one is what you want, set them as they were or give checkpoint.allow_changes={keys}."
