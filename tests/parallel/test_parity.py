@@ -129,6 +129,19 @@ def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
     assert_trains_as_one_rank(shallow(MODELS[model], MESHES[mesh]), MESHES[mesh], platform)
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_a_rank_whose_experts_get_no_token_takes_part_in_every_exchange(dispatcher: str) -> None:
+    """The gradient of its gates, which are none, is exchanged too: the other ranks once got something else for it."""
+    model = shallow(TINY["gpt_oss"])
+    moe = model.moe.model_copy(update={"dispatcher": dispatcher})
+    model = model.model_copy(update={"moe": moe})
+    initial = random_weights(config_of(model, MeshConfig()))
+    (bias_LE,) = (tensor for name, tensor in initial.items() if name.endswith("router.bias"))
+    bias_LE[:, : model.moe.num_experts // 2] += 10.0  # the experts of rank 0
+    reference = run(config_of(model, MeshConfig()), 1, initial)
+    assert_equal_training(run(config_of(model, MESHES["ep2"]), 2, initial), reference)
+
+
 @pytest.mark.matrix("qwen3_moe-tp2", "deepseek_v3-cp2")
 @pytest.mark.parametrize("mesh", ["tp2", "cp2", "pp2-vpp2"])
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])

@@ -36,8 +36,10 @@ def grouped_experts(
     """
     (fc1_EFD, bias_EF), (fc2_EDF, bias_ED) = fc1, fc2
     if not len(rows_ND):
-        # Weights must get a gradient even without a row: overlapped reduction waits for every parameter.
-        return rows_ND + 0.0 * sum(param.sum() for param in (*fc1, *fc2) if param is not None)
+        # The gates and weights must get a gradient even without a row: in the backward pass ranks exchange those of the
+        # gates, and would wait for this one, and overlapped reduction waits for every parameter.
+        used = (gates_N, *fc1, *fc2)
+        return rows_ND + 0.0 * sum(tensor.sum() for tensor in used if tensor is not None)
     if (kernels := getattr(config, "triton", NONE).experts) is not None:
         assert bias_EF is None and bias_ED is None
         # It keeps no activation: "moe_act" in `recompute_modules` has nothing more to recompute.

@@ -99,11 +99,13 @@ def test_gradients_of_biases_are_those_of_the_closed_form(one_rank: Mesh) -> Non
         assert_close(ours, theirs, 2e-6)
 
 
-def test_without_a_row_every_weight_still_gets_a_gradient(one_rank: Mesh) -> None:
-    """Overlapped reduction of gradients waits for every parameter."""
+def test_without_a_row_every_weight_and_the_gates_still_get_a_gradient(one_rank: Mesh) -> None:
+    """Overlapped reduction of gradients waits for every parameter, and other ranks for the gradient of the gates."""
     for changes in ({}, {"activation_func": nn.functional.gelu}, {"add_bias_linear": True}):
         layer, (rows, tokens, gates) = grouped(one_rank, **changes), sorted_rows([0, 0, 0, 0])
+        gates.requires_grad_()
         layer(rows, tokens, gates)[0].sum().backward()
+        assert gates.grad is not None
         for weight in layer.parameters():
             assert weight.grad is not None and not weight.grad.any()
 
