@@ -23,6 +23,16 @@ def mesh_violations(
     yield from _sequence(model, mesh, seq_length, field)
 
 
+def unequal_length_violations(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
+    """Yield why ranks whose microbatches have different lengths cannot share experts, if so."""
+    if model.is_moe and model.moe.dispatcher == "allgather" and mesh.etp * mesh.ep > mesh.tp * mesh.cp:
+        yield (
+            f'model.moe.dispatcher="allgather" with mesh.etp={mesh.etp} x mesh.ep={mesh.ep} over more than '
+            f"the mesh.tp={mesh.tp} x mesh.cp={mesh.cp} ranks of one replica: it gathers as many tokens from each, and "
+            'here replicas have sequences of different lengths. Set model.moe.dispatcher="alltoall".'
+        )
+
+
 def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[str]:
     moe = model.moe
     if not model.is_moe:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mcore_rl.checks.mesh import unequal_length_violations
 from mcore_rl.checks.run import chat_violations, run_violations, weight_violations
 from mcore_rl.config.preferences import PreferenceRunConfig
 
@@ -12,6 +13,7 @@ def preference_violations(config: PreferenceRunConfig, world_size: int) -> Itera
     is_auto = data.tokens_per_microbatch == "auto"
     field = "2 x data.seq_length" if is_auto else "data.tokens_per_microbatch"
     yield from run_violations(config, world_size, config.packed_length, field)
+    yield from unequal_length_violations(config.model, config.mesh)
     if not data.train:
         yield (
             'data.train is empty. Name files of JSON lines with "prompt", "chosen" and "rejected", or rankings with '

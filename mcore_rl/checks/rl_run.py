@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mcore_rl.checks.engine import engine_violations
+from mcore_rl.checks.mesh import unequal_length_violations
 from mcore_rl.checks.replay import replay_violations
 from mcore_rl.checks.rl import rl_violations
 from mcore_rl.checks.run import (
@@ -29,6 +30,7 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
     refuse(
         [
             *run_violations(config, world_size, config.packed_length, length_field),
+            *unequal_length_violations(config.model, config.mesh),
             *rl_violations(config.rl),
             *engine_violations(config),
             *replay_violations(config.replay, config.model),
@@ -179,6 +181,14 @@ def _model(config: RlRunConfig) -> Iterator[str]:
             yield (
                 f"model.{name}={rate}: the policy in training would not be the one that sampled, whose ratios to it "
                 "are measured. Set it to 0."
+            )
+    mesh, depth = config.mesh, config.model.mtp_layers
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if depth and mesh.pp > 1 and getattr(mesh, name) is True:
+            yield (
+                f"mesh.{name}=true with mesh.pp={mesh.pp} and model.mtp_layers={depth}, which reinforcement learning "
+                "does not train: the reduction would wait for a gradient of their copy of the embedding. Set it to "
+                '"auto", or import the weights with --mtp drop and set model.mtp_layers=0.'
             )
     moe = config.model.moe
     if config.model.is_moe and moe.capacity_factor and config.replay.kind == "none":

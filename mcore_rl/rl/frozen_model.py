@@ -2,6 +2,7 @@
 device.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from mcore_rl.backend.platform import Platform
+from mcore_rl.checkpoint.folder import check
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -18,6 +20,20 @@ from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.train.random_states import random_states, restore_random_states
 from mcore_rl.train.waiting import WaitingMemory, store_on
+
+
+def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:
+    """Return the model of a complete checkpoint for use beside the policy.
+
+    Its tokens travel to experts as the policy's do, for the mesh and lengths of sequences are the policy's, not those
+    that it was trained on.
+
+    Raises:
+        CheckpointError: where the checkpoint is not complete.
+    """
+    stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
+    moe = stored.moe.model_copy(update={"dispatcher": policy.moe.dispatcher})
+    return stored.model_copy(update={"moe": moe})
 
 
 class WaitingBytes(NamedTuple):

@@ -33,7 +33,7 @@ from mcore_rl.rl.critic import Critic, critic_routes
 from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.engines.served import ServedEngine
 from mcore_rl.rl.environments.trial import try_environment
-from mcore_rl.rl.frozen_model import FrozenModel
+from mcore_rl.rl.frozen_model import FrozenModel, model_to_freeze
 from mcore_rl.rl.learner import Learner
 from mcore_rl.rl.policy_routes import PolicyRoutes
 from mcore_rl.rl.prompts import refuse_prompts_without_teacher
@@ -292,7 +292,7 @@ def teacher_source(named: str, config: RlRunConfig, tokenizer: Tokenizer) -> Tea
     """Return the model of a teacher's checkpoint, as `sources_of_teachers`."""
     path, field = find_checkpoint(Path(named)), f"rl.distill: teacher {named}"
     refuse_other_tokenizer(tokenizer, str(path), "rl.distill")
-    model = ModelConfig.model_validate_json(json.dumps(check(path).model))
+    model = model_to_freeze(path, config.model)
     if model.head != "logits":
         raise ConfigError(f"{field} is a reward model, which has no logprobs. Name a language model.")
     if model.vocab_size != config.model.vocab_size:

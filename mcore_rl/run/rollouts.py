@@ -1,6 +1,5 @@
 """Prompts and rollouts as an RL config asks for them: shared by training and evaluation."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from pathlib import Path
 from torch import nn
 
 from mcore_rl.backend.platform import Platform
-from mcore_rl.checkpoint.folder import check
 from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.run import refuse
@@ -28,6 +26,7 @@ from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.environments.make import environment_maker
 from mcore_rl.rl.environments.processes import EnvironmentWorkers
 from mcore_rl.rl.flow import GroupFlow
+from mcore_rl.rl.frozen_model import model_to_freeze
 from mcore_rl.rl.prompts import PromptEncoder, PromptSource, held_out_prompts, train_prompts
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.from_model import (
@@ -122,7 +121,7 @@ def reward_model_source(part: str, config: RlRunConfig, tokenizer: Tokenizer) ->
     """Return the model that a part `model:PATH` names, after all checks that need no weights."""
     path = find_checkpoint(Path(part.partition(":")[2]))
     field = f'rl.reward.parts="{part}"'
-    model = ModelConfig.model_validate_json(json.dumps(check(path).model))
+    model = model_to_freeze(path, config.model)
     if model.head != "score":
         raise ConfigError(
             f"{field}: {path} is of a language model, which gives no score. Name a checkpoint of a reward model, as "

@@ -23,6 +23,7 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
     check_rl(config("model.moe.capacity_factor=1.5", "replay.kind=r2"), 2)
     check_rl(config("rl.freeze_router=true", "model.moe.aux_loss_coeff=0"), 2)
     check_rl(config("rl.freeze_router=true", "model.moe.balance=none"), 2)
+    check_rl(config("model.moe.dispatcher=allgather"), 2)
     assert (tiny.rollout_size, tiny.updates_per_rollout) == (128, 2)
     assert config("rl.update.epochs=3").updates_per_rollout == 6
     cut = config("mesh.cp=2", "rl.prompts.max_tokens=15", "rl.update.max_tokens_per_microbatch=auto")
@@ -92,6 +93,17 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
         (["replay.kind=r2", "rl.update.old_logprobs=rollout"], 'or replay.kind="r3"'),
         (["data.chat_template=tokenizer"], 'Set it to "plain" or "raw"'),
         (["train.ramp_start=2"], "does not grow"),
+        (
+            ["model.moe.dispatcher=allgather", "mesh.tp=1", "mesh.ep=2"],
+            "ep=2 over more than the mesh.tp=1 x mesh.cp=1 ranks .* different lengths",
+        ),
+        (
+            [
+                *("model.family=deepseek_v3", "model.mtp_layers=1", "mesh.tp=1", "mesh.ep=1", "mesh.pp=2"),
+                "mesh.overlap_grad_reduce=true",
+            ],
+            "overlap_grad_reduce=true with mesh.pp=2 and model.mtp_layers=1, .*mtp_layers=0",
+        ),
         (
             ["rl.freeze_router=true", "model.moe.aux_loss_coeff=0.01", "model.moe.z_loss_coeff=0.001"],
             "freeze_router=true with model.moe.aux_loss_coeff=0.01, model.moe.z_loss_coeff=0.001: .* Set it to 0",

@@ -113,6 +113,16 @@ def test_packed_scores_are_those_of_each_completion_alone(
     assert model.outcomes([]) == []
 
 
+def test_its_tokens_travel_as_the_policys_do(checkpoint: tuple[Path, Tensor]) -> None:
+    """The checkpoint says how they did in its own training, on another mesh."""
+    path, _ = checkpoint
+    for dispatcher in ("alltoall", "allgather"):
+        policy = MODEL.model_copy(update={"moe": MODEL.moe.model_copy(update={"dispatcher": dispatcher})})
+        config = config_of(path).model_copy(update={"model": policy})
+        source = reward_model_source(f"model:{path}", config, Tokenizer.__new__(Tokenizer))
+        assert source.model.moe.dispatcher == dispatcher
+
+
 def stepped(text: str, tokens_T: tuple[int, ...]) -> Group:
     completion = Completion(
         text=text,
