@@ -40,7 +40,8 @@ class MeshConfig(Section):
     overlap_p2p: bool = True
     """With vpp > 1, pipeline messages travel beside the computation; vpp > 1 with pp = 2 needs it."""
     overlap_grad_reduce: bool | Literal["auto"] = "auto"
-    """Gradients are reduced while the backward pass runs; `auto`: on GPUs where weights have copies on other ranks."""
+    """Gradients are reduced while the backward pass runs; `auto`: on GPUs where weights have copies on other ranks, but
+    not in reinforcement learning with pp > 1 of a model with layers of multi-token prediction."""
     overlap_param_gather: bool | Literal["auto"] = "auto"
     """Updated parameters are gathered while the next forward pass runs, which needs overlap_grad_reduce; `auto`: on
     GPUs with it."""

@@ -148,7 +148,7 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     mtp_layers: Annotated[int, Field(ge=0, le=100)] = 0
-    """Number of multi-token-prediction layers (arXiv 2412.19437)."""
+    """Number of multi-token-prediction layers (arXiv 2412.19437). Reinforcement learning keeps them as they are."""
     mtp_loss_coeff: NonNegativeFloat = 0.1
     """Weight of the MTP layers' loss."""
     rope: RopeConfig = RopeConfig()

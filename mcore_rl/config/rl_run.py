@@ -68,6 +68,11 @@ class RlRunConfig(RunConfig):
         return True
 
     @cached_property
+    def trains_mtp(self) -> bool:
+        """Whether passes go through the layers of multi-token prediction; never here: they stay as they are."""
+        return False
+
+    @cached_property
     def updates_per_rollout(self) -> int:
         """Optimizer steps between two rollouts."""
         return self.rl.update.epochs * self.rollout_size // self.train.global_batch

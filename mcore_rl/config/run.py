@@ -242,6 +242,11 @@ class RunConfig(Section):
         return False
 
     @cached_property
+    def trains_mtp(self) -> bool:
+        """Whether passes go through the layers of multi-token prediction; not in reinforcement learning."""
+        return True
+
+    @cached_property
     def freezes_router(self) -> bool:
         """Whether the routers are not trained; only reinforcement learning has the choice (`rl.freeze_router`)."""
         return False

@@ -60,6 +60,7 @@ def speed_flags(
     machine: Machine,
     *,
     unfuses_router: bool = False,
+    trains_mtp: bool = True,
 ) -> SpeedFlags:
     """Return the flags of a model on a machine.
 
@@ -69,11 +70,16 @@ def speed_flags(
         model: The model.
         machine: The machine.
         unfuses_router: Whether the program reads or imposes the routers' choices, which a fused one hides.
+        trains_mtp: Whether passes go through the layers of multi-token prediction.
     """
     te, kernels = machine.has_te_layers, machine.kernels
     gather, reduce = mesh.overlap_param_gather, mesh.overlap_grad_reduce
     if reduce == "auto":
-        reduce = gather is True or (machine.is_cuda and _has_copies(mesh, model, machine.world_size))
+        # Megatron's overlap waits for a gradient of every weight. The layers of multi-token prediction have a copy of
+        # the embedding in the last of several stages: without a pass through them there is none.
+        never_ends = mesh.pp > 1 and model.mtp_layers > 0 and not trains_mtp
+        copies = machine.is_cuda and _has_copies(mesh, model, machine.world_size)
+        reduce = gather is True or (copies and not never_ends)
     if gather == "auto":
         gather = machine.is_cuda and reduce
     fusion = platform.cross_entropy_fusion
@@ -112,7 +118,12 @@ def planned_flags(config: RunConfig, world_size: int) -> SpeedFlags:
 def run_flags(config: RunConfig, machine: Machine) -> SpeedFlags:
     """Return the flags of a run on a machine."""
     flags = speed_flags(
-        config.platform, config.mesh, config.model, machine, unfuses_router=config.unfuses_router
+        config.platform,
+        config.mesh,
+        config.model,
+        machine,
+        unfuses_router=config.unfuses_router,
+        trains_mtp=config.trains_mtp,
     )
     interval = config.train.gc_interval
     if interval == "auto":

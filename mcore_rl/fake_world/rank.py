@@ -18,7 +18,7 @@ from mcore_rl.parallel.routers import routers
 from mcore_rl.plan.exact import RankBytes
 from mcore_rl.plan.memory import ModelOnRanks, models_on_ranks
 from mcore_rl.train.optimizer import build_optimizer, initialize_moments
-from mcore_rl.train.setup import freeze_routers, wrap_for_data_parallelism
+from mcore_rl.train.setup import freeze, wrap_for_data_parallelism
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +87,7 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes
     numbers = sum(param.numel() for chunk in bare for param in chunk.parameters())
     if one.optim is None:
         return ModelBytes(one=one, numbers=numbers, weights=weights)
-    if config.freezes_router:
-        freeze_routers(bare)
+    freeze(config, bare)
     flags = planned_flags(config, mesh.world.size)
     chunks = wrap_for_data_parallelism(bare, flags, mesh, one.optim.main_grads_dtype)
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

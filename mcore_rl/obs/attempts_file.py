@@ -16,7 +16,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import DataError
 
 FILE_NAME = "run.json"
-NUMERICS = 3
+NUMERICS = 4
 """Version of what a training step computes from the same config, weights and data.
 
 1: Rows that pad the vocabulary take part in the losses of pretraining and fine-tuning. Balance and z losses act at
@@ -25,12 +25,22 @@ NUMERICS = 3
 2: Padding has no probability. Balance and z losses are means over all tokens but padding, on every mesh. Capacity is
    that of a micro-batch, on every mesh. In a bf16 model the expert bias moves by counts of tokens in bf16.
 3: The expert bias moves by exact counts of tokens.
+4: Reinforcement learning keeps layers of multi-token prediction as they are: no weight decay.
 """
 
 
-def depends_on_numerics(model: ModelConfig, precision: str, before: int) -> bool:
-    """Return whether the code of NUMERICS trains this model otherwise than that of version `before` did."""
+def depends_on_numerics(model: ModelConfig, precision: str, before: int, *, trains_mtp: bool = True) -> bool:
+    """Return whether the code of NUMERICS trains this model otherwise than that of version `before` did.
+
+    Args:
+        model: The model.
+        precision: `platform.precision`.
+        before: The earlier version.
+        trains_mtp: Whether passes go through the layers of multi-token prediction.
+    """
     moe = model.moe
+    if before < 4 and model.mtp_layers and not trains_mtp:
+        return True
     if before < 3 and model.is_moe and moe.expert_bias and precision == "bf16":
         return True
     if before >= 2:

@@ -28,8 +28,7 @@ from mcore_rl.checkpoint.folder import (
 from mcore_rl.checkpoint.read import CRITIC, StoredCheckpoint, inspect
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checkpoint.write import SavePlan, ShardPlanner, WrittenFiles, finish
-from mcore_rl.config.changes import ConfigChange, config_changes, content_changes, kind_of_config
-from mcore_rl.config.toml import toml_value
+from mcore_rl.config.changes import ConfigChange, config_changes, content_changes, kind_of_config, listing
 from mcore_rl.errors import CheckpointError, ConfigError, DamagedCheckpointError, TrainingError
 from mcore_rl.files import checkpoint_errors_explained, room_at
 from mcore_rl.model.build import settle_weights
@@ -283,8 +282,7 @@ class Checkpoints:
             if change.breaks_exactness and not change.is_allowed(config.checkpoint.allow_changes)
         ]
         if refused:
-            listed = "\n".join(f"- {change}" for change in refused)
-            keys = toml_value([change.key for change in refused])
+            listed, keys = listing(refused)
             raise ConfigError(
                 f"The run cannot go on exactly from {stored.path}: it would read other data, or other random "
                 f"numbers, or compute other losses.\n{listed}\nSet them as they were, choose another run_dir, or "
@@ -301,7 +299,8 @@ class Checkpoints:
             changes += content_changes(marker.inputs, self._inputs)
         else:  # an earlier version recorded the model alone
             changes = config_changes(marker.model, config.model, "model.")
-        if depends_on_numerics(config.model, config.platform.precision, marker.numerics):
+        precision, trains_mtp = config.platform.precision, config.trains_mtp
+        if depends_on_numerics(config.model, precision, marker.numerics, trains_mtp=trains_mtp):
             changes.append(ConfigChange(key="numerics", before=marker.numerics, now=NUMERICS))
         return changes
 

@@ -81,8 +81,7 @@ def _set_up_model(
     then waits in `store`.
     """
     bare = build_model(config.model, mesh, platform, config.platform)
-    if config.freezes_router:
-        freeze_routers(bare)
+    freeze(config, bare)
     flags = speed_flags_of(config, platform)
     chunks = wrap_for_data_parallelism(bare, flags, mesh, config.optim.main_grads_dtype)
     optimizer = build_optimizer(config.optim, platform, chunks)
@@ -102,14 +101,20 @@ def _set_up_model(
     )
 
 
-def freeze_routers(chunks: Sequence[nn.Module]) -> None:
-    """Keep the routers out of training, before the optimizer is built: their weights, and their expert biases, which
-    Megatron moves after each step by the load.
+def freeze(config: RunConfig, chunks: Sequence[nn.Module]) -> None:
+    """Keep out of training, before the optimizer is built, what this program does not train.
+
+    These are the routers, if the config says so: their weights, and their expert biases, which Megatron moves after
+    each step by the load. And layers of multi-token prediction that no pass goes through: an optimizer would decay
+    them, and an overlapped reduction would wait for their gradients.
     """
-    for chunk in chunks:
-        unwrap(chunk).config.moe_router_bias_update_rate = 0.0
-        for _, router in routers(chunk):
-            router.requires_grad_(False)
+    for chunk in map(unwrap, chunks):
+        if config.freezes_router:
+            chunk.config.moe_router_bias_update_rate = 0.0
+            for _, router in routers(chunk):
+                router.requires_grad_(False)
+        if not config.trains_mtp and getattr(chunk, "mtp", None) is not None:
+            chunk.mtp.requires_grad_(False)
 
 
 def wrap_for_data_parallelism(

@@ -51,6 +51,7 @@ MESHES = {
     "cp2-dp2-overlapped": MeshConfig(cp=2, dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
 }
 MODELS = TINY | {f"{name}-shallow": shallow(TINY[name]) for name in ("qwen3_moe", "deepseek_v3")}
+MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3-shallow"].model_copy(update={"mtp_layers": 1})
 CHANGES: list[dict[str, Any]] = [
     {"kind": "grpo", "kl_coeff": 0.1, "entropy_coeff": 0.01},
     {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.1},
@@ -375,6 +376,15 @@ def test_the_kl_to_an_equal_reference_is_nothing(tmp_path: Path) -> None:
     (reports,) = run_ranks(updates, 1, config, same, same, tmp_path, CHANGES[:1])[0]
     assert reports[0]["kl_reference"] == 0.0
     assert reports[1]["kl_reference"] > 1e-9
+
+
+def test_layers_of_multi_token_prediction_stay_and_no_reduction_waits_for_them(tmp_path: Path) -> None:
+    """Weight decay once moved them, and with overlap the second update failed: they have no gradient."""
+    model, mesh = "deepseek_v3-mtp", MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
+    (moved,) = run_ranks(moved_parameters, 1, config_of(model, MeshConfig()), tmp_path)
+    kept = [name for name, has_moved in moved.items() if name.endswith(".weight") and not has_moved]
+    assert kept == [name for name in moved if name.endswith(".weight") and ".mtp." in name]
+    assert_same(reports_of(config_of(model, mesh), model, tmp_path), alone(model, tmp_path))
 
 
 def test_frozen_routers_and_their_biases_stay_and_all_else_learns(tmp_path: Path) -> None:

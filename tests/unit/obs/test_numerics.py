@@ -44,3 +44,11 @@ def test_the_expert_bias_of_a_bf16_model_depends_on_it(
     model: str, precision: str, before: int, depends: bool
 ) -> None:
     assert depends_on_numerics(TINY[model], precision, before) == depends
+
+
+def test_since_version_4_reinforcement_learning_keeps_layers_of_multi_token_prediction():
+    model = TINY["deepseek_v3"].model_copy(update={"mtp_layers": 1})
+    assert depends_on_numerics(model, "fp32", before=3, trains_mtp=False)
+    assert not depends_on_numerics(model, "fp32", before=4, trains_mtp=False)
+    assert not depends_on_numerics(model, "fp32", before=3)
+    assert not depends_on_numerics(TINY["deepseek_v3"], "fp32", before=3, trains_mtp=False)
