@@ -59,6 +59,8 @@ NAMED_PARTS = (
 NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown", "code")
 """Parts that look for an answer in a completion, with rl.reward.answer_pattern."""
 TOOLS = ("calculator", "python")
+MAKERS = ("guessing", "reasoning_gym", "textarena")
+"""Environments that make a problem of a prompt's fields `seed` and `size`."""
 """Environments that help with problems which others make."""
 
 
@@ -635,6 +637,11 @@ def _environment(rl: RlConfig) -> Iterator[str]:
         yield (
             f'rl.prompts.task="seeds" with rl.environment.name="{name}", a tool that makes no problems. Name a task or '
             "files."
+        )
+    if name in MAKERS and rl.prompts.task not in ("seeds", "file"):
+        yield (
+            f'rl.prompts.task="{rl.prompts.task}" with rl.environment.name="{name}", which makes problems of its own. '
+            'Set rl.prompts.task="seeds".'
         )
     if environment.max_tokens < rl.rollout.max_new_tokens:
         yield (

@@ -114,6 +114,10 @@ def test_these_settings_are_fine(words):
             "prompts.task=seeds environment.name=python reward.parts=[environment]",
             "a tool that makes no problems",
         ),
+        (
+            "prompts.task=sorting environment.name=guessing reward.parts=[environment]",
+            'Set rl.prompts.task="seeds"',
+        ),
         ("prompts.task=countdown prompts.smallest=1", "2 to 6 numbers"),
         ("rollout.temperature=0", "the same"),
         ("rollout.temperature=1e-300", "is below 1e-06"),
