@@ -16,6 +16,7 @@ EXACT = (
     *("train.seed", "train.global_batch", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"),
     "data",
     *("rl.prompts", "rl.rollout.prompts_per_step", "rl.rollout.group_size", "rl.eval.num_prompts"),
+    *("rl.ptx.files", "rl.ptx.tokens", "rl.ptx.sequences"),
     "numerics",
 )
 """Fields and sections that decide which data a step reads, or the random numbers: a resumed run with others reads
