@@ -203,10 +203,10 @@ def _learning(folder: Path, steps: int, names: Sequence[str]) -> list[Stage]:
                     tokenizer,
                 ),
                 *("mesh.tp=1", "mesh.ep=1", "mesh.pp=2", f"checkpoint.load={folder / 'imported'}"),
-                *_lasting(3 * steps // 2, warmup=10),
+                *_lasting(2 * steps, warmup=10),
             ),
             result=sft / "DONE",
-            seconds=120,
+            seconds=160,
         ),
     ]
     # The recipe's three rollout batches in which the critic alone learns, or fewer of a very short run.
