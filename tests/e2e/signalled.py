@@ -16,6 +16,8 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 from mcore_rl.backend.launcher import rank_of_launcher
 from mcore_rl.rl import critic, learner
 from mcore_rl.rl.engines.native.decoder import Decoder
@@ -50,6 +52,8 @@ def ask_launcher() -> None:
         before(number, frame)
 
     signal.signal(signal.SIGTERM, note)
+    # A rank that is asked before it has come here would wait for ever for a second time.
+    dist.barrier()
     if rank_of_launcher() == 0:
         os.kill(os.getppid(), signal.SIGTERM)
     while not came:
