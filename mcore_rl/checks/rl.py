@@ -59,9 +59,9 @@ NAMED_PARTS = (
 NEEDS_ANSWER = ("exact", "positions", "numeric", "math", "countdown", "code")
 """Parts that look for an answer in a completion, with rl.reward.answer_pattern."""
 TOOLS = ("calculator", "python")
+"""Environments that help with problems which others make."""
 MAKERS = ("guessing", "reasoning_gym", "textarena")
 """Environments that make a problem of a prompt's fields `seed` and `size`."""
-"""Environments that help with problems which others make."""
 
 
 def rl_violations(rl: RlConfig) -> Iterator[str]:

@@ -31,6 +31,7 @@ def config_of(*overrides: str) -> DPOConfig:
         (["train.micro_batch=2"], "train.micro_batch=2 is not used"),
         (["data.tokens_per_microbatch=128"], "does not hold two answers of data.seq_length=128"),
         (["data.train=[]"], "data.train is empty"),
+        (["model.moe.dispatcher=allgather", "mesh.ep=2", "mesh.dp=2"], "sequences of different lengths"),
     ],
 )
 def test_settings_that_do_not_agree_are_refused(overrides: list[str], message: str) -> None:
