@@ -6,7 +6,7 @@ from typing import Any
 
 from launch.job import STATUS, Component, JobScript
 from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.training import BEGIN_S, ends, job, losses, saved_step, submit
+from tests.slurm.training import BEGIN_S, ends, job, losses, saved_step, signal_rank, submit
 
 ONE_RANK: dict[str, Any] = {"nodes": 1, "starter": "srun"}
 
@@ -17,10 +17,15 @@ def test_the_time_limit_preemption_and_people_end_attempts_each_in_its_own_way(c
     run_dir = Path(script.run_dir)
     id_ = submit(cluster, script)
     cluster.until(lambda: losses(run_dir), "a step is reported", BEGIN_S)
-    # One to two minutes are left: Slurm, which looks every 30 s, sends the signal when it looks next.
+    # One to two minutes are left: Slurm, which looks every 30 s, sends the signal when it looks next. The run stands
+    # still until then, as its steps would only take the other tests' time.
     hours, minutes, _ = map(int, cluster.job(id_)["RunTime"].split(":"))
     cluster.run("scontrol", "update", f"JobId={id_}", f"TimeLimit={60 * hours + minutes + 2}")
-    cluster.until(lambda: cluster.job(id_)["Restarts"] == "1", "the limit is near", 120)
+    (node,), log = cluster.hosts(id_), run_dir / f"logs/{id_}.log"
+    signal_rank(cluster, node, "STOP")
+    cluster.until(lambda: "signal: limit" in log.read_text(), "the limit is near", 120)
+    signal_rank(cluster, node, "CONT")
+    cluster.until(lambda: cluster.job(id_)["Restarts"] == "1", "it is requeued", 60)
     assert ends(run_dir) == [("limit", "requeue")]
     assert 0 < saved_step(run_dir) < 20000
     cluster.run("scontrol", "update", f"JobId={id_}", "TimeLimit=30", as_root=True)

@@ -28,6 +28,8 @@ node = false
 [survival]
 signal_s = 60
 """
+HELD = "held"
+"""File that keeps the jobs of `folder` in the checks of their nodes while it is there."""
 PIPELINE = """
 name = "both"
 [pretrain]
@@ -68,7 +70,9 @@ def mcore_rl(cluster: Cluster, *words: object, within_s: float = 60) -> "subproc
 @pytest.fixture
 def folder(cluster: Cluster) -> Path:
     """The working folder, with the config of the cluster and of a pipeline."""
-    for name, text in (("cluster.toml", CLUSTER.format(python=cluster.python)), ("pipeline.toml", PIPELINE)):
+    wait = f'[checks]\npre_node = ["while [ -e {cluster.shared / HELD} ]; do sleep 0.2; done"]'
+    settings = CLUSTER.format(python=cluster.python).replace("[checks]", wait)
+    for name, text in (("cluster.toml", settings), ("pipeline.toml", PIPELINE)):
         (cluster.shared / name).write_text(text)
     return cluster.shared
 
@@ -106,6 +110,7 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
     assert shown.returncode == 0 and "to start at" in shown.stderr, shown.stderr
     assert not (folder / "launched").exists()
 
+    (folder / HELD).touch()
     launched = mcore_rl(cluster, *words)
     assert launched.returncode == 0, launched.stderr
     pretrain, sft, convert = launched.stdout.split()
@@ -119,6 +124,7 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
         cluster, "attach", "launched", "--node", last, "--", "sh", "-c", "echo $SLURM_JOB_ID on $(hostname)"
     )
     assert attached.stdout == f"{pretrain} on {last}\n", attached.stderr
+    (folder / HELD).unlink()
 
     # The seventh line of the data of the middle stage is broken: that stage fails, and the last one never starts.
     assert cluster.until_state(sft, ENDED, 600) == "FAILED"

@@ -39,6 +39,7 @@ global_batch = 8
 eval_batches = "none"
 """
 PRETRAIN = """
+micro_batch = 4
 [data]
 train = ["{data}/train"]
 seq_length = 64
@@ -146,8 +147,13 @@ def interrupt(cluster: Cluster, id_: str, run_dir: Path, how: Callable[[], objec
 
 def kill_rank(cluster: Cluster, node: str) -> None:
     """Only the rank: the process above it records how it ended."""
+    signal_rank(cluster, node, "KILL")
+
+
+def signal_rank(cluster: Cluster, node: str, name: str) -> None:
+    """Only the rank, not the process above it."""
     above = cluster.run("pgrep", "-o", "-f", ABOVE_A_RANK, node=node)
-    cluster.run("pkill", "-KILL", "-P", above, node=node)
+    cluster.run("pkill", f"-{name}", "-P", above, node=node)
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -19,6 +19,7 @@ from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.routers import replayed_routers, routed_layers
+from mcore_rl.replay import from_rollouts
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import local_tokens
 from mcore_rl.replay.router_hooks import live_gates
@@ -397,7 +398,12 @@ def rollouts(run: Run) -> dict[int, RolloutRoutes]:
     }
 
 
-def test_routes_of_a_rollout_are_replayed(run: Run) -> None:
+@pytest.mark.parametrize("batch_bytes", [1, from_rollouts.BATCH_BYTES])
+def test_routes_of_a_rollout_are_replayed(
+    run: Run, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are checked sample by sample, or all together."""
+    monkeypatch.setattr(from_rollouts, "BATCH_BYTES", batch_bytes)
     free = recorded(run)
     generated = rollouts(run)
     run.cache.close()
@@ -551,8 +557,9 @@ def test_malformed_routes_are_refused(run: Run, change: Any, message: str) -> No
     run.cache.close()
     good = generated[4]
     generated[4] = RolloutRoutes(good.tokens_T, change(good.experts_TLK))
-    with pytest.raises(RoutingError, match=f"sample 4.*{message}"):
+    with pytest.raises(RoutingError, match=f"sample 4.*{message}") as error:
         cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
+    assert str(error.value).count("sample ") == 1  # no other of the samples that were checked with it
 
 
 def test_routes_in_bytes_of_many_experts_are_refused() -> None:
