@@ -5,6 +5,7 @@ to ask for what, and one all-to-all carries the answers. An answer is the encode
 its layers.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -212,7 +213,12 @@ def plan_requests(
     order = [(rank + step) % len(offers) for step in range(len(offers))]
     requests: dict[int, list[RouteRequest]] = {}
     for sample, positions_needed in needed.items():
-        position_n = positions_needed.position_n
+        position_n, own = positions_needed.position_n, offers[rank].get(sample)
+        whole = (positions_needed.num_tokens, layers, as_ranges(position_n))
+        if layers and own is not None and (own.num_tokens, own.layers, own.ranges) == whole:
+            # What follows comes to the same; on a mesh without replicas it is every sample.
+            requests.setdefault(rank, []).append(RouteRequest(sample, own.ranges, layers))
+            continue
         # The last row stands for the checksum, which is needed in every layer even without any position.
         is_missing_nl = torch.ones(len(position_n) + 1, len(layers), dtype=torch.bool)
         for other in order:
@@ -256,10 +262,23 @@ def assemble(
     samples: dict[int, ReceivedRoutes] = {}
     is_missing: dict[int, Tensor] = {}
     begin = 0
-    for request in [request for rank in sorted(requests) for request in requests[rank]]:
+    in_order = [request for rank in sorted(requests) for request in requests[rank]]
+    num_answers = Counter(request.sample for request in in_order)
+    for request in in_order:
         sample, position_n = request.sample, needed[request.sample].position_n
         routes_end = begin + request.route_bytes(codec)
         end = begin + request.answer_bytes(codec)
+        of_layers = codec.of_layers(len(request.layers))
+        # clone: a view as wider integers must begin at a multiple of their size.
+        routes_nw = received[begin:routes_end].clone().view(-1, of_layers.bytes_per_token)
+        found_nlK = of_layers.decode(routes_nw)
+        given_l = received[routes_end:end].clone().view(torch.int64)
+        begin = end
+        is_whole = request.layers == layers and request.ranges == as_ranges(position_n)
+        if is_whole and num_answers[sample] == 1:
+            num_tokens = needed[sample].num_tokens
+            samples[sample] = ReceivedRoutes(num_tokens, position_n, found_nlK, given_l)
+            continue
         if sample not in samples:
             codes_nlK = torch.zeros(len(position_n), len(layers), codec.top_k, dtype=codec.dtype)
             checksum_l = torch.zeros(len(layers), dtype=torch.int64)
@@ -267,25 +286,28 @@ def assemble(
             is_missing[sample] = torch.ones(len(position_n) + 1, len(layers), dtype=torch.bool)
         row_n = torch.searchsorted(position_n, positions(request.ranges))
         column_l = torch.tensor([layers.index(layer) for layer in request.layers])
-        # clone: a view as wider integers must begin at a multiple of their size.
-        of_layers = codec.of_layers(len(column_l))
-        routes_nw = received[begin:routes_end].clone().view(len(row_n), of_layers.bytes_per_token)
-        samples[sample].codes_nlK[row_n[:, None], column_l] = of_layers.decode(routes_nw)
-        samples[sample].checksum_l[column_l] = received[routes_end:end].clone().view(torch.int64)
+        samples[sample].codes_nlK[row_n[:, None], column_l] = found_nlK
+        samples[sample].checksum_l[column_l] = given_l
         is_missing[sample][row_n[:, None], column_l] = False
         is_missing[sample][-1, column_l] = False
-        begin = end
-    return {sample: routes for sample, routes in samples.items() if not is_missing[sample].any()}
+    return {
+        sample: routes
+        for sample, routes in samples.items()
+        if sample not in is_missing or not is_missing[sample].any()
+    }
 
 
 def as_ranges(position_n: Tensor) -> tuple[PositionRange, ...]:
     """Return the runs of consecutive positions in `position_n`, which rises."""
     if not len(position_n):
         return ()
+    begin, last = int(position_n[0]), int(position_n[-1])
+    if last - begin + 1 == len(position_n):
+        return ((begin, last + 1),)
     breaks = (position_n.diff() != 1).nonzero()[:, 0] + 1
     bounds = [0, *breaks.tolist(), len(position_n)]
-    first, last = position_n[bounds[:-1]].tolist(), position_n[torch.tensor(bounds[1:]) - 1].tolist()
-    return tuple((begin, end + 1) for begin, end in zip(first, last, strict=True))
+    firsts, lasts = position_n[bounds[:-1]].tolist(), position_n[torch.tensor(bounds[1:]) - 1].tolist()
+    return tuple((first, last + 1) for first, last in zip(firsts, lasts, strict=True))
 
 
 def without(position_n: Tensor, missing_n: Tensor) -> Tensor:

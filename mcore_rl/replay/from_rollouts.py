@@ -17,6 +17,10 @@ from mcore_rl.replay.exchange import OfferedRoutes, SharedRows
 from mcore_rl.replay.layouts import MicrobatchLayout
 
 CPU = torch.device("cpu")
+BATCH_BYTES = 2**22
+"""Bytes of routes that are computed with together: many short samples one by one would cost more in calls than in
+work. Checksums take sixteen times as many bytes on the way.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,22 @@ class RolloutRoutes:
     @property
     def has_routes_T(self) -> Tensor:
         """Mask of the tokens that have routes, bool `[T]`."""
-        if not self.experts_TLK.is_signed():
-            return torch.ones(len(self.experts_TLK), dtype=torch.bool)
-        return (self.experts_TLK != -1).flatten(1).any(1)
+        return _has_routes(self.experts_TLK)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteBatch:
+    """Routes of several samples end to end: `n` tokens, on the CPU."""
+
+    samples: tuple[int, ...]
+    sample_index_n: Tensor
+    """Index into `samples` of each token's sample."""
+    position_n: Tensor
+    """Position of each token in its sample."""
+    tokens_n: Tensor
+    experts_nLK: Tensor
+    """Experts as in `RolloutRoutes`."""
+    has_routes_n: Tensor
 
 
 def cache_rollout_routes(
@@ -79,12 +96,13 @@ def cache_rollout_routes(
     if leaves_repeated_out:
         generated = _without_repeated(generated, repeated)
     # A sample of which no token has routes is like one that came without them.
-    generated = {sample: routes for sample, routes in generated.items() if bool(routes.has_routes_T.any())}
+    has_routes = {sample: routes.has_routes_T for sample, routes in generated.items()}
+    generated = {sample: routes for sample, routes in generated.items() if bool(has_routes[sample].any())}
     share = {sample: generated[sample] for sample in of_rank if sample in generated}
     checksums = _checksums(cache, sorted(generated), share, mesh.tp)
     shared = _shared_rows(generated)
     offered = {
-        sample: _offer(cache, routes, checksums[sample], shared.get(sample))
+        sample: _offer(cache, routes, has_routes[sample], checksums[sample], shared.get(sample))
         for sample, routes in generated.items()
     }
     cache.receive(version, offered, cache.needed_positions(layouts, mesh), mesh.dp_cp)
@@ -92,56 +110,115 @@ def cache_rollout_routes(
 
 
 def _problems(cache: RoutingCache, generated: Mapping[int, RolloutRoutes]) -> Iterator[str]:
-    allowed_num_layers = {len(cache.model_layers), len(cache.layers)}
+    """Yield a sentence for each sample whose routes cannot be imposed."""
+    whole: dict[int, RolloutRoutes] = {}
     for sample, routes in generated.items():
-        shape, num_tokens = tuple(routes.experts_TLK.shape), len(routes.tokens_T)
-        has_shape = len(shape) == 3 and shape[0] == num_tokens and shape[2] == cache.top_k
-        if not has_shape or shape[1] not in allowed_num_layers:
-            yield (
-                f"sample {sample}: the engine returned routes of shape {list(shape)}; expected {num_tokens} tokens, "
-                f"{len(cache.model_layers)} layers and {cache.top_k} experts"
-            )
-            continue
-        dtype = routes.experts_TLK.dtype
-        if torch.iinfo(dtype).max < cache.num_experts - 1:
-            yield (
-                f"sample {sample}: the engine returned routes as {str(dtype).removeprefix('torch.')}, in which indices "
-                f"of {cache.num_experts} experts wrap around"
-            )
-            continue
-        position_n = routes.has_routes_T.nonzero()[:, 0]
-        # A pipeline stage without experts has rows of no layer, in which nothing can be wrong.
-        if not len(position_n) or not shape[1]:
-            continue
-        is_whole = len(position_n) == num_tokens
-        layers = _given_layers(cache, routes)
-        experts_nLK = routes.experts_TLK if is_whole else routes.experts_TLK[position_n]
-        if int(experts_nLK.min()) < 0 or int(experts_nLK.max()) >= cache.num_experts:
-            problem = "is out of range"
-            is_wrong_nL = ((experts_nLK < 0) | (experts_nLK >= cache.num_experts)).any(-1)
+        problem = _problem_of_format(cache, routes)
+        if problem:
+            yield f"sample {sample}: the engine returned routes {problem}"
         else:
-            problem, is_wrong_nL = "appears twice", _has_duplicates(experts_nLK.to(cache.dtype))
-        if is_wrong_nL.any():
-            row, column = is_wrong_nL.nonzero()[0].tolist()
-            chosen = experts_nLK[row, column].tolist()
-            yield (
-                f"sample {sample}, layer {layers[column]}, token {int(position_n[row])}: an expert in {chosen} "
-                f"{problem} ({cache.num_experts} experts)"
-            )
+            whole[sample] = routes
+    for batch in _batches(whole):
+        if _is_sound(cache, batch):
+            continue
+        for sample in batch.samples:
+            yield from _problems_of_sample(cache, sample, whole[sample])
+
+
+def _problem_of_format(cache: RoutingCache, routes: RolloutRoutes) -> str:
+    """Return what is wrong with shape or dtype, as the end of a sentence; empty when nothing is."""
+    shape, dtype, num_tokens = tuple(routes.experts_TLK.shape), routes.experts_TLK.dtype, len(routes.tokens_T)
+    has_shape = len(shape) == 3 and shape[0] == num_tokens and shape[2] == cache.top_k
+    if not has_shape or shape[1] not in (len(cache.model_layers), len(cache.layers)):
+        return (
+            f"of shape {list(shape)}; expected {num_tokens} tokens, {len(cache.model_layers)} layers and "
+            f"{cache.top_k} experts"
+        )
+    if torch.iinfo(dtype).max < cache.num_experts - 1:
+        name = str(dtype).removeprefix("torch.")
+        return f"as {name}, in which indices of {cache.num_experts} experts wrap around"
+    return ""
+
+
+def _is_sound(cache: RoutingCache, batch: RouteBatch) -> bool:
+    """Return whether every token with routes has different experts of the model in each layer."""
+    experts_nLK = batch.experts_nLK
+    if not batch.has_routes_n.all():
+        experts_nLK = experts_nLK[batch.has_routes_n]
+    if not experts_nLK.numel():
+        return True
+    in_range = int(experts_nLK.min()) >= 0 and int(experts_nLK.max()) < cache.num_experts
+    return in_range and not bool(_has_duplicates(experts_nLK.to(cache.dtype)).any())
+
+
+def _problems_of_sample(cache: RoutingCache, sample: int, routes: RolloutRoutes) -> Iterator[str]:
+    """Yield a sentence that names the first wrong token, if there is one."""
+    position_n = routes.has_routes_T.nonzero()[:, 0]
+    # A pipeline stage without experts has rows of no layer, in which nothing can be wrong.
+    if not len(position_n) or not routes.experts_TLK.shape[1]:
+        return
+    layers, experts_nLK = _given_layers(cache, routes.experts_TLK), routes.experts_TLK[position_n]
+    problem = "is out of range"
+    is_wrong_nL = ((experts_nLK < 0) | (experts_nLK >= cache.num_experts)).any(-1)
+    if not is_wrong_nL.any():
+        problem, is_wrong_nL = "appears twice", _has_duplicates(experts_nLK.to(cache.dtype))
+    if is_wrong_nL.any():
+        row, column = is_wrong_nL.nonzero()[0].tolist()
+        chosen = experts_nLK[row, column].tolist()
+        yield (
+            f"sample {sample}, layer {layers[column]}, token {int(position_n[row])}: an expert in {chosen} "
+            f"{problem} ({cache.num_experts} experts)"
+        )
+
+
+def _has_routes(experts_nLK: Tensor) -> Tensor:
+    if not experts_nLK.is_signed():
+        return torch.ones(len(experts_nLK), dtype=torch.bool)
+    return (experts_nLK != -1).flatten(1).any(1)
+
+
+def _batches(generated: Mapping[int, RolloutRoutes]) -> Iterator[RouteBatch]:
+    """Yield the samples in rising order, as many together as have routes of one format and fit into `BATCH_BYTES`."""
+    together: list[int] = []
+    num_bytes, before = 0, None
+    for sample in sorted(generated):
+        experts_TLK = generated[sample].experts_TLK
+        kind = experts_TLK.shape[1:], experts_TLK.dtype
+        if together and (kind != before or num_bytes + experts_TLK.nbytes > BATCH_BYTES):
+            yield _batch_of(generated, together)
+            together, num_bytes = [], 0
+        together.append(sample)
+        num_bytes, before = num_bytes + experts_TLK.nbytes, kind
+    if together:
+        yield _batch_of(generated, together)
+
+
+def _batch_of(generated: Mapping[int, RolloutRoutes], samples: Sequence[int]) -> RouteBatch:
+    length_N = torch.tensor([len(generated[sample].tokens_T) for sample in samples])
+    begin_N = length_N.cumsum(0) - length_N
+    experts_nLK = torch.cat([generated[sample].experts_TLK for sample in samples])
+    return RouteBatch(
+        samples=tuple(samples),
+        sample_index_n=torch.arange(len(samples)).repeat_interleave(length_N),
+        position_n=torch.arange(len(experts_nLK)) - begin_N.repeat_interleave(length_N),
+        tokens_n=torch.cat([generated[sample].tokens_T for sample in samples]),
+        experts_nLK=experts_nLK,
+        has_routes_n=_has_routes(experts_nLK),
+    )
 
 
 def _repeated_tokens(
     generated: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device
 ) -> dict[int, Tensor]:
-    """Collective over the pipeline stages: return for each sample whether each token but the first has another id than
-    the one before, and its routes in all layers of the model, bool `[T - 1]`.
+    """Collective over the pipeline stages: return for each sample whether each token has another id than the one
+    before it, and its routes in all layers of the model, bool `[T]`; false for the first.
     """
     samples = sorted(generated)
-    masks = [_is_repeated(generated[sample]) for sample in samples]
+    masks = [_is_new(batch) & _has_routes_of_the_one_before(batch) for batch in _batches(generated)]
     is_repeated_n = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(torch.uint8).to(device)
     # A stage may have been given its own layers only, and a route is repeated when all layers are.
     dist.all_reduce(is_repeated_n, op=dist.ReduceOp.MIN, group=mesh.pp.group)
-    of_samples = is_repeated_n.bool().cpu().split([len(mask) for mask in masks])
+    of_samples = is_repeated_n.bool().cpu().split([len(generated[sample].tokens_T) for sample in samples])
     return dict(zip(samples, of_samples, strict=True))
 
 
@@ -149,25 +226,28 @@ def _repeated_fraction(
     repeated: Mapping[int, Tensor], share: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device
 ) -> Metric:
     """Collective over the world: return how many tokens have the routes of the token before, though another id."""
-    counts_2 = torch.zeros(2, dtype=torch.int64)
-    for sample, routes in share.items():
-        is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
-        counts_2 += torch.stack([repeated[sample].sum(), is_new_T.sum()])
-    on_device_2 = counts_2.to(device)
-    dist.all_reduce(on_device_2, group=mesh.world.group)
-    num_repeated, num_tokens = on_device_2.tolist()
+    num_repeated = sum(int(repeated[sample].sum()) for sample in share)
+    num_tokens = sum(int(_is_new(batch).sum()) for batch in _batches(share))
+    counts_2 = torch.tensor([num_repeated, num_tokens], device=device)
+    dist.all_reduce(counts_2, group=mesh.world.group)
+    num_repeated, num_tokens = counts_2.tolist()
     return Metric("rollout_routes/repeated_fraction", num_repeated, max(1, num_tokens))
 
 
-def _is_repeated(routes: RolloutRoutes) -> Tensor:
-    """Return whether each token but the first has another id than the one before, and its routes in the layers that
-    are given, bool `[T - 1]`.
-    """
-    is_new_T = routes.tokens_T[1:] != routes.tokens_T[:-1]
-    if not routes.experts_TLK.shape[1]:
-        return is_new_T  # a stage without experts, which leaves it to the others
-    is_same_T = (routes.experts_TLK[1:] == routes.experts_TLK[:-1]).flatten(1).all(1)
-    return is_new_T & is_same_T & routes.has_routes_T[1:]
+def _is_new(batch: RouteBatch) -> Tensor:
+    """Return whether each token has another id than the one before it in its sample, bool `[n]`."""
+    is_new_n = batch.position_n > 0
+    is_new_n[1:] &= batch.tokens_n[1:] != batch.tokens_n[:-1]
+    return is_new_n
+
+
+def _has_routes_of_the_one_before(batch: RouteBatch) -> Tensor:
+    """Return whether each token has the routes of the token before it in the layers that are given, bool `[n]`."""
+    if not batch.experts_nLK.shape[1]:
+        return torch.ones_like(batch.has_routes_n)  # a stage without experts, which leaves it to the others
+    is_same_n = batch.has_routes_n.clone()
+    is_same_n[1:] &= (batch.experts_nLK[1:] == batch.experts_nLK[:-1]).flatten(1).all(1)
+    return is_same_n
 
 
 def _without_repeated(
@@ -178,7 +258,7 @@ def _without_repeated(
     for sample, routes in generated.items():
         if repeated[sample].any():
             experts_TLK = routes.experts_TLK.to(torch.int16, copy=True)
-            experts_TLK[1:][repeated[sample]] = -1
+            experts_TLK[repeated[sample]] = -1
             routes = RolloutRoutes(routes.tokens_T, experts_TLK, routes.group)
         kept[sample] = routes
     return kept
@@ -204,18 +284,18 @@ def _checksums(
     mistake in what follows. `share` are the samples that this rank computes.
     """
     checksums_Nl = torch.zeros(len(samples), len(cache.layers), dtype=torch.int64)
-    for index, sample in enumerate(samples):
-        if sample in share:
-            routes, num_tokens = share[sample], len(share[sample].tokens_T)
-            checksums_1L = route_checksums(
-                # Tokens without routes (-1) are not counted.
-                routes.experts_TLK.clamp_min(0).transpose(0, 1),
-                expert_hashes(_given_layers(cache, routes), cache.num_codes, CPU),
-                token_hashes(routes.tokens_T, torch.arange(num_tokens), routes.has_routes_T),
-                torch.zeros(num_tokens, dtype=torch.int64),
-                1,
-            )
-            checksums_Nl[index] = checksums_1L[0, _columns(cache, routes)]
+    row_of = {sample: row for row, sample in enumerate(samples)}
+    for batch in _batches(share):
+        checksums_bL = route_checksums(
+            # Tokens without routes (-1) are not counted.
+            batch.experts_nLK.clamp_min(0).transpose(0, 1),
+            expert_hashes(_given_layers(cache, batch.experts_nLK), cache.num_codes, CPU),
+            token_hashes(batch.tokens_n, batch.position_n, batch.has_routes_n),
+            batch.sample_index_n,
+            len(batch.samples),
+        )
+        row_b = torch.tensor([row_of[sample] for sample in batch.samples])
+        checksums_Nl[row_b] = checksums_bL[:, _columns(cache, batch.experts_nLK)]
     if axis.size > 1:
         on_device_Nl = checksums_Nl.to(cache.device)
         dist.all_reduce(on_device_Nl, group=axis.group)
@@ -223,13 +303,14 @@ def _checksums(
     return dict(zip(samples, checksums_Nl, strict=True))
 
 
-def _given_layers(cache: RoutingCache, routes: RolloutRoutes) -> tuple[int, ...]:
-    is_whole = routes.experts_TLK.shape[1] == len(cache.model_layers)
+def _given_layers(cache: RoutingCache, experts_nLK: Tensor) -> tuple[int, ...]:
+    is_whole = experts_nLK.shape[1] == len(cache.model_layers)
     return cache.model_layers if is_whole else cache.layers
 
 
-def _columns(cache: RoutingCache, routes: RolloutRoutes) -> list[int]:
-    given_layers = _given_layers(cache, routes)
+def _columns(cache: RoutingCache, experts_nLK: Tensor) -> list[int]:
+    """Return where this rank's layers are among those that are given."""
+    given_layers = _given_layers(cache, experts_nLK)
     return [given_layers.index(layer) for layer in cache.layers]
 
 
@@ -258,10 +339,14 @@ def _shared_rows(generated: Mapping[int, RolloutRoutes]) -> dict[int, SharedRows
 
 
 def _offer(
-    cache: RoutingCache, routes: RolloutRoutes, checksum_l: Tensor, shared: SharedRows | None
+    cache: RoutingCache,
+    routes: RolloutRoutes,
+    has_routes_T: Tensor,
+    checksum_l: Tensor,
+    shared: SharedRows | None,
 ) -> OfferedRoutes:
     """Return the routes in this rank's layers, with the checksum of what the engine returned."""
-    codes_TlK, has_routes_T = routes.experts_TLK[:, _columns(cache, routes)], routes.has_routes_T
+    codes_TlK = routes.experts_TLK[:, _columns(cache, routes.experts_TLK)]
     is_given_T = has_routes_T.clone()
     if shared is not None:
         is_given_T[: shared.num_positions] = False
