@@ -1,5 +1,6 @@
 """Which cells of the matrices run, and how tests are dealt to the processes of pytest-xdist, when there are several."""
 
+import gc
 import os
 import zlib
 from collections import Counter
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """Leave the hundred thousands of objects of the imported modules and tests out of every later collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def _assert_cells_exist(items: list[pytest.Item]) -> None:
