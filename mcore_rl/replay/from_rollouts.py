@@ -54,6 +54,7 @@ class RouteBatch:
     experts_nLK: Tensor
     """Experts as in `RolloutRoutes`."""
     has_routes_n: Tensor
+    """Mask of the tokens that have routes, bool."""
 
 
 def cache_rollout_routes(
@@ -214,7 +215,7 @@ def _repeated_tokens(
     before it, and its routes in all layers of the model, bool `[T]`; false for the first.
     """
     samples = sorted(generated)
-    masks = [_is_new(batch) & _has_routes_of_the_one_before(batch) for batch in _batches(generated)]
+    masks = [_is_repeated(batch) for batch in _batches(generated)]
     is_repeated_n = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(torch.uint8).to(device)
     # A stage may have been given its own layers only, and a route is repeated when all layers are.
     dist.all_reduce(is_repeated_n, op=dist.ReduceOp.MIN, group=mesh.pp.group)
@@ -227,27 +228,24 @@ def _repeated_fraction(
 ) -> Metric:
     """Collective over the world: return how many tokens have the routes of the token before, though another id."""
     num_repeated = sum(int(repeated[sample].sum()) for sample in share)
-    num_tokens = sum(int(_is_new(batch).sum()) for batch in _batches(share))
+    num_tokens = sum(int((one.tokens_T[1:] != one.tokens_T[:-1]).sum()) for one in share.values())
     counts_2 = torch.tensor([num_repeated, num_tokens], device=device)
     dist.all_reduce(counts_2, group=mesh.world.group)
     num_repeated, num_tokens = counts_2.tolist()
     return Metric("rollout_routes/repeated_fraction", num_repeated, max(1, num_tokens))
 
 
-def _is_new(batch: RouteBatch) -> Tensor:
-    """Return whether each token has another id than the one before it in its sample, bool `[n]`."""
-    is_new_n = batch.position_n > 0
-    is_new_n[1:] &= batch.tokens_n[1:] != batch.tokens_n[:-1]
-    return is_new_n
-
-
-def _has_routes_of_the_one_before(batch: RouteBatch) -> Tensor:
-    """Return whether each token has the routes of the token before it in the layers that are given, bool `[n]`."""
-    if not batch.experts_nLK.shape[1]:
-        return torch.ones_like(batch.has_routes_n)  # a stage without experts, which leaves it to the others
-    is_same_n = batch.has_routes_n.clone()
-    is_same_n[1:] &= (batch.experts_nLK[1:] == batch.experts_nLK[:-1]).flatten(1).all(1)
-    return is_same_n
+def _is_repeated(batch: RouteBatch) -> Tensor:
+    """Return whether each token has another id than the one before it in its sample, and its routes in the layers that
+    are given, bool `[n]`.
+    """
+    is_repeated_n = batch.position_n > 0
+    is_repeated_n[1:] &= batch.tokens_n[1:] != batch.tokens_n[:-1]
+    # A stage without experts leaves it to the others.
+    if batch.experts_nLK.shape[1]:
+        is_repeated_n &= batch.has_routes_n
+        is_repeated_n[1:] &= (batch.experts_nLK[1:] == batch.experts_nLK[:-1]).flatten(1).all(1)
+    return is_repeated_n
 
 
 def _without_repeated(
