@@ -274,7 +274,7 @@ class RouterHook:
 
 
 def live_gates(scores_ltK: Tensor, live_ltK: Tensor, routers: Sequence[TopKRouter]) -> Tensor:
-    """Return the gates of the live choice, float32 `[l, t, K]`, normalised to sum to one over K.
+    """Return the gates of the live choice, float32 `[K, l, t]`, normalised to sum to one over K.
 
     Args:
         scores_ltK: scores by which the routers chose; logits with `moe_router_pre_softmax=False`, biased where the
@@ -283,10 +283,13 @@ def live_gates(scores_ltK: Tensor, live_ltK: Tensor, routers: Sequence[TopKRoute
         routers: the routers of these layers, all of one kind.
     """
     router = routers[0]
+    # K passes over long rows: on a CPU twenty times as fast as one softmax for each token.
+    scores_Klt = scores_ltK.permute(2, 0, 1).contiguous()
     if router.score_function == "softmax" and not router.config.moe_router_pre_softmax:
-        return scores_ltK.softmax(-1)
+        return scores_Klt.softmax(0)
     if router.expert_bias is not None:
         # The bias decides the choice only; gates are made of the scores without it.
         biases_lE = torch.stack([router.expert_bias for router in routers])
-        scores_ltK = scores_ltK - biases_lE.gather(1, live_ltK.long().flatten(1)).view_as(scores_ltK)
-    return scores_ltK / scores_ltK.sum(-1, keepdim=True).clamp_min(1e-20)
+        bias_ltK = biases_lE.gather(1, live_ltK.long().flatten(1)).view_as(scores_ltK)
+        scores_Klt = scores_Klt - bias_ltK.permute(2, 0, 1)
+    return scores_Klt / scores_Klt.sum(0).clamp_min(1e-20)

@@ -422,8 +422,8 @@ class RoutingTape:
         if routers.has_capacity:  # a choice counts as the same whether it was dropped or not
             live_ltK, cached_ltK = live_ltK % in_chunk.num_experts, cached_ltK % in_chunk.num_experts
         changed_Klt = changed_choices(live_ltK, cached_ltK, microbatch.has_routes_t)
-        gates_ltK = live_gates(scores_ltK, live_ltK, routers.routers)
-        moved_l = (gates_ltK.permute(2, 0, 1) * changed_Klt).sum((0, 2))
+        gates_Klt = live_gates(scores_ltK, live_ltK, routers.routers)
+        moved_l = (gates_Klt * changed_Klt).sum((0, 2))
         is_disjoint_lt = changed_Klt.all(0) & microbatch.is_current_t
         changes_3l = [changed_Klt.sum((0, 2)), moved_l, is_disjoint_lt.sum(1)]
         if self._may_leave_out:

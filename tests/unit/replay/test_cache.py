@@ -334,10 +334,10 @@ def test_gates_of_the_live_choice_are_normalised(run: Run) -> None:
     scores = torch.tensor([[[2.0, 1.0], [0.5, 0.5]]])
     live = torch.tensor([[[3, 1], [0, 2]]])
     (router,) = routers_of(run)[:1]
-    assert torch.allclose(live_gates(scores, live, [router])[0, 0], torch.tensor([0.73105858, 0.26894142]))
+    assert torch.allclose(live_gates(scores, live, [router])[:, 0, 0], torch.tensor([0.73105858, 0.26894142]))
     router.score_function, router.expert_bias = "sigmoid", torch.tensor([0.0, 0.5, 0.25, 1.0] + 4 * [0.0])
     gates = live_gates(scores, live, [router])
-    assert torch.allclose(gates, torch.tensor([2 / 3, 1 / 3]).expand(1, 2, 2))
+    assert torch.allclose(gates, torch.tensor([2 / 3, 1 / 3])[:, None, None].expand(2, 1, 2))
 
 
 @pytest.mark.parametrize("num_experts", [384, 512])
