@@ -50,7 +50,7 @@ def from_first_of_model(value: T, mesh: Mesh) -> T:
 
 def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
     """Collective over the world: where any rank has problems, raise `kind` with those of the first such rank on all."""
-    # One number first: where nothing is wrong, which is always, that takes a third of the time of gathering objects.
+    # One number first: nearly always nothing is wrong, and gathering objects takes three times as long.
     if not world_max(len(problems)):
         return
     problems_of_ranks: list[Sequence[str]] = [[] for _ in range(dist.get_world_size())]
