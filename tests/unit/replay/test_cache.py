@@ -24,6 +24,7 @@ from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import local_tokens
 from mcore_rl.replay.router_hooks import live_gates
 from tests.parallel.parity import assembled
+from tests.parallel.replay_oracle import names_in_router_order
 from tests.parallel.replaying import LENGTHS, VERSION, Case, Run, opened, perturbed, sample_tokens, tiny
 
 QWEN = tiny("qwen3_moe")
@@ -99,6 +100,44 @@ def test_observing_changes_nothing_and_counts_the_changes(run: Run) -> None:
         if set(before[layer][name]) != set(after[layer][name])
     }
     assert metrics["routes/changed_tokens_fraction"] == pytest.approx(len(any_changed) / sum(LENGTHS))
+
+
+def test_the_gate_mass_moved_is_that_of_the_gates_that_experts_get(run: Run) -> None:
+    before = routers_outputs(run)
+    recorded(run)
+    perturb(run)
+    after = routers_outputs(run)
+    with run.tape() as tape:
+        run.evaluate(tape.observe())
+        metrics = reduced(tape.finish())
+    names = torch.tensor(names_in_router_order(run))
+    moved = [
+        sum(
+            float((gates_TE * (used_TE & ~used_before_TE))[names_T >= 0].sum())
+            for (_, used_before_TE), (gates_TE, used_TE), names_T in zip(old, new, names, strict=True)
+        )
+        for old, new in zip(before, after, strict=True)
+    ]
+    for layer, mass in enumerate(moved):
+        found = metrics[f"routes/layer_{layer:02d}/gate_mass_moved"]
+        assert found == pytest.approx(mass / sum(LENGTHS), rel=1e-5)
+    assert metrics["routes/gate_mass_moved"] == pytest.approx(
+        sum(moved) / len(moved) / sum(LENGTHS), rel=1e-5
+    )
+    assert min(moved) > 0
+
+
+def routers_outputs(run: Run) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """For each layer and microbatch of a free pass: gates and used experts, as the router gives them to the experts."""
+    outputs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in routers_of(run)]
+    hooks = [
+        router.register_forward_hook(lambda _, inputs, output, here=here: here.append(output))
+        for router, here in zip(routers_of(run), outputs, strict=True)
+    ]
+    run.evaluate()
+    for hook in hooks:
+        hook.remove()
+    return outputs
 
 
 def test_recording_in_a_pass_with_backward_takes_the_first_forward_only() -> None:
