@@ -44,10 +44,10 @@ from bench.clock import (
     write_results,
 )
 from mcore_rl import checksums
+from mcore_rl.checkpoint.folder import MANIFEST
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
 from mcore_rl.convert.copying.copier import convert
-from mcore_rl.convert.copying.manifest import MANIFEST
 from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import

@@ -1,19 +1,22 @@
 """Files that appear whole or not at all, folders with one writer, and what a failing disk means to the user.
 
 This is the only module that gives a finished file or folder its name: everything that a reader may find under a final
-name was complete before it got there.
+name was complete before it got there. It is also where a command asks whether it may replace what is there
+(`refuse_replacing`): nothing that a command of the same kind did not write is ever replaced.
 """
 
 import errno
 import fcntl
+import json
 import os
 import shutil
+import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mcore_rl.errors import CheckpointError, DataError, TrainingError
+from mcore_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
 
 # A quota and a file-size limit stop a writer as a full disk does; the last two: a file where a folder should be.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,6 +33,16 @@ RESERVE_FILE = "reserve"
 """File beside the causes of a failure that takes room: deleted, it leaves some on a full disk for their words."""
 RESERVE_BYTES = 65536
 GIB = 2**30
+MARK_BYTES = 4096
+"""Bytes at the beginning of a text that are searched for the mark of the command that wrote it."""
+MAX_LISTED = 5
+"""Most files that a message lists."""
+RUN_RECORDS = ("run.json", "writer.json", "metrics.jsonl")
+"""Files of which a run's folder has at least one from its start on."""
+RUN_CONTENT = ("checkpoints", "config.toml")
+"""Entries of which a run's folder has at least one, too."""
+Stamps = Mapping[str, Sequence[int]]
+"""Inode, size and times of each file below a folder, by relative path: while they are the same, so is the content."""
 
 
 def with_ending(prefix: str | Path, ending: str) -> Path:
@@ -177,3 +190,226 @@ def sole_writer(lock: Path, *, wait_s: float, remedy: str) -> Iterator[None]:
         if os.fstat(handle.fileno()).st_nlink == 0:
             raise DataError(f"another writer has just ended its work in {lock.parent}. {remedy}")
         yield
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a training has written to `folder`, or is about to."""
+    # Neither alone: a project may have a config.toml and a folder of checkpoints that no run wrote.
+    return any(map(os.path.lexists, (folder / name for name in RUN_RECORDS))) and any(
+        map(os.path.lexists, (folder / name for name in RUN_CONTENT))
+    )
+
+
+def refuse_overlap(output: Path, sources: Sequence[tuple[str, Path]]) -> None:
+    """Raise a ConfigError where an output is, contains or lies in a source or the folder of a run.
+
+    Args:
+        output: The file or folder that a command is asked to write; it need not exist.
+        sources: Files and folders that the command reads, each behind its name in the message. Links are followed,
+            those in a source too: a Hugging Face cache has its files elsewhere.
+    """
+    real = Path(os.path.realpath(output))
+    own, place, found = _identity(real), _identities(real), []
+    for name, source in sources:
+        for path in _with_linked_files(source):
+            identity = _identity(path)
+            if identity is None:
+                continue
+            if identity in place:
+                found.append((f"{'is' if identity == own else 'lies in'} {name}", source))
+            elif own in _identities(path):
+                found.append((f"contains {name}", source))
+    if found:
+        # Of a run and its checkpoint, say, the one that the output is.
+        relation, source = next((each for each in found if each[0].startswith("is ")), found[0])
+        raise ConfigError(f"output {output} {relation} ({source}). Name another output.")
+    run = next((folder for folder in (real, *real.parents) if is_run(folder)), None)
+    if run is not None:
+        relation = "is" if run == real else "lies in"
+        raise ConfigError(f"output {output} {relation} the folder of a run ({run}). Name another output.")
+
+
+def refuse_replacing(
+    output: Path,
+    sources: Sequence[tuple[str, Path]],
+    *,
+    overwrite: bool,
+    foreign: Callable[[Path], str | None],
+    folder: bool = False,
+) -> Stamps:
+    """Raise a ConfigError unless a command may write to `output`: the rule of every command that replaces a path.
+
+    It must not overlap a source or a run (see `refuse_overlap`). Where it exists, it must be an empty folder, or with
+    `overwrite` what a command of this kind wrote and nobody has changed since.
+
+    Args:
+        output: The file or folder that the command is asked to write.
+        sources: As of `refuse_overlap`.
+        overwrite: Whether the user has asked to replace an earlier output.
+        foreign: Returns the end of a sentence on what in the existing output the command did not write; None: nothing.
+        folder: Whether the output is a folder.
+
+    Returns:
+        The stamps of what is there, with which `replace_folder` notices later changes.
+    """
+    if os.path.lexists(output):
+        _refuse_kind(output, folder=folder)
+    refuse_overlap(output, sources)
+    if not os.path.lexists(output):
+        return {}
+    if folder and output.samefile(os.getcwd()):
+        raise ConfigError(
+            f"output {output} is the working folder, which is not replaced. Name another output."
+        )
+    stamps = stamps_of(output)
+    if folder and not stamps and not any(output.iterdir()):
+        return stamps
+    if not overwrite:
+        raise ConfigError(
+            f"{output} exists. Name another output, or add --overwrite to replace it when all is done."
+        )
+    if (fault := foreign(output)) is not None:
+        raise ConfigError(f"{output} {fault}. It is not replaced: move it away, or name another output.")
+    return stamps
+
+
+def _refuse_kind(output: Path, *, folder: bool) -> None:
+    """Raise a ConfigError where a link, or something else than a file or `folder`, has the name of the output."""
+    if output.is_symlink():
+        raise ConfigError(
+            f"output {output} is a link to {os.readlink(output)}. Name that, or another output."
+        )
+    if not (output.is_dir() if folder else output.is_file()):
+        kind = "folder" if output.is_dir() else "file" if output.is_file() else "device or pipe"
+        wanted = "folder" if folder else "file"
+        raise ConfigError(f"output {output} is a {kind}, and a {wanted} is written. Name another output.")
+
+
+def has_mark(path: Path, mark: str) -> bool:
+    """Return whether a text begins with the mark of the command that wrote it."""
+    with path.open("rb") as file:
+        return mark.encode() in file.read(MARK_BYTES)
+
+
+def is_event_log(path: Path) -> bool:
+    """Return whether a file is empty or begins with a line of JSON that names an event: others are not appended to."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        line = file.readline(MARK_BYTES)
+    try:
+        return not line or "event" in json.loads(line)
+    except (ValueError, TypeError):
+        return False
+
+
+def foreign_files(folder: Path, recorded: Callable[[str], str | None]) -> str | None:
+    """Return the end of a sentence on the files in `folder` that differ from what is recorded; None: all are the same.
+
+    Args:
+        folder: An earlier output.
+        recorded: Returns what is wrong with the file of this relative path; None: it is as it was written.
+    """
+    faults = []
+    for name, entry in _entries(folder):
+        if stat.S_ISDIR(entry.st_mode):
+            fault = None if any((folder / name).iterdir()) else "an empty folder"
+        else:
+            fault = recorded(name) if stat.S_ISREG(entry.st_mode) else "no file"
+        if fault is not None:
+            faults.append(f"{name} ({fault})")
+    if not faults:
+        return None
+    more = f" and {len(faults) - MAX_LISTED} more" if len(faults) > MAX_LISTED else ""
+    return f"holds what this command did not write: {', '.join(faults[:MAX_LISTED])}{more}"
+
+
+def stamps_of(path: Path) -> Stamps:
+    """Return the stamps of all files and links below a folder, or of a file."""
+    entries = _entries(path) if path.is_dir() else [("", path.lstat())]
+    return {
+        name: (entry.st_ino, entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns)
+        for name, entry in entries
+        if not stat.S_ISDIR(entry.st_mode)
+    }
+
+
+def replace_folder(written: Path, final: Path, aside: Path, stamps: Stamps) -> None:
+    """Give a folder the name `final`; the one that has it is renamed first, and restored where the naming fails.
+
+    It is then `aside`, for the caller to delete (`delete_files`).
+
+    Args:
+        written: The complete folder.
+        final: Its name.
+        aside: Free name, on the same file system, that the replaced folder has meanwhile.
+        stamps: What `refuse_replacing` returned for `final`; empty: it was free, or an empty folder.
+
+    Raises:
+        ConfigError: Somebody has changed `final` since. Nothing is renamed then.
+    """
+    # An empty folder may be there: a rename replaces it, and fails where something has been put into it.
+    if not stamps:
+        move_into_place(written, final)
+        return
+    if not final.is_dir() or final.is_symlink() or stamps_of(final) != stamps:
+        raise ConfigError(f"{final} was changed meanwhile, and is not replaced. Name another output.")
+    rename_all([(final, aside), (written, final)])
+
+
+def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Rename files or folders, flushed to the disk, in turn; where one fails, those before it get their names back."""
+    done: list[tuple[Path, Path]] = []
+    try:
+        for old, new in moves:
+            move_into_place(old, new)
+            done.append((old, new))
+    except BaseException:
+        for old, new in reversed(done):
+            if not os.path.lexists(old):
+                os.replace(new, old)
+        raise
+
+
+def delete_files(folder: Path, stamps: Stamps) -> None:
+    """Delete the files that still have these stamps, and the folders that are empty then; other files stay."""
+    for name, stamp in stamps_of(folder).items():
+        if stamp == tuple(stamps.get(name, ())):
+            (folder / name).unlink()
+    for path, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            os.rmdir(path)
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield relative path and status of everything below a folder; links are not followed."""
+    for path, folders, files in os.walk(folder, onerror=_raise):
+        for name in (*folders, *files):
+            entry = Path(path) / name
+            yield str(entry.relative_to(folder)), entry.lstat()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode, which two names of one file share; None: it does not exist, or is not to be seen."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _identities(path: Path) -> set[tuple[int, int]]:
+    """Return the identities of a path and of all folders above it, as far as they exist."""
+    real = Path(os.path.realpath(path))
+    return {identity for each in (real, *real.parents) if (identity := _identity(each)) is not None}
+
+
+def _with_linked_files(source: Path) -> Iterator[Path]:
+    """Yield a source, and the files that links in its folder name."""
+    yield source
+    if source.is_dir():
+        yield from (Path(os.path.realpath(entry)) for entry in source.iterdir() if entry.is_symlink())

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ CLI = ("-m", "mcore_rl.run.cli")
 EXAMPLE = """example:
   python tools/quickstart.py --steps 300
   python tools/quickstart.py --only pretrain
-  python tools/quickstart.py --folder runs/mine --fresh"""
+  python tools/quickstart.py --folder runs/mine"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,7 +320,6 @@ def main() -> int:
         default=int(os.environ.get("STEPS", STEPS)),
         help="of pretraining; others grow with it",
     )
-    command.add_argument("--fresh", action="store_true", help="delete earlier results first")
     names = list(dict.fromkeys(stage.name for stage in stages(Path(), STEPS, MORE_ARMS)))
     command.add_argument("--only", choices=names, help="this part alone, on what the others have left")
     command.add_argument(
@@ -334,8 +332,6 @@ def main() -> int:
     args = command.parse_args()
     console = Console()
     folder = ROOT / args.folder
-    if args.fresh:
-        shutil.rmtree(folder, ignore_errors=True)
     started_s = time.monotonic()
     more = (*args.arm, *([args.only] if args.only in MORE_ARMS else []))
     chosen = [

@@ -18,6 +18,8 @@ from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.files import move_into_place, write_atomically
 
 MARKER = "checkpoint.json"
+MANIFEST = "manifest.json"
+"""Record of a conversion in what it wrote: its kind, its source, a checksum of every tensor."""
 METADATA, COMMON, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
 """Torch's file of what is where; Megatron's files of the state that is the same on all ranks, and of the format."""
 OWN_CRC32 = "marker_crc32"
@@ -141,9 +143,23 @@ def publish(written: Path, final: Path) -> None:
     write_atomically(final.parent / LATEST, f"{step_of(final)}\n")
 
 
+def name_latest(final: Path) -> None:
+    """Make LATEST name the newest checkpoint beside a converted one, which may be an older one."""
+    latest = final.parent / LATEST
+    named = latest.read_bytes().strip() if latest.is_file() else b"0"
+    if named.isdigit():  # else another program's word, such as Megatron-LM's `release`
+        newest = step_of(checkpoints_in(final.parent)[-1]) or 0
+        write_atomically(latest, f"{max(newest, int(named))}\n")
+
+
 def superseded(folder: Path, keep: int | Literal["all"]) -> list[Path]:
-    """Rename all complete checkpoints but the newest `keep`, and return the renamed folders, which may be deleted."""
-    complete = [path for path in checkpoints_in(folder) if (path / MARKER).exists()]
+    """Rename all complete checkpoints of trainings but the newest `keep`, and return those that may be deleted.
+
+    What was converted into the folder is no run's to delete.
+    """
+    complete = [
+        path for path in checkpoints_in(folder) if (path / MARKER).exists() and not (path / MANIFEST).exists()
+    ]
     renamed = [set_aside(path) for path in ([] if keep == "all" else complete[:-keep])]
     return renamed + [
         path for path in folder.iterdir() if path.name.startswith(DELETING) and path not in renamed

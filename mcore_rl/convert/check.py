@@ -8,11 +8,18 @@ from pathlib import Path
 
 from mcore_rl.backend.archives import FilePart, FileRange
 from mcore_rl.backend.pickles import load_metadata
-from mcore_rl.checkpoint.folder import COMMON, FORMAT_FILE, MARKER, METADATA, length_fault, read_marker
+from mcore_rl.checkpoint.folder import (
+    COMMON,
+    FORMAT_FILE,
+    MANIFEST,
+    MARKER,
+    METADATA,
+    length_fault,
+    read_marker,
+)
 from mcore_rl.checkpoint.integrity import check_part
 from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checksums import as_hex, crc32_of
-from mcore_rl.convert.copying.manifest import MANIFEST
 from mcore_rl.convert.hf.folder import HfFolder, is_hf, open_hf, read_json
 from mcore_rl.data.index_file import read_index
 from mcore_rl.data.sidecar import read_sidecar

@@ -1,7 +1,7 @@
 """Export: a Megatron checkpoint becomes a Hugging Face folder."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from mcore_rl.checkpoint.folder import MANIFEST
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
-from mcore_rl.convert.copying.copier import replace_folder
-from mcore_rl.convert.copying.manifest import MANIFEST, file_checksums, write_manifest
+from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.hf.folder import ADAPTER_FILES, INDEX, HfFolder, open_hf, read_config
 from mcore_rl.convert.hf.model import MtpLayers, expert_layout
@@ -73,13 +73,13 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     return Conversion(
         title="export",
         final=folder,
+        sources=list(_sources(source, dist_model, options)),
         targets=targets,
         tasks=tasks_of(chunks, settings.task_bytes, file_of),
         open_source=dist_model.source,
         writer=SafetensorsWriter(shards),
         identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest} {identity}",
         finish=partial(_finish, dist_model, options.reference, files, file_of),
-        publish=replace_folder,
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
@@ -87,6 +87,17 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
             *_shift_notes(dist_model),
         ],
     )
+
+
+def _sources(source: Path, dist_model: DistModel, options: ExportOptions) -> Iterator[tuple[str, Path]]:
+    """Yield all that an export reads, each behind its name in messages."""
+    yield from (("the source", source), ("the checkpoint", dist_model.folder.path))
+    if options.run is not None:
+        yield "its run", options.run
+    if options.reference is not None:
+        yield "--reference", options.reference
+    if options.text is not None and options.text.tokenizer.path is not None:
+        yield "the tokenizer", Path(options.text.tokenizer.path)
 
 
 def export_targets(

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from mcore_rl.checkpoint.folder import path_of_step
+from mcore_rl.checkpoint.folder import checkpoints_in, name_latest, path_of_step, step_of
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
@@ -24,13 +24,13 @@ from mcore_rl.convert.megatron.layouts import (
 from mcore_rl.convert.megatron.writer import (
     DistWriter,
     empty_extra_states,
-    publish_checkpoint,
     single_rank_common,
     write_common,
     write_format,
     write_last_file,
     write_metadata,
 )
+from mcore_rl.errors import CheckpointError
 from mcore_rl.families.regions import RegionCopy, copies_into_megatron
 from mcore_rl.families.weight_map import WeightMap
 
@@ -73,17 +73,23 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
     notes = [f"{hf_model.model.family}: {len(hf_model.weights.hf_shapes)} tensors, {layout}"]
     if hf_model.dropped:
         notes.append(f"left out because of --mtp drop: {len(hf_model.dropped)} tensors of MTP layers")
+    if later := [path.name for path in checkpoints_in(folder) if step_of(path)]:
+        raise CheckpointError(
+            f"{folder} has checkpoints of later steps ({later[-1]}), which whoever loads it would get instead of the "
+            "import. Name another folder."
+        )
     identity = files_identity(hf_model.folder.path, sorted(hf_model.folder.files))
     return Conversion(
         title="import",
         final=path_of_step(folder, 0),
+        sources=[("the source", source)],
         targets=targets,
         tasks=tasks_of(chunks, settings.task_bytes, "numbered"),
         open_source=hf_model.source,
         writer=DistWriter(),
         identity=f"import {options} {hf_model.model} {identity}",
         finish=partial(_finish, hf_model, layout, weights),
-        publish=publish_checkpoint,
+        named=name_latest,
         notes=notes,
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.checkpoint.folder import COMMON, path_of_step
+from mcore_rl.checkpoint.folder import COMMON, name_latest, path_of_step
 from mcore_rl.checkpoint.weights import EXTRA_STATE
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
 from mcore_rl.convert.copying.manifest import write_manifest
@@ -15,7 +15,6 @@ from mcore_rl.convert.megatron.model import EMBEDDING, DistModel, open_dist_mode
 from mcore_rl.convert.megatron.writer import (
     DistWriter,
     empty_extra_states,
-    publish_checkpoint,
     single_rank_common,
     write_common,
     write_format,
@@ -45,21 +44,24 @@ def plan_relayout(
     dist_model = open_dist_model(source, reference)
     targets = list(_targets(dist_model, layout))
     step, objects = dist_model.folder.step, dist_model.folder.objects
-    if dist_model.folder.path.resolve() == path_of_step(folder, step).resolve():
-        raise CheckpointError(f"{folder} is where the checkpoint is. Name another folder.")
     chunks = (chunk for target in targets for chunk in chunks_of(target))
     num_objects = sum(EXTRA_STATE not in key for key in objects)
     identity = files_identity(dist_model.folder.path, sorted(dist_model.folder.files))
     return Conversion(
         title="relayout",
         final=path_of_step(folder, step),
+        sources=[
+            ("the source", source),
+            ("the checkpoint", dist_model.folder.path),
+            *([("--reference", reference)] if reference is not None else []),
+        ],
         targets=targets,
         tasks=tasks_of(chunks, settings.task_bytes, "numbered"),
         open_source=dist_model.source,
         writer=DistWriter(),
         identity=f"relayout {layout} {dist_model.folder.digest} {identity}",
         finish=partial(_finish, dist_model, layout),
-        publish=publish_checkpoint,
+        named=name_latest,
         notes=[
             f"{dist_model.model.family}, step {step}: {dist_model.layout} -> {layout}",
             f"{len(targets)} tensors and {num_objects} objects; {len(objects) - num_objects} extra states of the old "

@@ -90,8 +90,7 @@ class Document:
 def find_input_files(inputs: Sequence[Path]) -> tuple[InputFile, ...]:
     """Return the files of `inputs`, in that order; a folder stands for all files below it, by name.
 
-    Left out of folders are hidden files and what preprocessing and the training of tokenizers write, so that their
-    output may lie inside of their input.
+    Left out of folders are hidden files and what preprocessing and the training of tokenizers write.
     """
     paths: list[Path] = []
     for path in inputs:

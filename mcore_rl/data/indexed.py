@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ SURPLUS = 0.005
 """Share of samples that each dataset of a blend has in reserve, since the blend rounds here and there."""
 OTHER_CACHE = "Make room (or give write access), or set another data.cache_dir."
 LOCK_WAIT_S = 120.0
+CACHED = re.compile(r"[0-9a-f]{32}-\w+-\w+-\w+_index\.npy")
+"""Names of Megatron's cached indices: digest, class, split and kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,7 +352,8 @@ def _repaired_cache(folder: Path) -> Iterator[None]:
         sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy="Wait, or set another data.cache_dir."),
     ):
         for path in folder.glob("*.npy"):
-            if not _is_whole(path):
+            # The folder is the user's choice, and may hold arrays of others.
+            if CACHED.fullmatch(path.name) and not _is_whole(path):
                 path.unlink()
         yield
 

@@ -3,14 +3,17 @@
 PREFIX.partial/plan.json       what is being done; a run with the same plan resumes from here
 PREFIX.partial/shard-*.done    a finished part (its .bin and .idx are on the disk)
 PREFIX.partial/merged.json     all is done; what is left is to move merged.* to PREFIX.*
+PREFIX.partial/replaced.*      an earlier dataset, until the new one has its names; replaced.stamps has its stamps
 PREFIX.bin .idx .json          the dataset and its sidecar
 PREFIX.log.jsonl               what happened when
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mcore_rl.checksums import crc32_of
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, InputFile, find_input_files
 from mcore_rl.data.progress import DocumentProgress
@@ -28,16 +32,23 @@ from mcore_rl.data.workers import tokenizing
 from mcore_rl.errors import DataError
 from mcore_rl.files import (
     disk_errors_explained,
+    is_event_log,
     make_folder,
-    move_into_place,
+    refuse_overlap,
+    rename_all,
     sole_writer,
+    stamps_of,
     with_ending,
     write_atomically,
 )
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Version of plan.json and of the shards' markers: an unfinished run of another version is not resumed."""
 ENDINGS = (".bin", ".idx", ".json")
+LOG = ".log.jsonl"
+PLAN, STAMPS = "plan.json", "replaced.stamps"
+OWN_NAMES = ("lock", PLAN, "shard-", "merged.", "replaced.")
+"""Beginnings of the names in the folder of an unfinished dataset, hidden too while they are written."""
 SHOWN_BAD_LINES = 10
 LOCK_WAIT_S = 3.0
 """Seconds to wait for the lock: workers of a killed run need a moment to end."""
@@ -76,19 +87,30 @@ def preprocess(options: PreprocessOptions, console: Console) -> Sidecar:
     tokenizer = load_tokenizer(options.tokenizer)
     folder = with_ending(options.output, ".partial")
     merged = folder / "merged"
-    if not options.overwrite and not with_ending(merged, ".json").exists():
-        _refuse_existing(options.output)
+    _refuse_foreign_folder(folder)
+    plan = _plan(options, sources, tokenizer)
+    stamps = {} if with_ending(merged, ".json").exists() else _refuse_replacing(options)
     make_folder(folder, f"{AGAIN} Or give another output.")
     with disk_errors_explained(options.output.parent, AGAIN):
         rivals = f"Wait for it to end, or give another output than {options.output}."
         with sole_writer(folder / "lock", wait_s=LOCK_WAIT_S, remedy=rivals):
-            _start_or_resume(folder, _plan(options, sources, tokenizer), options.overwrite)
+            differing = _differing(folder, plan, options.overwrite)
+            if differing and with_ending(merged, ".json").exists():
+                # Another run was killed while it named its dataset, which is the one to replace now.
+                _publish(folder, options.output)
+                stamps = _refuse_replacing(options)
+            _forget(folder, is_other=bool(differing))
+            write_atomically(folder / PLAN, json.dumps(plan))
             if not with_ending(merged, ".json").exists():
+                write_atomically(folder / STAMPS, json.dumps(stamps))
                 _make(options, sources, tokenizer, folder, console)
             sidecar = sidecar_from(with_ending(merged, ".json"))
-            _publish(merged, options.output)
+            _publish(folder, options.output)
             _log(options.output, "finished", documents=sidecar.documents, tokens=sidecar.tokens)
-            shutil.rmtree(folder)
+            for path in filter(_is_own, list(folder.iterdir())):
+                path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
     return sidecar
 
 
@@ -144,28 +166,76 @@ def _plan(options: PreprocessOptions, sources: Sequence[InputFile], tokenizer: T
     }
 
 
-def _refuse_existing(output: Path) -> None:
-    there = [str(path) for ending in ENDINGS if (path := with_ending(output, ending)).exists()]
-    if there:
+def _refuse_replacing(options: PreprocessOptions) -> dict[str, Sequence[int]]:
+    """Return the stamp of each file of an earlier dataset by its ending; an error unless it may be replaced."""
+    output = options.output
+    sources = [("an input", path) for path in options.inputs]
+    sources.append(("the tokenizer", Path(str(options.tokenizer.path))))
+    for ending in (*ENDINGS, LOG):
+        refuse_overlap(with_ending(output, ending), sources)
+    there = [path for ending in ENDINGS if os.path.lexists(path := with_ending(output, ending))]
+    names = ", ".join(map(str, there))
+    if there and not options.overwrite:
+        raise DataError(f"{names} exist already. Give another output, or --overwrite to replace them.")
+    if there and not _is_written_here(output):
         raise DataError(
-            f"{', '.join(there)} exist already. Give another output, or --overwrite to replace them."
+            f"{names} are no dataset that `data preprocess` wrote and nobody changed since (by {output}.json). They "
+            "are not replaced: move them away, or give another output."
+        )
+    log = with_ending(output, LOG)
+    if os.path.lexists(log) and not is_event_log(log):
+        raise DataError(
+            f"{log} is no log of `data preprocess`, which appends to it. Move it away, or give another output."
+        )
+    return {path.suffix: stamps_of(path)[""] for path in there}
+
+
+def _is_written_here(output: Path) -> bool:
+    """Return whether all files of a dataset are there, no links, with the checksums of the sidecar."""
+    files = [with_ending(output, ending) for ending in ENDINGS]
+    if not all(path.is_file() and not path.is_symlink() for path in files):
+        return False
+    try:
+        sidecar = sidecar_from(files[-1])
+    except (DataError, TypeError):
+        return False
+    return [crc32_of(path) for path in files[:-1]] == [sidecar.bin_crc32, sidecar.idx_crc32]
+
+
+def _refuse_foreign_folder(folder: Path) -> None:
+    """Raise a DataError where the folder of the unfinished dataset is not one that a killed run left."""
+    there = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else None
+    foreign = [path.name for path in there or () if not _is_own(path)]
+    if foreign or (there is None and os.path.lexists(folder)):
+        raise DataError(
+            f"{folder} is in the way: the dataset grows there, and it holds what no run made"
+            f"{': ' if foreign else ''}{', '.join(foreign[:SHOWN_BAD_LINES])}. Move it away, or give another output."
         )
 
 
-def _start_or_resume(folder: Path, plan: dict[str, Any], overwrite: bool) -> None:
-    """Leave in `folder` the plan and the finished shards of it, and nothing else."""
-    path = folder / "plan.json"
-    found = json.loads(path.read_bytes()) if path.exists() else None
-    differing = [key for key in plan if found and found.get(key) != plan[key]]
+def _is_own(path: Path) -> bool:
+    """Return whether a file in the folder of an unfinished dataset has a name that this module gives."""
+    return path.is_file() and path.name.startswith((*OWN_NAMES, *(f".{name}" for name in OWN_NAMES)))
+
+
+def _differing(folder: Path, plan: dict[str, Any], overwrite: bool) -> list[str]:
+    """Return in what an unfinished run that is in the folder differs; DataError where it is not to be forgotten."""
+    path = folder / PLAN
+    found = json.loads(path.read_bytes()) if path.exists() else plan
+    differing = [key for key in plan if found.get(key) != plan[key]]
     if differing and not overwrite:
         raise DataError(
             f"{folder} holds an unfinished run with another {' and '.join(differing)} (see its plan.json). "
             "Finish that one with its own command, or give --overwrite to forget it."
         )
-    for leftover in folder.iterdir():
-        if leftover.name != "lock" and (found is None or differing or ".tmp" in leftover.name):
+    return differing
+
+
+def _forget(folder: Path, *, is_other: bool) -> None:
+    """Delete what a killed run left half-written, or all of it where it was another run."""
+    for leftover in filter(_is_own, list(folder.iterdir())):
+        if leftover.name != "lock" and (is_other or ".tmp" in leftover.name):
             leftover.unlink()
-    write_atomically(path, json.dumps(plan))
 
 
 def _sidecar(
@@ -195,17 +265,26 @@ def _sidecar(
     )
 
 
-def _publish(merged: Path, output: Path) -> None:
+def _publish(folder: Path, output: Path) -> None:
     """Move merged.* to their names, the sidecar last; after a kill at any point the next run finishes the move."""
-    if with_ending(merged, ".bin").exists():
-        # An older dataset goes first: at no moment do files of two lie side by side as if they were one.
-        for ending in (".json", ".idx"):
-            with_ending(output, ending).unlink(missing_ok=True)
-    for ending in (".bin", ".idx"):
-        if with_ending(merged, ending).exists():
-            move_into_place(with_ending(merged, ending), with_ending(output, ending))
-    write_atomically(with_ending(output, ".json"), with_ending(merged, ".json").read_bytes())
-    with_ending(merged, ".json").unlink()
+    stamps = json.loads((folder / STAMPS).read_text(encoding="utf-8")) if (folder / STAMPS).exists() else {}
+    merged, replaced = folder / "merged", folder / "replaced"
+    # An older dataset goes first: at no moment do files of two lie side by side as if they were one.
+    moves = []
+    for ending in reversed(ENDINGS):
+        path = with_ending(output, ending)
+        if with_ending(merged, ending).exists() and os.path.lexists(path):
+            if stamps_of(path)[""] != tuple(stamps.get(ending, ())):
+                raise DataError(
+                    f"{path} was changed meanwhile, and is not replaced. Move it away, and run again."
+                )
+            moves.append((path, with_ending(replaced, ending)))
+    moves += [
+        (path, with_ending(output, ending))
+        for ending in ENDINGS
+        if (path := with_ending(merged, ending)).exists()
+    ]
+    rename_all(moves)
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:
@@ -264,5 +343,5 @@ def _shown(num_bad: int, found: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _log(output: Path, event: str, **fields: Any) -> None:
-    with open(with_ending(output, ".log.jsonl"), "a", encoding="utf-8") as log:
+    with open(with_ending(output, LOG), "a", encoding="utf-8") as log:
         log.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\n")

@@ -1,6 +1,7 @@
 """Training of a sentencepiece tokenizer whose encoding loses nothing: decode(encode(text)) is text."""
 
 import io
+import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -10,14 +11,18 @@ from typing import Literal
 
 import sentencepiece
 
+from mcore_rl import __version__
+from mcore_rl.checksums import crc32_of
 from mcore_rl.data.documents import DocumentFormat, DocumentReader, FileSlice, InputFile, find_input_files
 from mcore_rl.errors import DataError
-from mcore_rl.files import disk_errors_explained, make_folder, write_atomically
+from mcore_rl.files import disk_errors_explained, make_folder, refuse_replacing, with_ending, write_atomically
 
 UNKNOWN_ID, BOS_ID, EOD_ID, PAD_ID = 0, 1, 2, 3
 LONGEST_LINE_BYTES = 1 << 20
 """Lines longer than this are cut: sentencepiece would leave them out."""
 SAMPLE_SEED = 0
+MANIFEST_ENDING = ".manifest.json"
+"""Ending of the file beside a tokenizer that says who wrote it: only such a tokenizer is replaced."""
 AGAIN = "Make room (or give write access) there, or give another output, and run again."
 TOO_LARGE = re.compile(r"too high \(\d+\)\. Please set it to a value <= (\d+)")
 TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
@@ -39,16 +44,22 @@ class TokenizerTraining:
     """Bytes of text that are read; of a larger corpus documents are drawn at random, the same at every run."""
     threads: int = 4
     """Number of threads. It is written into the file, so that the file's digest depends on it."""
+    overwrite: bool = False
+    """Replace the file where it is a tokenizer that this function wrote."""
 
 
 def train_tokenizer(options: TokenizerTraining) -> int:
-    """Write the model and return the number of lines it was trained on.
+    """Write the model, with a manifest beside it, and return the number of lines it was trained on.
 
     Each byte has a piece (so that nothing is unknown), each digit has one, spaces are kept as they are. Ids 0
     to 3 are unknown, begin of text, end of document and padding.
     """
     if not 0 < options.character_coverage <= 1:
         raise DataError(f"character coverage {options.character_coverage}: wanted above 0, at most 1.")
+    sources = [("an input", path) for path in options.inputs]
+    manifest = with_ending(options.output, MANIFEST_ENDING)
+    refuse_replacing(options.output, sources, overwrite=options.overwrite, foreign=_foreign)
+    refuse_replacing(manifest, sources, overwrite=True, foreign=_foreign_manifest)
     make_folder(options.output.parent, AGAIN)  # now: the training may take an hour
     lines = _Lines(find_input_files(options.inputs), options.document_format, options.max_bytes)
     model = io.BytesIO()
@@ -77,7 +88,32 @@ def train_tokenizer(options: TokenizerTraining) -> int:
         raise DataError(_explained(str(error), options, lines)) from error
     with disk_errors_explained(options.output.parent, AGAIN):
         write_atomically(options.output, model.getvalue())
+        content = {
+            "program": f"mcore_rl {__version__}",
+            "kind": "tokenizer",
+            "crc32": crc32_of(options.output),
+        }
+        write_atomically(manifest, json.dumps(content) + "\n")
     return lines.count
+
+
+def _foreign(output: Path) -> str | None:
+    """Return the end of a sentence on a file that `train_tokenizer` did not write; None: it did."""
+    is_own = _recorded(with_ending(output, MANIFEST_ENDING)) == crc32_of(output)
+    return None if is_own else f"is no tokenizer of this command (by {output.name}{MANIFEST_ENDING})"
+
+
+def _foreign_manifest(path: Path) -> str | None:
+    return None if _recorded(path) is not None else "was not written by this command"
+
+
+def _recorded(manifest: Path) -> object:
+    """Return the CRC-32 of the tokenizer of a manifest; None: there is none."""
+    try:
+        content = json.loads(manifest.read_text(encoding="utf-8"))
+        return content["crc32"] if content["kind"] == "tokenizer" else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 class _Lines:

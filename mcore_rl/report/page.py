@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mcore_rl import __version__
-from mcore_rl.files import write_atomically
+from mcore_rl.files import has_mark, refuse_replacing, write_atomically
 from mcore_rl.report import charts, summary
 from mcore_rl.report.charts import Chart
 from mcore_rl.report.figures import EXPERTS, LEARNING, SPEED
@@ -24,6 +24,8 @@ from mcore_rl.report.samples import SampledStep, before_and_after
 SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "lines.js", "maps.js", "bars.js", "page.js")
 STYLES = ("vendor/uPlot.min.css", "report.css")
 NUM_COLOURS = 8
+GENERATOR = "mcore-rl report"
+"""Mark by which a page is known that may be replaced by a newer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,16 @@ class RunView:
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[Notice]:
-    """Write the page of some runs to `output`, atomically, and return their warnings."""
+    """Write the page of some runs to `output`, atomically, and return their warnings.
+
+    ConfigError where something other than an earlier page is there, or it lies in a run.
+    """
+    refuse_replacing(
+        output,
+        [("a run", run_dir) for run_dir in run_dirs],
+        overwrite=True,
+        foreign=lambda path: None if has_mark(path, GENERATOR) else f"is not a page of `{GENERATOR}`",
+    )
     runs = read_runs(run_dirs)
     views = [_view(run_index, run) for run_index, run in enumerate(runs)]
     write_atomically(output, rendered(views).encode(errors="replace"))
@@ -95,6 +106,7 @@ def rendered(views: Sequence[RunView]) -> str:
         title=" · ".join(view.run.name for view in views),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
+        generator=GENERATOR,
         views=views,
         overview=overview,
         stages=stages,

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.convert.verify import compare
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import CheckpointError, ConfigError
+from mcore_rl.files import is_event_log, refuse_overlap
 from mcore_rl.run.trained_model import read_trained_model, run_of_checkpoint
 
 LOGITS_BYTES = 2 << 30
@@ -40,6 +42,7 @@ MAX_LINES = 100
 def main(args: argparse.Namespace) -> int:
     """Run an action and return the exit status: 0, or 1 when `verify` finds a difference."""
     _check(args)
+    _check_log(args)
     settings = CopySettings(workers=args.workers, max_ram_bytes=args.max_ram, overwrite=args.overwrite)
     with ByteProgress(Console(), args.log) as progress:
         if args.action == "plan":
@@ -211,6 +214,18 @@ def _verify(args: argparse.Namespace, progress: ByteProgress) -> int:
         )
         differs = differs or not distance.is_small
     return int(differs)
+
+
+def _check_log(args: argparse.Namespace) -> None:
+    """Raise a ConfigError for a log in a folder that is read or written, or in the place of a file that is no log."""
+    if args.log is None:
+        return
+    paths = [(str(path), path) for path in args.paths]
+    refuse_overlap(args.log, paths if args.reference is None else [*paths, ("--reference", args.reference)])
+    if os.path.lexists(args.log) and not is_event_log(args.log):
+        raise ConfigError(
+            f"--log {args.log} is no log, and lines would be appended to it. Name another file."
+        )
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings
 from mcore_rl.data.preprocess import PreprocessOptions, preprocess
 from mcore_rl.data.tokenizer_training import TokenizerTraining, train_tokenizer
-from mcore_rl.errors import INTERRUPTED_STATUS, DataError
+from mcore_rl.errors import INTERRUPTED_STATUS
 
 
 def main(args: argparse.Namespace) -> int:
@@ -18,8 +18,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace) -> int:
-    if args.output.exists() and not args.overwrite:
-        raise DataError(f"{args.output} exists already. Give another --output, or --overwrite to replace it.")
     lines = train_tokenizer(
         TokenizerTraining(
             inputs=tuple(args.inputs),
@@ -32,6 +30,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
             character_coverage=args.character_coverage,
             max_bytes=args.max_mb << 20,
             threads=args.threads,
+            overwrite=args.overwrite,
         )
     )
     Console().print(

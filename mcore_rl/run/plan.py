@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mcore_rl.backend.without_gpus import run_without_gpus
@@ -16,7 +16,7 @@ from mcore_rl.config.kinds import READERS
 from mcore_rl.config.load import dump_config, kind_of, load_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.files import write_atomically
+from mcore_rl.files import has_mark, refuse_replacing, write_atomically
 from mcore_rl.obs.attempts_file import read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.plan.activations import layers_of
@@ -50,6 +50,8 @@ from mcore_rl.plan.text import (
 
 MAX_RANKS = 1_000_000
 """Largest world that is planned: ranks are looked at one by one."""
+MARK = "written by mcore-rl plan"
+"""In the files of --json and --timeline, by which an earlier one is known."""
 DRAWN_GROUPS = 3
 """Microbatches of a picture, as a multiple of the stages: warm-up, steady state and end."""
 
@@ -108,7 +110,9 @@ def main(args: argparse.Namespace) -> int:
     if recorded is not None:
         _write(schedule_lines(recorded, plan.num_microbatches, _unit(plan)))
     if args.json:
-        values = as_json(plan) | ({} if exact is None else {"exact": summary(exact, recorded)})
+        values = (
+            {"comment": MARK} | as_json(plan) | ({} if exact is None else {"exact": summary(exact, recorded)})
+        )
         _write_file("--json", args.json, json.dumps(values, indent=1) + "\n")
     if args.rank is not None:
         return 0
@@ -132,8 +136,19 @@ def _check(args: argparse.Namespace) -> None:
     ):
         if path is not None and not is_written:
             raise ConfigError(f"{name} {path} is written only {use}. Leave it out.")
+    for path in (args.json, args.timeline):
+        if path is not None:
+            _refuse_replacing(
+                args, path, lambda path: None if has_mark(path, MARK) else "is no output of `mcore-rl plan`"
+            )
     if args.world and args.world[1] > MAX_RANKS:
         raise ConfigError(f"--world has {args.world[1]} ranks; a plan is of at most {MAX_RANKS}.")
+
+
+def _refuse_replacing(args: argparse.Namespace, output: Path, foreign: Callable[[Path], str | None]) -> None:
+    read = (("CONFIG", args.config), ("--cluster", args.cluster), ("--calibrate", args.calibrate))
+    sources = [(name, Path(path)) for name, path in read if path is not None]
+    refuse_replacing(output, sources, overwrite=True, foreign=foreign)
 
 
 def _write_file(option: str, path: Path, content: str) -> None:
@@ -177,7 +192,14 @@ def _calibrate(args: argparse.Namespace) -> int:
     found = cluster.model_copy(update={"rates": rates})
     _write(calibration_lines(rates))
     if args.output:
-        _write_file("--output", args.output, dump_config(found))
+        text = dump_config(found)
+
+        def edited(path: Path) -> str | None:
+            # A cluster's file is one that people go on writing: an earlier output is replaced by the same text alone.
+            return None if path.read_bytes() == text.encode() else "has another text"
+
+        _refuse_replacing(args, args.output, edited)
+        _write_file("--output", args.output, text)
         sys.stdout.write(f"{args.output}: the cluster with these rates; give it to --cluster\n")
     return 0
 
@@ -224,8 +246,12 @@ def _timeline(plan: Estimate, recorded: RecordedSchedule | None) -> str:
     mesh, shown = plan.config.mesh, _drawn(plan)
     title = f"pp {mesh.pp} x vpp {mesh.vpp}: {shown} of {plan.num_microbatches} microbatches, time in {_unit(plan)}"
     if recorded is not None:
-        return timeline_svg(recorded.played, f"{title}, recorded")
-    return timeline_svg(timeline_of(plan.config, plan.place, plan.seq_length, shown), title)
+        return _marked(timeline_svg(recorded.played, f"{title}, recorded"))
+    return _marked(timeline_svg(timeline_of(plan.config, plan.place, plan.seq_length, shown), title))
+
+
+def _marked(svg: str) -> str:
+    return svg.replace("\n", f"\n<!-- {MARK} -->\n", 1)
 
 
 def _drawn(plan: Estimate) -> int:

@@ -4,7 +4,8 @@ import argparse
 import json
 import random
 import string
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.console import Console
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.files import written_atomically
+from mcore_rl.files import refuse_replacing, written_atomically
 from mcore_rl.rl.prompts import TaskProblems, held_out_problems
 from mcore_rl.rl.types import Problem
 
@@ -42,17 +43,21 @@ def main(args: argparse.Namespace) -> int:
     problems = TaskProblems(
         config=prompts, seed=seed, held_out=held_out | {problem.prompt for problem in to_validate}
     )
-    to_learn = (problems[index] for index in range(FIRST_INDEX, FIRST_INDEX + args.count))
+    to_learn = [problems[index] for index in range(FIRST_INDEX, FIRST_INDEX + args.count)]
 
     def line(problem: Problem) -> dict[str, str]:
         return line_of_pair(problem, seed, args.faults) if args.preferences else line_of_problem(problem)
 
-    _write(args.output, map(line, to_learn))
+    files = {args.output: list(map(line, to_learn))}
+    if args.valid:
+        files[valid_path(args.output)] = list(map(line, to_validate))
+    for path, lines in files.items():
+        _refuse_other(path, lines, Path(args.config))
+    for path, lines in files.items():
+        _write(path, lines)
     text = f"{args.output}: {args.count} {kind} of {prompts.task}, none of the {len(held_out)} held out for evaluation"
     if args.valid:
-        path = valid_path(args.output)
-        _write(path, map(line, to_validate))
-        text += f"\n{path}: {args.valid} others to validate on"
+        text += f"\n{valid_path(args.output)}: {args.valid} others to validate on"
     Console().print(text, soft_wrap=True)
     return 0
 
@@ -85,12 +90,26 @@ def line_of_pair(problem: Problem, seed: int, faults: str) -> dict[str, str]:
     return {"prompt": problem.prompt, "answer": problem.answer, "chosen": problem.answer, "rejected": wrong}
 
 
-def _write(path: Path, lines: Iterable[dict[str, str]]) -> None:
+def _refuse_other(path: Path, lines: Sequence[dict[str, str]], config: Path) -> None:
+    """Raise a ConfigError where there is a file with other lines: nobody can tell whether they are the user's own."""
+
+    def other(path: Path) -> str | None:
+        with path.open("rb") as file:
+            is_same = all(old == new for old, new in zip_longest(file, map(_encoded, lines)))
+        return None if is_same else "has other lines than these problems"
+
+    refuse_replacing(path, [("CONFIG", config)], overwrite=True, foreign=other)
+
+
+def _encoded(line: dict[str, str]) -> bytes:
+    return (json.dumps(line, ensure_ascii=False) + "\n").encode()
+
+
+def _write(path: Path, lines: Sequence[dict[str, str]]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_atomically(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        with written_atomically(path) as unfinished, unfinished.open("wb") as file:
+            file.writelines(map(_encoded, lines))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error
 

@@ -18,11 +18,15 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.files import disk_errors_explained, make_folder, write_atomically
+from mcore_rl.files import disk_errors_explained, has_mark, make_folder, refuse_replacing, write_atomically
 from mcore_rl.run.finished_run import changes_since_done
 from mcore_rl.run.log_folders import next_log_dir
 from mcore_rl.run.study_figures import as_svg
 from mcore_rl.run.study_table import as_json, as_markdown, read_run, rows_of
+
+RESULTS = ("study.md", "study.json", "study.svg")
+MARK = "written by mcore-rl study"
+"""In each of them, by which an earlier one is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ def main(args: argparse.Namespace) -> int:
         The exit status: 0, also where the study stopped as asked, or that of the first run that fails, which ends it.
     """
     study = load_config(StudyConfig, Path(args.config), args.overrides)
+    refuse_other_files(Path(study.run_dir), Path(args.config))
     console = Console()
     planned = list(plan(study))
     status, stopped, module = 0, False, PROGRAMS["rl"].module
@@ -107,6 +112,17 @@ def refuse_other_results(config: RunConfig) -> None:
         )
 
 
+def refuse_other_files(folder: Path, config: Path) -> None:
+    """Raise a ConfigError where a file that a study writes to its folder is there and no study wrote it."""
+    for name in RESULTS:
+        refuse_replacing(
+            folder / name,
+            [("STUDY", config)],
+            overwrite=True,
+            foreign=lambda path: None if has_mark(path, MARK) else "was not written by `mcore-rl study`",
+        )
+
+
 def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
     """Write study.json, study.md and study.svg of what all runs have so far, and return the text of study.md."""
     runs = [read_run(run.arm, run.seed, run.folder) for run in planned]
@@ -121,17 +137,15 @@ def write_results(study: StudyConfig, planned: Sequence[PlannedRun]) -> str:
         unfinished.append(f"{waiting} of {len(runs)} runs, which have not begun")
     if unfinished:
         text += f"\nNot in the table, because not done: {'; '.join(unfinished)}.\n"
-    settings = study.model_dump(mode="json", exclude={"run_dir", "budget_minutes"})
+    settings = {"comment": MARK} | study.model_dump(mode="json", exclude={"run_dir", "budget_minutes"})
+    comment = f"<!-- {MARK} -->\n"
     out = Path(study.run_dir)
     make_folder(out, "Choose another run_dir.")
     with disk_errors_explained(
         out, "Make room (or give write access) there, and run the same command again."
     ):
-        for name, content in (
-            ("study.md", text),
-            ("study.json", as_json(settings, runs)),
-            ("study.svg", as_svg(rows)),
-        ):
+        contents = (comment + text, as_json(settings, runs), as_svg(rows).replace("\n", f"\n{comment}", 1))
+        for name, content in zip(RESULTS, contents, strict=True):
             write_atomically(out / name, content.encode())
     return text
 

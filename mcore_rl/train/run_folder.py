@@ -9,14 +9,18 @@ DONE                                the record that all steps are done
 """
 
 import json
+import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from mcore_rl.backend.attempt import Attempt, this_attempt
 from mcore_rl.errors import CheckpointError
-from mcore_rl.files import checkpoint_errors_explained, create_atomically, write_atomically
+from mcore_rl.files import checkpoint_errors_explained, create_atomically, is_run, write_atomically
 from mcore_rl.parallel.agree import on_rank_zero
+
+REPLACED = ("config.toml", "metrics.jsonl", "run.json")
+"""Files that a run replaces from its start on."""
 
 
 class RunFolder:
@@ -57,13 +61,20 @@ class RunFolder:
 
         CheckpointError when a living process of this host is the writer, or a later attempt of the same Slurm job:
         this one is then an orphan. An earlier attempt is taken over wherever it is; so is a process of another host,
-        which cannot be asked. Who was taken over notices after the step at hand.
+        which cannot be asked. Who was taken over notices after the step at hand. CheckpointError, too, where the
+        folder is no run's and has files that a run would replace.
         """
         self._fence = Fence(self._writer, on_rank_zero(self._claim))
         return self._fence
 
     def _claim(self) -> Attempt:
         me = this_attempt()
+        there = [name for name in REPLACED if os.path.lexists(self.path / name)]
+        if there and not is_run(self.path):
+            raise CheckpointError(
+                f"run_dir {self.path} has {' and '.join(there)}, which no run wrote and this one would replace. Move "
+                "it away, or choose another run_dir"
+            )
         with checkpoint_errors_explained(self.path, "claiming"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             while not create_atomically(self._writer, _text(me)):

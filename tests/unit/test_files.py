@@ -5,15 +5,19 @@ from multiprocessing import get_context
 
 import pytest
 
-from mcore_rl.errors import CheckpointError, DataError, TrainingError
+from mcore_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mcore_rl.files import (
     checkpoint_errors_explained,
     create_atomically,
+    delete_files,
     disk_errors_explained,
     full_disk_explained,
     make_folder,
     move_into_place,
+    refuse_overlap,
+    rename_all,
     sole_writer,
+    stamps_of,
     write_atomically,
     written_atomically,
 )
@@ -53,6 +57,77 @@ def test_a_folder_is_moved_with_all_its_files(tmp_path):
     (tmp_path / "new/a").write_text("a")
     move_into_place(tmp_path / "new", tmp_path / "final")
     assert [entry.name for entry in tmp_path.rglob("*")] == ["final", "a"]
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A snapshot of a Hugging Face cache, whose files are links to blobs beside it."""
+    (tmp_path / "cache/blobs").mkdir(parents=True)
+    (tmp_path / "cache/snapshots/a").mkdir(parents=True)
+    (tmp_path / "cache/blobs/1").write_text("weights")
+    (tmp_path / "cache/snapshots/a/model.safetensors").symlink_to("../../blobs/1")
+    (tmp_path / "link").symlink_to(tmp_path / "cache/snapshots/a")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("output", "relation"),
+    [
+        ("cache/snapshots/a", "is"),
+        ("link", "is"),
+        ("cache/../link", "is"),
+        ("link/sub/sub", "lies in"),
+        ("cache/snapshots/a/model.safetensors", "is"),
+        ("cache", "contains"),
+        ("cache/snapshots", "contains"),
+        ("", "contains"),
+        ("cache/blobs", "contains"),
+    ],
+)
+def test_an_output_at_in_or_around_a_source_is_refused(output, relation, cache):
+    for source in (cache / "snapshots/a", cache.parent / "link"):
+        with pytest.raises(ConfigError, match=rf"output \S+ {relation} --reference \(.*Name another output"):
+            refuse_overlap(cache.parent / output, [("--reference", source)])
+
+
+def test_an_output_beside_its_sources_is_accepted(cache):
+    # A project's own config.toml and checkpoints make no run of it: no run has written its records there.
+    (cache.parent / "config.toml").touch()
+    (cache.parent / "checkpoints").mkdir()
+    sources = [("CHECKPOINT", cache / "snapshots/a"), ("--reference", cache / "not there")]
+    for output in ("cache/snapshots/b", "cache/snapshots/abc", "new/er", "cache/not"):
+        refuse_overlap(cache.parent / output, sources)
+
+
+@pytest.mark.parametrize("record", ["run.json", "writer.json", "metrics.jsonl"])
+@pytest.mark.parametrize("output", ["run", "run/export", "run/checkpoints/iter_0000001/export"])
+def test_an_output_in_a_run_is_refused(output, record, tmp_path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / record).touch()
+    with pytest.raises(ConfigError, match=r"the folder of a run \(.*run\)"):
+        refuse_overlap(tmp_path / output, [])
+
+
+def test_of_several_renamings_all_take_place_or_none(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    moves = [(tmp_path / "a", tmp_path / "old"), (tmp_path / "b", tmp_path / "a")]
+    with pytest.raises(FileNotFoundError):
+        rename_all([*moves, (tmp_path / "missing", tmp_path / "b")])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: name for name in "abc"}
+    rename_all(moves)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"old": "a", "a": "b", "c": "c"}
+
+
+def test_only_the_files_that_were_seen_are_deleted(tmp_path):
+    (tmp_path / "folder/inner").mkdir(parents=True)
+    for name in ("a", "b", "inner/c"):
+        (tmp_path / "folder" / name).write_text(name)
+    stamps = stamps_of(tmp_path / "folder")
+    (tmp_path / "folder/b").write_text("another content")
+    (tmp_path / "folder/later").touch()
+    delete_files(tmp_path / "folder", stamps)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "folder", "later"]
 
 
 def _claim(path, claimed):

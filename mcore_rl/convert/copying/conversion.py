@@ -77,7 +77,10 @@ class Conversion:
     """A plan of one conversion: its tensors and their sources, and the steps that complete the output."""
 
     title: str
+    """Name of the command, and kind of the output in its manifest."""
     final: Path
+    sources: Sequence[tuple[str, Path]]
+    """Files and folders that are read, each behind its name in messages: the output may not overlap them."""
     targets: Sequence[TargetTensor]
     tasks: Sequence[CopyTask]
     open_source: Callable[[], TensorSource]
@@ -87,8 +90,8 @@ class Conversion:
     """Options, and names, sizes and times of the source's files: a source that has changed is another conversion."""
     finish: Callable[[Path, str, Sequence[RecordedTask]], None]
     """Adds the rest to the folder of files, given the plan's digest and the records of all tasks."""
-    publish: Callable[[Path, Path], None]
-    """Gives the complete folder its final name."""
+    named: Callable[[Path], None] = lambda _: None
+    """Called with the output's path once it has its name; again after a kill."""
     notes: Sequence[str] = ()
     """Sentences for the user."""
     check: Callable[[Path], None] | None = None

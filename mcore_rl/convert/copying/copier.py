@@ -1,29 +1,39 @@
 """One conversion from plan to output: the same steps whatever the formats.
 
 The output grows beside its final name, in `<output>.converting`: plan.json (what is converted), done/ (records of
-tasks), out/ (the files) and lock. It gets its name when it is complete.
+tasks), out/ (the files) and lock. It gets its name when it is complete; an earlier output that it replaces is
+replaced/ between the two renames, and replaced.json has the stamps of its files.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from mcore_rl.convert.copying.conversion import Conversion, CopySettings
+from mcore_rl.convert.copying.manifest import foreign_to
 from mcore_rl.convert.copying.progress import ByteProgress, readable_bytes
 from mcore_rl.convert.copying.workers import CopyJob, run_tasks
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import (
+    Stamps,
     checkpoint_errors_explained,
+    delete_files,
     flush_to_disk,
     move_into_place,
+    refuse_overlap,
+    refuse_replacing,
+    replace_folder,
     sole_writer,
     write_atomically,
 )
 
 ORPHANS_S = 10.0
 """Seconds that the workers of a killed run may take to notice, after the chunk at hand."""
+PLAN, REPLACED, STAMPS = "plan.json", "replaced", "replaced.json"
 MARGIN_BYTES = 64 << 20
 """Free space that metadata and file systems take beside the tensors."""
 
@@ -32,8 +42,10 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
     """Run a conversion, or resume it, and return the path of the output.
 
     Raises:
-        CheckpointError: Before anything is written, when the output exists, something else is being converted to it,
-            or memory or disk do not suffice; later, when a worker fails, or the output does not pass its check.
+        ConfigError: Before anything is written, when the output overlaps what is read, or exists and may not be
+            replaced (files.refuse_replacing).
+        CheckpointError: Before anything is written, when something else is being converted to the output, or memory or
+            disk do not suffice; later, when a worker fails, or the output does not pass its check.
         DataError: Another process is at work on the same output.
     """
     workers = conversion.workers_within(settings)
@@ -44,16 +56,20 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
             f"{workers} of {settings.workers} workers, as no more fit into --max-ram "
             f"{readable_bytes(settings.max_ram_bytes)}"
         )
-    with _work_folder(conversion, settings) as work:
+    with _work_folder(conversion, settings) as (work, replaced):
         job = CopyJob(conversion=conversion, settings=settings, out=work / "out", records=work / "done")
         run_tasks(job, workers, progress)
+        for scratch in job.out.glob(".*.tmp"):  # of a run that was killed while it wrote a small file
+            scratch.unlink()
         conversion.finish(job.out, conversion.plan, list(job.recorded_tasks()))
         if conversion.check is not None:
             conversion.check(job.out)
         with checkpoint_errors_explained(conversion.final, "naming"):
             flush_to_disk(job.out)
-            conversion.publish(job.out, conversion.final)
-            shutil.rmtree(work)
+            write_atomically(work / STAMPS, json.dumps(dict(replaced)))
+            replace_folder(job.out, conversion.final, work / REPLACED, replaced)
+            conversion.named(conversion.final)
+            _tidy(work)
     progress.event(
         "end", output=str(conversion.final), bytes=conversion.num_bytes, seconds=round(progress.seconds, 3)
     )
@@ -62,34 +78,34 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
     return conversion.final
 
 
-def replace_folder(written: Path, final: Path) -> None:
-    """Give a folder its final name; a folder that has it is deleted, after the new one is in its place."""
-    if final.exists():
-        # A folder cannot be renamed onto one that has files.
-        aside = final.with_name(f"{final.name}.replaced")
-        shutil.rmtree(aside, ignore_errors=True)
-        move_into_place(final, aside)
-        move_into_place(written, final)
-        shutil.rmtree(aside)
-    else:
-        move_into_place(written, final)
-
-
 @contextmanager
-def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[Path]:
+def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[tuple[Path, Stamps]]:
     """Lock the folder in which the output grows, new or as a killed run of the same conversion left it.
 
-    CheckpointError before anything is written when the output exists, something else is being converted to it, or the
-    disk has no room.
+    Yields:
+        The folder, and the stamps of the earlier output that will be replaced.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: As of `convert`, before anything is written.
     """
     final, attempt = conversion.final, conversion.attempt
-    work = final.with_name(f"{final.name}.converting")
-    if final.exists() and not settings.overwrite:
-        raise CheckpointError(
-            f"{final} exists. Name another output, or add --overwrite to replace it when all is done."
-        )
-    plan_file = work / "plan.json"
-    known = json.loads(plan_file.read_text(encoding="utf-8")).get("plan") if plan_file.exists() else None
+    refuse_overlap(final, conversion.sources)
+    # "." has no name, and ".." not its own.
+    named = final if final.name not in ("", "..") else Path(os.path.abspath(final))
+    work = named.with_name(f"{named.name}.converting")
+    # Before the output is looked at: it is not there between the two renames of a run that was killed.
+    if os.path.lexists(work):
+        known = _known_attempt(work)
+        with checkpoint_errors_explained(work, "tidying"), _sole_writer(work):
+            _finish_naming(work, conversion)
+    known = _known_attempt(work)
+    replaced = refuse_replacing(
+        final,
+        conversion.sources,
+        overwrite=settings.overwrite,
+        foreign=partial(foreign_to, conversion.title),
+        folder=True,
+    )
     is_another = known is not None and known != attempt
     if is_another and not settings.overwrite:
         raise CheckpointError(
@@ -99,15 +115,69 @@ def _work_folder(conversion: Conversion, settings: CopySettings) -> Iterator[Pat
     _check_room(work, conversion)
     with checkpoint_errors_explained(work, "making"):
         (work / "out").mkdir(parents=True, exist_ok=True)
-    with sole_writer(work / "lock", wait_s=ORPHANS_S, remedy="Wait for it, or end it."):
+    with _sole_writer(work):
         if is_another:
             # Under the lock, which workers of a killed run keep to their end: they would write into what is deleted.
             for folder in (work / "out", work / "done"):
                 if folder.exists():
                     shutil.rmtree(folder)
             (work / "out").mkdir()
-        write_atomically(plan_file, json.dumps({"plan": attempt}) + "\n")
-        yield work
+        write_atomically(work / PLAN, json.dumps({"plan": attempt}) + "\n")
+        yield work, replaced
+
+
+@contextmanager
+def _sole_writer(work: Path) -> Iterator[None]:
+    with sole_writer(work / "lock", wait_s=ORPHANS_S, remedy="Wait for it, or end it."):
+        yield
+
+
+def _known_attempt(work: Path) -> str | None:
+    """Return the digest of the conversion that a killed run left in `work`; None: it has left nothing yet.
+
+    CheckpointError where the folder is the user's: it would be deleted in the end.
+    """
+    try:
+        known = json.loads((work / PLAN).read_text(encoding="utf-8"))["plan"]
+    except FileNotFoundError:
+        # A run that was killed before it wrote the plan has made these.
+        names = {entry.name for entry in work.iterdir()} if work.is_dir() else set()
+        is_new = work.is_dir() and names <= {"out", "lock"} and not any(work.glob("out/*"))
+        known = None if is_new or not os.path.lexists(work) else ""
+    except (OSError, ValueError, LookupError, TypeError):
+        known = ""
+    if known == "" or work.is_symlink():
+        raise CheckpointError(
+            f"{work} is in the way: the output grows there, and no conversion has made it. Move it away, or name "
+            "another output."
+        )
+    return str(known) if known is not None else None
+
+
+def _finish_naming(work: Path, conversion: Conversion) -> None:
+    """Do what a run that was killed while it named its output has left to do, or undo it."""
+    if (work / REPLACED).is_dir() and not os.path.lexists(conversion.final):
+        move_into_place(work / REPLACED, conversion.final)
+    if not (work / "out").exists() and (work / PLAN).exists():
+        if conversion.final.is_dir():
+            conversion.named(conversion.final)
+        _tidy(work)
+
+
+def _tidy(work: Path) -> None:
+    """Delete what is left when the output has its name; the user's files, should there be any, stay.
+
+    A record that stayed would pass for a task that is done: the next output would be made of holes.
+    """
+    if (work / REPLACED).is_dir():
+        delete_files(work / REPLACED, json.loads((work / STAMPS).read_text(encoding="utf-8")))
+    if (work / "done").is_dir():
+        shutil.rmtree(work / "done")
+    # The plan last: without it nobody would know whose the rest is.
+    for name in (STAMPS, PLAN, "lock"):
+        (work / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        work.rmdir()
 
 
 def _check_room(work: Path, conversion: Conversion) -> None:

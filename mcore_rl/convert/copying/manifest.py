@@ -7,12 +7,42 @@ from typing import Any
 
 from mcore_rl import __version__
 from mcore_rl.backend.archives import FilePart
+from mcore_rl.checkpoint.folder import MANIFEST, MARKER, read_marker
 from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.convert.copying.conversion import RULES_VERSION, RecordedTask
 from mcore_rl.convert.copying.plan import TargetTensor
-from mcore_rl.files import write_atomically
+from mcore_rl.errors import DamagedCheckpointError
+from mcore_rl.files import foreign_files, write_atomically
 
-MANIFEST = "manifest.json"
+
+def foreign_to(kind: str, folder: Path) -> str | None:
+    """Return the end of a sentence on what in `folder` no conversion of this kind wrote; None: nothing.
+
+    Every byte is read: weights that somebody has trained or edited in place have the names and lengths of ours.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        written = str(manifest["kind"])
+        files = {name: (entry["bytes"], entry["crc32"]) for name, entry in manifest.get("files", {}).items()}
+        if (folder / MARKER).is_file():
+            marker = read_marker(folder)
+            files = {name: (size, marker.crc32.get(name, "")) for name, size in marker.files.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, DamagedCheckpointError):
+        return f"was not written by `convert {kind}`: it has no {MANIFEST} of one"
+    if written != kind:
+        return f"was written by `convert {written}`, not by `convert {kind}`"
+
+    def recorded(name: str) -> str | None:
+        if name in (MANIFEST, MARKER) and name not in files:
+            return None
+        if name not in files:
+            return "not in the manifest"
+        size, crc = files[name]
+        if (folder / name).stat().st_size != size or crc32_of(folder / name) != crc:
+            return "changed since"
+        return None
+
+    return foreign_files(folder, recorded)
 
 
 def write_manifest(
@@ -50,15 +80,18 @@ def file_checksums(folder: Path, done: Iterable[RecordedTask]) -> dict[str, dict
             written = PartChecksum(record.written.offset, record.written.length, record.crc)
             parts.setdefault(task.file, []).append(written)
     checksums = {}
-    for file in sorted(path for path in folder.iterdir() if path.is_file()):
-        size, known = file.stat().st_size, parts.get(file.name, [])
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = file.relative_to(folder).as_posix()
+        if name == MANIFEST:  # of a run that was killed after it had written it
+            continue
+        size, known = file.stat().st_size, parts.get(name, [])
         header_bytes = min((part.start for part in known), default=0)
         with file.open("rb") as opened:
             header = PartChecksum(
                 0, header_bytes, FilePart(opened.fileno(), 0, header_bytes).crc32(0, header_bytes)
             )
         crc = joined([header, *known], size) if known else None
-        checksums[file.name] = {"bytes": size, "crc32": crc32_of(file) if crc is None else as_hex(crc)}
+        checksums[name] = {"bytes": size, "crc32": crc32_of(file) if crc is None else as_hex(crc)}
     return checksums
 
 

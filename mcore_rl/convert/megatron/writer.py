@@ -26,13 +26,10 @@ from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.backend.pickles import load_metadata
 from mcore_rl.checkpoint.folder import (
     COMMON,
-    DELETING,
     FORMAT_FILE,
     MARKER,
     METADATA,
     Marker,
-    delete,
-    publish,
     write_marker,
 )
 from mcore_rl.checkpoint.weights import common_state
@@ -174,11 +171,3 @@ def write_last_file(folder: Path, model: ModelConfig, step: int, before: Marker 
             crc32={name: recorded_crc32(folder / name, archives.get(name, ())) for name in names},
         ),
     )
-
-
-def publish_checkpoint(written: Path, final: Path) -> None:
-    """Give a checkpoint its name as a training run does, and delete the one that it replaces."""
-    # What others have set aside is theirs to delete: a run may be deleting its old checkpoints just now.
-    before = set(final.parent.glob(f"{DELETING}*"))
-    publish(written, final)
-    delete(sorted(set(final.parent.glob(f"{DELETING}*")) - before))

@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 
 from mcore_rl.checkpoint.folder import (
+    MANIFEST,
     Marker,
     check,
     checkpoints_in,
@@ -85,6 +86,14 @@ def test_the_newest_are_kept(keep: int | Literal["all"], remaining: list[int], t
         make_checkpoint(path_of_step(tmp_path, step), step)
     delete(superseded(tmp_path, keep))
     assert names(tmp_path) == [path_of_step(tmp_path, step).name for step in remaining]
+
+
+def test_a_converted_checkpoint_is_not_deleted_by_a_run_that_goes_on_from_it(tmp_path: Path) -> None:
+    (make_checkpoint(path_of_step(tmp_path, 0), 0) / MANIFEST).write_text("{}")
+    for step in (1, 2, 3):
+        make_checkpoint(path_of_step(tmp_path, step), step)
+    delete(superseded(tmp_path, keep=1))
+    assert names(tmp_path) == ["iter_0000000", "iter_0000003"]
 
 
 def test_an_incomplete_checkpoint_is_neither_counted_nor_deleted(tmp_path: Path) -> None:

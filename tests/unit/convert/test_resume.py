@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rl.convert.copying import copier
 from mcore_rl.convert.copying.conversion import CopySettings
-from mcore_rl.errors import CheckpointError, DataError
+from mcore_rl.errors import CheckpointError, ConfigError, DataError
 from mcore_rl.files import sole_writer
 from tests.conversion import bytes_of, exported, imported, saved, write_hf
 from tests.hf_models import oracle
@@ -98,7 +98,7 @@ def test_an_output_that_exists_is_kept_until_its_successor_is_complete(tmp_path:
     theirs = oracle("llama")
     changed = {name: tensor + 1 for name, tensor in theirs.tensors.items()}
     other = write_hf(tmp_path / "other", theirs.config, changed)
-    with pytest.raises(CheckpointError, match="iter_0000000 exists"):
+    with pytest.raises(ConfigError, match="iter_0000000 exists"):
         imported(other, output)
     assert bytes_of(first) == before
     second = imported(other, output, CopySettings(overwrite=True))

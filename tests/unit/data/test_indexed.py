@@ -161,6 +161,16 @@ def test_a_cache_file_that_a_killed_run_left_half_written_is_made_again(tmp_path
         assert tokens_of(build(data, 20, cache=cache).train) == whole
 
 
+def test_arrays_of_a_user_in_the_cache_folder_stay(tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "mine.npy").write_bytes(b"not the whole of an array")
+    (cache / f"{'0' * 31}-GPTDataset-train-document_index.npy").touch()
+    build(config(write(tmp_path / "data", numbered(0, 100))), 20, cache=cache)
+    assert (cache / "mine.npy").read_bytes() == b"not the whole of an array"
+    assert (cache / f"{'0' * 31}-GPTDataset-train-document_index.npy").exists()
+
+
 def test_a_cache_is_used_again(tmp_path):
     data, cache = config(write(tmp_path / "data", numbered(0, 100))), tmp_path / "cache"
     build(data, 20, cache=cache)

@@ -21,7 +21,6 @@ from rich.console import Console
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.data.documents import DocumentFormat
 from mcore_rl.data.preprocess import ENDINGS, PreprocessOptions, preprocess
-from mcore_rl.data.sidecar import read_sidecar
 from mcore_rl.errors import DataError
 from mcore_rl.run.cli import main
 from tests.ranks import forkserver
@@ -361,22 +360,21 @@ def test_one_flipped_bit_of_a_dataset_is_found_without_a_second_copy(options, ca
     assert "nothing was recorded when it was written" in capsys.readouterr().out
 
 
-def test_the_output_may_lie_inside_the_input(tokenizer, tmp_path):
+def test_tokenizers_and_datasets_in_a_folder_of_texts_are_not_read(tokenizer, tmp_path):
     books = tmp_path / "books"
     books.mkdir()
     for name in ("a", "b"):
         (books / f"{name}.txt").write_text(f"etao {name}")
-    shutil.copy(tokenizer.path, books / "tokenizer.model")
     options = PreprocessOptions(
         inputs=(books,),
-        output=books / "all",
+        output=tmp_path / "all",
         tokenizer=tokenizer,
         document_format=DocumentFormat(kind="text"),
     )
-    for output in ("all", "all", "more/again"):
-        run(replace(options, output=books / output, overwrite=True))
-        assert [Path(source.path).name for source in read_sidecar(str(books / output)).sources] == [
-            "a.txt",
-            "b.txt",
-        ]
-    assert len(IndexedDataset(str(books / "all"))) == 2
+    run(options)
+    shutil.copy(tokenizer.path, books / "tokenizer.model")
+    for path in tmp_path.glob("all.*"):
+        shutil.copy(path, books)
+    run(replace(options, output=tmp_path / "again"))
+    assert files(tmp_path / "again") == files(tmp_path / "all")
+    assert len(IndexedDataset(str(tmp_path / "again"))) == 2

@@ -66,7 +66,7 @@ def test_input_without_the_key_is_refused_with_the_keys_there_are(training):
 
 def test_a_larger_corpus_is_sampled_and_every_run_draws_the_same(training):
     lines = train_tokenizer(training)
-    half = replace(training, max_bytes=training.inputs[0].stat().st_size // 2)
+    half = replace(training, max_bytes=training.inputs[0].stat().st_size // 2, overwrite=True)
     sampled = train_tokenizer(half)
     first = training.output.read_bytes()
     assert 0 < sampled < lines

@@ -209,7 +209,7 @@ def test_what_fits_on_no_mesh_is_answered_by_state_of_the_optimizer_in_main_memo
     ("words", "message"),
     [
         (["--nodes", "1", "--json", "/dev/null/plan.json"], "--json /dev/null/plan.json cannot be written"),
-        (["--nodes", "1", "--timeline", "."], "--timeline . cannot be written: it is a folder"),
+        (["--nodes", "1", "--timeline", "."], "output . is a folder, and a file is written"),
         (["--nodes", "1", "--output", "x.toml"], "--output x.toml is written only with --calibrate"),
         (["--nodes", "1", "--search", "--json", "x.json"], "--json x.json is written only of one CONFIG"),
         (["--nodes", "1", "--rank", "0", "--timeline", "x.svg"], "--timeline x.svg is written only of one"),

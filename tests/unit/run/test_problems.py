@@ -76,8 +76,8 @@ def test_wrong_answers_of_any_kind_are_wrong_and_of_each_kind_as_often(tmp_path:
     [
         (["rl.prompts.task=file", "--output", "x.jsonl"], "Name a built-in task"),
         (["--output", "/dev/null/x.jsonl"], "Choose another --output"),
-        (["--output", "/dev/null"], "it is a folder, device or pipe, and no file. Choose another --output"),
-        (["--output", "."], "it is a folder, device or pipe, and no file. Choose another --output"),
+        (["--output", "/dev/null"], "output /dev/null is a device or pipe, and a file is written"),
+        (["--output", "."], "output . is a folder, and a file is written. Name another output"),
         (["--faults", "any", "--output", "x.jsonl"], "Add --preferences"),
     ],
 )

@@ -46,6 +46,15 @@ def attempt(pid: int, host: str = os.uname().nodename, born: int | None = None) 
     return {"job": "", "number": 0, "host": host, "pid": pid, "born": ticks, "since": "then"}
 
 
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+def test_files_that_no_run_wrote_are_not_replaced(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("a user's")
+    said = run_ranks(refused, 1, tmp_path)[0]
+    assert f"run_dir {tmp_path} has {name}, which no run wrote and this one would replace" in said
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "a user's"
+
+
 def test_a_living_writer_on_this_host_is_not_pushed_out(tmp_path: Path) -> None:
     tmp_path.joinpath("writer.json").write_text(json.dumps(attempt(os.getpid())))
     message = run_ranks(refused, 2, tmp_path)
