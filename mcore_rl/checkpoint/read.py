@@ -35,8 +35,11 @@ from mcore_rl.checkpoint.folder import (
     step_of,
 )
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity, check_part
+from mcore_rl.checkpoint.megatron_lm import args_changes, read_args
+from mcore_rl.config.changes import config_changes, listing
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
+from mcore_rl.families.same_model import model_changes
 from mcore_rl.model.heads import SCORE_WEIGHT
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
 from mcore_rl.parallel.mesh import Mesh
@@ -69,6 +72,8 @@ class StoredCheckpoint:
     """Keys of the objects that are no tensors."""
     parts: Mapping[str, Sequence[FileRange]]
     """Parts of each tensor and object, by key."""
+    args: Mapping[str, Any]
+    """Arguments of Megatron-LM's command line that it has written into it; none beside a marker."""
     verify_checksums: bool
     """Whether `read` compares tensors with their checksums before it reads them."""
 
@@ -97,14 +102,31 @@ def inspect(path: Path, *, verify_checksums: bool = True) -> StoredCheckpoint:
     return on_rank_zero(partial(_inspect, path, verify_checksums))
 
 
-def read(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh, model: ModelConfig) -> dict[str, Any]:
+def read(
+    state: dict[str, Any],
+    stored: StoredCheckpoint,
+    mesh: Mesh,
+    model: ModelConfig,
+    *,
+    allowed: tuple[str, ...] | None,
+) -> dict[str, Any]:
     """Collective over the world: return `state` with its shards filled, and the entries common to all ranks.
 
-    CheckpointError on all ranks before anything is read when names or shapes differ, when bytes are not those that
-    were written, or when an object asks for a program.
+    Args:
+        state: The shards to be filled.
+        stored: The checkpoint, as `inspect` found it.
+        mesh: The mesh.
+        model: The model that the weights are for.
+        allowed: The fields and sections of `checkpoint.allow_changes`, in which the checkpoint's model may be another;
+            None: those of no config.
+
+    Raises:
+        CheckpointError: On all ranks before anything is read: names or shapes differ, the same weights were something
+            else in the checkpoint's model, bytes are not those that were written, or an object asks for a program.
     """
     wanted = load_preprocess(state)[0]
     shapes = _compare(stored, wanted, model)
+    _refuse_other_model(stored, model, allowed)
     on_every_rank(partial(_check_objects, stored, wanted))
     if stored.verify_checksums:
         # Parts first: their message names the tensor.
@@ -121,20 +143,6 @@ def read(state: dict[str, Any], stored: StoredCheckpoint, mesh: Mesh, model: Mod
             f"{stored.path} cannot be read: {_reason(error)}. {others(stored.path)}"
         ) from error
     return loaded
-
-
-def setting_differences(
-    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "model."
-) -> list[str]:
-    """Return `model.moe.num_experts is 16 there, 8 here` for each setting in which two model configs differ."""
-    lines = []
-    for name in sorted(there.keys() | here.keys()):
-        value, own = there.get(name), here.get(name)
-        if isinstance(own, dict) and isinstance(value, dict):
-            lines += setting_differences(value, own, f"{prefix}{name}.")
-        elif own != value and name in there:  # an earlier version lacks fields that are new since
-            lines.append(f"{prefix}{name} is {value} there, {own} here")
-    return lines
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -194,6 +202,7 @@ def _inspect(path: Path, verify_checksums: bool) -> StoredCheckpoint:
         shapes={name: tuple(entry.size) for name, entry in tensors.items()},
         objects=frozenset(entries.keys() - tensors.keys()),
         parts=_parts(metadata),
+        args=read_args(path) if is_megatron_lm else {},
         verify_checksums=verify_checksums,
     )
 
@@ -298,12 +307,26 @@ def _compare(
             f"{stored.path} is of a reward model or a critic, whose scores are no logits: a language model cannot "
             "start from it. Name the checkpoint that it was trained from"
         )
-    settings = (
-        setting_differences(stored.marker.model, model.model_dump(mode="json")) if stored.marker else []
-    )
-    hint = f" Its settings: {'; '.join(settings)}." if settings else ""
+    settings = config_changes(stored.marker.model, model, "model.") if stored.marker else []
+    hint = f" Its settings: {'; '.join(map(str, settings))}." if settings else ""
     raise CheckpointError(
         f"{stored.path} is of another model: {shown}.{hint} Set the model as it was, or load another checkpoint"
+    )
+
+
+def _refuse_other_model(
+    stored: StoredCheckpoint, model: ModelConfig, allowed: tuple[str, ...] | None
+) -> None:
+    """Raise a CheckpointError where the checkpoint's model computes something else of the same weights."""
+    changes = model_changes(stored.marker.model, model) if stored.marker else args_changes(stored.args, model)
+    refused = [change for change in changes if not change.is_allowed(allowed or ())]
+    if not refused:
+        return
+    listed, keys = listing(refused)
+    accept = "" if allowed is None else f", or accept it with checkpoint.allow_changes={keys}"
+    raise CheckpointError(
+        f"{stored.path} is of a model that computes something else of these weights:\n{listed}\n"
+        f"Set the model as it was, or load another checkpoint{accept}"
     )
 
 

@@ -109,7 +109,13 @@ def save_weights(chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, fo
 
 
 def load_weights(
-    chunks: Sequence[nn.Module], mesh: Mesh, model: ModelConfig, path: Path, *, verify_checksums: bool = True
+    chunks: Sequence[nn.Module],
+    mesh: Mesh,
+    model: ModelConfig,
+    path: Path,
+    *,
+    verify_checksums: bool = True,
+    allowed: tuple[str, ...] | None = None,
 ) -> StoredCheckpoint:
     """Collective over the world: fill the chunks from a checkpoint written on any mesh, whatever else it holds.
 
@@ -117,20 +123,21 @@ def load_weights(
     checkpoint's output layer and MTP layers are left out. `has_scores` of the result shows which it was.
 
     `path` is a checkpoint, a folder of them (the newest is taken), or a run's folder. An optimizer that has its own
-    copy of the weights needs `reload_model_params` afterwards.
+    copy of the weights needs `reload_model_params` afterwards. `allowed` is that of `read`.
 
     Raises:
-        CheckpointError: on all ranks: it is damaged, or of another model; also one with scores for a model with logits.
+        CheckpointError: on all ranks: it is damaged, or of another model, be it only by a setting that changes what
+            these weights compute; also one with scores for a model with logits.
     """
     stored = inspect(path, verify_checksums=verify_checksums)
     state = without_absent_extras(weights_state(chunks, mesh), stored)
     if model.head == "logits" or stored.has_scores:
-        put_weights(chunks, read(state, stored, mesh, model))
+        put_weights(chunks, read(state, stored, mesh, model, allowed=allowed))
         return stored
     layers = {name: shape for name, shape in stored.shapes.items() if not name.startswith(LOGIT_PARTS)}
     own = extract_matching_values(state, lambda leaf: leaf.key in (SCORE_WEIGHT, SCORE_SHIFT))[0]
     backbone = extract_matching_values(state, lambda leaf: leaf.key not in (SCORE_WEIGHT, SCORE_SHIFT))[0]
-    loaded = read(backbone, replace(stored, shapes=layers), mesh, model)
+    loaded = read(backbone, replace(stored, shapes=layers), mesh, model, allowed=allowed)
     for name, tensors in own.items():
         loaded[name] |= {key: shard.data for key, shard in tensors.items()}
     put_weights(chunks, loaded)

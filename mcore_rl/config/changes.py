@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -12,6 +12,7 @@ from mcore_rl.config.migrate import translated
 from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 
+AnySection = TypeVar("AnySection", bound=Section)
 EXACT = (
     *("train.seed", "train.global_batch", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"),
     "data",
@@ -86,14 +87,8 @@ def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") ->
         now: The config of the run that resumes.
         prefix: Beginning of the keys where both are a section, such as "model.".
     """
-    names_of_today = translated(before, prefix, none=None)
-    try:
-        # Fields that are newer than the record have their defaults.
-        recorded = type(now).model_validate_json(json.dumps(names_of_today)).model_dump(mode="json")
-    except ValidationError:
-        recorded = names_of_today
-    there = dict(_leaves(recorded, prefix))
-    here = dict(_leaves(now.model_dump(mode="json"), prefix))
+    there = dict(leaves(as_recorded(before, type(now), prefix), prefix))
+    here = dict(leaves(now, prefix))
     return [
         ConfigChange(key=key, before=there[key], now=value)
         for key, value in here.items()
@@ -113,10 +108,26 @@ def content_changes(
     ]
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
+def as_recorded(
+    before: Mapping[str, Any], kind: type[AnySection], prefix: str = ""
+) -> AnySection | Mapping[str, Any]:
+    """Return a recorded section as one of today, in which fields that are newer have their defaults.
+
+    Where it has what today's has not, as one of a later version, it is returned as a table, with today's names.
+    """
+    names_of_today: Mapping[str, Any] = translated(before, prefix, none=None)
+    try:
+        return kind.model_validate_json(json.dumps(names_of_today))
+    except ValidationError:
+        return names_of_today
+
+
+def leaves(table: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield key and value, as JSON has it, of each field of a section and of those inside it."""
+    entries = table.model_dump(mode="json") if isinstance(table, Section) else table
+    for name, value in entries.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -171,7 +171,8 @@ class CheckpointConfig(Section):
     rename the damaged one, with a warning. Jobs of `mcore-rl launch` have `previous` unless the config sets it."""
     allow_changes: tuple[Text, ...] = ()
     """Fields or sections whose changed values, or files of changed content, a resume accepts although they decide
-    which data a step reads, or the random numbers, such as ["train.seed", "data"]; other changes are accepted and
+    which data a step reads, or the random numbers, such as ["train.seed", "data"]; and any start or resume although
+    the loaded weights then compute something else, such as ["model.rope.theta"]; other changes are accepted and
     logged."""
     verify_checksums: bool = True
     """Compare a checkpoint with its checksums before it is loaded, on all ranks together; false: trust it."""

@@ -57,8 +57,14 @@ class Critic:
             line = "critic: layers of the policy, and a new head: all values start at 0"
         else:
             path = Path(config.rl.critic.load)
-            verify = config.checkpoint.verify_checksums
-            stored = load_weights(self.state.chunks, self.state.mesh, model, path, verify_checksums=verify)
+            stored = load_weights(
+                self.state.chunks,
+                self.state.mesh,
+                model,
+                path,
+                verify_checksums=config.checkpoint.verify_checksums,
+                allowed=config.checkpoint.allow_changes,
+            )
             head = "" if stored.has_scores else ", and a new head: all values start at 0"
             line = f"critic: weights of {stored.path}{head}"
         # The optimizer has its own copy of the weights.

@@ -35,6 +35,7 @@ class Reference:
         *,
         needed_by: str = "rl.loss.kl_coeff",
         store: Store = "host",
+        allowed: tuple[str, ...] = (),
     ) -> None:
         """Copy the policy's weights as they are now.
 
@@ -46,9 +47,11 @@ class Reference:
             checkpoints: Folder of the run's checkpoints: what each of them needs stays.
             needed_by: The field that asks for it.
             store: Where the copy waits: "host", page-locked where the device is CUDA's, or "device".
+            allowed: The config's `checkpoint.allow_changes`, for references that an earlier start has saved.
         """
         self.chunks = list(chunks)
         self._needed_by = needed_by
+        self._allowed = allowed
         self._mesh, self._model, self._folder, self._checkpoints = mesh, model, folder, checkpoints
         settle_weights(self.chunks)
         self._store = store
@@ -78,7 +81,7 @@ class Reference:
         """Load the reference that a run at `step` had and return its path; CheckpointError when it is gone."""
         path = on_rank_zero(partial(_newest, self._folder, step, self._needed_by))
         with self.installed():
-            load_weights(self.chunks, self._mesh, self._model, path)
+            load_weights(self.chunks, self._mesh, self._model, path, allowed=self._allowed)
         return path
 
     @property

@@ -119,6 +119,7 @@ def _computed(
                 config.model,
                 Path(origin.checkpoint),
                 verify_checksums=config.checkpoint.verify_checksums,
+                allowed=config.checkpoint.allow_changes,
             )
         with state.timers.phase("reference"):
             logprobs = answer_logprobs(

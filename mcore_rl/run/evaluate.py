@@ -56,7 +56,7 @@ def evaluate(config: RlRunConfig) -> None:
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
     chunks = build_model(config.model, mesh, platform, settings)
-    stored = load_weights(chunks, mesh, config.model, source)
+    stored = load_weights(chunks, mesh, config.model, source, allowed=config.checkpoint.allow_changes)
     failures = FailureReport(_complain, folder=None)
     with open_rollouts(config, prompts, chunks, mesh, platform, failures) as rollouts:
         rollouts.engine.update_weights(0)
@@ -88,7 +88,7 @@ def evaluate_reward_model(config: RewardModelConfig) -> None:
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
     chunks = build_model(config.model, mesh, platform, settings)
-    stored = load_weights(chunks, mesh, config.model, source)
+    stored = load_weights(chunks, mesh, config.model, source, allowed=config.checkpoint.allow_changes)
     if not stored.has_scores:
         raise CheckpointError(
             f"{stored.path} is of a language model, which has no scores. Name a checkpoint that `mcore-rl rm` made"

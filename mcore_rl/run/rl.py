@@ -213,6 +213,7 @@ def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
         run.folder.path / "reference",
         run.folder.checkpoints,
         store=config.rl.loss.reference_store,
+        allowed=config.checkpoint.allow_changes,
     )
     step = run.state.progress.step
     if step == 0:
@@ -337,6 +338,7 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
             run.folder.checkpoints,
             needed_by='rl.distill.teacher="self"',
             store=config.rl.distill.store,
+            allowed=config.checkpoint.allow_changes,
         )
         if step == 0:
             earlier.set(0)

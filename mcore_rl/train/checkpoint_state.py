@@ -96,7 +96,8 @@ def load_full_state(state: TrainState, stored: StoredCheckpoint) -> list[str]:
         _refuse_without_critic(stored)
         wanted["critic"] = _wanted(state.critic, stored)
         add_prefix_for_sharding(wanted["critic"], CRITIC)
-    loaded = read(wanted, stored, state.mesh, state.config.model)
+    allowed = state.config.checkpoint.allow_changes
+    loaded = read(wanted, stored, state.mesh, state.config.model, allowed=allowed)
     put_weights(state.chunks, loaded)
     _put_optimizer(state, loaded)
     state.progress = Progress(**loaded[OWN_ENTRY]["progress"])

@@ -235,6 +235,7 @@ class Checkpoints:
                 config.model,
                 stored.path,
                 verify_checksums=config.checkpoint.verify_checksums,
+                allowed=config.checkpoint.allow_changes,
             )
             self._state.optimizer.reload_model_params()
             stage = f", a checkpoint of {program}" if is_other_stage else ""

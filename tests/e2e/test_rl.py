@@ -15,7 +15,9 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.memory import memory_of_fullest_rank
 from tests.emitted import assert_emitted
-from tests.forked import run_main
+from tests.forked import CLI, run_main
+from tests.parallel.test_reward_model_runs import write_language_model
+from tests.ranks import run_ranks
 
 CONFIG = """
 run_dir = "{folder}/rl"
@@ -298,6 +300,70 @@ def test_what_cannot_be_run_is_refused_with_a_remedy(case: str, rl_file: Path, t
     assert finished.returncode == 2, finished.stdout + finished.stderr
     assert wanted in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+STARTS = {
+    "policy": ("mcore_rl.run.rl", ["checkpoint.load={folder}/base", "checkpoint.load_optimizer=false"]),
+    "critic": (
+        "mcore_rl.run.rl",
+        [
+            "rl.critic.load={folder}/base",
+            "rl.advantage.kind=gae",
+            "rl.loss.kind=ppo",
+            "rl.rollout.group_size=8",
+        ],
+    ),
+    "evaluation": ("mcore_rl.run.evaluate", ["checkpoint.load={folder}/base"]),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_no_start_takes_the_weights_of_another_model_of_the_same_shapes(
+    start: str, rl_file: Path, tmp_path: Path
+) -> None:
+    run_ranks(write_language_model, 1, load_config(RlRunConfig, rl_file).model, tmp_path / "base")
+    module, words = STARTS[start]
+    alone = ["mesh.tp=1", "mesh.ep=1", "rl.loss.reference_refresh_rollouts=none", "train.steps=2"]
+    arguments = [rl_file, *alone, *[word.format(folder=tmp_path) for word in words]]
+    other = ["model.rope.theta=1e6", "model.moe.top_k=3"]
+    refused = run_main(module, [*arguments, *other])
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    for line in (
+        "base/iter_0000000 is of a model that computes something else of these weights:",
+        "- model.rope.theta is 10000.0 there, 1000000.0 here",
+        "- model.moe.top_k is 2 there, 3 here",
+        'accept it with checkpoint.allow_changes=["model.rope.theta", "model.moe.top_k"]',
+    ):
+        assert line in refused.stderr
+    assert "Traceback" not in refused.stderr
+    allowed = 'checkpoint.allow_changes=["model.rope.theta", "model.moe.top_k"]'
+    accepted = run_main(module, [*arguments, *other, allowed])
+    assert accepted.returncode == 0, accepted.stdout + accepted.stderr
+
+
+def test_generate_does_not_use_a_checkpoint_in_the_model_of_another_run(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    model = load_config(RlRunConfig, rl_file).model
+    run_ranks(write_language_model, 1, model, tmp_path / "base")
+    config = rl_file.read_text()
+    words = [
+        "generate",
+        "--run",
+        tmp_path,
+        "--checkpoint",
+        tmp_path / "base",
+        "--prompt",
+        "ab=",
+        "--tokens",
+        "4",
+    ]
+    (tmp_path / "config.toml").write_text(config.replace("[model]", "[model]\nnorm_eps = 1e-3"))
+    refused = run_main(CLI, words)
+    assert refused.returncode == 2 and "- model.norm_eps is 1e-06 there, 0.001 here" in refused.stderr
+    assert "allow_changes" not in refused.stderr, "there is no config to say it in"
+    (tmp_path / "config.toml").write_text(config)
+    assert run_main(CLI, words).returncode == 0
 
 
 OWN_REWARDS = """

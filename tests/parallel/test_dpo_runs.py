@@ -17,6 +17,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
+from mcore_rl.errors import CheckpointError
 from mcore_rl.run import dpo
 from mcore_rl.train.preferences import PreferenceTrainer
 from tests.emitted import assert_emitted
@@ -83,6 +84,25 @@ def killed_at(step: int, config: DPOConfig) -> None:
 
     with mock.patch.object(PreferenceTrainer, "_step", step_or_end):
         dpo.train(config)
+
+
+def refusal(config: DPOConfig) -> str:
+    """On a rank: the message of a run that does not begin."""
+    with pytest.raises(CheckpointError) as error:
+        dpo.train(config)
+    return str(error.value)
+
+
+def test_a_reference_of_another_model_is_refused(home: Path) -> None:
+    config = config_of(home, "other")
+    config = config.model_copy(
+        update={
+            "model": MODEL.model_copy(update={"norm_eps": 1e-3}),
+            "checkpoint": CheckpointConfig(),
+            "dpo": DPOSection(beta=0.5, reference=str(home / "base")),
+        }
+    )
+    assert "- model.norm_eps is 1e-06 there, 0.001 here" in run_ranks(refusal, 1, config)[0]
 
 
 def cached(run_dir: Path) -> dict[str, list[float]]:

@@ -1,7 +1,6 @@
 """Checkpoints as Megatron-LM writes them: by Megatron's `save`, with its arguments, and without a marker."""
 
 import multiprocessing
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rl.backend.platform import start
+from mcore_rl.checkpoint.megatron_lm import model_args
 from mcore_rl.checkpoint.weights import load_weights, sharding_metadata
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
@@ -37,14 +37,12 @@ def written_by_megatron(config: PretrainConfig, source: Path, folder: Path, sing
     state.optimizer.reload_model_params()
     ours = full_state(state)
     metadata = sharding_metadata(state.mesh) | {"singleton_local_shards": singletons}
-    args = Namespace(
-        num_layers=config.model.num_layers,
-        params_dtype=torch.float32,
-        attention_backend=AttnBackend.auto,
-        tensor_model_parallel_size=2,
-        iteration=7,
-        data_path=["1.0", "corpus"],
-    )
+    args = model_args(config.model)
+    args.params_dtype = torch.float32
+    args.attention_backend = AttnBackend.auto
+    args.tensor_model_parallel_size = 2
+    args.iteration = 7
+    args.data_path = ["1.0", "corpus"]
     theirs = {
         "args": args,
         "checkpoint_version": 3.0,
@@ -66,10 +64,13 @@ def written_by_megatron(config: PretrainConfig, source: Path, folder: Path, sing
     dist_checkpointing.save(theirs, str(path))
 
 
-def loaded_by_training(config: PretrainConfig, folder: Path) -> int:
-    """On a rank: the number of weights that a run takes from the folder."""
-    state = set_up(config, start(config.platform))
-    return len(load_weights(state.chunks, state.mesh, config.model, folder).shapes)
+def loaded_by_training(config: PretrainConfig, folder: Path) -> int | str:
+    """On a rank: the number of weights that a run takes from the folder, or why it takes none."""
+    state, allowed = set_up(config, start(config.platform)), config.checkpoint.allow_changes
+    try:
+        return len(load_weights(state.chunks, state.mesh, config.model, folder, allowed=allowed).shapes)
+    except CheckpointError as error:
+        return str(error)
 
 
 def checkpoint_of_megatron_lm(
@@ -97,6 +98,18 @@ def test_a_checkpoint_of_megatron_lm_is_exported_with_the_family_of_the_referenc
         exported(theirs, tmp_path / "back")
     assert_same(read_hf(exported(theirs, tmp_path / "back", reference=source)), read_hf(source))
     assert differing(source, theirs) == []
+    assert run_ranks(loaded_by_training, 2, config, theirs)[0] == len(found.tensors)
+
+    # The same weights, trained with another base of the wavelengths.
+    common = torch.load(found.path / "common.pt", weights_only=False)
+    common["args"].rotary_base = 7e5
+    torch.save(common, found.path / "common.pt")
+    with pytest.raises(CheckpointError, match=r"model\.rope\.theta is .* there, 700000\.0 here"):
+        exported(theirs, tmp_path / "other", reference=source)
+    said = run_ranks(loaded_by_training, 2, config, theirs)
+    assert said[0] == said[1] and "model.rope.theta is 700000.0 there" in str(said[0])
+    accepting = config.checkpoint.model_copy(update={"allow_changes": ("model.rope.theta",)})
+    config = config.model_copy(update={"checkpoint": accepting})
     assert run_ranks(loaded_by_training, 2, config, theirs)[0] == len(found.tensors)
 
 

@@ -3,35 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mcore_rl.checkpoint.read import setting_differences
+from mcore_rl.checkpoint.megatron_lm import args_changes, read_args
 from mcore_rl.checks.model import checked_model_from_hf
 from mcore_rl.config.extension import is_extension
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.toml import toml_value
 from mcore_rl.convert.hf.folder import read_config
 from mcore_rl.convert.hf.model import FLOATS, MtpLayers
 from mcore_rl.convert.megatron.folder import DistFolder, check_files, open_dist
 from mcore_rl.convert.megatron.layouts import KeyLayout, detect
 from mcore_rl.convert.megatron.source import DistSource
 from mcore_rl.errors import CheckpointError
-from mcore_rl.families import family_of, weight_map
+from mcore_rl.families import weight_map
 from mcore_rl.families.rules import ExpertLayout
+from mcore_rl.families.same_model import model_changes
 from mcore_rl.families.weight_map import Shape, WeightMap, listed
 
 EMBEDDING, MTP = "embedding.word_embeddings.weight", "mtp."
-TRAINING_ONLY = {
-    "model": {
-        "attention_dropout", "hidden_dropout", "init_std", "vocab_multiple", "max_position", "mtp_layers",
-        "mtp_loss_coeff",
-    },
-    "moe": {
-        "balance", "aux_loss_coeff", "expert_bias_rate", "z_loss_coeff", "capacity_factor", "dispatcher",
-    },
-}  # fmt: skip
-"""Settings that do not change what the same weights compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,33 +102,28 @@ def _model(folder: DistFolder, reference: Path | None, stored: Mapping[str, Shap
     if own is not None and own.head == "score":
         # The reference of a reward model may be the language model that its training began from.
         described = described.scored
-    if own is None:
-        return described.model_copy(update={"vocab_multiple": _vocab_multiple(folder, described, stored)})
-    faults = disagreements(described, own)
+    faults = (
+        disagreements(described, own)
+        if own is not None
+        else [
+            f"{change.key} is {toml_value(change.now)} there, {toml_value(change.before)} here"
+            for change in args_changes(read_args(folder.path), described)
+        ]
+    )
     if faults:
         raise CheckpointError(
             f"{reference} (there) and {folder.path} (here) are different models:\n{listed(faults)}\n"
-            "Name the folder that the training began from, or leave out --reference."
+            "Name the folder that the training began from"
+            + (", or leave out --reference." if own is not None else ", or correct its config.json.")
         )
+    if own is None:
+        return described.model_copy(update={"vocab_multiple": _vocab_multiple(folder, described, stored)})
     return own
 
 
 def disagreements(there: ModelConfig, here: ModelConfig) -> list[str]:
     """Return a line for each setting by which the same weights would compute something else."""
-    return setting_differences(_meaning(there), _meaning(here))
-
-
-def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that decide what weights compute: without those of training, and those not in use."""
-    family = family_of(model)
-    settings = model.model_dump(mode="json", exclude=set(TRAINING_ONLY["model"]))
-    settings["moe"] = {
-        name: value for name, value in settings["moe"].items() if name not in TRAINING_ONLY["moe"]
-    }
-    settings |= {"qkv_bias": family.has_qkv_bias(model), "qk_norm": family.has_qk_norm(model)}
-    unused = ["head_dim", "num_kv_heads"] if family.is_latent else ["mla"]
-    unused += [] if model.is_moe else ["moe"]
-    return {name: value for name, value in settings.items() if name not in unused}
+    return [str(change) for change in model_changes(there.model_dump(mode="json"), here)]
 
 
 def _vocab_multiple(folder: DistFolder, model: ModelConfig, stored: Mapping[str, Shape]) -> int:

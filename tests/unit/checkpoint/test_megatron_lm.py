@@ -1,10 +1,15 @@
 """The arguments in a checkpoint for Megatron-LM are those that its command line takes to train such a model."""
 
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
 
-from mcore_rl.checkpoint.megatron_lm import model_args
+from mcore_rl.checkpoint.megatron_lm import args_changes, model_args, read_args
+from mcore_rl.config.model import RopeConfig
 from mcore_rl.families import FAMILIES
 from tests.tiny_models import TINY
 
@@ -68,3 +73,104 @@ def test_the_arguments_have_experts_dense_layers_and_mtp() -> None:
     assert args.moe_layer_freq == [0, *[1] * (model.num_layers - 1)] and args.mtp_num_layers == 1
     assert args.moe_shared_expert_intermediate_size == model.moe.shared_width
     assert args.q_lora_rank == model.mla.q_lora_rank and args.kv_lora_rank == model.mla.kv_lora_rank
+
+
+VARIANTS = TINY | {
+    "llama stretched": TINY["llama"].model_copy(
+        update={"rope": RopeConfig(scaling="llama3", factor=32.0, original_length=8192)}
+    ),
+    "deepseek_v3 stretched": TINY["deepseek_v3"].model_copy(
+        update={"rope": RopeConfig(scaling="yarn", factor=40.0, mscale_all_dim=1.0)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_arguments_of_a_model_are_of_no_other_model(name: str) -> None:
+    model = VARIANTS[name]
+    assert args_changes(vars(model_args(model)), model) == []
+    assert args_changes({}, model) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "told"),
+    [
+        ("qwen3_moe", {"rotary_base": 10_000_000}, ["model.rope.theta is 10000000.0 there, 10000.0 here"]),
+        ("qwen3_moe", {"norm_epsilon": 1e-5}, ["model.norm_eps is 1e-05 there, 1e-06 here"]),
+        ("qwen3_moe", {"moe_router_topk": 4}, ["model.moe.top_k is 4 there, 2 here"]),
+        (
+            "qwen3_moe",
+            {"moe_router_pre_softmax": True},
+            ["model.moe.normalize_top_k is false there, true here"],
+        ),
+        (
+            "qwen3_moe",
+            {"moe_router_score_function": "sigmoid"},
+            ['model.family is "moe_router_score_function=sigmoid" there, "qwen3_moe" here'],
+        ),
+        (
+            "qwen3_moe",
+            {"window_size": (7, 0)},
+            ['model.sliding_window is 8 there, "none" here'],
+        ),
+        (
+            "deepseek_v3",
+            {"moe_router_topk_scaling_factor": None},
+            ["model.moe.routed_scaling is 1.0 there, 2.5 here"],
+        ),
+        ("deepseek_v3", {"moe_router_num_groups": None}, ['model.moe.num_groups is "none" there, 4 here']),
+        ("deepseek_v3", {"moe_router_group_topk": 1}, ["model.moe.top_groups is 1 there, 2 here"]),
+        # Megatron's latent attention is YaRN where nothing is said, and YaRN of the factor 1 is none.
+        ("deepseek_v3", {"rope_type": None, "rotary_scaling_factor": 1.0}, []),
+        (
+            "deepseek_v3",
+            {"rope_type": None, "rotary_scaling_factor": 40.0},
+            ['model.rope.scaling is "yarn" there, "none" here'],
+        ),
+        (
+            "deepseek_v3 stretched",
+            {"rotary_scaling_factor": 20.0, "mscale_all_dim": 0.707},
+            [
+                "model.rope.factor is 20.0 there, 40.0 here",
+                "model.rope.mscale_all_dim is 0.707 there, 1.0 here",
+            ],
+        ),
+        (
+            "llama stretched",
+            {"use_rope_scaling": False},
+            ['model.rope.scaling is "none" there, "llama3" here'],
+        ),
+        ("llama stretched", {"rope_scaling_factor": 8.0}, ["model.rope.factor is 8.0 there, 32.0 here"]),
+        ("llama", {"use_rope_scaling": True}, ['model.rope.scaling is "llama3" there, "none" here']),
+        ("llama", {"rotary_percent": 0.5}, ["model.rope.fraction is 0.5 there, 1.0 here"]),
+        (
+            "llama",
+            {"rotary_interleaved": True},
+            ['model.family is "rotary_interleaved=True" there, "llama" here'],
+        ),
+        ("llama", {"swiglu": False}, ['model.family is "swiglu=False" there, "llama" here']),
+        # Megatron-LM's defaults of what a dense model does not have, and settings of training.
+        ("llama", {"moe_router_topk": 2, "moe_router_score_function": "softmax", "hidden_dropout": 0.1}, []),
+        (
+            "gpt_oss",
+            {"yarn_beta_fast": 8.0, "window_size": (15, 0)},
+            ["model.sliding_window is 16 there, 8 here", "model.rope.beta_fast is 8.0 there, 32.0 here"],
+        ),
+        ("gpt_oss", {"position_embedding_type": "rope"}, ['model.rope.scaling is "none" there, "yarn" here']),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_model_are_told(name: str, args: dict[str, Any], told: list[str]) -> None:
+    model = VARIANTS[name]
+    changes = args_changes(vars(model_args(model)) | args, model)
+    assert list(map(str, changes)) == told
+
+
+def test_the_arguments_of_a_checkpoint_are_read_without_its_objects(tmp_path: Path) -> None:
+    args = Namespace(rotary_base=10_000, backend=AttnBackend.auto, window_size=(3, 0), data_path=["1.0"])
+    torch.save({"args": args, "iteration": 7}, tmp_path / "common.pt")
+    assert read_args(tmp_path) == {"rotary_base": 10_000, "window_size": (3, 0), "data_path": ["1.0"]}
+    torch.save({"iteration": 7}, tmp_path / "common.pt")
+    assert read_args(tmp_path) == {}
+    (tmp_path / "common.pt").unlink()
+    assert read_args(tmp_path) == {}

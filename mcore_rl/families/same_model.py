@@ -1,0 +1,83 @@
+"""Whether two configs are of one model: the settings by which the same weights would compute something else."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mcore_rl.config.changes import ConfigChange, as_recorded, leaves
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import family_of
+from mcore_rl.families.family import Family
+
+TRAINING_ONLY = (
+    *("attention_dropout", "hidden_dropout", "init_std", "vocab_multiple", "max_position"),
+    *("head", "mtp_layers", "mtp_loss_coeff"),
+    *("moe.balance", "moe.aux_loss_coeff", "moe.expert_bias_rate", "moe.z_loss_coeff"),
+    *("moe.capacity_factor", "moe.dispatcher"),
+)
+"""Settings that do not change what the same weights compute, or that the names of the tensors show."""
+YARN_ONLY = ("original_length", "truncate", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Settings of `model.rope` that only YaRN reads."""
+
+
+def model_changes(before: Mapping[str, Any], now: ModelConfig) -> list[ConfigChange]:
+    """Return the settings by which the weights of one model would compute something else in another.
+
+    Left out are settings of training and those that are not in use in one of the two.
+
+    Args:
+        before: The model that the weights were made for, as `model_dump(mode="json")` returns it; an earlier version
+            may have written it.
+        now: The model that they would be used in.
+    """
+    recorded = as_recorded(before, ModelConfig, "model.")
+    # One that a later version wrote may have other fields: what both have is compared.
+    there = dict(leaves(recorded, "model."))
+    family = family_of(now)
+    here = _in_use(now, family)
+    if isinstance(recorded, ModelConfig):
+        there = _in_use(recorded, family)
+    if now.head == "score":  # without an output layer
+        here.pop("model.tied_embeddings")
+    return [
+        ConfigChange(key=key, before=there[key], now=value)
+        for key, value in here.items()
+        if key in there and there[key] != value
+    ]
+
+
+def _in_use(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the settings that decide what the model computes, by key, with the values that `auto` stands for."""
+    moe = model.moe
+    each = moe.ffn_hidden_size if moe.shared_ffn_hidden_size == "auto" else moe.shared_ffn_hidden_size
+    switches = {"qkv_bias": family.has_qkv_bias(model), "qk_norm": family.has_qk_norm(model)}
+    settings = dict(leaves(model, "model.")) | {
+        f"model.{name}": "on" if is_on else "off" for name, is_on in switches.items()
+    }
+    settings["model.moe.shared_ffn_hidden_size"] = each
+    if (moe.num_groups or 1) == 1:
+        settings["model.moe.num_groups"] = None
+    if model.rope.factor == 1:
+        settings["model.rope.scaling"] = "none"
+    unused = {f"model.{name}" for name in (*TRAINING_ONLY, *_unused(model, family))}
+    return {
+        key: value
+        for key, value in settings.items()
+        if not any(key == name or key.startswith(f"{name}.") for name in unused)
+    }
+
+
+def _unused(model: ModelConfig, family: Family) -> Iterator[str]:
+    """Yield the settings and sections that a model does not read."""
+    yield from ("head_dim", "num_kv_heads") if family.is_latent else ("mla",)
+    if not model.is_moe:
+        yield from (f"moe.{name}" for name in type(model.moe).model_fields if name != "num_experts")
+    elif all(model.moe_layers):
+        yield "ffn_hidden_size"
+    if not model.moe.shared_experts:
+        yield "moe.shared_ffn_hidden_size"
+    if (model.moe.num_groups or 1) == 1:
+        yield "moe.top_groups"
+    if model.rope.scaling != "yarn":
+        yield from (f"rope.{name}" for name in YARN_ONLY)
+    if model.rope.scaling == "none":
+        yield "rope.factor"
