@@ -29,13 +29,13 @@ def model_changes(before: Mapping[str, Any], now: ModelConfig) -> list[ConfigCha
             may have written it.
         now: The model that they would be used in.
     """
-    recorded = as_recorded(before, ModelConfig, "model.")
-    # One that a later version wrote may have other fields: what both have is compared.
-    there = dict(leaves(recorded, "model."))
-    family = family_of(now)
+    recorded, family = as_recorded(before, ModelConfig, "model."), family_of(now)
     here = _in_use(now, family)
     if isinstance(recorded, ModelConfig):
         there = _in_use(recorded, family)
+    else:  # of a later version: the settings that both have are compared as they are written
+        plain = dict(leaves(now, "model."))
+        there, here = dict(leaves(recorded, "model.")), {key: plain[key] for key in here}
     if now.head == "score":  # without an output layer
         here.pop("model.tied_embeddings")
     return [
