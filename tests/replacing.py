@@ -47,7 +47,7 @@ class Case:
 
     @property
     def final(self) -> str:
-        """What the command gives a name."""
+        """The path that the conversion gives its output."""
         steps = {"import": "/iter_0000000", "relayout": "/iter_0000000", "export": ""}
         return os.path.normpath(self.output + steps[self.kind])
 

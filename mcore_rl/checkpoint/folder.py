@@ -144,7 +144,7 @@ def publish(written: Path, final: Path) -> None:
 
 
 def name_latest(final: Path) -> None:
-    """Make LATEST name the newest checkpoint beside a converted one, which may be an older one."""
+    """Make LATEST name the newest checkpoint in the folder of a converted checkpoint, which may be older."""
     latest = final.parent / LATEST
     named = latest.read_bytes().strip() if latest.is_file() else b"0"
     if named.isdigit():  # else another program's word, such as Megatron-LM's `release`

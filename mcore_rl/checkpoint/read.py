@@ -73,7 +73,7 @@ class StoredCheckpoint:
     parts: Mapping[str, Sequence[FileRange]]
     """Parts of each tensor and object, by key."""
     args: Mapping[str, Any]
-    """Arguments of Megatron-LM's command line that it has written into it; none beside a marker."""
+    """Arguments of Megatron-LM's command line in its checkpoints; empty where there is a marker."""
     verify_checksums: bool
     """Whether `read` compares tensors with their checksums before it reads them."""
 

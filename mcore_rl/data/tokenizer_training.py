@@ -22,7 +22,7 @@ LONGEST_LINE_BYTES = 1 << 20
 """Lines longer than this are cut: sentencepiece would leave them out."""
 SAMPLE_SEED = 0
 MANIFEST_ENDING = ".manifest.json"
-"""Ending of the file beside a tokenizer that says who wrote it: only such a tokenizer is replaced."""
+"""Ending of a tokenizer's manifest, without which it is not replaced."""
 AGAIN = "Make room (or give write access) there, or give another output, and run again."
 TOO_LARGE = re.compile(r"too high \(\d+\)\. Please set it to a value <= (\d+)")
 TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
@@ -108,7 +108,7 @@ def _foreign_manifest(path: Path) -> str | None:
 
 
 def _recorded(manifest: Path) -> object:
-    """Return the CRC-32 of the tokenizer of a manifest; None: there is none."""
+    """Return the CRC-32 in a tokenizer's manifest; None where the file is no such manifest."""
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
         return content["crc32"] if content["kind"] == "tokenizer" else None

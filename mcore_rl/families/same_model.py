@@ -1,4 +1,4 @@
-"""Whether two configs are of one model: the settings by which the same weights would compute something else."""
+"""Settings by which the same weights compute something else: whether two configs describe the same model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -87,18 +87,18 @@ def model_of(name: str) -> ModelConfig:
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3 yarn", "gpt_oss", "llama llama3"]
 )
-def test_a_setting_is_told_exactly_where_it_changes_what_the_weights_compute(name: str) -> None:
+def test_a_setting_is_reported_exactly_where_it_changes_what_the_weights_compute(name: str) -> None:
     seen = run_ranks(compared, 1, model_of(name))[0]
     assert {key for key, _, _ in seen} >= {"norm_eps", "rope.theta", "init_std"}
-    assert [(key, value) for key, value, differs in seen if differs and not told(name, key, value)] == []
-    needless = {key for key, value, _ in seen if told(name, key, value)} - {
+    assert [(key, value) for key, value, differs in seen if differs and not reported(name, key, value)] == []
+    needless = {key for key, value, _ in seen if reported(name, key, value)} - {
         key for key, _, differs in seen if differs
     }
     # YaRN's range of wavelengths is rounded, or limited: on the 4 of these heads most of its ends are the same.
     assert needless <= {f"rope.{end}" for end in ("original_length", "beta_fast", "beta_slow", "truncate")}
 
 
-def told(name: str, key: str, value: Any) -> bool:
+def reported(name: str, key: str, value: Any) -> bool:
     """Whether the comparison names this setting, and no other."""
     model = model_of(name)
     changes = model_changes(model.model_dump(mode="json"), with_setting(model, key, value))

@@ -93,7 +93,7 @@ def test_the_arguments_of_a_model_are_of_no_other_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "told"),
+    ("name", "args", "reported"),
     [
         ("qwen3_moe", {"rotary_base": 10_000_000}, ["model.rope.theta is 10000000.0 there, 10000.0 here"]),
         ("qwen3_moe", {"norm_epsilon": 1e-5}, ["model.norm_eps is 1e-05 there, 1e-06 here"]),
@@ -160,10 +160,12 @@ def test_the_arguments_of_a_model_are_of_no_other_model(name: str) -> None:
     ],
     ids=str,
 )
-def test_arguments_of_another_model_are_told(name: str, args: dict[str, Any], told: list[str]) -> None:
+def test_arguments_of_another_model_are_reported(
+    name: str, args: dict[str, Any], reported: list[str]
+) -> None:
     model = VARIANTS[name]
     changes = args_changes(vars(model_args(model)) | args, model)
-    assert list(map(str, changes)) == told
+    assert list(map(str, changes)) == reported
 
 
 def test_the_arguments_of_a_checkpoint_are_read_without_its_objects(tmp_path: Path) -> None:

@@ -40,6 +40,6 @@ def test_what_a_model_does_not_read_makes_no_other_one_of_it() -> None:
     stretched = dense.model_copy(
         update={"rope": RopeConfig(scaling="yarn", factor=8.0, original_length=64, mscale=2.0)}
     )
-    # The factor alone would not be refused: what a model does not read is told by what it reads instead.
+    # The factor alone would not be refused: the setting that says what is read differs, and is reported.
     changes = model_changes(stretched.model_dump(mode="json"), dense)
     assert [str(change) for change in changes] == ['model.rope.scaling is "yarn" there, "none" here']
