@@ -43,12 +43,6 @@ def replay_violations(
             f"model.moe.num_experts={model.moe.num_experts} with replay: a route is stored in 16 bits with a sign. "
             'Set replay.kind="none".'
         )
-    if replay.on_disagreement == "live" and (replay.kind != "r3" or replay.missing != "live"):
-        yield (
-            f'replay.on_disagreement="live" with replay.kind="{replay.kind}" and replay.missing="{replay.missing}": '
-            "tokens whose routes of the engine are wrong lose them, and are routed live among others with R3's. Set "
-            'replay.kind="r3" and replay.missing="live", or replay.on_disagreement="error".'
-        )
     if replay.kind == "r3":
         yield from _rollout(replay, model, engine_gives_routes)
     elif replay.missing == "live":
@@ -82,8 +76,3 @@ def _unused(replay: ReplayConfig, model: ModelConfig) -> Iterator[str]:
         yield "replay.split_interval with a model without experts: no token is routed. Set it to none."
     if replay.missing == "live":
         yield 'replay.missing="live" has no effect with replay.kind="none". Set replay.missing="error".'
-    if replay.on_disagreement == "live":
-        yield (
-            'replay.on_disagreement="live" with replay.kind="none": no routes are imposed that tokens could lose. Set '
-            'it to "error" or "warn".'
-        )

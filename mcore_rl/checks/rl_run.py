@@ -40,7 +40,6 @@ def check_rl(config: RlRunConfig, world_size: int) -> None:
             *_intervals(config),
             *_critic(config),
             *_stores(config),
-            *_disagreement(config),
             *_texts(config, world_size),
             *_model(config),
         ]
@@ -127,14 +126,6 @@ def _stores(config: RlRunConfig) -> Iterator[str]:
                 f'{field}="{store}" with {section}.offload_fraction={optim.offload_fraction:g}, whose state is in main '
                 "memory all the time. Set one of them to its default."
             )
-
-
-def _disagreement(config: RlRunConfig) -> Iterator[str]:
-    if config.replay.on_disagreement == "live" and config.rl.update.old_logprobs == "rollout":
-        yield (
-            'replay.on_disagreement="live" with rl.update.old_logprobs="rollout": there is no pass with the weights of '
-            'the rollout in which its routes could be compared. Set rl.update.old_logprobs="trainer".'
-        )
 
 
 def _critic(config: RlRunConfig) -> Iterator[str]:

@@ -39,12 +39,9 @@ class ReplayConfig(Section):
     otherwise (`rollout_routes/...`); r3 always does so."""
     max_disagreement: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None = "auto"
     """Largest share of the tokens of a layer for which the engine's experts and the trainer's, chosen with the same
-    weights, have none in common: rounding moves single experts, wrong or stale routes all of them. `auto`: three times
-    the first share that was measured in this layer, at least 0.01, and 0.1 for the first; `none`: no limit."""
-    on_disagreement: Literal["error", "warn", "live"] = "error"
-    """Above `max_disagreement` the run ends, or the log warns; `live`: tokens whose experts of the engine and of the
-    trainer have none in common in some layer, or mostly differ, lose their routes, and the pass for old logprobs is
-    made again with them routed live; so are, at once, tokens that repeat the routes of the token before."""
+    weights, have none in common: rounding moves single experts, wrong or stale routes all of them. Above it the run
+    ends. `auto`: three times the first share that was measured in this layer, at least 0.01, and 0.1 for the first;
+    `none`: no limit."""
     split_interval: PositiveInt | None = None
     """Rollout batches between two that measure how much of a mismatch is due to routing, by two more passes over a
     minibatch for each mismatch: of the engine with the trainer, where the engine's routes are here, and of the old

@@ -23,11 +23,6 @@ class LayerAccount:
     recomputed: int
     """Tokens whose routes it took once more in recomputation."""
 
-    @property
-    def left_over(self) -> int:
-        """Number of tokens whose routes no router took."""
-        return self.expected - self.consumed
-
 
 @dataclass(frozen=True, slots=True)
 class RouteAccounts:

@@ -132,20 +132,6 @@ class RoutingCache:
         cached = self._samples.get((version, sample))
         return torch.arange(num_tokens) if cached is None else cached.missing_n
 
-    def leave_out(self, version: int, sample: int, position_n: Tensor, checksum_l: Tensor) -> None:
-        """Take the routes from some tokens of a sample, which are routed live from then on.
-
-        Args:
-            version: policy version.
-            sample: the sample.
-            position_n: positions that are here; other ranks leave theirs out.
-            checksum_l: checksum of the routes of all these tokens of the sample, on all ranks.
-        """
-        cached = self._samples[version, sample]
-        assert cached.checksum_l is not None
-        cached.missing_n = torch.cat([cached.missing_n, position_n]).unique()
-        cached.checksum_l = cached.checksum_l - checksum_l
-
     def locate(self, version: int, tokens: LocalTokens) -> RouteLocations:
         """Find the routes of a microbatch's local tokens."""
         if not self.layers:

@@ -60,6 +60,5 @@ class DisagreementLimit:
         return (
             "the rollout engine's routes have no expert in common with those that the trainer chooses with the same "
             f"weights: {'; '.join(above)}. They are probably not the routes of these tokens, or the engine has other "
-            "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit, "
-            'replay.on_disagreement="warn" goes on, and "live" routes such tokens live.'
+            "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit."
         )

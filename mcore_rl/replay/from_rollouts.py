@@ -63,8 +63,6 @@ def cache_rollout_routes(
     generated: Mapping[int, RolloutRoutes],
     layouts: Sequence[MicrobatchLayout],
     mesh: Mesh,
-    *,
-    leaves_repeated_out: bool = False,
 ) -> list[Metric]:
     """Collective over the world: cache what a pass over `layouts` needs of all ranks' `generated` routes.
 
@@ -79,8 +77,6 @@ def cache_rollout_routes(
             without routes is left out. Some tokens of a sample may have none (rows of -1).
         layouts: this rank's microbatches.
         mesh: the mesh that trains.
-        leaves_repeated_out: whether tokens with the routes of the token before, in all layers of the model and although
-            their ids differ, are left without routes.
 
     Returns:
         The share of tokens whose routes are those of the token before, equal on all ranks.
@@ -92,10 +88,7 @@ def cache_rollout_routes(
     of_rank = sorted(generated)[mesh.tp.rank :: mesh.tp.size]
     share = {sample: generated[sample] for sample in of_rank}
     refuse_anywhere(list(_problems(cache, share)), RoutingError)
-    repeated = _repeated_tokens(generated, mesh, cache.device)
-    repeated_fraction = _repeated_fraction(repeated, share, mesh, cache.device)
-    if leaves_repeated_out:
-        generated = _without_repeated(generated, repeated)
+    repeated_fraction = _repeated_fraction(share, mesh, cache.device)
     # A sample of which no token has routes is like one that came without them.
     has_routes = {sample: routes.has_routes_T for sample, routes in generated.items()}
     generated = {sample: routes for sample, routes in generated.items() if bool(has_routes[sample].any())}
@@ -208,28 +201,16 @@ def _batch_of(generated: Mapping[int, RolloutRoutes], samples: Sequence[int]) ->
     )
 
 
-def _repeated_tokens(
-    generated: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device
-) -> dict[int, Tensor]:
-    """Collective over the pipeline stages: return for each sample whether each token has another id than the one
-    before it, and its routes in all layers of the model, bool `[T]`; false for the first.
+def _repeated_fraction(share: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device) -> Metric:
+    """Collective over the world: return how many tokens have another id than the one before them, and its routes in all
+    layers of the model.
     """
-    samples = sorted(generated)
-    masks = [_is_repeated(batch) for batch in _batches(generated)]
+    masks = [_is_repeated(batch) for batch in _batches(share)]
     is_repeated_n = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(torch.uint8).to(device)
     # A stage may have been given its own layers only, and a route is repeated when all layers are.
     dist.all_reduce(is_repeated_n, op=dist.ReduceOp.MIN, group=mesh.pp.group)
-    of_samples = is_repeated_n.bool().cpu().split([len(generated[sample].tokens_T) for sample in samples])
-    return dict(zip(samples, of_samples, strict=True))
-
-
-def _repeated_fraction(
-    repeated: Mapping[int, Tensor], share: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device
-) -> Metric:
-    """Collective over the world: return how many tokens have the routes of the token before, though another id."""
-    num_repeated = sum(int(repeated[sample].sum()) for sample in share)
     num_tokens = sum(int((one.tokens_T[1:] != one.tokens_T[:-1]).sum()) for one in share.values())
-    counts_2 = torch.tensor([num_repeated, num_tokens], device=device)
+    counts_2 = torch.tensor([int(is_repeated_n.sum()), num_tokens], device=device)
     dist.all_reduce(counts_2, group=mesh.world.group)
     num_repeated, num_tokens = counts_2.tolist()
     return Metric("rollout_routes/repeated_fraction", num_repeated, max(1, num_tokens))
@@ -246,20 +227,6 @@ def _is_repeated(batch: RouteBatch) -> Tensor:
         is_repeated_n &= batch.has_routes_n
         is_repeated_n[1:] &= (batch.experts_nLK[1:] == batch.experts_nLK[:-1]).flatten(1).all(1)
     return is_repeated_n
-
-
-def _without_repeated(
-    generated: Mapping[int, RolloutRoutes], repeated: Mapping[int, Tensor]
-) -> dict[int, RolloutRoutes]:
-    """Return the routes without tokens that repeat those of the token before."""
-    kept = {}
-    for sample, routes in generated.items():
-        if repeated[sample].any():
-            experts_TLK = routes.experts_TLK.to(torch.int16, copy=True)
-            experts_TLK[repeated[sample]] = -1
-            routes = RolloutRoutes(routes.tokens_T, experts_TLK, routes.group)
-        kept[sample] = routes
-    return kept
 
 
 def _has_duplicates(experts_TLK: Tensor) -> Tensor:

@@ -100,22 +100,11 @@ class RouterShift:
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self._num_taken = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the scores on this rank."""
-        return self._storage.num_bytes
-
     def forget(self) -> None:
         """Forget the scores of the rollout batch, and free their memory."""
         for block in self._blocks.values():
             self._storage.drop(block)
         self._blocks.clear()
-
-    def forget_pass(self, layouts: Sequence[MicrobatchLayout]) -> None:
-        """Forget the scores of these microbatches, whose pass for old logprobs is made again."""
-        samples = {_samples(layout) for layout in layouts}
-        for key in [key for key in self._blocks if key[0] in samples]:
-            self._storage.drop(self._blocks.pop(key))
 
     @contextmanager
     def recording(self, layouts: Sequence[MicrobatchLayout], routing: Routing) -> Iterator[Routing]:

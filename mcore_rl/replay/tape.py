@@ -56,9 +56,6 @@ class TapeMicrobatch:
     """The part of the dropped choices in them; None: nothing is dropped."""
     is_changed_t: Tensor | None = None
     """Mask of the tokens whose choice changed in a chunk that has run."""
-    disagreement_2t: Tensor | None = None
-    """Layers of the chunks that have run in which a token's live and cached choices have no expert in common, and
-    choices that differ, int32; None: not needed."""
     recorded_tlK: Tensor | None = None
     """Codes recorded in the chunks that have run."""
     num_chunks: int = 0
@@ -91,8 +88,6 @@ class RoutingTape:
         cache: RoutingCache,
         version: int,
         against: RoutingCache | None = None,
-        *,
-        may_leave_out: bool = False,
     ) -> None:
         """Collective over the world: prepare a pass.
 
@@ -103,7 +98,6 @@ class RoutingTape:
             cache: what is recorded into or imposed from.
             version: policy version that the routes belong to.
             against: another cache that a recording pass is compared with.
-            may_leave_out: whether `leave_out_disagreeing` may follow the pass, which imposes.
 
         Raises:
             RoutingError: on all ranks, when the chunks and a cache have different layers.
@@ -111,7 +105,6 @@ class RoutingTape:
         """
         self._mesh, self._cache, self._version = mesh, cache, version
         self._compared_cache = against or cache
-        self._may_leave_out = may_leave_out
         self._routers = {chunk: ChunkRouters(chunk) for chunk in chunks}
         self._columns, self.layers = _columns(self._routers)
         refuse_anywhere(
@@ -235,65 +228,6 @@ class RoutingTape:
         self.totals = totals
         return totals.metrics(name, self._cache.top_k, compares=self._compares)
 
-    def leave_out_disagreeing(self) -> int:
-        """Collective over the world, after `finish`: take the routes from tokens that are unlike the live choice.
-
-        These are tokens of the weights in training whose imposed and live choices had no expert in common in a layer,
-        or differed in most slots of all layers. The pass has proved that the routes here are those of the record; so
-        what is left of its checksums is that of the other tokens.
-
-        Returns:
-            Tokens that lost their routes, in the world.
-        """
-        assert self._is_finished and self._mode == "impose" and self._may_leave_out
-        mesh, groups = self._mesh, self._mesh.groups
-        counts = [self._disagreement(one) for one in self._microbatches]
-        counts_2T = torch.cat([torch.zeros(2, 0, dtype=torch.int32, device=self._device), *counts], 1)
-        # A token may disagree in the layers of another pipeline stage, and must be live in all of them.
-        dist.all_reduce(counts_2T, group=mesh.pp.group)
-        if not mesh.sequence_parallel:
-            # The tensor-parallel ranks have the same tokens: none may take a decision of its own.
-            dist.all_reduce(counts_2T, op=dist.ReduceOp.MAX, group=mesh.tp.group)
-        num_choices = self._cache.top_k * len(self._cache.model_layers)
-        is_left_out_T = (counts_2T[0] > 0) | (2 * counts_2T[1] > num_choices)
-        is_left_out = is_left_out_T.split([len(one.sample_index_t) for one in self._microbatches])
-        samples = [sample for one in self._microbatches for sample in one.tokens.samples]
-        sums = [self._checksums_of(*pair) for pair in zip(self._microbatches, is_left_out, strict=True)]
-        sums_Nl = torch.cat([torch.zeros(0, len(self.layers), dtype=torch.int64, device=self._device), *sums])
-        dist.all_reduce(sums_Nl, group=groups.tp_cp if mesh.sequence_parallel else groups.cp)
-        checksums = dict(zip(samples, sums_Nl.cpu(), strict=True))
-        num_left_out = 0
-        for one, is_left_out_t in zip(self._microbatches, is_left_out, strict=True):
-            left_n = is_left_out_t.cpu().nonzero()[:, 0]
-            num_left_out += len(left_n)
-            index_n, position_n = one.tokens.sample_index_t[left_n], one.tokens.position_t[left_n]
-            for index, sample in enumerate(one.tokens.samples):
-                if self._cache.checksum_of(self._version, sample) is not None:
-                    here_n = position_n[index_n == index]
-                    self._cache.leave_out(self._version, sample, here_n, checksums[sample])
-        counts_once = mesh.is_last_stage and (mesh.sequence_parallel or mesh.tp.rank == 0)
-        total = torch.tensor(num_left_out if counts_once else 0, device=self._device)
-        dist.all_reduce(total, group=mesh.world.group)
-        return int(total)
-
-    def _disagreement(self, microbatch: TapeMicrobatch) -> Tensor:
-        if microbatch.disagreement_2t is not None:
-            return microbatch.disagreement_2t
-        return torch.zeros(2, len(microbatch.sample_index_t), dtype=torch.int32, device=self._device)
-
-    def _checksums_of(self, microbatch: TapeMicrobatch, is_chosen_t: Tensor) -> Tensor:
-        """Return the checksums `[N, l]` of some of a microbatch's tokens on this rank."""
-        if microbatch.token_hashes_t is None or not self.layers:
-            return torch.zeros_like(self._code_checksums(microbatch))
-        codes_tlK = self._cache.read(microbatch.locations, self._device)
-        return route_checksums(
-            codes_tlK.transpose(0, 1),
-            self._expert_hashes_lE,
-            microbatch.token_hashes_t * is_chosen_t,
-            microbatch.sample_index_t,
-            len(microbatch.tokens.samples),
-        )
-
     def _prepared(self, tokens: LocalTokens) -> TapeMicrobatch:
         locations = self._compared_cache.locate(self._version, tokens)
         return TapeMicrobatch(
@@ -344,10 +278,9 @@ class RoutingTape:
             yield
         microbatch.num_chunks += 1
         # Where routes are imposed, the witness's checksums are enough, except for drops, which it cannot observe.
-        needs_checksums = self._mode != "impose" or self._has_drops
-        if (needs_checksums or self._may_leave_out) and microbatch.token_hashes_t is None:
-            microbatch.token_hashes_t = self._token_hashes(microbatch, in_chunk)
-        if needs_checksums:
+        if self._mode != "impose" or self._has_drops:
+            if microbatch.token_hashes_t is None:
+                microbatch.token_hashes_t = self._token_hashes(microbatch, in_chunk)
             self._add_checksums(chunk, microbatch, in_chunk)
         self._add_changes(chunk, microbatch, in_chunk)
         # The backward pass needs `imposed_ltK` only.
@@ -424,12 +357,8 @@ class RoutingTape:
         changed_Klt = changed_choices(live_ltK, cached_ltK, microbatch.has_routes_t)
         gates_Klt = live_gates(scores_ltK, live_ltK, routers.routers)
         moved_l = (gates_Klt * changed_Klt).sum((0, 2))
-        is_disjoint_lt = changed_Klt.all(0) & microbatch.is_current_t
-        changes_3l = [changed_Klt.sum((0, 2)), moved_l, is_disjoint_lt.sum(1)]
-        if self._may_leave_out:
-            num_changed_t = changed_Klt.sum((0, 1)) * microbatch.is_current_t
-            here_2t = torch.stack([is_disjoint_lt.sum(0), num_changed_t]).int()
-            microbatch.disagreement_2t = self._disagreement(microbatch) + here_2t
+        disjoint_l = (changed_Klt.all(0) & microbatch.is_current_t).sum(1)
+        changes_3l = [changed_Klt.sum((0, 2)), moved_l, disjoint_l]
         self._changes_l3[self._columns[chunk]] += torch.stack(changes_3l, 1)
         here_t = changed_Klt.flatten(0, 1).any(0)
         before_t = microbatch.is_changed_t

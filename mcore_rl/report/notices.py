@@ -17,7 +17,7 @@ COUNTERS = {
     "train/skipped_steps": "steps were skipped because their gradient was not finite",
     "reward/errors": "scores failed; reward_failures.jsonl has the first of each kind",
     "reward/unscored_completions": "completions had no reward and were left out of their group and the loss",
-    "routes/unknown_tokens": "tokens were routed live because the engine returned no routes for them, or wrong ones",
+    "routes/unknown_tokens": "tokens were routed live because the engine returned no routes for them",
     "rollout_routes/unknown_tokens": "tokens have no routes of the engine to compare with",
 }
 """Metrics that should stay 0. The first counts since the run's start, the others since the record before."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from mcore_rl.backend.cpu.kernels import CpuKernels
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
-from mcore_rl.errors import RoutingError
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Head, Routing, run_pass
@@ -47,8 +46,6 @@ tokens, and the fast ones are for round numbers, there and on a GPU."""
 FINE_LENGTH_MULTIPLE = 8
 """The same where a CPU multiplies without oneDNN, and nothing is compiled: what is padding there costs time alone."""
 
-MAX_OLD_PASSES = 4
-"""Most passes for old logprobs over one minibatch (replay.on_disagreement="live")."""
 RoutedPass = Callable[[Sequence[PolicyMicrobatch]], AbstractContextManager[Routing]]
 """Opens the routing of one pass over these microbatches: a method of `PolicyRoutes`."""
 
@@ -153,27 +150,14 @@ class Learner:
                 one.with_numbers("old_logprobs_T", [each.rollout_logprobs_T for each in one.microbatches])
                 for one in minibatches
             ]
+        is_imposed = self.config.replay.kind == "r3"
         num_on_policy = 1 if self._first_is_on_policy else 0
         on_policy = [replace(one, is_on_policy=True) for one in minibatches[:num_on_policy]]
         with self.state.timers.phase("old_logprobs"):
-            return on_policy + [self._with_old_pass(one) for one in minibatches[num_on_policy:]]
-
-    def _with_old_pass(self, minibatch: Minibatch) -> Minibatch:
-        """Return the minibatch with old logprobs, of a pass in which the rollout engine's routes agree with the
-        policy's own choice as far as they have to.
-        """
-        is_imposed = self.config.replay.kind == "r3"
-        for _ in range(MAX_OLD_PASSES):
-            found = self._with_pass(
-                minibatch, "old_logprobs_T", self.routes.old_policy, is_imposed=is_imposed
-            )
-            if not self.routes.must_repeat(minibatch.microbatches):
-                return found
-        raise RoutingError(
-            f"{MAX_OLD_PASSES} passes for old logprobs have each found tokens whose routes of the rollout engine are "
-            "above replay.max_disagreement, and routed them live: the engine has other weights, or none of its routes "
-            "are right. Look at rollout_routes/* in the report."
-        )
+            return on_policy + [
+                self._with_pass(one, "old_logprobs_T", self.routes.old_policy, is_imposed=is_imposed)
+                for one in minibatches[num_on_policy:]
+            ]
 
     @torch.no_grad()
     def logprobs(self, minibatch: Minibatch, routed: RoutedPass, *, is_imposed: bool) -> list[Tensor]:
@@ -409,7 +393,6 @@ class Learner:
             and not kl_needs_them
             and not (self.teachers is not None and self.config.rl.distill.use == "advantage")
             and not (reference_replays and replay.kind == "r2")
-            and replay.on_disagreement != "live"
         )
 
     def _proving(self, *, is_imposed: bool) -> AbstractContextManager[None]:

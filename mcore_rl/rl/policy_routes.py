@@ -24,9 +24,6 @@ from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.types import Completion, Prompt
 from mcore_rl.train.state import TrainState
 
-OF_THE_LAST_PASS = ("rollout_routes/unknown_tokens", "rollout_routes/live_fraction")
-"""Metrics of the last of several passes for old logprobs over the same microbatches."""
-
 
 class PolicyRoutes:
     """Routing of the passes over rollout batches; in a dense model every pass routes freely.
@@ -57,9 +54,6 @@ class PolicyRoutes:
         self._metrics: list[Metric] = []
         # One list, which the limit fills and each checkpoint saves.
         self._limit = DisagreementLimit(config.replay, state.progress.disagreement_limits)
-        self._warning: str | None = None
-        self._num_left_out = 0
-        self._is_repeated = False
         self._version = 0
         self._recorded: RoutingCache | None = None
         self._from_rollout: RoutingCache | None = None
@@ -109,12 +103,7 @@ class PolicyRoutes:
         layouts = [layout_of(microbatch) for microbatch in microbatches]
         with self._state.timers.phase("routes"):
             self._metrics += cache_rollout_routes(
-                self._from_rollout,
-                self._version,
-                generated,
-                layouts,
-                self._state.mesh,
-                leaves_repeated_out=self._replay.on_disagreement == "live",
+                self._from_rollout, self._version, generated, layouts, self._state.mesh
             )
 
     @contextmanager
@@ -156,16 +145,6 @@ class PolicyRoutes:
                 yield mixed
             else:
                 yield routing
-
-    def must_repeat(self, microbatches: Sequence[PolicyMicrobatch]) -> bool:
-        """Return whether tokens have lost their routes in the last pass for old logprobs, over these microbatches: it
-        has to be made again, with them routed live (`replay.on_disagreement="live"`).
-        """
-        self._is_repeated = self._num_left_out > 0
-        if self._is_repeated and self._shift is not None:
-            self._shift.forget_pass([layout_of(microbatch) for microbatch in microbatches])
-        self._num_left_out = 0
-        return self._is_repeated
 
     @property
     def next_router_shift(self) -> Callable[[], Tensor] | None:
@@ -242,11 +221,6 @@ class PolicyRoutes:
         metrics, self._metrics = self._metrics, []
         return metrics
 
-    def take_warning(self) -> str | None:
-        """Return what is wrong with the engine's routes since the last call."""
-        warning, self._warning = self._warning, None
-        return warning
-
     def close(self) -> None:
         """Forget all routes, and delete their files."""
         for cache in (self._recorded, self._from_rollout, self._live, self._mixed):
@@ -277,33 +251,22 @@ class PolicyRoutes:
             yield free_routing
             return
         state, phase = self._state, self._state.timers.phase
-        may_leave_out = (
-            name == "rollout_routes" and self._replay.kind == "r3" and self._replay.on_disagreement == "live"
-        )
         with phase("routes"):
             of_engine = self.has_engine_routes and self._from_rollout in (cache, against)
             layouts = [layout_of(microbatch, of_engine=of_engine) for microbatch in microbatches]
-            tape = RoutingTape(
-                state.chunks, state.mesh, layouts, cache, self._version, against, may_leave_out=may_leave_out
-            )
+            tape = RoutingTape(state.chunks, state.mesh, layouts, cache, self._version, against)
         with tape:
             with phase("routes"):
                 routing = start(tape)
             yield routing
             with phase("routes"):
                 metrics = tape.finish(name or "routes")
-        if name == "rollout_routes" and tape.totals is not None:
+        if name == "rollout_routes":
+            assert tape.totals is not None
             problem = self._limit.problem(tape.totals)
-            if problem and may_leave_out:
-                self._num_left_out = tape.leave_out_disagreeing()
-                problem += f" {self._num_left_out} tokens have lost their routes and are routed live."
-            self._warning = self._warning or problem
-            if problem and self._replay.on_disagreement == "error":
+            # The sums are equal on all ranks, so that all of them raise.
+            if problem is not None:
                 raise RoutingError(f"Rollout batch at step {self._version}: {problem}")
-        if may_leave_out:
-            # Of passes that are made again, the first measures what the engine gave, the last what was routed live.
-            is_last, is_first = not self._num_left_out, not self._is_repeated
-            metrics = [one for one in metrics if (is_last if one.name in OF_THE_LAST_PASS else is_first)]
         self._metrics += metrics if name else []
 
 

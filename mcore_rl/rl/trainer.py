@@ -108,8 +108,6 @@ class RlTrainer(Trainer):
                 if report is not None:
                     metrics += self._update_metrics(minibatch, report, update_s)
                 metrics += learner.routes.take_metrics()
-                if warning := learner.routes.take_warning():
-                    self.log.message(f"warning: {warning}", step=progress.step)
                 if index == len(updates) - 1:
                     if splits:
                         with self.state.timers.phase("split"):

@@ -184,11 +184,9 @@ class Run:
     microbatches: list[LocalMicrobatch]
     names: list[Tensor]
 
-    def tape(self, **options: Any) -> RoutingTape:
+    def tape(self) -> RoutingTape:
         """Return a new tape for one pass."""
-        return RoutingTape(
-            self.state.chunks, self.state.mesh, self.layouts, self.cache, self.version, **options
-        )
+        return RoutingTape(self.state.chunks, self.state.mesh, self.layouts, self.cache, self.version)
 
     def losses(self, kept: Sequence[dict[str, Tensor]]) -> dict[int, float]:
         """Return the loss of each trained token on this rank, by name."""

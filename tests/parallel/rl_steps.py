@@ -181,23 +181,6 @@ def begin(
     return rollout, routes, learner, learner.with_old_logprobs(minibatches)
 
 
-def disagreeing(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, Any]:
-    """On a rank: what a rollout with an engine's random routes, and its first update, report with
-    replay.on_disagreement="live".
-    """
-    rollout, routes, learner, minibatches = begin(config, initial, folder)
-    before, warning = routes.take_metrics(), routes.take_warning()
-    report = learner.update(minibatches[0], learner.advantages(rollout, minibatches))
-    assert report is not None
-    return {
-        "names": [metric.name for metric in before],
-        "before": reduced(before),
-        "warning": warning,
-        "update": reduced(routes.take_metrics()),
-        "sums": replaced(report.sums),
-    }
-
-
 def expert_biases(config: RlRunConfig, initial: Tensors, folder: Path) -> list[Any]:
     """On a rank: the pieces of the biases on the choice of experts after the two updates of a rollout."""
     rollout, _, learner, minibatches = begin(config, initial, folder)

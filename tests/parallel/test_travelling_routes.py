@@ -39,8 +39,8 @@ def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
     ((by_hand,),) = run_ranks(replay_oracle.replayed_by_hand, 1, model, weights, ("packed",), left_out)
     oracle = together([by_hand | {"metrics": {}, "error": "", "accounts": []}])
     assert oracle.losses != pytest.approx(reference.losses, rel=1e-5)
-    repeated, num_compared = repeated_by_hand(reference.recorded, MODELS["qwen3_moe"].vocab_size)
-    assert len(repeated[travelling.REPEATED_IN_ALL]) >= 5
+    num_repeated, num_compared = repeated_by_hand(reference.recorded, MODELS["qwen3_moe"].vocab_size)
+    assert num_repeated >= 5
     for index, mesh in enumerate(MESHES.values()):
         found = [rank[index] for rank in ranks]
         assert_same_training(together(found), reference)
@@ -49,34 +49,26 @@ def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
         assert_same_training(with_gaps, oracle)
         assert with_gaps.metrics["routes/live_fraction"] == (len(left_out), sum(travelling.LENGTHS))
         assert with_gaps.metrics["routes/compared_tokens"][0] == sum(travelling.LENGTHS) - len(left_out)
-        # Tokens with other tokens' experts lose them: then nothing is imposed but what these weights choose.
-        losses = {name: x for rank in found for name, x in rank["disagreeing"]["losses"].items()}
-        assert losses == pytest.approx(reference.free, rel=1e-5)
-        assert {rank["disagreeing"]["num"] for rank in found} == {8}
-        assert {rank["disagreeing"]["live"] for rank in found} == {(8, sum(travelling.LENGTHS))}
-        for fraction, without_routes in (rank["repeated"] for rank in found):
-            assert fraction == pytest.approx(sum(map(len, repeated.values())) / num_compared, abs=1e-12)
-            assert without_routes == {n: repeated[n] for n in without_routes}
         for rank_outcome in found:
+            assert rank_outcome["repeated"] == pytest.approx(num_repeated / num_compared, abs=1e-12)
             expected, sent = rank_outcome["moved"]
             assert sent == expected and (sent > 0 or mesh.dp == 1), (sent, expected)
             assert rank_outcome["cached_bytes"][0] == rank_outcome["cached_bytes"][1]
             assert rank_outcome["other_traffic"] == {}
 
 
-def repeated_by_hand(recorded: travelling.Recorded, vocab_size: int) -> tuple[dict[int, list[int]], int]:
-    """Return the positions of each sample whose token has the routes, in all layers, of the token before it and another
-    id, and the number of tokens with another id than the one before.
+def repeated_by_hand(recorded: travelling.Recorded, vocab_size: int) -> tuple[int, int]:
+    """Return the number of tokens with the routes, in all layers, of the token before and another id, and the number of
+    tokens with another id than the one before.
     """
-    repeated: dict[int, list[int]] = {}
-    num_compared = 0
+    num_repeated = num_compared = 0
     for sample in range(len(travelling.LENGTHS)):
         routes = travelling.with_rows_repeated(sample, travelling.as_rollout(sample, recorded, vocab_size))
         ids, experts = routes.tokens_T.tolist(), routes.experts_TLK.tolist()
         new = [n for n in range(1, len(ids)) if ids[n] != ids[n - 1]]
-        repeated[sample] = [n for n in new if experts[n] == experts[n - 1]]
+        num_repeated += sum(experts[n] == experts[n - 1] for n in new)
         num_compared += len(new)
-    return repeated, num_compared
+    return num_repeated, num_compared
 
 
 def test_routes_replay_in_other_rows_and_under_other_meshes() -> None:

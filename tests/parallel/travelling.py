@@ -74,14 +74,6 @@ def with_rows_left_out(sample: int, routes: RolloutRoutes) -> RolloutRoutes:
     return RolloutRoutes(routes.tokens_T, experts_TLK)
 
 
-def with_rows_of_others(sample: int, routes: RolloutRoutes, num_experts: int) -> RolloutRoutes:
-    """Return the routes with other experts at the last four tokens of two samples."""
-    experts_TLK = routes.experts_TLK.clone()
-    if sample in (2, 5):
-        experts_TLK[-4:] = (experts_TLK[-4:] + 3) % num_experts
-    return RolloutRoutes(routes.tokens_T, experts_TLK)
-
-
 REPEATED_IN_ALL, REPEATED_IN_TWO = 4, 1
 """Samples of which an engine returned one token's routes for the five that follow: in all layers, in the first two."""
 
@@ -178,30 +170,17 @@ def one_rollout(
     cache_rollout_routes(run.cache, run.version, with_gaps, run.layouts, mesh)
     left_out = replayed(run, None)
     copy_in(run.state.chunks, weights)
-    stale = {n: with_rows_of_others(n, routes, model.moe.num_experts) for n, routes in generated.items()}
-    cache_rollout_routes(run.cache, run.version, stale, run.layouts, mesh)
-    with run.tape(may_leave_out=True) as tape:
-        run.evaluate(tape.impose())
-        tape.finish()
-    num_left_out = tape.leave_out_disagreeing()
-    with run.tape() as tape:
-        losses = run.evaluate(tape.impose())
-        live = {metric.name: (metric.value, metric.count) for metric in tape.finish()}["routes/live_fraction"]
     # A stage is given its own layers, as by the native engine; one of them has none.
     columns = [run.cache.model_layers.index(layer) for layer in run.cache.layers]
     own = {
         n: RolloutRoutes(routes.tokens_T, with_rows_repeated(n, routes).experts_TLK[:, columns])
         for n, routes in generated.items()
     }
-    (metric,) = cache_rollout_routes(run.cache, run.version, own, run.layouts, mesh, leaves_repeated_out=True)
-    without_routes = {
-        n: run.cache.sample(run.version, n).missing_n.tolist() for n in run.cache.samples(run.version)
-    }
+    (metric,) = cache_rollout_routes(run.cache, run.version, own, run.layouts, mesh)
     destroy_mesh()
     return outcome | {
         "left_out": left_out,
-        "disagreeing": {"num": num_left_out, "live": live, "losses": losses},
-        "repeated": (metric.value / metric.count, without_routes if columns else {}),
+        "repeated": metric.value / metric.count,
         "moved": received.tolist(),
         "other_traffic": traffic.sent,
         "cached_bytes": cached_bytes,

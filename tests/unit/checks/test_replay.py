@@ -36,14 +36,6 @@ def test_a_run_without_replay_needs_no_experts() -> None:
             {},
             "tokens without routes have no part by layer",
         ),
-        (
-            ReplayConfig(kind="r3", on_disagreement="live"),
-            MOE,
-            {},
-            'Set replay.kind="r3" and replay.missing="live"',
-        ),
-        (ReplayConfig(kind="r2", on_disagreement="live"), MOE, {}, 'with replay.kind="r2" and'),
-        (ReplayConfig(on_disagreement="live"), MOE, {}, "no routes are imposed that tokens could lose"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(replay, model, arguments, named) -> None:  # type: ignore[no-untyped-def]

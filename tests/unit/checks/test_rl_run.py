@@ -49,13 +49,6 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
             ["model.moe.capacity_factor=1.5", "replay.kind=r2", "rl.update.old_logprobs=rollout"],
             'Set old_logprobs="trainer"',
         ),
-        (
-            [
-                *("replay.kind=r3", "replay.missing=live", "replay.on_disagreement=live"),
-                "rl.update.old_logprobs=rollout",
-            ],
-            'no pass with the weights of the rollout in .* Set rl.update.old_logprobs="trainer"',
-        ),
         (["rl.eval.samples=4"], "are all the same"),
         (["rl.eval.temperature=1e-300"], "is below 1e-06"),
         (

@@ -490,45 +490,6 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
         assert metrics["routes/compared_tokens"] == sum(LENGTHS) - LENGTHS[3]
 
 
-def test_tokens_whose_routes_disagree_lose_them_and_no_others() -> None:
-    """Nine tokens with the routes of other tokens and layers: routed live they, and all that follows them, are as in a
-    pass without replay, on the bit.
-    """
-    replay = ReplayConfig(kind="r3", missing="live", on_disagreement="live")
-    case = Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=replay)
-    with on_one_rank(case, QWEN) as made:
-        free = recorded(made)
-        generated = rollouts(made)
-        made.cache.close()
-        for sample in (2, 5):
-            experts_TLK = generated[sample].experts_TLK
-            experts_TLK[-6 + sample // 2 :] = (experts_TLK[-6 + sample // 2 :] + 3) % 8
-        cache_rollout_routes(made.cache, VERSION, generated, made.layouts, made.state.mesh)
-        with made.tape(may_leave_out=True) as tape:
-            assert made.evaluate(tape.impose()) != free
-            tape.finish()
-        assert tape.leave_out_disagreeing() == 9
-        missing = {
-            n: made.cache.missing_positions(VERSION, n, length).tolist() for n, length in enumerate(LENGTHS)
-        }
-        assert missing.pop(2) == [*range(LENGTHS[2] - 5, LENGTHS[2])]
-        assert missing.pop(5) == [*range(LENGTHS[5] - 4, LENGTHS[5])]
-        assert not any(missing.values())
-        with made.tape() as tape:
-            assert made.evaluate(tape.impose()) == free
-            metrics = reduced(tape.finish())
-        assert metrics["routes/changed_fraction"] == 0 and metrics["routes/live_fraction"] == 9 / sum(LENGTHS)
-
-
-def test_repeated_routes_are_left_out_where_they_may_be(run: Run) -> None:
-    recorded(run)
-    generated = rollouts(run)
-    generated[4].experts_TLK[3:8] = generated[4].experts_TLK[2]
-    cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh, leaves_repeated_out=True)
-    missing = [run.cache.missing_positions(VERSION, n, length).tolist() for n, length in enumerate(LENGTHS)]
-    assert missing == [[], [], [], [], [3, 4, 5, 6, 7], [], [], []]
-
-
 @pytest.mark.parametrize("replay", [{}, {"store": "file", "encoding": "sets"}])
 def test_completions_of_a_group_share_the_rows_of_their_prompt(replay: Any, tmp_path: Path) -> None:
     """Three samples begin alike, two of them with the same routes: rows are kept once, and each is read right."""

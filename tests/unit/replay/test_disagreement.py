@@ -38,7 +38,7 @@ def test_a_first_pass_above_the_limit_sets_no_limit_for_those_that_follow() -> N
 
 
 def test_a_run_that_resumes_has_the_limits_that_it_had() -> None:
-    """Else a resume would let one token in ten disagree once more, and with `live` route other tokens live."""
+    """Else a resume would let one token in ten disagree once more."""
     measured_L: list[float] = []
     config = ReplayConfig(kind="r3")
     for share in (20.0, 60.0):
