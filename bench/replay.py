@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from bench.clock import Clock, Peaks, circumstances, circumstances_line, contention, write_results
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.replay import ReplayConfig, RouteEncoding
+from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.model.inputs import LocalMicrobatch, localize
@@ -367,22 +367,16 @@ def big_shape() -> dict[str, Any]:
     scores = torch.rand(BIG_TOKENS // 16, BIG_LAYERS, BIG_EXPERTS)
     codes = scores.topk(BIG_TOP_K).indices.to(torch.uint8).repeat(16, 1, 1)
     order = torch.randperm(BIG_TOKENS)
-    rows: dict[str, Any] = {}
-    encodings: tuple[RouteEncoding, ...] = ("bytes", "bits", "sets")
-    for name in encodings:
-        codec, blocks = (
-            RouteCodec(BIG_EXPERTS, BIG_LAYERS, BIG_TOP_K, name),
-            RouteStorage("device", None, None, device),
-        )
-        store, read = Clock(), Clock()
-        for _ in range(5):
-            with store:
-                number = blocks.add(codec.encode(codes[order]))
-            with read:
-                codec.decode(blocks.read(number, order, device))
-            held = blocks.num_bytes
-            blocks.drop(number)
-        rows[name] = _times(held, store, read)
+    codec, blocks = RouteCodec(BIG_EXPERTS, BIG_LAYERS, BIG_TOP_K), RouteStorage("device", device)
+    store, read = Clock(), Clock()
+    for _ in range(5):
+        with store:
+            number = blocks.add(codec.encode(codes[order]))
+        with read:
+            codec.decode(blocks.read(number, order, device))
+        held = blocks.num_bytes
+        blocks.drop(number)
+    rows = {"bytes": _times(held, store, read)}
     wide, store, read = codes.long(), Clock(), Clock()
     for _ in range(5):
         with store:

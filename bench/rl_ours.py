@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -95,9 +94,9 @@ def main() -> None:
             platform,
             FailureReport(run.log.message, run.folder.path),
         ) as rollouts,
-        closing(PolicyRoutes(run.state, config, run.folder.path / "routes")) as routes,
     ):
         rollouts.engine.update_weights(0)
+        routes = PolicyRoutes(run.state, config)
         vocab_size = prompts.tokenizer.vocab_size
         learner = Learner(run.state, config, load_reference(config, run), routes, vocab_size=vocab_size)
         trainer = InTurns(run, config, rollouts, learner, prompts.held_out)

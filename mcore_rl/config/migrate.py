@@ -18,7 +18,6 @@ from mcore_rl.files import disk_errors_explained, with_ending, write_atomically
 RENAMED_FIELDS: dict[str, str] = {
     "checkpoint.check_bytes": "checkpoint.verify_checksums",
     "data.row_length": "data.seq_length",
-    "replay.bit_pack": "replay.encoding",
     "rl.loss.mismatch": "rl.loss.importance_sampling",
     "rl.loss.mismatch_high": "rl.loss.importance_sampling_high",
     "rl.loss.mismatch_low": "rl.loss.importance_sampling_low",
@@ -58,7 +57,6 @@ CHANGED_VALUES: dict[str, tuple[Any, Any]] = {
     "paths.scratch": ("", "none"),
     "pretrain.config": ("", "none"),
     "pretrain.time": ("", "none"),
-    "replay.budget_gib": (0, "none"),
     "rl.config": ("", "none"),
     "rl.loss.aggregation": ("paper", "auto"),
     "rl.loss.aggregation_norm_tokens": (0, "auto"),
@@ -93,9 +91,6 @@ CHANGED_VALUES: dict[str, tuple[Any, Any]] = {
     "train.ramp_start": (0, "none"),
 }
 """Dotted name of a field, as it is today -> a value that it had in earlier versions, and that value today."""
-
-SWITCHES: dict[str, dict[bool, str]] = {"replay.encoding": {False: "bytes", True: "bits"}}
-"""Dotted name of a field, as it is today, that was a switch in earlier versions -> its values for off and on."""
 
 BACKUP = ".bak"
 HEADER = re.compile(r"\s*\[([\w.-]+)\]\s*(?:#.*)?$")
@@ -198,8 +193,6 @@ def _value_today(key: str, value: Any) -> Any:
         # Studies and pipelines hold overrides as texts.
         items = [_override_today(item) if isinstance(item, str) else item for item in value]
         return value if items == value else items
-    if isinstance(value, bool) and key in SWITCHES:
-        return SWITCHES[key][value]
     old, new = CHANGED_VALUES.get(key, (value, value))
     is_old = value == old and isinstance(value, bool) == isinstance(old, bool)  # False == 0 in Python
     return new if is_old else value

@@ -4,10 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from mcore_rl.config.section import Gibibytes, Section
+from mcore_rl.config.section import Section
 
 ReplayKind = Literal["none", "r2", "r3"]
-RouteEncoding = Literal["bytes", "bits", "sets"]
 
 
 class ReplayConfig(Section):
@@ -26,14 +25,10 @@ class ReplayConfig(Section):
     """Routes of the reference policy: its router's own choice (`live`), or those imposed on the policy (`replay`)."""
     missing: Literal["error", "live"] = "error"
     """For r3, where the engine left out the routes of a token (a preempted request, a turn of a conversation, tokens
-    from a server's cache): end the run, or route that token live, in every pass, and count it
-    (`routes/live_fraction`). The routes of all other tokens are imposed."""
-    store: Literal["device", "pinned", "file"] = "device"
-    """Memory in which routes wait for their pass: beside the model, page-locked main memory, or a file without a
-    name in the run's folder, of which a killed run leaves nothing."""
-    budget_gib: Gibibytes | None = None
-    """GiB of routes that each rank keeps in `store`; further ones go to the next slower one (device, pinned, file);
-    `none`: no limit."""
+    from a server's cache): have a server generate the completion again, of another engine end the run; or route that
+    token live, in every pass, and count it (`routes/live_fraction`). The routes of all other tokens are imposed."""
+    store: Literal["device", "pinned"] = "device"
+    """Memory in which routes wait for their pass: beside the model, or page-locked main memory."""
     observe_rollout: bool = False
     """Ask the engine for its routes although they are not imposed, and report how many the trainer would have chosen
     otherwise (`rollout_routes/...`); r3 always does so."""
@@ -50,8 +45,3 @@ class ReplayConfig(Section):
     """With `split_interval`, groups of neighbouring layers for which the part that is due to routing is measured apart,
     by one more pass for each group but the last; as many as there are layers: each of them; `none`: no part of a layer
     is measured."""
-    encoding: RouteEncoding = "bytes"
-    """How routes are stored and sent: whole bytes (1 an expert up to 256 experts, 2 above); the bits that an index
-    needs (128 experts: 7); or the rank of each token's set of experts among all such sets (8 of 128: 41 bits), which
-    does not keep their order: gates that are normalised over the chosen experts may differ in the last bit. Smaller
-    ones are slower to read."""

@@ -1,7 +1,7 @@
 """A forecast, in closed form, of the disk that a run takes, so that a full one is known before hours are spent.
 
-It counts checkpoints (weights, and with optimizer state three fp32 numbers for each weight), the samples of RL that
-people read, and routes that replay keeps in files. Metrics, logs and the tables of experts are small beside them.
+It counts checkpoints (weights, and with optimizer state three fp32 numbers for each weight) and the samples of RL that
+people read. Metrics, logs and the tables of experts are small beside them.
 """
 
 import shutil
@@ -12,7 +12,6 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.memory import GIB, models_on_ranks
-from mcore_rl.plan.routes import routes_of_rank
 from mcore_rl.plan.weights import FP32_BYTES, Weights, weights_by_stage
 
 STATE_BYTES = 12
@@ -31,20 +30,17 @@ class Disk:
     """Largest number of checkpoints at one time: the kept ones, and the one that is being written."""
     samples: int
     """Bytes of all files of samples; 0 without RL."""
-    routes: int
-    """Bytes of the routes of one rollout batch, where replay may keep them in files."""
 
     @property
     def total(self) -> int:
         """Bytes of everything."""
-        return self.checkpoint * self.num_checkpoints + self.samples + self.routes
+        return self.checkpoint * self.num_checkpoints + self.samples
 
     def describe(self) -> str:
         """Return the total and its parts, for messages."""
         text = f"{_gib(self.total)} ({self.num_checkpoints} checkpoints of {_gib(self.checkpoint)}"
-        for name, size in (("samples", self.samples), ("routes", self.routes)):
-            if size:
-                text += f", {name} {_gib(size)}"
+        if self.samples:
+            text += f", samples {_gib(self.samples)}"
         return f"{text})"
 
 
@@ -60,7 +56,6 @@ def disk_of(config: RunConfig) -> Disk:
         checkpoint=weights.total * (element + STATE_BYTES) + weights.fp32_buffers * FP32_BYTES,
         num_checkpoints=saves if keep == "all" else min(saves, keep + 1),
         samples=_samples(config) if isinstance(config, RlRunConfig) else 0,
-        routes=_routes(config) if isinstance(config, RlRunConfig) else 0,
     )
 
 
@@ -87,18 +82,6 @@ def _samples(config: RlRunConfig) -> int:
         return 0
     rollouts = -(-config.train.steps // config.updates_per_rollout)
     return -(-rollouts // interval) * config.rollout_size * config.longest_sample * TEXT_BYTES
-
-
-def _routes(config: RlRunConfig) -> int:
-    """Return the bytes in files; with a budget, whose memory depends on the number of ranks, as if it were empty."""
-    replay = config.replay
-    if replay.store != "file" and replay.budget_gib is None:
-        return 0
-    in_files = config.model_copy(update={"replay": replay.model_copy(update={"store": "file"})})
-    mesh = config.mesh
-    # The ranks of one replica that hold different routes: stages, and parts of a sequence.
-    parts = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
-    return parts * sum(routes_of_rank(in_files, mesh.model_parallel, stage).file for stage in range(mesh.pp))
 
 
 def _gib(size: int) -> str:

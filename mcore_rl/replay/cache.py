@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from mcore_rl.replay.exchange import NO_POSITIONS, NeededPositions, OfferedRoute
 from mcore_rl.replay.layouts import LocalTokens, MicrobatchLayout, local_tokens
 from mcore_rl.replay.storage import RouteStorage
 
-GIB = 2**30
 CPU = torch.device("cpu")
 
 
@@ -67,26 +65,23 @@ class RoutingCache:
         chunks: Sequence[nn.Module],
         model: ModelConfig,
         config: ReplayConfig,
-        folder: Path | None = None,
     ) -> None:
         """Create an empty cache for the layers of `chunks`.
 
         Args:
             chunks: this rank's pipeline chunks.
             model: the whole model.
-            config: where and how routes are stored.
-            folder: a folder of this rank alone, for `store="file"` and for what exceeds the budget.
+            config: where routes are stored, and whether an engine may leave some out.
         """
         self.layers = routed_layers(chunks)
         self.model_layers = tuple(layer for layer, is_routed in enumerate(model.moe_layers) if is_routed)
         self.num_experts, self.top_k = model.moe.num_experts, model.moe.top_k
         self.num_codes = self.num_experts * (2 if model.moe.capacity_factor else 1)
-        self.codec = RouteCodec(self.num_codes, len(self.layers), self.top_k, config.encoding)
+        self.codec = RouteCodec(self.num_codes, len(self.layers), self.top_k)
         self.dtype = self.codec.dtype
         self._may_miss = config.missing == "live"
         self.device = next(chunks[0].parameters()).device
-        budget_bytes = None if config.budget_gib is None else int(config.budget_gib * GIB)
-        self._storage = RouteStorage(config.store, budget_bytes, folder, self.device)
+        self._storage = RouteStorage(config.store, self.device)
         self._samples: dict[tuple[int, int], CachedSample] = {}
 
     @property
@@ -193,15 +188,10 @@ class RoutingCache:
         return self.codec.decode(self._storage.read(cached.block, cached.first + index_n, device))
 
     def drop(self, version: int) -> None:
-        """Forget all samples of a policy version, and delete their files."""
+        """Forget all samples of a policy version."""
         dropped = [key for key in self._samples if key[0] == version]
         for block in {self._samples.pop(key).block for key in dropped}:
             self._storage.drop(block)
-
-    def close(self) -> None:
-        """Forget all samples, and delete all files."""
-        for version in {version for version, _ in self._samples}:
-            self.drop(version)
 
     def add_mixed(
         self, version: int, sample: int, below: "RoutingCache", above: "RoutingCache", layer: int

@@ -11,7 +11,6 @@ routes are imposed in either makes no difference to what is compared.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.parallel.schedule import Routing
-from mcore_rl.replay.cache import GIB
 from mcore_rl.replay.layouts import MicrobatchLayout
 from mcore_rl.replay.storage import RouteStorage
 from mcore_rl.replay.witness import OnCall, RouterWatch
@@ -72,7 +70,6 @@ class RouterShift:
         mesh: Mesh,
         model: ModelConfig,
         config: ReplayConfig,
-        folder: Path | None,
     ) -> None:
         """Prepare an empty record.
 
@@ -80,15 +77,13 @@ class RouterShift:
             chunks: this rank's pipeline chunks.
             mesh: the mesh that trains.
             model: the whole model.
-            config: where scores are stored: where routes are, with a budget of the same size.
-            folder: a folder of this rank alone, for scores in a file.
+            config: where scores are stored: where routes are.
         """
         self._chunks, self._mesh = list(chunks), mesh
         self._layers = {chunk: routed_layers([chunk]) for chunk in chunks}
         self._num_layers, self._top_k = sum(model.moe_layers), model.moe.top_k
         self._device = next(chunks[0].parameters()).device
-        budget_bytes = None if config.budget_gib is None else int(config.budget_gib * GIB)
-        self._storage = RouteStorage(config.store, budget_bytes, folder, self._device)
+        self._storage = RouteStorage(config.store, self._device)
         self._blocks: dict[tuple[Samples, int], int] = {}
         """Storage block by microbatch and index of the chunk."""
         self._calls: dict[int, tuple[Tensor, Tensor]] = {}

@@ -115,7 +115,7 @@ class Critic:
         return self._routes.update(microbatches, is_old_policy=False)
 
 
-def critic_routes(state: TrainState, config: RlRunConfig, folder: Path) -> PolicyRoutes | None:
+def critic_routes(state: TrainState, config: RlRunConfig) -> PolicyRoutes | None:
     """Return the routes of the critic `state` for rl.critic.replay="r2"; None: they are not replayed.
 
     Its pass for values has the part that the pass for old logprobs has for the policy.
@@ -130,7 +130,7 @@ def critic_routes(state: TrainState, config: RlRunConfig, folder: Path) -> Polic
         # Router-shift ratios are of the policy's loss.
         "rl": config.rl.model_copy(update={"update": update, "loss": LossConfig()}),
     }
-    return PolicyRoutes(state, config.model_copy(update=changes), folder)
+    return PolicyRoutes(state, config.model_copy(update=changes))
 
 
 @torch.no_grad()

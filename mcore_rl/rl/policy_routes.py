@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +45,8 @@ class PolicyRoutes:
     Every method is collective over the world.
     """
 
-    def __init__(self, state: TrainState, config: RlRunConfig, folder: Path) -> None:
-        """Create empty caches; `folder` is of this rank alone, for routes that are stored in files."""
+    def __init__(self, state: TrainState, config: RlRunConfig) -> None:
+        """Create empty caches."""
         self._state, self._replay = state, config.replay
         # Sampled logprobs save the pass for old logprobs, and with it the record that updates are compared with.
         self._is_recorded = config.rl.update.old_logprobs == "trainer"
@@ -63,20 +62,15 @@ class PolicyRoutes:
         self._mixed: RoutingCache | None = None
         if config.model.is_moe:
             unfuse_routers(state.chunks)
-            self._recorded = RoutingCache(state.chunks, config.model, config.replay, folder / "recorded")
+            self._recorded = RoutingCache(state.chunks, config.model, config.replay)
             if config.wants_engine_routes:
-                self._from_rollout = RoutingCache(
-                    state.chunks, config.model, config.replay, folder / "rollout"
-                )
+                self._from_rollout = RoutingCache(state.chunks, config.model, config.replay)
             if config.replay.split_layers is not None:
                 self._live, self._mixed = (
-                    RoutingCache(state.chunks, config.model, config.replay, folder / name)
-                    for name in ("live", "mixed")
+                    RoutingCache(state.chunks, config.model, config.replay) for _ in range(2)
                 )
             if config.rl.loss.uses_router_shift:
-                self._shift = RouterShift(
-                    state.chunks, state.mesh, config.model, config.replay, folder / "scores"
-                )
+                self._shift = RouterShift(state.chunks, state.mesh, config.model, config.replay)
 
     def begin(self, rollout: Rollout, microbatches: Sequence[PolicyMicrobatch]) -> None:
         """Forget the rollout batch before, and fetch the engine's routes of this one from the ranks that generated it.
@@ -220,14 +214,6 @@ class PolicyRoutes:
         """Return the metrics of the passes since the last call."""
         metrics, self._metrics = self._metrics, []
         return metrics
-
-    def close(self) -> None:
-        """Forget all routes, and delete their files."""
-        for cache in (self._recorded, self._from_rollout, self._live, self._mixed):
-            if cache is not None:
-                cache.close()
-        if self._shift is not None:
-            self._shift.forget()
 
     @contextmanager
     def _taped(

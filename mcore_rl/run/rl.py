@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,23 +92,21 @@ def train(config: RlRunConfig) -> None:
                     run.log.message(line)
             if isinstance(rollouts.engine, MegatronEngine) and platform.device.type == "cuda":
                 run.log.message(rollouts.engine.describe())
-            # Ranks of one machine share its disk: each has a folder of its own.
-            folder = run.folder.path / "routes" / str(platform.rank)
-            with closing(PolicyRoutes(run.state, config, folder)) as routes:
-                reference, vocab_size = load_reference(config, run), prompts.tokenizer.vocab_size
-                critic = stack.enter_context(open_critic(config, run, folder / "critic"))
-                teachers = load_teachers(config, run, teacher_sources)
-                learner = Learner(
-                    run.state,
-                    config,
-                    reference,
-                    routes,
-                    critic,
-                    vocab_size=vocab_size,
-                    teachers=teachers,
-                    texts=load_texts(config, run, text_source),
-                )
-                RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
+            routes = PolicyRoutes(run.state, config)
+            reference, vocab_size = load_reference(config, run), prompts.tokenizer.vocab_size
+            critic = make_critic(config, run)
+            teachers = load_teachers(config, run, teacher_sources)
+            learner = Learner(
+                run.state,
+                config,
+                reference,
+                routes,
+                critic,
+                vocab_size=vocab_size,
+                teachers=teachers,
+                texts=load_texts(config, run, text_source),
+            )
+            RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
     platforms.stop()
 
 
@@ -348,23 +346,17 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
     return Teachers(teachers)
 
 
-@contextmanager
-def open_critic(config: RlRunConfig, run: Run, folder: Path) -> Iterator[Critic | None]:
-    """Collective over the world: yield the critic of the run, at step 0 with the weights of rl.critic.load or those of
-    the policy, later with those of the checkpoint; None without one. On leaving, its routes in `folder` are deleted.
+def make_critic(config: RlRunConfig, run: Run) -> Critic | None:
+    """Collective over the world: return the critic of the run, at step 0 with the weights of rl.critic.load or those of
+    the policy, later with those of the checkpoint; None without one.
     """
     state = run.state.critic
     if state is None:
-        yield None
-        return
-    with ExitStack() as stack:
-        routes = critic_routes(state, config, folder)
-        if routes is not None:
-            stack.enter_context(closing(routes))
-        critic = Critic(state, config, routes)
-        if run.state.progress.step == 0:
-            run.log.message(critic.begin(run.state.chunks))
-        yield critic
+        return None
+    critic = Critic(state, config, critic_routes(state, config))
+    if run.state.progress.step == 0:
+        run.log.message(critic.begin(run.state.chunks))
+    return critic
 
 
 if __name__ == "__main__":

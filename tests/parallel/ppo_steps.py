@@ -74,8 +74,8 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
         for one, tensors in ((state, policy), (trained, values)):
             copy_in(one.chunks, tensors)
             one.optimizer.reload_model_params()
-    routes = PolicyRoutes(state, config, folder / str(mesh.world.rank))
-    critic = Critic(trained, config, critic_routes(trained, config, folder / f"critic{mesh.world.rank}"))
+    routes = PolicyRoutes(state, config)
+    critic = Critic(trained, config, critic_routes(trained, config))
     teachers = None
     if config.rl.distill.paths:
         copy_in(state.chunks, other)

@@ -32,8 +32,6 @@ MESHES = {
 REPLAY = {
     "r3": ReplayConfig(kind="r3"),
     "r3_left_out": ReplayConfig(kind="r3", missing="live"),
-    "bits": ReplayConfig(kind="r2", store="file", encoding="bits"),
-    "sets": ReplayConfig(kind="r2", encoding="sets"),
 }
 FAULTS_AT_ONCE = 24
 TOLERANCE = 1e-6
@@ -68,7 +66,7 @@ def outcome_of(mesh: str, scenario: str, mutant: Mutant | None, work: Work) -> d
             if scenario.startswith("rl_"):
                 found |= rl_numbers(work, mesh, scenario, Path(folder))
             else:
-                found |= replayed_numbers(work, mesh, scenario, Path(folder))
+                found |= replayed_numbers(work, mesh, scenario)
         except RoutingError as error:
             found["error"] = str(error)
         except Exception as error:  # noqa: BLE001  # whatever a fault ends in is its outcome
@@ -85,13 +83,13 @@ def rl_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict[str, 
     return {"numbers": [report[name] for report in reports for name in sorted(report)]}
 
 
-def replayed_numbers(work: Work, mesh: str, scenario: str, folder: Path) -> dict[str, Any]:
+def replayed_numbers(work: Work, mesh: str, scenario: str) -> dict[str, Any]:
     """Record with some weights or take an engine's routes; impose them on others with full recomputation."""
     model = model_of(mesh, **({"capacity_factor": 1.0} if scenario == "drops" else {}))
     replay = REPLAY.get(scenario, ReplayConfig(kind="r2"))
     layouts = ("padded",) if scenario == "padded" else ("packed",)
     case = Case(model="", mesh=MESHES[mesh], recompute="full", layouts=layouts, replay=replay)
-    (run,) = opened(case, model, folder / f"rank{torch.distributed.get_rank()}")
+    (run,) = opened(case, model)
     if scenario in ("r3", "r3_left_out"):
         take_routes(run, leaves_out=scenario == "r3_left_out")
     else:

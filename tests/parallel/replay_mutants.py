@@ -12,9 +12,7 @@ from typing import Literal
 
 import mcore_rl
 
-Scenario = Literal[
-    "r2", "padded", "drops", "bits", "sets", "r3", "r3_left_out", "rl_r2", "rl_r3", "rl_replayed_reference"
-]
+Scenario = Literal["r2", "padded", "drops", "r3", "r3_left_out", "rl_r2", "rl_r3", "rl_replayed_reference"]
 EVERYWHERE = ("one", "tp2-ep2")
 SHARDED = ("tp2-ep2",)
 
@@ -334,48 +332,17 @@ MUTANTS: tuple[Mutant, ...] = (
         scenario="r3",
     ),
     Mutant(
-        name="a bit too few for a code",
+        name="the codes of the layers in reverse",
         file=CODEC,
-        old="return max(1, (self.num_codes - 1).bit_length())",
-        new="return max(1, (self.num_codes - 1).bit_length() - 1)",
-        scenario="bits",
-        in_short=True,
+        old=".view(self.dtype).view(shape)",
+        new=".view(self.dtype).view(shape).flip(1)",
     ),
     Mutant(
-        name="the lowest bit of a code lost",
-        file=CODEC,
-        old="& ((1 << self.bits) - 1)",
-        new="& ((1 << self.bits) - 2)",
-        scenario="bits",
-    ),
-    Mutant(
-        name="words read at the beginning of a byte",
-        file=CODEC,
-        old="(words_nm >> (first_m % 8))",
-        new="words_nm",
-        scenario="sets",
-    ),
-    Mutant(
-        name="the largest code's part of a rank stays",
-        file=CODEC,
-        old="rest_nl = rest_nl - below_nl",
-        new="rest_nl = (rest_nl - below_nl // 2).clamp_min(0)",
-        scenario="sets",
-        in_short=True,
-    ),
-    Mutant(
-        name="a file's rows in reverse",
+        name="a block's rows in reverse",
         file=STORAGE,
-        old="rest = bytes_nw.cpu().contiguous()",
-        new="rest = bytes_nw.cpu().flip(0).contiguous()",
-        scenario="bits",
-    ),
-    Mutant(
-        name="every block read where a file begins",
-        file=STORAGE,
-        old="offset = stored.offset + int(rising_n[first])",
-        new="offset = 0 + int(rising_n[first])",
-        scenario="bits",
+        old="block_nw[to_device(rows_n, block_nw.device)]",
+        new="block_nw.flip(0)[to_device(rows_n, block_nw.device)]",
+        in_short=True,
     ),
     # R3: exchange and reader.
     Mutant(

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -259,11 +258,11 @@ def as_holding(routes: SavedRoutes) -> OfferedRoutes:
     )
 
 
-def opened(case: Case, model: ModelConfig, folder: Path | None = None) -> list[Run]:
+def opened(case: Case, model: ModelConfig) -> list[Run]:
     """Build a new model on this rank, and a batch of each layout; no routes are cached."""
     config = config_of(model, case.mesh, case.platform)
     state = set_up(config, start(config.platform))
-    cache = RoutingCache(state.chunks, model, case.replay, folder)
+    cache = RoutingCache(state.chunks, model, case.replay)
     return [batch_of(state, cache, layout == "packed") for layout in case.layouts]
 
 

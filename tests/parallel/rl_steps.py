@@ -145,7 +145,7 @@ def updates(
             )
         copy_in(state.chunks, initial)
         state.optimizer.reload_model_params()
-        routes = PolicyRoutes(state, varied, folder / f"{number}-{mesh.world.rank}")
+        routes = PolicyRoutes(state, varied)
         learner = Learner(state, varied, reference, routes, vocab_size=config.model.vocab_size)
         rollout = rollout_of(varied, mesh.dp_cp.rank, mesh.dp_cp.size)
         minibatches = learner.minibatches(rollout)
@@ -166,14 +166,12 @@ def updates(
     return found
 
 
-def begin(
-    config: RlRunConfig, initial: Tensors, folder: Path
-) -> tuple[Rollout, PolicyRoutes, Learner, list[Minibatch]]:
+def begin(config: RlRunConfig, initial: Tensors) -> tuple[Rollout, PolicyRoutes, Learner, list[Minibatch]]:
     """On a rank: a rollout, its routes, and the minibatches of a learner with weights `initial`, with old logprobs."""
     state = set_up(config, start(config.platform))
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
-    routes = PolicyRoutes(state, config, folder / str(state.mesh.world.rank))
+    routes = PolicyRoutes(state, config)
     learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
@@ -181,20 +179,20 @@ def begin(
     return rollout, routes, learner, learner.with_old_logprobs(minibatches)
 
 
-def expert_biases(config: RlRunConfig, initial: Tensors, folder: Path) -> list[Any]:
+def expert_biases(config: RlRunConfig, initial: Tensors) -> list[Any]:
     """On a rank: the pieces of the biases on the choice of experts after the two updates of a rollout."""
-    rollout, _, learner, minibatches = begin(config, initial, folder)
+    rollout, _, learner, minibatches = begin(config, initial)
     advantages = learner.advantages(rollout, minibatches)
     for minibatch in minibatches:
         learner.update(minibatch, advantages)
     return [piece for piece in owned(learner.state) if piece[0].endswith("expert_bias")]
 
 
-def routing_splits(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, float]:
+def routing_splits(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
     """On a rank: the split of both mismatches of the first of two minibatches, and what its updates measure themselves:
     the first one that of the engine, the one of the second epoch that of the old policy after the two updates.
     """
-    rollout, _, learner, minibatches = begin(config, initial, folder)
+    rollout, _, learner, minibatches = begin(config, initial)
     metrics = rollout_split(learner, minibatches[0])
     advantages = learner.advantages(rollout, minibatches)
     first, _ = [learner.update(minibatch, advantages) for minibatch in minibatches]
@@ -209,7 +207,7 @@ def routing_splits(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[
     }
 
 
-def splits_by_hand(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, Any]:
+def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
     """On a single rank: KL(rollout policy || trainer) over the first minibatch with the engine's routes from each layer
     on, imposed by hooks of their own, while nothing answers the routers of the layers before it.
 
@@ -219,7 +217,7 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[
     state = set_up(config, start(config.platform))
     copy_in(state.chunks, initial)
     (chunk,) = state.chunks
-    routes = PolicyRoutes(state, config, folder / "routes")
+    routes = PolicyRoutes(state, config)
     learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)
@@ -269,7 +267,7 @@ def imposing_by_hand(experts_TK: Tensor) -> Any:
     return impose
 
 
-def router_shifts(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[str, float]:
+def router_shifts(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
     """On a single rank: the mean router-shift ratio that the two updates of a rollout report, and that of the second
     from the logits and choices of the routers, observed in its pass for old logprobs and in its forward.
     """
@@ -294,7 +292,7 @@ def router_shifts(config: RlRunConfig, initial: Tensors, folder: Path) -> dict[s
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and module.layer_number <= config.model.num_layers:
             observed(module)
-    routes = PolicyRoutes(state, config, folder)
+    routes = PolicyRoutes(state, config)
     texts = None
     if config.rl.ptx.coeff:
         texts = Texts(conversations(config), config.rl.ptx.sequences, state.mesh, state.platform.device)
@@ -346,10 +344,10 @@ def conversations(config: RlRunConfig) -> PackedSequences:
     return PackedSequences(examples, packing, 4 * config.rl.ptx.sequences)
 
 
-def token_advantages(config: RlRunConfig, folder: Path) -> list[tuple[int, int, float]]:
+def token_advantages(config: RlRunConfig) -> list[tuple[int, int, float]]:
     """On a rank of the last stage: sample, position and advantage of each trained token of its microbatches."""
     state = set_up(config, start(config.platform))
-    routes = PolicyRoutes(state, config, folder / str(state.mesh.world.rank))
+    routes = PolicyRoutes(state, config)
     learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
     minibatches = learner.minibatches(rollout)
@@ -369,13 +367,13 @@ def replaced(sums: dict[str, float]) -> dict[str, float]:
     return {name: value if name.startswith("max/") else value / sums["count"] for name, value in sums.items()}
 
 
-def moved_parameters(config: RlRunConfig, folder: Path) -> dict[str, bool]:
+def moved_parameters(config: RlRunConfig) -> dict[str, bool]:
     """On a rank: for each parameter and buffer, whether one rollout's updates change it."""
     state = set_up(config, start(config.platform))
     (chunk,) = state.chunks
     tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    routes = PolicyRoutes(state, config, folder)
+    routes = PolicyRoutes(state, config)
     learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
     rollout = rollout_of(config, 0, 1)
     minibatches = learner.minibatches(rollout)

@@ -310,6 +310,6 @@ def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(mesh: 
         for t in range(len(places))
     }
     mean, deviation = statistics.mean(later.values()), statistics.stdev(later.values()) + EPS
-    ranks = run_ranks(token_advantages, config.mesh.smallest_world, config, tmp_path)
+    ranks = run_ranks(token_advantages, config.mesh.smallest_world, config)
     got = {(sample, t): advantage for rank in ranks for sample, t, advantage in rank}
     assert got == pytest.approx({key: (x - mean) / deviation for key, x in later.items()}, abs=1e-6)

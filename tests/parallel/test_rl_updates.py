@@ -160,12 +160,12 @@ def test_updates_under_replayed_routes_do_not_depend_on_the_mesh(
     assert reference[0][1]["loss"] != pytest.approx(free[0][1]["loss"], rel=1e-5), "routes were not imposed"
 
 
-def test_under_r3_the_expert_bias_counts_the_engines_experts(tmp_path: Path) -> None:
+def test_under_r3_the_expert_bias_counts_the_engines_experts() -> None:
     """By hand from the rollout, on all axes at once: no padding counts, and recomputation counts nothing twice."""
     config = config_of("deepseek_v3", MeshConfig(cp=2, pp=2, ep=2), replay="r3")
     config = config.model_copy(update={"platform": PlatformConfig(recompute="full")})
     initial = weights("deepseek_v3", 1)
-    biases = assembled(run_ranks(expert_biases, config.mesh.smallest_world, config, initial, tmp_path))
+    biases = assembled(run_ranks(expert_biases, config.mesh.smallest_world, config, initial))
     groups = rollout_of(config, 0, 1).groups
     routes = [completion.experts_TLK for p in sorted(groups) for completion in groups[p].completions]
     model, half = config.model, len(routes) // 2
@@ -189,7 +189,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
-def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -> None:
+def test_the_mismatches_are_divided_by_their_routes(mesh: str) -> None:
     """Updates measure one of the two themselves: under R3 with the engine's routes, without replay with live ones."""
     found = {}
     for kind in ("r3", "none"):
@@ -199,8 +199,8 @@ def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -
             for on in (MeshConfig(), MESHES[mesh])
         ]
         initial = weights("qwen3_moe", 1)
-        (found[kind],) = run_ranks(routing_splits, 1, alone, initial, tmp_path / kind)
-        for rank in run_ranks(routing_splits, 2, many, initial, tmp_path / f"{kind}-{mesh}"):
+        (found[kind],) = run_ranks(routing_splits, 1, alone, initial)
+        for rank in run_ranks(routing_splits, 2, many, initial):
             wholes = {name: value for name, value in found[kind].items() if "/layer_" not in name}
             assert {name: rank[name] for name in wholes} == pytest.approx(wholes, rel=1e-5)
             # The part of a layer is a difference of two such numbers.
@@ -229,12 +229,10 @@ def test_the_mismatches_are_divided_by_their_routes(mesh: str, tmp_path: Path) -
         assert found["r3"][name] == pytest.approx(found["none"][name], rel=1e-6)
 
 
-def test_the_part_of_a_layer_is_what_its_live_routes_add_to_those_of_the_layers_before(
-    tmp_path: Path,
-) -> None:
+def test_the_part_of_a_layer_is_what_its_live_routes_add_to_those_of_the_layers_before() -> None:
     replay = ReplayConfig(kind="none", max_disagreement=None, observe_rollout=True, split_layers=64)
     config = config_of("qwen3_moe", MeshConfig()).model_copy(update={"replay": replay})
-    (found,) = run_ranks(splits_by_hand, 1, config, weights("qwen3_moe", 1), tmp_path)
+    (found,) = run_ranks(splits_by_hand, 1, config, weights("qwen3_moe", 1))
     by_hand, split = found["by_hand"], found["split"]
     layers = config.model.num_layers
     assert split["rollout/mismatch_kl_same_routes_nats"] == pytest.approx(by_hand[0], rel=1e-5)
@@ -256,7 +254,7 @@ def test_routes_of_an_engine_that_are_like_none_of_the_trainer_end_the_run(tmp_p
 
 
 @pytest.mark.parametrize("mesh", ["alone", "dp2", "cp2", "pp2"])
-def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str, tmp_path: Path) -> None:
+def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str) -> None:
     config = config_of("qwen3_moe", MESHES.get(mesh, MeshConfig()))
     rl = config.rl.model_copy(update={"advantage": AdvantageConfig(kind="steps", eps=0.01)})
     config = config.model_copy(update={"rl": rl})
@@ -270,7 +268,7 @@ def test_tokens_get_the_z_scores_of_the_steps_that_end_there_or_later(mesh: str,
             for t, position in enumerate(sampled_positions(shape) if shape.is_trained else ()):
                 later = sum((step.value - mean) / spread for step in steps if step.end >= t)
                 wanted[group * SIZE + place, position] = later
-    ranks = run_ranks(token_advantages, config.mesh.smallest_world, config, tmp_path)
+    ranks = run_ranks(token_advantages, config.mesh.smallest_world, config)
     found = [one for rank in ranks for one in rank]
     assert len(found) == len(wanted)
     assert {(sample, t): x for sample, t, x in found} == pytest.approx(wanted, rel=1e-6, abs=1e-6)
@@ -305,14 +303,14 @@ SHIFTED = LossConfig(kind="grpo", router_shift=True, router_shift_floor=0.01)
     ids=["free", "r2", "rspo-with-texts"],
 )
 def test_the_router_shift_is_that_of_the_routers_scores_of_the_old_experts(
-    model: str, replay: ReplayKind, loss: LossConfig, ptx: PtxConfig, tmp_path: Path
+    model: str, replay: ReplayKind, loss: LossConfig, ptx: PtxConfig
 ) -> None:
     """By hand from what the routers' gates compute; the deepseek_v3 has sigmoids, a bias, groups, a dense layer. Texts
     that are mixed into updates have no old policy, and no part in it.
     """
     config = config_of(model, MeshConfig(), replay=replay)
     config = config.model_copy(update={"rl": config.rl.model_copy(update={"loss": loss, "ptx": ptx})})
-    (found,) = run_ranks(router_shifts, 1, config, weights(model, 1), tmp_path)
+    (found,) = run_ranks(router_shifts, 1, config, weights(model, 1))
     assert found["on-policy"] == 1.0
     assert found["reported"] == pytest.approx(found["by hand"], rel=1e-6) and found["by hand"] < 0.999
 
@@ -353,19 +351,17 @@ def test_the_kl_to_an_equal_reference_is_nothing(tmp_path: Path) -> None:
 def test_layers_of_multi_token_prediction_stay_and_no_reduction_waits_for_them(tmp_path: Path) -> None:
     """Weight decay once moved them, and with overlap the second update failed: they have no gradient."""
     model, mesh = "deepseek_v3-mtp", MeshConfig(dp=2, overlap_grad_reduce=True, overlap_param_gather=True)
-    (moved,) = run_ranks(moved_parameters, 1, config_of(model, MeshConfig()), tmp_path)
+    (moved,) = run_ranks(moved_parameters, 1, config_of(model, MeshConfig()))
     kept = [name for name, has_moved in moved.items() if name.endswith(".weight") and not has_moved]
     assert kept == [name for name in moved if name.endswith(".weight") and ".mtp." in name]
     assert_same(reports_of(config_of(model, mesh), model, tmp_path), alone(model, tmp_path))
 
 
-def test_frozen_routers_and_their_biases_stay_and_all_else_learns(tmp_path: Path) -> None:
+def test_frozen_routers_and_their_biases_stay_and_all_else_learns() -> None:
     config = config_of("deepseek_v3", MeshConfig())
     for frozen in (False, True):
         rl = config.rl.model_copy(update={"freeze_router": frozen})
-        (moved,) = run_ranks(
-            moved_parameters, 1, config.model_copy(update={"rl": rl}), tmp_path / str(frozen)
-        )
+        (moved,) = run_ranks(moved_parameters, 1, config.model_copy(update={"rl": rl}))
         trained = {name: has_moved for name, has_moved in moved.items() if ".decoder." in name}
         router = {name: has_moved for name, has_moved in trained.items() if ".router." in name}
         router = {name: has_moved for name, has_moved in router.items() if "tokens_per_expert" not in name}

@@ -18,7 +18,7 @@ MESHES = {
 
 
 def test_rollouts_of_other_replicas_train_as_on_one_rank() -> None:
-    """R3 sends a rank only its positions and layers, in as few bytes as they are encoded in; nothing is broadcast.
+    """R3 sends a rank only its positions and layers, a byte for each expert; nothing is broadcast.
 
     Tokens that the engine left out are routed live and all others are imposed, as an oracle does without the tape.
     """

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil, comb, log2
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.replay import ReplayConfig, RouteEncoding
+from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
@@ -122,22 +121,14 @@ class Traffic:
 def trained_on_rollouts(
     meshes: Sequence[MeshConfig], model: ModelConfig, weights: Tensors, recorded: Recorded
 ) -> list[dict[str, Any]]:
-    """Train on each mesh with routes that the engine returned to other replicas, in each encoding in turn."""
-    encodings: Sequence[RouteEncoding] = ("bytes", "sets", "bits", "sets", "bytes")
-    return [
-        one_rollout(mesh, model, weights, recorded, encoding)
-        for mesh, encoding in zip(meshes, encodings, strict=True)
-    ]
+    """Train on each mesh with routes that the engine returned to other replicas."""
+    return [one_rollout(mesh, model, weights, recorded) for mesh in meshes]
 
 
 def one_rollout(
-    mesh_config: MeshConfig,
-    model: ModelConfig,
-    weights: Tensors,
-    recorded: Recorded,
-    encoding: RouteEncoding,
+    mesh_config: MeshConfig, model: ModelConfig, weights: Tensors, recorded: Recorded
 ) -> dict[str, Any]:
-    replay = ReplayConfig(kind="r3", encoding=encoding, missing="live")
+    replay = ReplayConfig(kind="r3", missing="live")
     case = Case(model="", mesh=mesh_config, layouts=("packed",), replay=replay)
     (run,) = opened(case, model)
     mesh = run.state.mesh
@@ -147,15 +138,9 @@ def one_rollout(
     traffic = Traffic()
     with traffic.counted(mesh.dp_cp.rank):
         cache_rollout_routes(run.cache, run.version, generated, run.layouts, mesh)
-    # Of samples that other replicas generated: positions here, layers here, the bits of each choice, and checksums.
+    # Of samples that other replicas generated: positions here, layers here, a byte for each choice, and checksums.
     entries = {n: run.cache.sample(run.version, n) for n in run.cache.samples(run.version)}
-    num_experts, top_k = model.moe.num_experts, model.moe.top_k
-    bits = {
-        "bytes": 8 * top_k,
-        "bits": ceil(log2(num_experts)) * top_k,
-        "sets": ceil(log2(comb(num_experts, top_k))),
-    }[encoding]
-    row_bytes = ceil(len(run.cache.layers) * bits / 8)
+    row_bytes = len(run.cache.layers) * model.moe.top_k
     foreign = sum(
         len(entry.position_n) * row_bytes + 8 * len(run.cache.layers)
         for n, entry in entries.items()
@@ -253,7 +238,7 @@ def damaged_on_one_rank(model: ModelConfig) -> list[str]:
     is_second = run.state.mesh.dp.rank == 1
     if is_second:
         entry = cache.sample(VERSION, 6)
-        cache._storage._blocks[entry.block].bytes_nw[entry.first, 3] ^= 1
+        cache._storage._blocks[entry.block][entry.first, 3] ^= 1
     tape = run.tape()
     run.evaluate(tape.impose())
     errors = []

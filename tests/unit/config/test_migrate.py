@@ -29,8 +29,6 @@ old_logprobs = 'engine'
 mismatch = "mask"
 mismatch_low = 0.4
 aggregation="paper" # as the paper has it
-[replay]
-bit_pack = true
 [train]
 steps = 5
 """
@@ -44,8 +42,6 @@ old_logprobs = "rollout"
 importance_sampling = "mask"
 importance_sampling_low = 0.4
 aggregation="auto" # as the paper has it
-[replay]
-encoding = "bits"
 [train]
 steps = 5
 """
@@ -70,7 +66,6 @@ def test_a_file_of_an_earlier_version_is_refused_with_one_list_and_the_command_t
         f"- rl.loss.mismatch is now rl.loss.importance_sampling (in {path})",
         f"- rl.loss.mismatch_low is now rl.loss.importance_sampling_low (in {path})",
         f'- rl.loss.aggregation = "paper" is now rl.loss.aggregation = "auto" (in {path})',
-        f'- replay.bit_pack = true is now replay.encoding = "bits" (in {path})',
         '- rl.update.old_logprobs = "engine" is now rl.update.old_logprobs = "rollout" (on the command line)',
         f"`mcore-rl config --migrate {base} {path}` rewrites the file and keeps the old one with .bak added.",
         "Unknown key rl.lost on the command line. Did you mean rl.loss?",
@@ -82,7 +77,7 @@ def test_migrate_rewrites_a_file_in_place_and_keeps_comments_and_the_old_file(tm
     assert main(["config", "--migrate", str(path)]) == 0
     assert path.read_text() == NEW and path.with_name("old.toml.bak").read_text() == OLD
     shown = capsys.readouterr().out
-    assert "old.toml: 6 changes" in shown and "rl.update.row_tokens is now" in shown
+    assert "old.toml: 5 changes" in shown and "rl.update.row_tokens is now" in shown
     assert load_config(RlRunConfig, path).rl.update.max_tokens_per_microbatch == 64
     assert migrate_file(path) == [] and path.read_text() == NEW, "a second time there is nothing to do"
     assert path.with_name("old.toml.bak").read_text() == OLD
@@ -148,6 +143,8 @@ def test_every_changed_value_is_one_that_the_field_takes_today():
 
 def test_the_files_of_a_run_of_an_earlier_version_are_read():
     config = tomllib.loads((OLD_RUN / "config.toml").read_text())
+    for gone in ("budget_gib", "bit_pack"):
+        del config["replay"][gone]
     again = section_of_run(RlRunConfig, config, "")
     assert (again.model.sliding_window, again.model.moe.capacity_factor, again.model.mla.q_lora_rank) == (
         None,

@@ -47,7 +47,7 @@ def test_a_critic_is_saved_beside_the_policy():
     assert critic - plain in ((WEIGHTS - 511 * 64) * 16, (WEIGHTS - 511 * 64) * 16 + 4)
 
 
-def test_samples_and_routes_of_rl_are_counted():
+def test_samples_of_rl_are_counted():
     words = [
         "model.family=qwen3_moe",
         "model.moe.num_experts=8",
@@ -62,9 +62,7 @@ def test_samples_and_routes_of_rl_are_counted():
     ]
     disk = disk_of(config(*words, cls=RlRunConfig))
     # 80 steps, two for each of 40 rollouts of 32 completions; every tenth is written, with 5 bytes a token.
-    assert (disk.samples, disk.routes) == (4 * 32 * 128 * 5, 0)
-    routes = disk_of(config(*words, "replay.kind=r2", "replay.store=file", cls=RlRunConfig)).routes
-    assert routes == 32 * 128 * 2 * 2  # tokens x layers x top 2, one byte each
+    assert disk.samples == 4 * 32 * 128 * 5
 
 
 def test_too_little_room_is_a_warning_and_what_is_there_already_counts(tmp_path, monkeypatch):

@@ -4,10 +4,9 @@ import pytest
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.plan.memory import GIB, memory_by_stage
-from mcore_rl.plan.routes import RouteBytes, layer_bits, routes_of_rank
+from mcore_rl.plan.memory import memory_by_stage
+from mcore_rl.plan.routes import RouteBytes, layer_bytes, routes_of_rank
 from mcore_rl.replay.codec import RouteCodec
 
 WORDS = [
@@ -29,14 +28,12 @@ def config(*overrides):
     return load_config(RlRunConfig, None, [*WORDS, *overrides])
 
 
-@pytest.mark.parametrize("encoding", ["bytes", "bits", "sets"])
 @pytest.mark.parametrize(
     ("experts", "top_k", "capacity"), [(128, 8, None), (384, 8, None), (16, 4, 1.0), (512, 10, None)]
 )
-def test_a_layer_takes_the_bits_of_the_codec(encoding, experts, top_k, capacity):
+def test_a_layer_takes_the_bytes_of_the_codec(experts, top_k, capacity):
     model = ModelConfig(moe=MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=capacity))
-    codec = RouteCodec(experts * (2 if capacity else 1), 8, top_k, encoding)
-    assert layer_bits(model, ReplayConfig(encoding=encoding)) == codec.bytes_per_token
+    assert layer_bytes(model) == RouteCodec(experts * (2 if capacity else 1), 1, top_k).bytes_per_token
 
 
 @pytest.mark.parametrize(
@@ -47,13 +44,8 @@ def test_a_layer_takes_the_bits_of_the_codec(encoding, experts, top_k, capacity)
         (["replay.kind=r3"], RouteBytes(device=TOKENS * 4 * 8)),
         (["replay.kind=r2", "replay.observe_rollout=true"], RouteBytes(device=2 * TOKENS * 4 * 8)),
         (["replay.kind=r2", "replay.store=pinned"], RouteBytes(host=TOKENS * 4 * 8)),
-        (["replay.kind=r2", "replay.store=file"], RouteBytes(file=TOKENS * 4 * 8)),
         (["rl.update.old_logprobs=rollout"], RouteBytes()),
         (["rl.loss.kind=rspo"], RouteBytes(device=TOKENS * 4 * 8 * 7)),
-        (
-            ["replay.kind=r2", f"replay.budget_gib={2**20 / GIB}"],
-            RouteBytes(device=2**20, host=2**20, file=TOKENS * 4 * 8 - 2**21),
-        ),
     ],
 )
 def test_a_rank_s_routes_go_to_the_memory_of_the_config(words, wanted):
@@ -69,9 +61,10 @@ def test_meshes_divide_the_routes_and_the_estimate_counts_them():
         (["mesh.dp=2"], 2),
     ):
         assert routes_of_rank(config("replay.kind=r2", *mesh), world, 0).device == whole // 2
-    live, stored = (
+    pinned, stored = (
         memory_by_stage(config("replay.kind=r2", f"replay.store={store}"), 1, 1024)[0]
-        for store in ("file", "device")
+        for store in ("pinned", "device")
     )
-    assert stored.total - live.total == stored.routes == whole and live.routes == 0
-    assert "routes 0.0" in stored.describe() and "routes" not in live.describe()
+    assert stored.total - pinned.total == stored.routes == pinned.host_routes == whole
+    assert pinned.routes == stored.host_routes == 0
+    assert "routes 0.0" in stored.describe() and "routes" not in pinned.describe()

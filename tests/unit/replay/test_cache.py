@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,8 +37,8 @@ def run() -> Iterator[Run]:
 
 
 @contextmanager
-def on_one_rank(case: Case, model: ModelConfig, folder: Path | None = None) -> Iterator[Run]:
-    (made,) = opened(case, model, folder)
+def on_one_rank(case: Case, model: ModelConfig) -> Iterator[Run]:
+    (made,) = opened(case, model)
     yield made
     for router in routers_of(made):
         router.router_replay = None
@@ -163,25 +162,16 @@ def test_the_gradient_reaches_the_router_through_the_imposed_experts(run: Run) -
     assert (router_LED.abs().amax(-1) > 0).float().mean() > 0.9
 
 
-@pytest.mark.parametrize(
-    "replay",
-    [
-        {"store": "file"},
-        {"store": "pinned"},
-        {"encoding": "bits"},
-        {"encoding": "sets"},
-        {"budget_gib": 1e-6},
-    ],
-)
-def test_where_and_how_routes_are_stored_changes_nothing(replay: dict[str, Any], tmp_path: Path) -> None:
-    case = Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=ReplayConfig(kind="r2", **replay))
-    with on_one_rank(case, QWEN, tmp_path / "routes") as made:
+@pytest.mark.parametrize("store", ["device", "pinned"])
+def test_where_routes_are_stored_changes_nothing(store: Any) -> None:
+    case = Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=ReplayConfig(kind="r2", store=store))
+    with on_one_rank(case, QWEN) as made:
         free = recorded(made)
         with made.tape() as tape:
             assert made.evaluate(tape.impose()) == free
             tape.finish()
-        made.cache.close()
-        assert made.cache.num_bytes == 0 and not list(tmp_path.glob("routes/*"))
+        made.cache.drop(VERSION)
+        assert made.cache.num_bytes == 0
 
 
 @pytest.mark.parametrize("bit", [0, 7])
@@ -189,7 +179,7 @@ def test_a_flipped_bit_in_memory_is_an_error_that_names_layer_and_sample(run: Ru
     """The flipped bit may also make an index that no expert has."""
     recorded(run)
     entry = run.cache.sample(run.version, 5)
-    run.cache._storage._blocks[entry.block].bytes_nw[entry.first, 0] ^= 1 << bit
+    run.cache._storage._blocks[entry.block][entry.first, 0] ^= 1 << bit
     with pytest.raises(RoutingError, match=r"layers \[0\], sample 5 of version 3: the experts that"):
         imposed(run)
 
@@ -206,7 +196,7 @@ def test_routes_of_another_layer_are_an_error(run: Run) -> None:
     """Layers counted within a chunk or a pipeline stage, not in the model, are confused like this."""
     recorded(run)
     for block in run.cache._storage._blocks.values():
-        routes = block.bytes_nw.view(-1, 4, 2)
+        routes = block.view(-1, 4, 2)
         routes[:, [1, 2]] = routes[:, [2, 1]]
     with pytest.raises(RoutingError, match=r"layers \[1, 2\], sample 0 of"):
         imposed(run)
@@ -445,7 +435,7 @@ def test_routes_of_a_rollout_are_replayed(
     monkeypatch.setattr(from_rollouts, "BATCH_BYTES", batch_bytes)
     free = recorded(run)
     generated = rollouts(run)
-    run.cache.close()
+    run.cache.drop(VERSION)
     cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
     with run.tape() as tape:
         assert run.evaluate(tape.impose()) == free
@@ -456,7 +446,7 @@ def test_stale_routes_of_an_engine_are_counted(run: Run) -> None:
     """The routes of one token repeated over the five that follow it, as engines did at the seam of two chunks."""
     recorded(run)
     generated = rollouts(run)
-    run.cache.close()
+    run.cache.drop(VERSION)
     before = cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
     generated[4].experts_TLK[3:8] = generated[4].experts_TLK[2]
     after = cache_rollout_routes(run.cache, VERSION, generated, run.layouts, run.state.mesh)
@@ -477,7 +467,7 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
         free = recorded(made)
         generated = rollouts(made)
         del generated[3]
-        made.cache.close()
+        made.cache.drop(VERSION)
         cache_rollout_routes(made.cache, VERSION, generated, made.layouts, made.state.mesh)
         if missing == "error":
             with pytest.raises(RoutingError, match="sample 3 of version 3"):
@@ -490,13 +480,11 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
         assert metrics["routes/compared_tokens"] == sum(LENGTHS) - LENGTHS[3]
 
 
-@pytest.mark.parametrize("replay", [{}, {"store": "file", "encoding": "sets"}])
-def test_completions_of_a_group_share_the_rows_of_their_prompt(replay: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["device", "pinned"])
+def test_completions_of_a_group_share_the_rows_of_their_prompt(store: Any) -> None:
     """Three samples begin alike, two of them with the same routes: rows are kept once, and each is read right."""
-    replay = ReplayConfig(kind="r3", missing="live", **replay)
-    with on_one_rank(
-        Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=replay), QWEN, tmp_path
-    ) as made:
+    replay = ReplayConfig(kind="r3", missing="live", store=store)
+    with on_one_rank(Case(model="", mesh=MeshConfig(), layouts=PADDED, replay=replay), QWEN) as made:
         generator = torch.Generator().manual_seed(0)
         scores = torch.rand(len(LENGTHS), max(LENGTHS), 4, 8, generator=generator)
         experts = scores.topk(2).indices.sort(-1).values.short()
@@ -526,7 +514,7 @@ def test_completions_of_a_group_share_the_rows_of_their_prompt(replay: Any, tmp_
 def test_a_token_that_was_left_out_is_an_error_that_names_it_unless_it_may_be_missing(run: Run) -> None:
     recorded(run)
     generated = rollouts(run)
-    run.cache.close()
+    run.cache.drop(VERSION)
     experts_TLK = generated[4].experts_TLK.short()
     experts_TLK[[2, 7]] = -1
     generated[4] = RolloutRoutes(generated[4].tokens_T, experts_TLK)
@@ -554,7 +542,7 @@ def test_a_token_that_was_left_out_is_an_error_that_names_it_unless_it_may_be_mi
 def test_malformed_routes_are_refused(run: Run, change: Any, message: str) -> None:
     recorded(run)
     generated = rollouts(run)
-    run.cache.close()
+    run.cache.drop(VERSION)
     good = generated[4]
     generated[4] = RolloutRoutes(good.tokens_T, change(good.experts_TLK))
     with pytest.raises(RoutingError, match=f"sample 4.*{message}") as error:

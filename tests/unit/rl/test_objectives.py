@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import nan
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,7 +257,7 @@ CASES = {
 
 
 def learner_of(state: TrainState, config: RlRunConfig) -> Learner:
-    routes = PolicyRoutes(state, config, Path("no routes"))
+    routes = PolicyRoutes(state, config)
     return Learner(state, config, None, routes, vocab_size=MODEL.vocab_size)
 
 
