@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.checksums import as_hex, crc32
-from mcore_rl.config.migrate import translated
 from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.files import move_into_place, write_atomically
 
@@ -253,5 +252,4 @@ def _read_marker(path: Path) -> Marker:
         raise ValueError("its fields are not those that were written")
     if metadata_crc32 := fields.pop("metadata_crc32", ""):
         fields["crc32"] = {METADATA: metadata_crc32}
-    # An earlier version may have written it, whose config had other names and values.
-    return Marker(**fields | {"model": translated(fields["model"], "model.", none=None)})
+    return Marker(**fields)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from mcore_rl.config.kinds import KINDS
-from mcore_rl.config.migrate import translated
 from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 
@@ -87,7 +86,7 @@ def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") ->
         now: The config of the run that resumes.
         prefix: Beginning of the keys where both are a section, such as "model.".
     """
-    there = dict(leaves(as_recorded(before, type(now), prefix), prefix))
+    there = dict(leaves(as_recorded(before, type(now)), prefix))
     here = dict(leaves(now, prefix))
     return [
         ConfigChange(key=key, before=there[key], now=value)
@@ -108,18 +107,15 @@ def content_changes(
     ]
 
 
-def as_recorded(
-    before: Mapping[str, Any], kind: type[AnySection], prefix: str = ""
-) -> AnySection | Mapping[str, Any]:
+def as_recorded(before: Mapping[str, Any], kind: type[AnySection]) -> AnySection | Mapping[str, Any]:
     """Return a recorded section as one of today, in which fields that are newer have their defaults.
 
-    Where it has what today's has not, as one of a later version, it is returned as a table, with today's names.
+    Where it has what today's has not, as one of a later version, it is returned as the table that it is.
     """
-    names_of_today: Mapping[str, Any] = translated(before, prefix, none=None)
     try:
-        return kind.model_validate_json(json.dumps(names_of_today))
+        return kind.model_validate_json(json.dumps(before))
     except ValidationError:
-        return names_of_today
+        return before
 
 
 def leaves(table: Section | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 import difflib
 import json
 import math
-import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from pydantic import ValidationError
 from mcore_rl.config.describe import FieldDoc, describe, describe_sections, section_of
 from mcore_rl.config.kinds import KINDS, NO_REPLAY, READERS, kind_of_name
 from mcore_rl.config.megatron_names import argument_named
-from mcore_rl.config.migrate import BACKUP, FieldChange, field_changes, translated
 from mcore_rl.config.recipes import config_file
 from mcore_rl.config.section import Section, alternatives
 from mcore_rl.config.toml import parse_value, toml_value
@@ -46,8 +44,8 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
     relative to the file. Any other path is kept as it is written.
 
     Raises:
-        ConfigError: Lists everything that is wrong: names and values of earlier versions, unknown keys, values of
-            another type. Whether the values go together is for `mcore_rl.checks`.
+        ConfigError: Lists everything that is wrong: unknown keys and values of another type. Whether the values go
+            together is for `mcore_rl.checks`.
     """
     fields = {doc.key: doc for doc in describe(cls)}
     tables = [] if path is None else list(_tables(config_file(path), ()))
@@ -56,21 +54,11 @@ def load_config(cls: type[S], path: Path | None, overrides: Sequence[str] = ()) 
         for source, table in [*tables, *_override_tables(fields, overrides)]
         for key, value in _leaves(cls, table)
     ]
-    outdated = [
-        (setting, change) for setting in written for change in field_changes(setting.key, setting.value)
-    ]
     settings: dict[str, Setting] = {}
     for setting in written:
         settings[setting.key] = _on_top(settings.get(setting.key), setting, fields)
-    names_of_before = {setting.key for setting, _ in outdated}
-    mistakes = [
-        _not_a_field(cls, setting)
-        for key, setting in settings.items()
-        if key not in fields and key not in names_of_before
-    ]
+    mistakes = [_not_a_field(cls, setting) for key, setting in settings.items() if key not in fields]
     mistakes += [_too_large(setting) for setting in settings.values() if _is_too_large(setting.value)]
-    if outdated:
-        mistakes.insert(0, _outdated(outdated))
     if mistakes and path is not None and any(setting.path for setting in settings.values()):
         _refuse_other_kind(cls, path, [table for _, table in tables])
     if mistakes:
@@ -114,13 +102,10 @@ def kind_of(path: Path, overrides: Sequence[str] = (), among: Sequence[str] = ()
     )
 
 
-def section_of_run(cls: type[S], table: dict[str, Any], prefix: str) -> S:
-    """Read section `prefix` ("data.tokenizer") of the config.toml that a run wrote, this version's or an earlier one's.
-
-    `table` is that section's; fields that it lacks have their defaults.
-    """
+def section_of_run(cls: type[S], table: dict[str, Any]) -> S:
+    """Read a section of the config.toml that a run wrote; fields that its `table` lacks have their defaults."""
     fields = {doc.key: doc for doc in describe(cls)}
-    return _validated(cls, fields, dict(_leaves(cls, translated(table, f"{prefix}.".lstrip(".")))))
+    return _validated(cls, fields, dict(_leaves(cls, table)))
 
 
 def dump_config(config: Section) -> str:
@@ -161,10 +146,10 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _unknown_keys(cls: type[Section], tables: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys in `tables` that no field of `cls` has, and none had in earlier versions."""
+    """Return the keys in `tables` that no field of `cls` has."""
     fields = {doc.key for doc in describe(cls)}
-    leaves = dict(leaf for table in tables for leaf in _leaves(cls, table))
-    return [key for key, value in leaves.items() if key not in fields and not list(field_changes(key, value))]
+    keys = dict.fromkeys(key for table in tables for key, _ in _leaves(cls, table))
+    return [key for key in keys if key not in fields]
 
 
 def _refuse_other_kind(cls: type[Section], path: Path, tables: Sequence[dict[str, Any]]) -> None:
@@ -244,17 +229,6 @@ def _leaves(cls: type[Section] | None, table: dict[str, Any], prefix: str = "") 
             yield from _leaves(section, value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def _outdated(outdated: Sequence[tuple[Setting, FieldChange]]) -> str:
-    """Return the message on names and values of earlier versions: all of them, and the command that mends files."""
-    lines = [f"- {change} ({setting.source})" for setting, change in outdated]
-    files = list(dict.fromkeys(str(setting.path) for setting, _ in outdated if setting.path))
-    message = "Names or values of an earlier version:\n" + "\n".join(lines)
-    if files:
-        names = " ".join(map(shlex.quote, files))
-        message += f"\n`mcore-rl config --migrate {names}` rewrites the file and keeps the old one with {BACKUP} added."
-    return message
 
 
 def _not_a_field(cls: type[Section], setting: Setting) -> str:

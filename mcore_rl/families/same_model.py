@@ -29,7 +29,7 @@ def model_changes(before: Mapping[str, Any], now: ModelConfig) -> list[ConfigCha
             may have written it.
         now: The model that they would be used in.
     """
-    recorded, family = as_recorded(before, ModelConfig, "model."), family_of(now)
+    recorded, family = as_recorded(before, ModelConfig), family_of(now)
     here = _in_use(now, family)
     if isinstance(recorded, ModelConfig):
         there = _in_use(recorded, family)

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_rl.config.migrate import translated
 from mcore_rl.errors import DataError
 from mcore_rl.obs.attempts_file import RunAttempt, read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
@@ -136,7 +135,7 @@ def _read_run(path: Path, name: str) -> RunRecord:
             f"{config_path} is not there: give the run_dir of a training (mcore-rl pretrain, sft, rl)"
         )
     try:
-        config = translated(tomllib.loads(config_path.read_text(encoding="utf-8")))
+        config = tomllib.loads(config_path.read_text(encoding="utf-8"))
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
         raise DataError(
             f"{config_path} is damaged: {error}. Copy it again; a start of the run writes it anew"

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.arguments import attach_arguments, jobs_arguments, launch_arguments
-from mcore_rl.config.migrate import BACKUP
 from mcore_rl.config.recipes import cluster_file
 from mcore_rl.config.trainings import TRAININGS
 
@@ -42,18 +41,10 @@ def config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of a training and which training's config it is, or the files to migrate."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIG_HELP)
+    """Declare the arguments of a training and which training's config it is."""
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     _overrides(parser)
     _ranks(parser)
-    parser.add_argument(
-        "--migrate",
-        metavar="FILE",
-        nargs="+",
-        type=Path,
-        help=f"rewrite config files of an earlier version in place (each old one is kept as FILE{BACKUP}), print what "
-        "changed, and do nothing else",
-    )
     _program(parser)
 
 
@@ -663,7 +654,7 @@ COMMANDS: dict[str, Command] = {
         module="mcore_rl.run.reward",
     ),
     "config": Command(
-        summary="Print the config of a file and overrides after all checks; with --migrate rewrite an older file.",
+        summary="Print the config of a file and overrides after all checks.",
         example="mcore-rl config qwen3_30b_a3b/pretrain mesh.dp=auto --ranks 64",
         add_arguments=show_arguments,
         module="mcore_rl.run.show_config",

@@ -47,9 +47,9 @@ def read_trained_model(folder: Path) -> TrainedModel:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
         data = tables.get("data", {})
         return TrainedModel(
-            model=section_of_run(ModelConfig, tables.get("model", {}), "model"),
-            platform=section_of_run(PlatformConfig, tables.get("platform", {}), "platform"),
-            tokenizer=section_of_run(TokenizerConfig, data.get("tokenizer", {}), "data.tokenizer"),
+            model=section_of_run(ModelConfig, tables.get("model", {})),
+            platform=section_of_run(PlatformConfig, tables.get("platform", {})),
+            tokenizer=section_of_run(TokenizerConfig, data.get("tokenizer", {})),
             chat_template=data.get("chat_template"),
         )
     except OSError as error:
