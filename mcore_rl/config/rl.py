@@ -2,7 +2,7 @@
 
 from functools import cached_property
 from math import exp
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -588,24 +588,3 @@ class RlConfig(Section):
     def max_completion_tokens(self) -> int:
         """Most tokens after a prompt: of one turn, or with an environment of the conversation."""
         return self.rollout.max_new_tokens if self.environment.name is None else self.environment.max_tokens
-
-
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    # arXiv 2503.20783: neither a response's length nor a group's spread divides anything.
-    "dr_grpo": {
-        "loss": {"kind": "grpo", "aggregation": "seq_mean_token_sum_norm"},
-        "advantage": {"kind": "mean"},
-    },
-    # arXiv 2503.14476: higher upper clip, tokens all alike, no KL, groups with signal only, soft length limit.
-    "dapo": {
-        "loss": {"kind": "grpo", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
-        "rollout": {"dynamic_sampling": True, "max_new_tokens": 20480},
-        "reward": {"overlong_buffer_tokens": 4096},
-    },
-}
-"""Named sets of fields over GRPO; they can be written into a config file as they stand, under `rl`."""
-
-
-def preset(name: str) -> RlConfig:
-    """Return the defaults with the fields of `PRESETS[name]`."""
-    return RlConfig.model_validate(PRESETS[name])

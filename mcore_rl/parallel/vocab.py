@@ -46,16 +46,6 @@ def last_tensor(output: Logits) -> Tensor:
     return output if isinstance(output, Tensor) else output.hidden_TD
 
 
-@torch.no_grad()
-def gather_logits(logits_BSv: Tensor, tp: Axis) -> Tensor:
-    """Collective over `tp`: return logits `[B, S, V]` from the slices of all ranks, without gradient."""
-    if tp.size == 1:
-        return logits_BSv.detach()
-    slices = [torch.empty_like(logits_BSv) for _ in range(tp.size)]
-    dist.all_gather(slices, logits_BSv.contiguous(), group=tp.group)
-    return torch.cat(slices, dim=-1)
-
-
 LOWEST = -1e30
 """Logit in the place of -inf: its exponential is 0 too, and so are their products. Infinite ones would make NaN on a
 rank whose whole slice pads the vocabulary."""

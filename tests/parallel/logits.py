@@ -15,7 +15,6 @@ from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.mesh import Axis, Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.schedule import HeadOutput, run_pass
 from mcore_rl.parallel.sequence import unzigzag
-from mcore_rl.parallel.vocab import gather_logits
 from tests.hf_weights import to_global
 
 Tensors = dict[str, Tensor]
@@ -30,9 +29,16 @@ class LogitsHead:
         self._mesh = mesh
 
     def __call__(self, microbatch: LocalMicrobatch, output: Tensor) -> HeadOutput:
-        logits_BSV = gather_positions(gather_logits(output, self._mesh.tp), self._mesh.cp)
+        logits_BSV = gather_positions(gather_vocabulary(output, self._mesh.tp), self._mesh.cp)
         nothing = output.new_zeros(())
         return HeadOutput(loss=nothing, count=nothing.int(), outputs={"logits": logits_BSV})
+
+
+def gather_vocabulary(local: Tensor, tp: Axis) -> Tensor:
+    """Collective over `tp`."""
+    shards = [torch.empty_like(local) for _ in range(tp.size)]
+    dist.all_gather(shards, local.detach().contiguous(), group=tp.group)
+    return torch.cat(shards, dim=-1)
 
 
 def gather_positions(local: Tensor, cp: Axis) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,6 @@ from mcore_rl.model.hf_stream import Bucket
 
 Load = Callable[[Callable[[str], Mapping[str, Any]]], None]
 """Asks all living servers at the same time to load a bucket; the argument describes it to the one with an address."""
-
-
-class Transport(Protocol):
-    """Brings the buckets of one push to the servers."""
-
-    def send(self, bucket: Bucket, load: Load) -> None:
-        """Bring one bucket to the servers that `load` asks; EngineError when none can get it."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
 
 
 class FileTransport:

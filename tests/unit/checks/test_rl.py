@@ -1,10 +1,13 @@
 """Each rule of RL, by settings that break it alone."""
 
+from pathlib import Path
+
 import pytest
 
 from mcore_rl.checks.rl import rl_violations
-from mcore_rl.config.load import dump_config, load_config
-from mcore_rl.config.rl import PRESETS, RlConfig, preset
+from mcore_rl.config.load import load_config
+from mcore_rl.config.rl import RlConfig
+from mcore_rl.config.rl_run import RlRunConfig
 
 REMEDIES = "Change Choose Clear Give Leave Lower Make Name Set Shorten Take".split()
 
@@ -240,15 +243,6 @@ def test_paper_values_follow_the_kind_of_loss():
     assert load_config(RlConfig, None, ["loss.kind=cispo"]).loss.aggregation_in_use == "token_mean"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_pass_and_survive_a_config_file(name, tmp_path):
-    config = preset(name)
-    config = config.model_copy(update={"prompts": config.prompts.model_copy(update={"task": "copying"})})
-    assert list(rl_violations(config)) == []
-    (tmp_path / "rl.toml").write_text(dump_config(config))
-    assert load_config(RlConfig, tmp_path / "rl.toml") == config
-
-
 def test_dr_grpo_is_divided_by_neither_length_nor_spread():
-    config = preset("dr_grpo")
+    config = load_config(RlRunConfig, Path("tiny_moe/dr_grpo")).rl
     assert (config.loss.aggregation_in_use, config.advantage.kind) == ("seq_mean_token_sum_norm", "mean")
