@@ -25,10 +25,11 @@ class ReplayConfig(Section):
     """Routes of the reference policy: its router's own choice (`live`), or those imposed on the policy (`replay`)."""
     missing: Literal["error", "live"] = "error"
     """For r3, where the engine left out the routes of a token (a preempted request, a turn of a conversation, tokens
-    from a server's cache): have a server generate the completion again, of another engine end the run; or route that
-    token live, in every pass, and count it (`routes/live_fraction`). The routes of all other tokens are imposed."""
+    from a server's cache). `error`: a server generates the completion again, and with the native engine the run ends.
+    `live`: the token is routed live in every pass, and counted (`routes/live_fraction`); the routes of all other tokens
+    are imposed."""
     store: Literal["device", "pinned"] = "device"
-    """Memory in which routes wait for their pass: beside the model, or page-locked main memory."""
+    """Memory in which routes wait for their pass: the device's, or page-locked main memory."""
     observe_rollout: bool = False
     """Ask the engine for its routes although they are not imposed, and report how many the trainer would have chosen
     otherwise (`rollout_routes/...`); r3 always does so."""

@@ -23,7 +23,7 @@ class RouteCodec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Number of bytes of one token, over all layers."""
+        """Bytes of a token's routes in all layers."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
     def of_layers(self, num_layers: int) -> "RouteCodec":

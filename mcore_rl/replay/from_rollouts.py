@@ -202,8 +202,8 @@ def _batch_of(generated: Mapping[int, RolloutRoutes], samples: Sequence[int]) ->
 
 
 def _repeated_fraction(share: Mapping[int, RolloutRoutes], mesh: Mesh, device: torch.device) -> Metric:
-    """Collective over the world: return how many tokens have another id than the one before them, and its routes in all
-    layers of the model.
+    """Collective over the world: return the share of tokens that repeat the previous token's routes in all layers,
+    among the tokens with another id than the previous token's.
     """
     masks = [_is_repeated(batch) for batch in _batches(share)]
     is_repeated_n = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(torch.uint8).to(device)

@@ -155,8 +155,8 @@ class Learner:
         on_policy = [replace(one, is_on_policy=True) for one in minibatches[:num_on_policy]]
         with self.state.timers.phase("old_logprobs"):
             return on_policy + [
-                self._with_pass(one, "old_logprobs_T", self.routes.old_policy, is_imposed=is_imposed)
-                for one in minibatches[num_on_policy:]
+                self._with_pass(minibatch, "old_logprobs_T", self.routes.old_policy, is_imposed=is_imposed)
+                for minibatch in minibatches[num_on_policy:]
             ]
 
     @torch.no_grad()

@@ -347,8 +347,8 @@ def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource
 
 
 def make_critic(config: RlRunConfig, run: Run) -> Critic | None:
-    """Collective over the world: return the critic of the run, at step 0 with the weights of rl.critic.load or those of
-    the policy, later with those of the checkpoint; None without one.
+    """Collective over the world: return the run's critic, at step 0 with the weights of rl.critic.load or of the
+    policy, later with the checkpoint's; None for a run without a critic.
     """
     state = run.state.critic
     if state is None:

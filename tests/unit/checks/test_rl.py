@@ -243,6 +243,17 @@ def test_paper_values_follow_the_kind_of_loss():
     assert load_config(RlConfig, None, ["loss.kind=cispo"]).loss.aggregation_in_use == "token_mean"
 
 
+def test_dapo_and_cispo_are_their_papers():
+    dapo, cispo = (load_config(RlRunConfig, Path(f"tiny_moe/{name}")).rl for name in ("dapo", "cispo"))
+    assert (dapo.loss.clip, dapo.loss.aggregation_in_use, dapo.loss.kl_coeff) == (
+        (0.2, 0.28),
+        "token_mean",
+        0,
+    )
+    assert dapo.rollout.dynamic_sampling and dapo.reward.overlong_buffer_tokens
+    assert (cispo.loss.kind, cispo.loss.aggregation_in_use) == ("cispo", "token_mean")
+
+
 def test_dr_grpo_is_divided_by_neither_length_nor_spread():
     config = load_config(RlRunConfig, Path("tiny_moe/dr_grpo")).rl
     assert (config.loss.aggregation_in_use, config.advantage.kind) == ("seq_mean_token_sum_norm", "mean")
