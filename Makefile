@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-sandbox | test-adapters | test-triton |
+# make quickstart | test | test-all | test-core | test-unit | test-docs | test-slurm | test-sandbox | test-adapters |
 #      test-report | test-te | lint | bench
 # Each makes .venv first where it is missing. PYTHON=python3.12 takes that interpreter, and .venv-3.12 beside .venv: with
 # it comes megatron-core 0.19 instead of 0.16.
@@ -6,15 +6,13 @@
 # test       every promise, on representative meshes
 # test-all   the full matrices too; MATRIX=0, 1 or 2 is a third of them
 # test-core  what enters Megatron, and so depends on its version (tests/core.txt)
-#            CELLS=0, 1 or 2: of each parametrised test the first cell and a third of the others, in test-triton too
+#            CELLS=0, 1 or 2: of each parametrised test the first cell and a third of the others
 # test-wheel  the built wheel, in an environment without the repository
 # test-docs gives every command of README and docs to a shell, after a small quickstart.
 # test-slurm starts real Slurms on virtual nodes, one for each file of tests: as root, with Debian's packages, which it
 #             installs. Their jobs mostly wait.
 # test-sandbox runs programs in bubblewrap, Debian's, which it installs: as root.
 # test-adapters runs rl.environment's adapters with reasoning-gym and TextArena, which it installs beside .venv's packages.
-# test-triton compiles the kernels in Triton for Hopper and Blackwell, and runs them in its interpreter; it installs Triton
-#             where torch is a CPU build, which has none.
 # venv-vllm   .venv-vllm, with vLLM for CPUs (3.4 GB); PYTHON=/path/to/python3.11 names the interpreter
 # test-servers starts real vLLM servers, from .venv-vllm, on CPUs; figures go to bench/results/servers.json
 # test-report opens the report in a headless Chromium, Debian's, which it installs too.
@@ -34,7 +32,7 @@ DEVICE := cuda
 # Images for containers set it, and then every process of the tests compiles the package, and pytest all assertions, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-adapters test-triton test-report lint gpu bench venv venv-vllm test-servers test-te
+.PHONY: quickstart test test-all test-core test-unit test-docs test-slurm test-wheel test-sandbox test-adapters test-report lint gpu bench venv venv-vllm test-servers test-te
 .DEFAULT_GOAL := test
 
 quickstart: $(READY)
@@ -69,11 +67,6 @@ test-sandbox: $(READY)
 test-adapters: $(READY)
 	$(PYTHON_IN_VENV) -m pip install -q "reasoning-gym>=0.1.25,<0.2" "textarena>=0.7.4,<0.8"
 	$(PYTHON_IN_VENV) -m pytest tests/adapters
-
-test-triton: $(READY)
-	$(PYTHON_IN_VENV) -c "import triton" 2>/dev/null || $(PYTHON_IN_VENV) -m pip install -q "triton>=3.4,<4"
-	$(PYTHON_IN_VENV) -m pytest --cells=$(CELLS) tests/triton/compiled
-	TRITON_INTERPRET=1 $(PYTHON_IN_VENV) -m pytest --cells=$(CELLS) tests/triton/interpreted
 
 test-report: $(READY)
 	tests/report/install.sh $(PYTHON_IN_VENV)

@@ -28,7 +28,6 @@ STEPS = {
     "training": 90,
     "families": 90,
     "kernels": 60,
-    "triton": 60,
     "memory": 90,
     "slice": 150,
     "rl": 90,

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from bench.gpu.__main__ import RESULT, run_step
 from mcore_rl.backend import platform
-from mcore_rl.backend.gpu.kernels import NONE, Kernels, load_kernels
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.varlen import Bounds, attend_packed
 from mcore_rl.config.mesh import MeshConfig
@@ -35,10 +34,9 @@ from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize
-from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM, grouped_experts
+from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM
 from mcore_rl.obs.peak import known_peak_tflops, measured_peak_flops
-from mcore_rl.parallel.mesh import Axis, Mesh, build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.parallel.vocab import DeferredLogits, logprobs_and_entropy
+from mcore_rl.parallel.mesh import Mesh, build_mesh, destroy_mesh, seed_ranks
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.memory import memory_of_fullest_rank
 from mcore_rl.rl.engines.base import Sampling
@@ -65,14 +63,6 @@ LOGIT_TOLERANCE = 1e-4
 """Largest difference of a logit in fp32 from transformers on the CPU, where logits are of the size of 1."""
 BF16_TOLERANCE = 2e-2
 """Relative difference of losses between bf16 and fp32 over five steps."""
-LOGPROB_TOLERANCE = 5e-2
-"""Largest difference of a logprob in nats: torch rounds bf16 logits of the size of 5, a kernel does not."""
-GATE_TOLERANCE = 1e-5
-"""Difference of a gate in fp32, absolute, and of its gradient, relative: exponentials of two libraries."""
-EXPERT_TOLERANCE = 1e-1
-"""Largest difference of an expert's output, of the size of 5: torch rounds to bf16 once more in between."""
-GRADIENT_TOLERANCE = 2e-2
-"""Relative difference of a gradient, by its norm: bf16 operands, rounded at other places."""
 PACKED_CASES: dict[str, dict[str, Any]] = {
     "causal": {},
     "window 7": {"window": 7},
@@ -378,153 +368,6 @@ def grouped_difference(on: Machine, sizes: list[int]) -> float:
     return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
 
 
-def triton(on: Machine) -> Outcome:
-    """Each kernel in Triton beside torch: seconds and peak memory of a forward and backward pass, and its results."""
-    if not on.is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
-        return Outcome(summary="Triton's kernels need a GPU, or TRITON_INTERPRET=1", figures={})
-    if not has_module("triton"):
-        return Outcome(summary="triton is not installed", figures={})
-    comparisons = {"logprobs": compare_logprobs, "routing": compare_routing, "experts": compare_experts}
-    for name, compare in comparisons.items():
-        try:
-            on.keep(name, compare(on, load_kernels([name], on.device)))
-        except Exception as error:  # noqa: BLE001  of Triton's compiler too: the other kernels are compared still
-            on.keep(name, {"error": f"{type(error).__name__}: {error}"[:1000]})
-            on.wrong.append(f"{name} failed: {type(error).__name__}: {error}"[:300])
-    speeds = [
-        f"{name} {found['torch']['seconds'] / found['triton']['seconds']:.2f} x torch"
-        for name, found in on.figures.items()
-        if "error" not in found
-    ]
-    unit = "" if on.is_gpu else " (a rehearsal: no measurement)"
-    return Outcome(summary=", ".join(speeds) + unit, figures=on.figures)
-
-
-def compare_logprobs(on: Machine, kernels: Kernels) -> dict[str, Any]:
-    """Return the figures of logprobs and entropies over the vocabulary of Qwen3, for 8,192 tokens."""
-    tokens, width, vocabulary, chunk = (8192, 2048, 151936, 768) if on.is_large else (40, 32, 300, 16)
-    dtype = torch.bfloat16 if on.is_gpu else torch.float32
-    hidden = torch.randn(tokens, width).to(on.device, dtype).requires_grad_()
-    weight = torch.randn(vocabulary, width, device=on.device).div_(width**0.5).to(dtype).requires_grad_()
-    targets = torch.randint(0, vocabulary, (tokens,)).to(on.device)
-    pull = torch.randn(2, tokens).to(on.device)
-
-    def results(logits: DeferredLogits) -> list[Tensor]:
-        found = logprobs_and_entropy(
-            logits, targets, Axis(None, 0, 1), vocab_size=vocabulary - 3, temperature=0.9, chunk_tokens=chunk
-        )
-        gradients = torch.autograd.grad(
-            (found.logprobs_T * pull[0] + found.entropy_T * pull[1]).sum(), [hidden, weight]
-        )
-        return [found.logprobs_T.detach(), found.entropy_T.detach(), *gradients]
-
-    ways = {
-        "torch": DeferredLogits(hidden, weight, chunk),
-        "triton": DeferredLogits(hidden, weight, chunk, kernels.logprobs),
-    }
-    calls = {name: lambda logits=logits: results(logits) for name, logits in ways.items()}
-    return beside_torch(on, calls, ("logprobs", "entropy"), LOGPROB_TOLERANCE, GRADIENT_TOLERANCE)
-
-
-def compare_routing(on: Machine, kernels: Kernels) -> dict[str, Any]:
-    """Return the figures of imposed routes of 32,768 tokens over 128 experts, top-8, as Qwen3's router scores them."""
-    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
-
-    assert kernels.routing is not None
-    tokens, experts, top_k = (32768, 128, 8) if on.is_large else (40, 12, 3)
-    logits = torch.randn(tokens, experts).to(on.device).requires_grad_()
-    imposed = torch.rand(tokens, experts).argsort(1)[:, :top_k].contiguous().to(on.device)
-    pull = torch.randn(tokens, experts).to(on.device)
-
-    class Imposed:
-        """A hook as Megatron's router asks it."""
-
-        def get_replay_topk(self, scores_TE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-            return scores_TE.gather(1, imposed), imposed
-
-    def results(route: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
-        gates, routed = route(logits, top_k, router_replay=Imposed())
-        (gradient,) = torch.autograd.grad((gates * pull).sum(), logits)
-        return [gates.detach(), routed.float(), gradient]
-
-    ways = {"torch": topk_routing_with_score_function, "triton": kernels.routing.route}
-    calls = {name: lambda route=route: results(route) for name, route in ways.items()}
-    return beside_torch(on, calls, ("gates", "map"), GATE_TOLERANCE, GATE_TOLERANCE)
-
-
-def compare_experts(on: Machine, kernels: Kernels) -> dict[str, Any]:
-    """Return the figures of the experts of a layer of Qwen3-30B-A3B, for 16,384 tokens with eight experts each."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    tokens, width, inner, experts = (131072, 2048, 768, 128) if on.is_large else (70, 32, 16, 5)
-    dtype = torch.bfloat16 if on.is_gpu else torch.float32
-    # Uneven, and one expert in eight empty.
-    shares = torch.rand(experts).where(torch.arange(experts) % 8 != 3, 0.0)
-    counts = (shares / shares.sum() * tokens).long()
-    counts[0] += tokens - counts.sum()
-    shapes = ((tokens, width), (tokens,), (experts, 2 * inner, width), (experts, width, inner))
-    scales = (1.0, 1.0, width**-0.5, inner**-0.5)
-    inputs = [
-        torch.randn(*shape, device=on.device).mul_(scale).to(dtype).requires_grad_()
-        for shape, scale in zip(shapes, scales, strict=True)
-    ]
-    pull, counts = torch.randn(tokens, width, device=on.device).to(dtype), counts.to(on.device)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=width,
-        num_attention_heads=1,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-    )
-
-    def results(triton: Kernels) -> list[Tensor]:
-        config.triton = triton
-        rows, gates, fc1, fc2 = inputs
-        output = grouped_experts(rows, gates, (fc1, None), (fc2, None), counts, config)
-        return [output.detach(), *torch.autograd.grad((output * pull).sum(), inputs)]
-
-    calls = {"torch": lambda: results(NONE), "triton": lambda: results(kernels)}
-    return beside_torch(on, calls, ("output",), EXPERT_TOLERANCE, GRADIENT_TOLERANCE)
-
-
-def beside_torch(
-    on: Machine,
-    ways: dict[str, Callable[[], list[Tensor]]],
-    values: tuple[str, ...],
-    tolerance: float,
-    rounding: float,
-) -> dict[str, Any]:
-    """Return seconds, peak and differences of the way "triton" beside "torch"; AssertionError where results differ.
-
-    Args:
-        on: The machine.
-        ways: Calls that return values, then gradients.
-        values: Names of the values.
-        tolerance: Largest difference of a value.
-        rounding: Largest relative difference of a gradient, by its norm.
-    """
-    figures: dict[str, Any] = {}
-    found = {}
-    for name, call in ways.items():
-        if on.is_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        found[name] = call()
-        figures[name] = {
-            "peak_bytes": torch.cuda.max_memory_allocated() if on.is_gpu else None,
-            "seconds": on.seconds(call, 5 if on.is_large else 1),
-        }
-    differences = {}
-    for index, (mine, theirs) in enumerate(zip(found["triton"], found["torch"], strict=True)):
-        gap = mine.float() - theirs.float()
-        is_value = index < len(values)
-        name = values[index] if is_value else f"gradient {index - len(values) + 1}"
-        difference = gap.abs().max() if is_value else gap.norm() / theirs.float().norm()
-        differences[name] = float(difference)
-        on.expect(f"Triton's {name}", differences[name], tolerance if is_value else rounding)
-    return figures | {"differences": differences}
-
-
 def memory(on: Machine) -> Outcome:
     """The estimate of memory beside the peak of two steps, for five configs."""
     base = slice_model(on, layers=2)
@@ -604,9 +447,6 @@ def slice(on: Machine) -> Outcome:  # the step's name
     on.keep("rows", rows)
     on.keep("length", length)
     ways: dict[str, Callable[[], Callable[[], Any]]] = {"ours": lambda: our_step(on, model, rows, length)}
-    if on.is_gpu and has_module("triton"):
-        kernels = {"triton_kernels": ("logprobs", "routing", "experts")}
-        ways["ours, Triton"] = lambda: our_step(on, model, rows, length, **kernels)
     ways["transformers"] = lambda: transformers_step(on, model, rows, length, compiled=False)
     if has_module("transformer_engine") and on.is_gpu:
         ways["ours, TransformerEngine"] = lambda: our_step(on, model, rows, length, layers="te")
@@ -651,11 +491,9 @@ def our_step(
     *,
     local: bool = False,
     layers: str = "torch",
-    triton_kernels: tuple[str, ...] = (),
 ) -> Callable[[], Any]:
     """Return a training step of ours; with `local` of a model with Megatron's own layers without TransformerEngine."""
-    chosen = {"precision": "bf16", "layers": layers, "triton_kernels": triton_kernels}
-    settings = PlatformConfig.model_validate(chosen)
+    settings = PlatformConfig.model_validate({"precision": "bf16", "layers": layers})
     with megatron_layers() if local else as_they_are():
         state = set_up_again(slice_config(model, rows, settings), platform.start(settings))
     batch = slice_batch(state, rows, length)
@@ -865,7 +703,7 @@ def print_result(summary: str, figures: dict[str, Any]) -> None:
 ALL: dict[str, Callable[[Machine], Outcome]] = {
     function.__name__: function
     for function in (
-        machine, training, reference, families, kernels, triton, memory, slice, rl, conversion, extras, ranks,
+        machine, training, reference, families, kernels, memory, slice, rl, conversion, extras, ranks,
     )
 }  # fmt: skip
 NEEDS_MESH = {"families", "rl", "conversion"}

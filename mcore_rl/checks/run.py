@@ -56,7 +56,6 @@ def run_violations(config: RunConfig, world_size: int, seq_length: int, field: s
     yield from schedule_violations(config.optim, config.train.steps)
     yield from _platform(config.platform, model)
     yield from _router_fusion(config)
-    yield from _triton_kernels(config.platform, model)
     yield from _overlapped_shared_experts(config)
     yield from _overlapped_tensor_parallelism(config)
     yield from offload_violations(config.optim, config.platform)
@@ -324,47 +323,6 @@ def _router_fusion(config: RunConfig) -> Iterator[str]:
         yield (
             "platform.router_fusion=true in reinforcement learning: the fused router shows no choices to record, and "
             'takes none that a replay imposes. Set it to "auto".'
-        )
-
-
-def _triton_kernels(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
-    names = platform.triton_kernels
-    asked = f"platform.triton_kernels={list(names)}"
-    if names and platform.device == "cpu":
-        yield f'{asked} needs CUDA, but platform.device="cpu". Change one of them.'
-    if len(set(names)) < len(names):
-        yield f"{asked} names a kernel twice. Name it once."
-    if names and platform.batch_invariant:
-        yield (
-            f"{asked} with platform.batch_invariant=true: their products are not those of the rollout engine. Set "
-            "platform.triton_kernels=[]."
-        )
-    if "logprobs" in names and platform.logits_chunk_tokens is None:
-        yield (
-            f'{asked} with platform.logits_chunk_tokens="none": the kernel stores no logits. Set '
-            'platform.logits_chunk_tokens="auto".'
-        )
-    if "logprobs" in names and platform.cross_entropy_fusion not in ("auto", "none"):
-        yield (
-            f'{asked} with platform.cross_entropy_fusion="{platform.cross_entropy_fusion}": the first computes the '
-            'cross entropy. Set platform.cross_entropy_fusion="auto".'
-        )
-    if "logprobs" in names and model.head == "score":
-        yield f'{asked} with model.head="score": such a model has no logits. Take "logprobs" out.'
-    of_experts = [name for name in ("routing", "experts") if name in names]
-    if of_experts and not model.is_moe:
-        yield f'{asked} with model.family="{model.family}", which has no experts. Take {of_experts} out.'
-    elif "experts" in names and (family_of(model).activation != "silu" or family_of(model).has_linear_bias):
-        yield f'{asked} with model.family="{model.family}": its experts are not plain SwiGLU. Take "experts" out.'
-    if "experts" in names and platform.layers == "te":
-        yield (
-            f'{asked} with platform.layers="te": TransformerEngine has its own experts. Set platform.layers="torch", '
-            'or take "experts" out.'
-        )
-    if "routing" in names and platform.router_fusion is True:
-        yield (
-            f"{asked} with platform.router_fusion=true: one kernel computes the router's choice. Set "
-            'platform.router_fusion="auto".'
         )
 
 

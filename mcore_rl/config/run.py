@@ -44,11 +44,6 @@ class PlatformConfig(Section):
     weight_gradient_fusion: bool | Literal["auto"] = "auto"
     """Products add weight gradients to the fp32 buffer themselves; needs apex; `auto`: where it is installed and layers
     are `te`."""
-    triton_kernels: tuple[Literal["logprobs", "routing", "experts"], ...] = ()
-    """Kernels in Triton that take the place of torch's on GPUs; none by default: not yet run on a GPU. `logprobs`: the
-    output layer with its logprobs, entropies or cross entropy, whose logits are then never stored, in a loss and in a
-    pass for logprobs; `routing`: the gates of chosen or imposed experts;
-    `experts`: those with SwiGLU, without TransformerEngine, whose weight gradients are added up in float32."""
     deterministic: bool = False
     """Refuse or replace algorithms whose result depends on timing."""
     batch_invariant: bool = False
@@ -109,7 +104,7 @@ class PlatformConfig(Section):
         """
         if self.logits_chunk_tokens != "auto":
             return 0, self.logits_chunk_tokens
-        most_whole = 0 if "logprobs" in self.triton_kernels else WHOLE_LOGITS_BYTES // (4 * num_columns)
+        most_whole = WHOLE_LOGITS_BYTES // (4 * num_columns)
         # Matrix products are fastest with round numbers of rows.
         most = CHUNK_BYTES // (4 * num_columns)
         return most_whole, max(CHUNK_MULTIPLE, most // CHUNK_MULTIPLE * CHUNK_MULTIPLE)

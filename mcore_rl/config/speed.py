@@ -87,9 +87,6 @@ def speed_flags(
         # Megatron's own computes in fp32 and gives the logits a bf16 gradient, whatever their type.
         fusion = "native" if te and platform.precision == "bf16" else "none"
 
-    # The kernel in Triton takes the place of TransformerEngine's.
-    unfuses_router = unfuses_router or "routing" in platform.triton_kernels
-
     def has(kernel: Kernel, setting: bool | Literal["auto"]) -> bool:
         return te and kernel in kernels if setting == "auto" else setting
 

@@ -76,9 +76,7 @@ def bytes_of_rank(config: RunConfig, rank: int, world_size: int, updated: str | 
 def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes:
     """Return the bytes of one model on the rank that `mesh` is of."""
     platform = fake_platform(config.platform, mesh)
-    # Kernels in Triton run on GPUs only; what they save is the logits, which a fake rank does not count.
-    settings = config.platform.model_copy(update={"triton_kernels": ()})
-    bare = build_model(buildable(one.model), mesh, platform, settings)
+    bare = build_model(buildable(one.model), mesh, platform, config.platform)
     for chunk in bare:
         for _, router in routers(chunk):
             # As the first forward pass does.

@@ -106,7 +106,7 @@ class LanguageModel(GPTModel):
         # The output layer has no weight of its own where it is tied to an embedding on this rank.
         is_tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
-        return DeferredLogits(hidden, weight, self._chunk_tokens, self.config.triton.logprobs)
+        return DeferredLogits(hidden, weight, self._chunk_tokens)
 
 
 def build_model(

@@ -9,7 +9,6 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from mcore_rl.backend.gpu.kernels import load_kernels
 from mcore_rl.backend.patches.versions import has_module
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.mesh import MeshConfig
@@ -50,11 +49,6 @@ def transformer_config(
     family = family_of(model)
     if platform.layers == "te":
         _refuse_without_our_layers(model, family)
-        if "experts" in settings.triton_kernels:
-            raise ConfigError(
-                f"platform.triton_kernels={list(settings.triton_kernels)} with layers of TransformerEngine, which has "
-                'its own experts. Take "experts" out, or set platform.layers="torch".'
-            )
     arguments = (
         _common(model)
         | family.architecture(model)
@@ -74,7 +68,6 @@ def transformer_config(
     )
     config = MLATransformerConfig(**arguments) if family.is_latent else TransformerConfig(**arguments)
     # Our layers and Megatron's YaRN read these as plain attributes: the config has no fields for them.
-    config.triton = load_kernels(settings.triton_kernels, platform.device)
     config.full_qk_norm = family.has_full_qk_norm
     config.latent_norm_eps = model.mla.norm_eps
     if model.rope.scaling == "yarn" and not family.is_latent:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_rl.backend.cpu.products import WeightGradient, add_weight_gradient, product
-from mcore_rl.backend.gpu.kernels import LogitKernels
 from mcore_rl.parallel.mesh import Axis
 
 
@@ -22,19 +21,16 @@ class DeferredLogits:
     """Logits `[T, v]` (with rows: `[B, s, v]`) that whoever reads them computes, `chunk_tokens` positions at a time.
 
     They are the products of the hidden states `[T, D]` with the output weight `[v, D]`, this rank's slice. A backward
-    pass computes them again, which costs one more product in three. With `kernels` the chunks are those of the backward
-    pass alone, whose gradient of the logits is in the weight's format.
+    pass computes them again, which costs one more product in three.
     """
 
     hidden_TD: Tensor
     weight_vD: Tensor
     chunk_tokens: int
-    kernels: LogitKernels | None = None
-    """Kernels that read logits without storing them; None: products of torch."""
 
     def __getitem__(self, row: int) -> "DeferredLogits":
         """Return the logits of one row of a batch."""
-        return DeferredLogits(self.hidden_TD[row], self.weight_vD, self.chunk_tokens, self.kernels)
+        return DeferredLogits(self.hidden_TD[row], self.weight_vD, self.chunk_tokens)
 
 
 Logits = Tensor | DeferredLogits
@@ -163,10 +159,9 @@ def _factors(logits_Tv: Logits) -> tuple[Tensor, Tensor | None]:
 def _shard(logits_Tv: Logits, tp: Axis, vocab_size: int, temperature: float, chunk_tokens: int) -> "_Shard":
     num_columns = logits_Tv.shape[-1] if isinstance(logits_Tv, Tensor) else len(logits_Tv.weight_vD)
     num_valid = min(max(vocab_size - tp.rank * num_columns, 0), num_columns)
-    kernels = None
     if isinstance(logits_Tv, DeferredLogits):
-        chunk_tokens, kernels = logits_Tv.chunk_tokens, logits_Tv.kernels
-    return _Shard(tp, tp.rank * num_columns, num_valid, 1.0 / temperature, chunk_tokens, kernels)
+        chunk_tokens = logits_Tv.chunk_tokens
+    return _Shard(tp, tp.rank * num_columns, num_valid, 1.0 / temperature, chunk_tokens)
 
 
 class _Shard(NamedTuple):
@@ -177,14 +172,13 @@ class _Shard(NamedTuple):
     num_valid: int
     inverse_temperature: float
     chunk_tokens: int
-    kernels: LogitKernels | None
     has_entropy: bool = True
 
     def logits(self, tensor_TX: Tensor, weight_vD: Tensor | None) -> Logits:
         """Return logits from what `_factors` made of them."""
         if weight_vD is None:
             return tensor_TX
-        return DeferredLogits(tensor_TX, weight_vD, self.chunk_tokens, self.kernels)
+        return DeferredLogits(tensor_TX, weight_vD, self.chunk_tokens)
 
     def scaled(self, logits_Tv: Logits, rows_C: Tensor) -> Tensor:
         """Return a new tensor: the valid logits of these rows divided by the temperature, in float32 or more."""
@@ -219,11 +213,8 @@ class _Gradient:
 
     def add(self, rows_C: Tensor, grad_Cv: Tensor) -> None:
         """Take the gradient of the scaled logits of some rows, which is overwritten; no row may come twice."""
-        self.add_unscaled(rows_C, grad_Cv.mul_(self._shard.inverse_temperature).to(self._rows_TX.dtype))
-
-    def add_unscaled(self, rows_C: Tensor, grad_Cv: Tensor) -> None:
-        """Take the gradient of the logits of some rows, in their format; no row may come twice."""
         shard, logits_Tv = self._shard, self._logits_Tv
+        grad_Cv = grad_Cv.mul_(shard.inverse_temperature).to(self._rows_TX.dtype)
         if isinstance(logits_Tv, Tensor):
             self._rows_TX[rows_C, : shard.num_valid] = grad_Cv
             return
@@ -282,21 +273,6 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             entropy_N.split(shard.chunk_tokens),
             strict=True,
         ):
-            if weight_vD is not None and shard.kernels is not None and shard.num_valid:
-                grad_Cv = shard.kernels.gradient(
-                    tensor_TX,
-                    weight_vD[: shard.num_valid],
-                    targets_T,
-                    rows_C,
-                    log_partition_C,
-                    entropy_C,
-                    grad_logprobs_T,
-                    grad_entropy_T,
-                    first=shard.first,
-                    inverse_temperature=shard.inverse_temperature,
-                )
-                gradient.add_unscaled(rows_C, grad_Cv)
-                continue
             logprobs_Cv = shard.scaled(logits_Tv, rows_C).sub_(log_partition_C[:, None])
             if grad_entropy_T is None:
                 assert grad_logprobs_T is not None
@@ -416,16 +392,6 @@ def _local_sums(logits_Tv: Logits, targets_T: Tensor, rows_N: Tensor, shard: _Sh
     sums_3N = exact.new_zeros((3, len(rows_N)))
     if not shard.num_valid:
         return highest_N, sums_3N
-    if isinstance(logits_Tv, DeferredLogits) and shard.kernels is not None:
-        return shard.kernels.local_sums(
-            logits_Tv.hidden_TD,
-            logits_Tv.weight_vD[: shard.num_valid],
-            targets_T,
-            rows_N,
-            first=shard.first,
-            inverse_temperature=shard.inverse_temperature,
-            has_entropy=shard.has_entropy,
-        )
     for start in range(0, len(rows_N), shard.chunk_tokens):
         chunk = slice(start, start + shard.chunk_tokens)
         scaled_Cv = shard.scaled(logits_Tv, rows_N[chunk])

@@ -144,7 +144,6 @@ def kernels() -> dict[str, bool]:
         "router (TransformerEngine)": te and has_kernels(*ROUTER_KERNELS),
         "cross entropy (TransformerEngine)": te,
         "weight gradients added in place (apex)": te and has_module("fused_weight_gradient_mlp_cuda"),
-        "kernels in Triton (platform.triton_kernels)": FOUND.has_cuda and has_module("triton"),
         "DeepEP dispatcher": FOUND.has_cuda and has_module("deep_ep"),
     }
 

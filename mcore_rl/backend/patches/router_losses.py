@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.backend.gpu.kernels import NONE
-
 Routing = Callable[..., tuple[Tensor, Tensor]]
 BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -53,16 +51,6 @@ def losses_as_sums(routing: Routing) -> Routing:
         if learns:
             _sums(router)[2] += logits.shape[0] * logits.shape[1] if is_token_T is None else is_token_T.sum()
         return gates_TE, routed_TE
-
-    return wrapped
-
-
-def kernel_as_fusion(choose: Routing) -> Routing:
-    """`topk_routing_with_score_function`, whose flag `fused` may be a function, which then takes its place."""
-
-    @functools.wraps(choose)
-    def wrapped(*args: Any, fused: Any = False, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return fused(*args, **kwargs) if callable(fused) else choose(*args, fused=fused, **kwargs)
 
     return wrapped
 
@@ -128,11 +116,9 @@ def _spans(router: Any) -> Tensor | None:
 
 
 def _plain(config: Any) -> Any:
-    """Return the config of a router that adds no losses and drops no tokens, and has its kernel as its fusion."""
+    """Return the config of a router that adds no losses and drops no tokens."""
     plain = copy.copy(config)
     plain.moe_aux_loss_coeff, plain.moe_z_loss_coeff = 0.0, None
-    if (kernels := getattr(config, "triton", NONE).routing) is not None:
-        plain.moe_router_fusion = kernels.route
     if _has_capacity(config):
         plain.moe_expert_capacity_factor = None
     return plain

@@ -198,14 +198,6 @@ ROUTER_LOSS_PATCHES: tuple[Patch, ...] = (
         until="losses are sums over tokens, divided by all tokens, and the capacity is that of a micro-batch",
     ),
     Patch(
-        symbol="megatron.core.transformer.moe.router:topk_routing_with_score_function",
-        replace=router_losses.kernel_as_fusion,
-        cause="version",
-        reason="its one fused form is TransformerEngine's, which shows no choices to a replay and takes none; "
-        "platform.triton_kernels has one that does",
-        until="the fused form asks router_replay",
-    ),
-    Patch(
         symbol="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
         replace=router_losses.scale_as_scalar,
         cause="version",

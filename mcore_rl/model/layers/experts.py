@@ -12,7 +12,6 @@ from megatron.core.utils import divide
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from mcore_rl.backend.gpu.kernels import NONE
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cpu.experts import assign_routed, assign_sorted, swiglu_experts
 from mcore_rl.model.layers.expert_checkpoint import ExpertShards, sharded_experts
@@ -75,7 +74,6 @@ class GroupedExperts(MegatronModule):
             and config.activation_func is silu
             and config.activation_func_clamp_value is None
             and config.glu_linear_offset == 0.0
-            and getattr(config, "triton", NONE).experts is None
         )
 
     @property

@@ -8,8 +8,6 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.backend.gpu.kernels import NONE
-
 Linear = tuple[Tensor, Tensor | None]
 """Weight `[E, O, I]` and bias `[E, O]` of all experts."""
 # Older versions of torch lack it: a loop over the experts then computes the same.
@@ -40,10 +38,6 @@ def grouped_experts(
         # gates, and would wait for this one, and overlapped reduction waits for every parameter.
         used = (gates_N, *fc1, *fc2)
         return rows_ND + 0.0 * sum(tensor.sum() for tensor in used if tensor is not None)
-    if (kernels := getattr(config, "triton", NONE).experts) is not None:
-        assert bias_EF is None and bias_ED is None
-        # It keeps no activation: "moe_act" in `recompute_modules` has nothing more to recompute.
-        return kernels.swiglu_experts(rows_ND, gates_N, fc1_EFD, fc2_EDF, counts_E)
     activate = partial(_activate, config=config)
     hidden_NF, gates_N1 = _products(rows_ND, fc1_EFD, counts_E), gates_N[:, None]
     if bias_EF is not None:

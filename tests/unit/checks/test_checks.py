@@ -415,45 +415,6 @@ def test_settings_that_agree_pass(family, overrides, world_size):
             1,
             "it is a kernel of TransformerEngine",
         ),
-        (
-            "llama",
-            "platform.triton_kernels=[logprobs] platform.device=cpu",
-            1,
-            "needs CUDA, but platform.dev",
-        ),
-        ("llama", "platform.triton_kernels=[logprobs,logprobs]", 1, "names a kernel twice"),
-        (
-            "llama",
-            "platform.triton_kernels=[logprobs] platform.logits_chunk_tokens=none",
-            1,
-            "stores no logits",
-        ),
-        (
-            "llama",
-            "platform.triton_kernels=[logprobs] platform.batch_invariant=true",
-            1,
-            "not those of the rollout engine",
-        ),
-        (
-            "llama",
-            "platform.triton_kernels=[logprobs] platform.cross_entropy_fusion=te",
-            1,
-            "the first computes the cross entropy",
-        ),
-        ("llama", "platform.triton_kernels=[routing]", 1, "which has no experts. Take ['routing'] out"),
-        ("gpt_oss", "platform.triton_kernels=[experts]", 1, "its experts are not plain SwiGLU"),
-        (
-            "qwen3_moe",
-            "platform.triton_kernels=[experts] platform.layers=te",
-            1,
-            "TransformerEngine has its own experts",
-        ),
-        (
-            "qwen3_moe",
-            "platform.triton_kernels=[routing] platform.router_fusion=true",
-            1,
-            "one kernel computes the router's choice",
-        ),
     ],
 )
 def test_a_disagreement_is_told_alone_and_with_a_remedy(family, overrides, world_size, message):

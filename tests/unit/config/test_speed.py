@@ -94,7 +94,6 @@ def test_the_recipe_of_8_bits_is_that_of_the_gpu(capability, recipe):
 
 def test_fused_kernels_keep_out_of_replay_fp32_and_models_without_experts():
     assert not flags(unfuses_router=True).router_fusion
-    assert not flags(PlatformConfig(precision="bf16", triton_kernels=("routing",))).router_fusion
     assert flags(PlatformConfig()).cross_entropy_fusion == "none"
     dense = flags(model="llama")
     assert (dense.permute_fusion, dense.router_fusion) == (False, False)

@@ -227,6 +227,3 @@ def test_logits_of_more_than_two_gibibytes_are_deferred_unless_set():
     assert auto.logits_chunk(10**6, 2**30) == 128
     assert PlatformConfig(logits_chunk_tokens=None).logits_chunk(10**6, 151936) is None
     assert PlatformConfig(logits_chunk_tokens=7).logits_chunk(4, 8) == 7
-    # The kernel stores no logits, however few they are.
-    by_kernel = PlatformConfig(triton_kernels=("logprobs",))
-    assert [by_kernel.logits_chunk(tokens, 151936) for tokens in (16, 32768)] == [768, 768]

@@ -1,1 +1,0 @@
-"""Kernels in Triton for GPUs, in the place of several of torch's: a reader of the CPU path may skip this folder."""
