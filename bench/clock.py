@@ -9,7 +9,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,10 +18,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
-from mcore_rl.backend.cpu.kernels import CpuKernels, using
-from mcore_rl.backend.cpu.products import product
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.obs.attempts import cpu_name
 
@@ -69,28 +66,24 @@ def gflops(seconds: float, flops: float) -> float:
 
 
 class Peaks:
-    """The fastest matrix products of this machine, one thread, fp32: torch's way (MKL) and oneDNN's."""
+    """The fastest matrix products of this machine, by torch, one thread, fp32."""
 
     SIZE = 1024
 
     def __init__(self) -> None:
         self._left, self._right = (torch.randn(self.SIZE, self.SIZE) for _ in range(2))
-        self._products: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mkl": torch.mm, "onednn": product}
-        self._clocks = {name: Clock() for name in self._products}
+        self._clock = Clock()
 
     def measure(self) -> None:
-        """One more round of each."""
-        for name, function in self._products.items():
-            with using(CpuKernels("onednn")):
-                function(self._left, self._right)
-                with self._clocks[name]:
-                    for _ in range(8):
-                        function(self._left, self._right)
+        """One more round."""
+        torch.mm(self._left, self._right)
+        with self._clock:
+            for _ in range(8):
+                torch.mm(self._left, self._right)
 
-    def gflops(self) -> dict[str, float]:
-        """GFLOP/s of each in the best round."""
-        flops = 8 * 2 * self.SIZE**3
-        return {name: gflops(min(clock.cpu_s), flops) for name, clock in self._clocks.items()}
+    def gflops(self) -> float:
+        """GFLOP/s in the best round."""
+        return gflops(min(self._clock.cpu_s), 8 * 2 * self.SIZE**3)
 
 
 class Others:
@@ -141,16 +134,15 @@ def circumstances(contention: float, peaks: Peaks) -> dict[str, Any]:
     return {
         "contention": round(contention, 2),
         "is_contended": contention > CONTENDED,
-        "peak_gflops": {name: round(value, 1) for name, value in peaks.gflops().items()},
+        "peak_gflops": round(peaks.gflops(), 1),
     }
 
 
 def circumstances_line(row: Mapping[str, Any]) -> str:
     """Return the `circumstances` of a row in words, with the machine."""
-    peaks = row["peak_gflops"]
     line = (
-        f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()}), one core: MKL {peaks['mkl']:.0f}, "
-        f"oneDNN {peaks['onednn']:.0f} GFLOP/s; contention {row['contention']:.2f}"
+        f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()}), one core: {row['peak_gflops']:.0f} GFLOP/s; "
+        f"contention {row['contention']:.2f}"
     )
     return f"{line}: CONTENDED, never quoted" if row["is_contended"] else line
 

@@ -5,10 +5,11 @@
 
 A step is forward, loss with load balancing, backward, gradient clipping and AdamW. transformers runs in the fastest of
 its implementations of the experts, in fp32 and, unless torch multiplies bf16 more slowly than fp32 here, under bf16
-autocast; this package as the machine's choice of kernels has it, with the kernels of before there was a choice, and
-with bf16 products. Steps alternate between them; figures are CPU seconds of this process, medians over the rounds; the
-spread of a ratio is that of its rounds, from quartile to quartile. Memory that a step frees stays with the process, for
-all alike (--allocator kept): with glibc's own settings (default) models that alternate pay page faults of each other.
+autocast; this package with compiled layers (`platform.layers = "cpu"`), with torch's, and with compiled layers and
+`platform.bf16_products`. Steps alternate between them; figures are CPU seconds of this process, medians over the
+rounds; the spread of a ratio is that of its rounds, from quartile to quartile. Memory that a step frees stays with the
+process, for all alike (--allocator kept): with glibc's own settings (default) models that alternate pay page faults of
+each other.
 Results go to bench/results/pretrain.json; a row that others on the machine disturbed (contention above 1.3) is marked,
 and not to be quoted.
 """
@@ -42,7 +43,6 @@ from bench.clock import (
     ratio_over_rounds,
     write_results,
 )
-from mcore_rl.backend.cpu.kernels import using
 from mcore_rl.backend.platform import start
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
@@ -63,9 +63,9 @@ IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
 RESULTS = Path(__file__).parent / "results" / "pretrain.json"
 Tensors = dict[str, Tensor]
 OURS: dict[str, dict[str, Any]] = {
-    "mcore_rl": {},
-    "mcore_rl, kernels of before": {"products": "onednn", "attention": "blocks", "compiled": False},
-    "mcore_rl, bf16 products": {"products": "bf16"},
+    "mcore_rl": {"layers": "cpu"},
+    "mcore_rl, torch layers": {"layers": "torch"},
+    "mcore_rl, bf16 products": {"layers": "cpu", "bf16_products": True},
 }
 """Settings of platform."""
 AUTOCAST = "transformers, bf16 autocast"
@@ -207,8 +207,6 @@ def our_step(
     )
     parallel_state.destroy_model_parallel()  # Forgets another variant's groups, which live on: it trains on.
     state = set_up(config, start(config.platform))
-    kernels = state.platform.kernels
-    assert kernels is not None
     copy_in(state.chunks, to_global(weights, model))
     state.optimizer.reload_model_params()
     head = NextTokenHead()
@@ -221,8 +219,7 @@ def our_step(
             position_ids_BS=torch.arange(workload.length).expand(workload.batch, -1),
         )
         local = localize(microbatch, state.mesh.cp, state.platform.device)
-        with using(kernels):
-            return train_step(state, [local], head).loss
+        return train_step(state, [local], head).loss
 
     return step
 
@@ -292,7 +289,7 @@ def row(
 ) -> dict[str, Any]:
     """Figures of one workload, for people and machines."""
     flops = workload.tokens * train_flops_per_token(workload.model, workload.length)
-    best_peak = max(peaks.gflops().values())
+    best_peak = peaks.gflops()
     models = {}
     for name, runner in runners.items():
         speed = gflops(runner.clock.median_s, flops)
@@ -332,7 +329,7 @@ def keep_memory() -> None:
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as text."""
     lines = [
-        "workload      ratio (quartiles)   before  bf16  contention  tokens/s ours  transformers  GFLOP/s  of peak  "
+        "workload      ratio (quartiles)    torch  bf16  contention  tokens/s ours  transformers  GFLOP/s  of peak  "
         "max |loss difference|"
     ]
     for name, figures in rows.items():
@@ -340,7 +337,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         low, high = figures["ratio_quartiles"]
         lines.append(
             f"{name:12s} {figures['ratio']:6.2f} ({low:.2f}-{high:.2f})"
-            f"      {figures['ratios']['mcore_rl, kernels of before']:6.2f}  {figures['ratio_bf16']:4.2f}  "
+            f"      {figures['ratios']['mcore_rl, torch layers']:6.2f}  {figures['ratio_bf16']:4.2f}  "
             f"{figures['contention']:9.2f}{'!' if figures['is_contended'] else ' '}  "
             f"{ours['tokens_per_cpu_s']:13.0f}  {peer['tokens_per_cpu_s']:12.0f}  {ours['gflops']:7.1f}  "
             f"{ours['share_of_peak']:7.2f}  {figures['loss_difference']:.4f}"

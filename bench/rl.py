@@ -52,7 +52,7 @@ def compare(
 ) -> dict[str, Any]:
     """The row of one objective: after a turn of each to warm up, `rounds` turns of each.
 
-    `settings` are fields of our config, as `platform.products=bf16`; TRL's side does not change with them.
+    `settings` are fields of our config, as `platform.bf16_products=true`; TRL's side does not change with them.
     """
     peer = write_peer(folder, kind, "grouped_mm", (rounds + 1) * steps)
     turns: dict[str, list[Turn]] = {"mcore_rl": [], "trl": []}
@@ -170,7 +170,7 @@ def main() -> None:
         nargs="+",
         default=[],
         metavar="FIELD=VALUE",
-        help="fields of our config, as platform.products=bf16; TRL stays in fp32",
+        help="fields of our config, as platform.bf16_products=true; TRL stays in fp32",
     )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each that count")
     parser.add_argument("--steps", type=int, default=3, help="of a turn")

@@ -83,7 +83,7 @@ def main() -> None:
     config = load_config(RlRunConfig, Path(sys.argv[1]), sys.argv[2:])
     check_rl(config, 1)
     prompts = load_prompts(config)
-    platform = platforms.start(config.platform.model_copy(update={"layers": "torch"}))
+    platform = platforms.start(config.platform, allows_te=False)
     with (
         open_run(config, platform) as run,
         open_rollouts(

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from mcore_rl.backend.cpu import torch_standins as cpu
+from mcore_rl.backend.patches import torch_standins as cpu
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 GIB = 2**30
@@ -114,7 +114,9 @@ class EmulatedGpu(TorchDispatchMode):
                 if tensor.untyped_storage()._cdata not in before:
                     put_on_gpu(tensor)
                     self.streams[-1].made(tensor)
-            if function is aten.copy_.default and not is_on_gpu(operands[-1]):
+            # Without `non_blocking` the host waits until the copy is over.
+            is_asynchronous = len(args) > 2 and args[2]
+            if function is aten.copy_.default and is_asynchronous and not is_on_gpu(operands[-1]):
                 self.streams[-1].reads(operands[-1])
         return result
 
@@ -257,6 +259,8 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def is_on_gpu(tensor: Tensor) -> bool:
     """Whether the tensor's memory is recorded as the GPU's."""
+    if hasattr(tensor, "local_shards"):  # torch's record of the parts of a tensor, which has no memory itself
+        return any(is_on_gpu(shard.tensor) for shard in tensor.local_shards())
     return hasattr(tensor.untyped_storage(), "on_gpu")
 
 
@@ -614,7 +618,7 @@ def _moved(move: Callable[..., Any], gpu: EmulatedGpu) -> Callable[..., Any]:
             gpu.wait()
         if target and self.dim() and not hasattr(self.untyped_storage(), "pinned"):
             gpu.pageable[site()] += 1
-        return _Moved.apply(converted, target)  # type: ignore[no-untyped-call]
+        return _Moved.apply(converted, target, not waits)  # type: ignore[no-untyped-call]
 
     return to
 
@@ -623,16 +627,16 @@ class _Moved(torch.autograd.Function):
     """A copy on the other device, whose gradient comes back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, to_gpu: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:
         ctx.to_gpu = to_gpu
-        return _copied(tensor, to_gpu)
+        return _copied(tensor, to_gpu, non_blocking)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _copied(gradient, not ctx.to_gpu), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _copied(gradient, not ctx.to_gpu, True), None, None
 
 
-def _copied(tensor: Tensor, to_gpu: bool) -> Tensor:
+def _copied(tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:
     copy = torch.empty_like(tensor)
     storage = copy.untyped_storage()
     if to_gpu:
@@ -643,7 +647,7 @@ def _copied(tensor: Tensor, to_gpu: bool) -> Tensor:
         for name in ("on_gpu", "maker"):
             if hasattr(storage, name):
                 delattr(storage, name)
-    copy.copy_(tensor)
+    copy.copy_(tensor, non_blocking)
     return copy
 
 

@@ -42,12 +42,12 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[
 
 
 def forkserver(*first: str) -> ForkServerContext:
-    """The server whose processes start in milliseconds, with torch and Megatron in memory. So is _dynamo, which
-    torch imports, for a second, for an optimizer of its own; and so is which kernels this CPU computes with.
-    The modules `first` are imported before all; a server that runs already stays as it is.
+    """The server whose processes start in milliseconds, with torch and Megatron in memory, and _dynamo, which torch
+    imports, for a second, for an optimizer of its own. The modules `first` are imported before all; a server that runs
+    already stays as it is.
     """
     context = multiprocessing.get_context("forkserver")
-    modules = ["mcore_rl.run.rl", "torch._dynamo", "pytest", "tests.measured_kernels"]
+    modules = ["mcore_rl.run.rl", "torch._dynamo", "pytest"]
     context.set_forkserver_preload([*first, *modules])
     return context
 

@@ -101,21 +101,11 @@ def _each(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
     return torch.stack([torch.mm(*pair) for pair in zip(left_BMK, right_BKN, strict=True)])
 
 
-def _linear_pointwise(
-    input: Tensor, weight_OI: Tensor, bias: Tensor | None, name: str, scalars: Any, algorithm: Any
-) -> Tensor:
-    assert bias is None and name == "none", "products without a bias or an activation are tiled"
-    rows = _mm(input.reshape(-1, weight_OI.shape[1]), weight_OI.t())
-    return rows.view(*input.shape[:-1], weight_OI.shape[0])
-
-
 PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.mm.default: _mm,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.bmm.default: _bmm,
 }
-if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-    PRODUCTS[torch.ops.mkldnn._linear_pointwise.default] = _linear_pointwise
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:

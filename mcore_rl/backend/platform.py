@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.backend import batch_invariant, flight_recorder
-from mcore_rl.backend.cpu import kernels as cpu_kernels
-from mcore_rl.backend.cpu.choice import choose
-from mcore_rl.backend.cpu.kernels import CpuKernels
+from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
 from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.table import FOUND  # first: torch and Megatron are patched
 from mcore_rl.backend.patches.versions import megatron_version
@@ -26,15 +24,26 @@ class Platform:
 
     device: torch.device
     dtype: torch.dtype
-    layers: Literal["torch", "te"]
+    layers: Literal["torch", "te", "cpu"]
     rank: int
     local_rank: int
     world_size: int
     deterministic: bool
-    kernels: CpuKernels | None = None
-    """Libraries of products and attention on a CPU, equal on all ranks; None on a GPU."""
-    kernels_chosen: str = ""
-    """Sentence on how they were chosen, for the log; empty on a GPU."""
+    build: str = ""
+    """Identity of the build of the compiled layers, equal on all ranks; empty with other layers."""
+    reason: str = ""
+    """Why a CPU computes with the layers of torch; empty where it does not, or was asked to."""
+    rounds_products: bool = False
+    """`platform.bf16_products`."""
+
+    @property
+    def layers_id(self) -> str:
+        """Return the layers, and the build of compiled ones: with the same, sums have the same order."""
+        return f"cpu {self.build}" if self.layers == "cpu" else self.layers
+
+    def with_torch_layers(self, reason: str) -> "Platform":
+        """Return the platform with the layers of torch in the place of compiled ones."""
+        return replace(self, layers="torch", build="", reason=reason)
 
     @property
     def is_cuda(self) -> bool:
@@ -49,21 +58,30 @@ class Platform:
     def describe(self) -> str:
         """One line for the log."""
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
-        layers = "TransformerEngine" if self.layers == "te" else "torch"
+        layers = {"te": "TransformerEngine", "torch": "torch", "cpu": f"compiled ({self.build})"}[self.layers]
+        rounded = ", products of bf16" if self.rounds_products else ""
         adam = f"{adam_package()}'s fused Adam"
         kernel = kernel_found() if self.is_cuda and self.layers == "torch" else None
         return (
-            f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, {layers} layers, "
-            f"{adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
-            + (f", {self.kernels_chosen}" if self.kernels_chosen else "")
+            f"{self.world_size} x {name}, {'NCCL' if self.is_cuda else 'gloo'}, {self.dtype}, "
+            f"{layers} layers{rounded}, {adam}, torch {torch.__version__}, megatron-core {megatron_version()}"
+            + (f", no compiled layers ({self.reason})" if self.reason else "")
             + (f", packed sequences by {kernel.name}" if kernel else "")
         )
 
 
-def start(config: PlatformConfig) -> Platform:
-    """Collective over the world: the process group is up and the device chosen; ConfigError before that."""
+def start(config: PlatformConfig, *, allows_te: bool = True) -> Platform:
+    """Collective over the world: the process group is up, the device and the layers chosen.
+
+    Args:
+        config: The section `platform`.
+        allows_te: Whether `layers = "auto"` may be TransformerEngine's.
+
+    Raises:
+        ConfigError: This machine does not have what the config asks for.
+    """
     device_type = _device_type(config)
-    layers = _layers(config)
+    layers = _layers(config, allows_te=allows_te)
     rank, world_size = rank_of_launcher(), world_size_of_launcher()
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     device = torch.device("cpu")
@@ -77,26 +95,70 @@ def start(config: PlatformConfig) -> Platform:
         batch_invariant.switch_on(is_cuda=device_type == "cuda", is_deterministic=config.deterministic)
     if not dist.is_initialized():
         _join(device, rank, world_size, config.timeout_s)
-    kernels, chosen = (None, "") if device_type == "cuda" else choose(config, world_size)
-    if kernels is not None:
-        cpu_kernels.use(kernels)
+    build, reason = compiled_layers(config, world_size) if device_type == "cpu" else ("", "")
     return Platform(
         device=device,
         dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
-        layers=layers,
+        layers="cpu" if build else layers,
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         deterministic=config.deterministic,
-        kernels=kernels,
-        kernels_chosen=chosen,
+        build=build,
+        reason=reason,
+        rounds_products=config.bf16_products,
     )
 
 
-def with_kernels(platform: Platform, kernels: CpuKernels, reason: str) -> Platform:
-    """Return the platform with other kernels of a CPU, which this process uses from now on."""
-    cpu_kernels.use(kernels)
-    return replace(platform, kernels=kernels, kernels_chosen=f"{kernels.describe()} ({reason})")
+def compiled_layers(config: PlatformConfig, world_size: int = 1) -> tuple[str, str]:
+    """Collective over the world: return the build of compiled layers that all ranks have, or "" and the reason.
+
+    The file is built where no process of this user has done so.
+
+    Raises:
+        ConfigError: The config asks for them, and a rank cannot have them.
+    """
+    is_asked = config.layers == "cpu" or config.bf16_products
+    if not is_asked and config.layers != "auto":
+        return "", ""
+    here = _build(config)
+    builds = [here]
+    if world_size > 1:
+        builds = [here] * world_size
+        dist.all_gather_object(builds, here)
+    build, reason = builds[0]
+    for rank, (rank_build, why) in enumerate(builds):
+        if not rank_build:
+            build, reason = "", why if world_size == 1 else f"rank {rank}: {why}"
+            break
+        if rank_build != build:
+            build, reason = "", f"rank {rank} has another processor, compiler or version than rank 0"
+            break
+    if is_asked and not build:
+        asked = 'platform.layers="cpu"' if config.layers == "cpu" else "platform.bf16_products=true"
+        raise ConfigError(
+            f'{asked}, and there are no compiled layers: {reason}. Mend it, or set platform.layers="torch" and '
+            "platform.bf16_products=false."
+        )
+    return build, reason
+
+
+def _build(config: PlatformConfig) -> tuple[str, str]:
+    """Return the build of this process, or "" and the reason."""
+    if config.precision == "bf16":
+        return "", "they compute in fp32"
+    if config.batch_invariant:
+        return "", "platform.batch_invariant=true needs products in tiles"
+    if torch.get_num_threads() > 1:
+        return (
+            "",
+            f"they compute with one thread, and this rank has {torch.get_num_threads()}; OMP_NUM_THREADS=1",
+        )
+    try:
+        library()
+        return build_id(), ""
+    except BuildError as error:
+        return "", str(error)
 
 
 def stop() -> None:
@@ -110,10 +172,11 @@ def _device_type(config: PlatformConfig) -> Literal["cpu", "cuda"]:
         raise ConfigError(
             'platform.device="cuda", but torch sees no GPU here. Use "auto" or "cpu", or mend the driver.'
         )
-    if torch.cuda.is_available() and {config.products, config.attention, config.compiled} != {"auto"}:
+    if torch.cuda.is_available() and (config.layers == "cpu" or config.bf16_products):
+        asked = 'platform.layers="cpu"' if config.layers == "cpu" else "platform.bf16_products=true"
         raise ConfigError(
-            "platform.products, attention and compiled choose among ways to compute on a CPU, and this rank computes "
-            'on a GPU. Use "auto" for all three.'
+            f'{asked} asks for layers that are compiled for CPUs, and this rank computes on a GPU. Use "auto" and '
+            "false."
         )
     if config.device == "cpu" and torch.cuda.is_available():
         raise ConfigError(
@@ -139,10 +202,12 @@ def variables_of_device() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def _layers(config: PlatformConfig) -> Literal["torch", "te"]:
+def _layers(config: PlatformConfig, *, allows_te: bool) -> Literal["torch", "te"]:
+    """Return the layers on a GPU, and on a CPU where none are compiled."""
     usable = FOUND.has_te
     reason = FOUND.unusable.get("transformer_engine")
-    if config.layers != "torch" and FOUND.has_cuda and reason:
+    wants_te = config.layers == "te" or (config.layers == "auto" and allows_te)
+    if wants_te and FOUND.has_cuda and reason:
         raise ConfigError(
             f"TransformerEngine is installed, but cannot be used: {reason}. Install the build for torch "
             f'{torch.__version__}, or set platform.layers="torch" to train with this package\'s own layers.'
@@ -152,11 +217,11 @@ def _layers(config: PlatformConfig) -> Literal["torch", "te"]:
             'platform.layers="te" needs CUDA and the transformer_engine package (pip install "mcore_rl[gpu]"). '
             'Use "torch" or "auto".'
         )
-    if config.fp8 != "none" and not (usable and config.layers != "torch"):
+    if config.fp8 != "none" and not (usable and wants_te):
         raise ConfigError(
             f'platform.fp8="{config.fp8}" needs TransformerEngine layers on CUDA. Set platform.fp8="none".'
         )
-    return "te" if usable and config.layers != "torch" else "torch"
+    return "te" if usable and wants_te else "torch"
 
 
 def _be_deterministic(device_type: str) -> None:

@@ -88,8 +88,7 @@ def comparable(findings: Findings) -> Iterator[tuple[str, Any]]:
     for name in ("layers", "adam"):
         yield name, findings[name]
     if findings["cpu"]:
-        # All ranks take the products and attention that rank 0 has measured; a build they must have alike.
-        yield "compiled layers of the CPU", findings["cpu"]["compiled"]
+        yield "compiled layers of the CPU", findings["cpu"]["build"] or "none"
 
 
 def _is_alike(values: Sequence[str]) -> bool:

@@ -23,6 +23,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500
+OURS = ("torch", "cpu")
+"""Values of `platform.layers` that are not TransformerEngine's."""
 TE_FUSIONS = ("permute_fusion", "router_fusion", "weight_gradient_fusion")
 """Fields of `platform` whose kernels belong to TransformerEngine's layers."""
 
@@ -337,21 +339,21 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
     for setting, is_set in wants_cuda.items():
         if is_set and platform.device == "cpu":
             yield f'{setting} needs CUDA, but platform.device="cpu". Change one of them.'
-    if platform.fp8 != "none" and platform.layers == "torch":
+    if platform.fp8 != "none" and platform.layers in OURS:
         yield (
-            f'platform.fp8="{platform.fp8}" needs TransformerEngine, but platform.layers="torch". Set '
+            f'platform.fp8="{platform.fp8}" needs TransformerEngine, but platform.layers="{platform.layers}". Set '
             'platform.layers="te", or platform.fp8="none".'
         )
     for name in TE_FUSIONS:
-        if getattr(platform, name) is True and platform.layers == "torch":
+        if getattr(platform, name) is True and platform.layers in OURS:
             yield (
-                f'platform.{name}=true with platform.layers="torch": it is a kernel for TransformerEngine\'s layers. '
-                f'Set platform.{name}="auto", or platform.layers="auto".'
+                f'platform.{name}=true with platform.layers="{platform.layers}": it is a kernel for '
+                f'TransformerEngine\'s layers. Set platform.{name}="auto", or platform.layers="auto".'
             )
-    if platform.cross_entropy_fusion == "te" and platform.layers == "torch":
+    if platform.cross_entropy_fusion == "te" and platform.layers in OURS:
         yield (
-            'platform.cross_entropy_fusion="te" with platform.layers="torch": it is a kernel of TransformerEngine. '
-            'Set it to "auto" or "native".'
+            f'platform.cross_entropy_fusion="te" with platform.layers="{platform.layers}": it is a kernel of '
+            'TransformerEngine. Set it to "auto" or "native".'
         )
     if platform.cross_entropy_fusion == "native" and platform.precision == "fp32":
         yield (
@@ -368,21 +370,34 @@ def _platform(platform: PlatformConfig, model: ModelConfig) -> Iterator[str]:
             'platform.batch_invariant=true with platform.layers="te": TransformerEngine chooses its kernels by the '
             'number of rows. Set platform.layers="torch".'
         )
-    if platform.batch_invariant and platform.compiled is True:
-        yield (
-            "platform.batch_invariant=true with platform.compiled=true: the compiled experts multiply all rows of an "
-            'expert at once. Set platform.compiled="auto" or false.'
-        )
-    if platform.attention == "compiled" and (platform.batch_invariant or platform.compiled is False):
-        reason = "platform.batch_invariant=true" if platform.batch_invariant else "platform.compiled=false"
-        yield (
-            f'platform.attention="compiled" with {reason}, which is without the compiled file. Set platform.attention='
-            '"auto".'
-        )
+    if platform.layers == "cpu" or platform.bf16_products:
+        yield from _cpu_layers(platform)
     if platform.batch_invariant and (family_of(model).has_attention_sinks or model.attention_dropout):
         yield (
             f'platform.batch_invariant=true with model.family="{model.family}" and model.attention_dropout='
             f"{model.attention_dropout}: its attention has neither sinks nor dropout. Set it to false."
+        )
+
+
+def _cpu_layers(platform: PlatformConfig) -> Iterator[str]:
+    asked = 'platform.layers="cpu"' if platform.layers == "cpu" else "platform.bf16_products=true"
+    if platform.layers not in ("auto", "cpu"):
+        yield (
+            f'{asked} with platform.layers="{platform.layers}": only the compiled layers of a CPU round the operands '
+            "of their products. Set platform.bf16_products=false."
+        )
+    if platform.device == "cuda":
+        yield f'{asked} with platform.device="cuda": these layers are compiled for CPUs. Change one of them.'
+    if platform.precision == "bf16":
+        yield (
+            f'{asked} with platform.precision="bf16": the compiled layers compute tensors in fp32. Set '
+            'platform.precision="fp32"'
+            + (', or platform.layers="torch".' if platform.layers == "cpu" else ".")
+        )
+    if platform.batch_invariant:
+        yield (
+            f"{asked} with platform.batch_invariant=true: the compiled experts multiply all rows of an expert at once. "
+            'Set platform.layers="torch".'
         )
 
 

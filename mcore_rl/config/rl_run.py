@@ -7,7 +7,7 @@ from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.config.rl import RlConfig
-from mcore_rl.config.run import PlatformConfig, RunConfig
+from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section, Store
 
 
@@ -34,13 +34,11 @@ class RlRunConfig(RunConfig):
     replay: ReplayConfig = ReplayConfig()
 
     @cached_property
-    def platform_in_use(self) -> PlatformConfig:
-        """The section `platform`, with the layers that the rollout engine allows: its cache of keys and values in this
-        process needs our own attention, not TransformerEngine's.
+    def allows_te(self) -> bool:
+        """Whether `platform.layers` = "auto" may be TransformerEngine's: the native engine's cache of keys and values
+        needs our own attention.
         """
-        if self.rl.engine.is_served:
-            return self.platform
-        return self.platform.model_copy(update={"layers": "torch"})
+        return self.rl.engine.is_served
 
     @cached_property
     def freezes_router(self) -> bool:

@@ -24,9 +24,11 @@ class PlatformConfig(Section):
     """Device of the tensors; `auto`: CUDA where there is a GPU, else the CPU."""
     precision: Literal["bf16", "fp32"] = "fp32"
     """Number format of weights and activations; gradients and optimizer state are fp32 with both."""
-    layers: Literal["auto", "torch", "te"] = "auto"
-    """Whose layers: `te`: TransformerEngine's; `torch`: this package's; `auto`: `te` where it is installed and there is
-    a GPU."""
+    layers: Literal["auto", "te", "torch", "cpu"] = "auto"
+    """Whose layers: `te`: TransformerEngine's; `torch`: this package's, of torch's functions, on GPUs and CPUs; `cpu`:
+    the same compiled for a CPU, in fp32, by C++ files that the first run builds in the user's cache. `auto`: on a GPU
+    `te` where it is installed, in RL only with a server for rollouts; on a CPU `cpu` where there is a compiler, a rank
+    has one thread and the precision is fp32; else `torch`. A resume keeps what the run began with."""
     fp8: Literal["none", "hybrid", "e4m3"] = "none"
     """Format of 8-bit matrix products; needs layers = "te"."""
     fp8_recipe: Literal["auto", "delayed", "tensorwise", "blockwise", "mxfp8"] = "auto"
@@ -49,17 +51,9 @@ class PlatformConfig(Section):
     batch_invariant: bool = False
     """Products and attention whose result for a token does not depend on the others of its batch, so that the native
     rollout engine and the trainer agree bit for bit; slow. On a GPU it needs the package batch_invariant_ops."""
-    products: Literal["auto", "mkl", "onednn", "bf16"] = "auto"
-    """Matrix products on a CPU: `mkl`: torch's own, MKL in its packages for x86; `onednn`; `bf16`: operands rounded to
-    bf16, with sums, weights and all else in fp32, and routers unrounded: faster on processors that multiply bf16;
-    `auto`: the faster one of the first two, or with precision = "bf16" of the three, measured at the start of a run,
-    whose resumes keep it."""
-    attention: Literal["auto", "blocks", "sdpa", "compiled"] = "auto"
-    """Attention on a CPU in fp32: `compiled`: in C++, where it has no window, sinks or dropout; `blocks`: this
-    package's, by `products`; `sdpa`: torch's; `auto`: as above."""
-    compiled: Literal["auto"] | bool = "auto"
-    """Norms, rotary embedding, experts and attention on a CPU by C++ files, which the first run builds in the user's
-    cache. `auto`: where there is a compiler and a rank has one thread; resumes keep what the run began with."""
+    bf16_products: bool = False
+    """Products of linear layers and experts of the layers `cpu` round their operands to bf16, with sums, weights and
+    all else in fp32, and routers unrounded; faster on processors that multiply bf16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again instead of keeping them: none, those of `recompute_modules`, or
     all between every `recompute_layers` layers."""
@@ -231,6 +225,11 @@ class RunConfig(Section):
     def units_between_collections(self) -> int:
         """Units of work between two collections of garbage, where `train.gc_interval` = "auto" has any."""
         return 100
+
+    @cached_property
+    def allows_te(self) -> bool:
+        """Whether `platform.layers` = "auto" may be TransformerEngine's."""
+        return True
 
     @cached_property
     def unfuses_router(self) -> bool:

@@ -225,7 +225,7 @@ def _in_megatron(found: DistModel, tokens_BS: Tensor) -> list[Tensor]:
     Returns each layer's output `[B, S, D]`, and last the logits `[B, S, V]`.
     """
     refuse_singletons(found.layout, found.folder.path)
-    settings = PlatformConfig(precision="fp32")
+    settings = PlatformConfig(precision="fp32", layers="torch")
     platform, mesh = start(settings), build_mesh(MeshConfig())
     seed_ranks(1)
     try:

@@ -2,8 +2,8 @@
 
 A layer is what two layers keep less what one keeps. It has its true widths, as many experts as a token picks, so that
 weights are few and loads even; collectives move nothing, and matrix products, whose results nobody reads, are zeros.
-It takes the operations that it takes on CUDA where those are others: grouped products, torch's attention, the fused
-activation. TransformerEngine's layers need a GPU, and are not counted.
+Its operations are those of a GPU but for the norm, which torch fuses there alone, and which stands in for that here.
+TransformerEngine's layers need a GPU, and are not counted.
 """
 
 from collections import Counter
@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.backend.cpu import attention as cpu_attention
-from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
-from mcore_rl.families import family_of
-from mcore_rl.model import transformer_config
 from mcore_rl.model.build import build_uninitialized
-from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.plan.activations import LayerActivations
 from mcore_rl.plan.exact import LayerSaved
 
@@ -44,15 +39,12 @@ def saved_by_layer(model: ModelConfig, settings: PlatformConfig, tp: int) -> Lay
     tokens, is_moe = POSITIONS * tp, model.moe_layers[0]
     # All that these layers are not, a platform for GPUs may be.
     settings = settings.model_copy(update={"layers": "torch", "fp8": "none"})
-    # What this process chose for its CPU's speed keeps other copies.
-    with _as_on_cuda(), using(CpuKernels()):
+    with _norm_of_gpus():
         one, two = (_storages(_with_layers(model, count), settings, tp, tokens) for count in (1, 2))
     counted = sum(size * count for size, count in (two - one).items())
     counted -= sum(size * count for size, count in (one - two).items())
     layer = LayerActivations(model, MeshConfig(tp=tp), settings, tokens, "torch")
     is_full = settings.recompute == "full"
-    if not is_full:
-        counted -= _only_on_cpus(model, settings, tp, tokens)
     return LayerSaved(
         is_moe=is_moe,
         tokens=tokens,
@@ -136,42 +128,26 @@ PRODUCTS = frozenset(
 )
 
 
+class _FusedNorm(torch.autograd.Function):
+    """A norm that keeps what torch's kernel for GPUs keeps: its input and a number a row. It has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input, weight, input.new_empty(input.shape[:-1], dtype=torch.float32))
+        return torch.zeros_like(input)
+
+
 @contextmanager
-def _as_on_cuda() -> Iterator[None]:
-    """Take CUDA's branches of our layers, which compute on CPUs too."""
-    supported, blockwise = cpu_attention.is_supported, GroupedExperts.is_blockwise
-    numeric, disabled = transformer_config._numeric, torch._dynamo.config.disable
-    patched: Any = cpu_attention
-    patched.is_supported = lambda *_: False
-    GroupedExperts.is_blockwise = property(lambda _: False)  # type: ignore[assignment, method-assign]
-    transformer_config._numeric = lambda *args: numeric(*args) | {"bias_activation_fusion": True}
-    torch._dynamo.config.disable = True
+def _norm_of_gpus() -> Iterator[None]:
+    """Let `rms_norm` keep what it keeps on a GPU; on a CPU torch makes it of a dozen operations."""
+    norm = torch.nn.functional.rms_norm
+
+    def fused(input: torch.Tensor, _: Any, weight: torch.Tensor, __: float) -> torch.Tensor:
+        output: torch.Tensor = _FusedNorm.apply(input, weight)  # type: ignore[no-untyped-call]
+        return output
+
+    torch.nn.functional.rms_norm = fused  # type: ignore[assignment]
     try:
         yield
     finally:
-        patched.is_supported = supported
-        GroupedExperts.is_blockwise = blockwise  # type: ignore[method-assign]
-        transformer_config._numeric = numeric
-        torch._dynamo.config.disable = disabled
-
-
-def _only_on_cpus(model: ModelConfig, settings: PlatformConfig, tp: int, tokens: int) -> int:
-    """Return the bytes that torch's attention keeps on CPUs because values must be as wide as keys there: padding."""
-    family, heads = family_of(model), model.num_heads // tp
-    element = 2 if settings.precision == "bf16" else 4
-    recomputed = settings.recompute_modules if settings.recompute == "selective" else ()
-    if "core_attn" in recomputed:
-        return 0  # the padding is inside
-    if family.is_latent:
-        mla = model.mla
-        width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        splits = "mla_up_proj" in recomputed
-        # The padded values stay where recomputation drops the unpadded ones.
-        values = width if splits else width - mla.v_head_dim
-        return tokens * heads * (values + width) * element
-    if family.has_attention_sinks:
-        # Widths are multiples of 8 with the sink's column.
-        wide = -(-(model.head_dim + 1) // 8) * 8
-        kv_heads = max(1, model.num_kv_heads // tp)
-        return tokens * element * (kv_heads * (wide - model.head_dim) + heads * wide)
-    return 0
+        torch.nn.functional.rms_norm = norm

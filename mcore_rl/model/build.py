@@ -7,10 +7,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -20,27 +16,10 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.heads import ScoreModel
 from mcore_rl.model.mtp_loss import postprocessed_with_mtp
-from mcore_rl.model.spec import block_spec, mtp_spec
+from mcore_rl.model.spec import block_spec, mtp_spec, output_layer
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.parallel.mesh import Axis, Mesh, is_first_chunk, is_last_chunk
 from mcore_rl.parallel.vocab import DeferredLogits, cross_entropy, exclude_padding
-
-
-class OutputLayer(ColumnParallelLinear):
-    """Megatron's output layer, which can leave its product to whoever reads the logits."""
-
-    is_deferred = False
-    """Whether the result is the hidden states `[s, B, D]` of all positions in the place of the logits `[s, B, v]`."""
-
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Collective over the tensor-parallel ranks: return the logits, or the hidden states, and None for a bias."""
-        if not self.is_deferred:
-            result: tuple[Tensor, Tensor | None] = super().forward(input_, *args, **kwargs)
-            return result
-        # Each rank's slice of the vocabulary gives a part of the gradient: on the way back they are added up.
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
-        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
 
 
 class LanguageModel(GPTModel):
@@ -58,7 +37,7 @@ class LanguageModel(GPTModel):
         """Let the output layer defer its product; parameters and checkpoints stay as they are."""
         if self.post_process:
             assert type(self.output_layer) is ColumnParallelLinear
-            self.output_layer.__class__ = OutputLayer
+            self.output_layer.__class__ = output_layer(self.config)
         super().setup_embeddings_and_output_layer()
 
     def forward(self, *args: Any, defers_logits: bool = False, **kwargs: Any) -> Tensor | DeferredLogits:
@@ -157,11 +136,10 @@ def _build_chunk(
     settings: PlatformConfig,
     vp_stage: int | None,
 ) -> nn.Module:
-    te = platform.layers == "te"
     yarn = model.rope.scaling == "yarn" and not config.multi_latent_attention
     chunk = (ScoreModel if model.head == "score" else LanguageModel)(
         config,
-        block_spec(config, te=te, vp_stage=vp_stage),
+        block_spec(config, vp_stage=vp_stage),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.max_position,
         pre_process=is_first_chunk(vp_stage),
@@ -172,7 +150,7 @@ def _build_chunk(
         rotary_percent=model.rope.fraction,
         rope_scaling=model.rope.scaling == "llama3",
         rope_scaling_factor=model.rope.factor,
-        mtp_block_spec=mtp_spec(config, te=te, vp_stage=vp_stage),
+        mtp_block_spec=mtp_spec(config, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
     if isinstance(chunk, LanguageModel):

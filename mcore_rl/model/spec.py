@@ -3,13 +3,13 @@
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
     get_gpt_mtp_block_spec_for_backend,
     get_mlp_module_spec_for_backend,
 )
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -23,30 +23,17 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from mcore_rl.backend.patches.versions import as_experts_entry, with_moe_layer
-from mcore_rl.model.layers.attention import SDPAttention
-from mcore_rl.model.layers.cpu.self_attention import FusedSelfAttention
-from mcore_rl.model.layers.experts import GroupedExperts
+from mcore_rl.backend.patches.versions import with_moe_layer
+from mcore_rl.model.layers.cpu.provider import CpuSpecProvider
 from mcore_rl.model.layers.full_norm import FullKeyNorm, FullQueryNorm
 from mcore_rl.model.layers.linear import LatentAttention
 from mcore_rl.model.layers.moe import MoELayer
 from mcore_rl.model.layers.norm import RMSNorm
+from mcore_rl.model.layers.output import OutputLayer
+from mcore_rl.model.layers.provider import TorchSpecProvider
 
-
-class TorchSpecProvider(LocalSpecProvider):
-    """Provider of Megatron's linear layers with our norm, attention and experts, for CPUs and CUDA without TE."""
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """Return our norm, which marks its weight under sequence parallelism."""
-        return RMSNorm
-
-    def core_attention(self) -> type:
-        """Return attention by torch's scaled_dot_product_attention."""
-        return SDPAttention
-
-    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
-        """Return experts that compute grouped matrix products."""
-        return as_experts_entry(GroupedExperts)
+PROVIDERS: dict[str, type[TorchSpecProvider]] = {"torch": TorchSpecProvider, "cpu": CpuSpecProvider}
+"""The layers of `platform.layers`, beside those of TransformerEngine, which Megatron's own specs have."""
 
 
 class LatentNorm(RMSNorm):
@@ -56,29 +43,40 @@ class LatentNorm(RMSNorm):
         super().__init__(config=config, hidden_size=hidden_size, eps=config.latent_norm_eps)
 
 
-def block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+def provider_of(config: TransformerConfig) -> TorchSpecProvider:
+    """Return the layers of a config that does not have TransformerEngine's."""
+    return PROVIDERS[config.layers](config)
+
+
+def block_spec(config: TransformerConfig, *, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the specs of the layers in this rank's chunk `vp_stage`."""
-    if te:
+    if config.layers == "te":
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     moe_layers = _moe_layers(config)
     kinds = {is_moe: _layer_spec(config, is_moe=is_moe) for is_moe in set(moe_layers)}
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[is_moe] for is_moe in moe_layers[first : first + count]], layer_norm=RMSNorm
+        layer_specs=[kinds[is_moe] for is_moe in moe_layers[first : first + count]],
+        layer_norm=provider_of(config).layer_norm(),
     )
 
 
-def mtp_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> Any:
+def mtp_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
     """Return the spec of the multi-token-prediction layers in this rank's chunk `vp_stage`; None without any."""
     if not config.mtp_num_layers:
         return None
-    if te:
+    if config.layers == "te":
         last = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         layer = last.layer_specs[-1] if last.layer_specs else None
         return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True, vp_stage=vp_stage)
     layer = _layer_spec(config, is_moe=_moe_layers(config)[-1])
-    return get_gpt_mtp_block_spec_for_backend(config, layer, TorchSpecProvider(), vp_stage=vp_stage)
+    return get_gpt_mtp_block_spec_for_backend(config, layer, provider_of(config), vp_stage=vp_stage)
+
+
+def output_layer(config: TransformerConfig) -> type[OutputLayer]:
+    """Return the class of the output layer, which with TransformerEngine's layers is Megatron's too."""
+    return OutputLayer if config.layers == "te" else provider_of(config).output_layer
 
 
 def _moe_layers(config: TransformerConfig) -> list[bool]:
@@ -89,19 +87,21 @@ def _moe_layers(config: TransformerConfig) -> list[bool]:
 
 
 def _layer_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
-    attention, renamed = (_latent if config.multi_latent_attention else _grouped_query)(config)
+    provider = provider_of(config)
+    norm = provider.layer_norm()
+    attention, renamed = (_latent if config.multi_latent_attention else _grouped_query)(config, provider)
     if not is_moe:
         renamed["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     mlp: Any = get_mlp_module_spec_for_backend(
-        backend=TorchSpecProvider(),
+        backend=provider,
         num_experts=config.num_moe_experts if is_moe else None,
         moe_grouped_gemm=True,
     )
     submodules = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm,
+        input_layernorm=norm,
         self_attention=attention,
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=RMSNorm,
+        pre_mlp_layernorm=norm,
         mlp=with_moe_layer(mlp, MoELayer) if is_moe else mlp,
         mlp_bda=get_bias_dropout_add,
         # TransformerEngine fuses these norms into the linear layer that follows; with its names in our checkpoints
@@ -111,18 +111,19 @@ def _layer_spec(config: TransformerConfig, *, is_moe: bool) -> ModuleSpec:
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
-def _grouped_query(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
-    provider = TorchSpecProvider()
+def _grouped_query(
+    config: TransformerConfig, provider: TorchSpecProvider
+) -> tuple[ModuleSpec, dict[str, str]]:
     query_norm, key_norm = IdentityOp, IdentityOp
     if config.qk_layernorm:
-        full = config.full_qk_norm
-        query_norm, key_norm = (FullQueryNorm, FullKeyNorm) if full else (RMSNorm, RMSNorm)
+        norm = provider.layer_norm()
+        query_norm, key_norm = (FullQueryNorm, FullKeyNorm) if config.full_qk_norm else (norm, norm)
     spec = ModuleSpec(
-        module=FusedSelfAttention,
+        module=provider.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_linear(),
-            core_attention=SDPAttention,
+            core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=query_norm,
             k_layernorm=key_norm,
@@ -131,8 +132,7 @@ def _grouped_query(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str
     return spec, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
 
-def _latent(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
-    provider = TorchSpecProvider()
+def _latent(config: TransformerConfig, provider: TorchSpecProvider) -> tuple[ModuleSpec, dict[str, str]]:
     column = provider.column_parallel_linear()
     spec = ModuleSpec(
         module=LatentAttention,
@@ -140,11 +140,11 @@ def _latent(config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,
             # LatentAttention replaces the down-projections.
-            linear_q_down_proj=column,
+            linear_q_down_proj=ColumnParallelLinear,
             linear_q_up_proj=column,
-            linear_kv_down_proj=column,
+            linear_kv_down_proj=ColumnParallelLinear,
             linear_kv_up_proj=column,
-            core_attention=SDPAttention,
+            core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
             # Megatron 0.19 refuses a norm that would not be used.
             q_layernorm=LatentNorm if config.q_lora_rank else IdentityOp,

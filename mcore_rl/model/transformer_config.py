@@ -68,6 +68,8 @@ def transformer_config(
     )
     config = MLATransformerConfig(**arguments) if family.is_latent else TransformerConfig(**arguments)
     # Our layers and Megatron's YaRN read these as plain attributes: the config has no fields for them.
+    config.layers = platform.layers
+    config.rounds_products = platform.rounds_products
     config.full_qk_norm = family.has_full_qk_norm
     config.latent_norm_eps = model.mla.norm_eps
     if model.rope.scaling == "yarn" and not family.is_latent:
@@ -153,8 +155,8 @@ def _numeric(platform: Platform, settings: PlatformConfig) -> dict[str, Any]:
         "deterministic_mode": settings.deterministic,
         # gloo sends from the tensor itself, asynchronously: a freed output would arrive as garbage.
         "deallocate_pipeline_outputs": platform.is_cuda,
-        "bias_activation_fusion": platform.is_cuda,
-        "bias_dropout_fusion": platform.is_cuda,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "cp_comm_type": "p2p" if te else None,

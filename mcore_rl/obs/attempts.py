@@ -62,7 +62,7 @@ def this_run_attempt(
         ),
         numerics=NUMERICS,
         mesh={**{name: getattr(mesh, name) for name in MESH_SIZES}, "world": platform.world_size},
-        kernels=platform.kernels.record() if platform.kernels else {},
+        layers=platform.layers_id,
         extensions=dict(extensions or {}),
         speed={} if speed is None else asdict(speed),
         changes=list(changes),

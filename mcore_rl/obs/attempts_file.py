@@ -80,9 +80,8 @@ class RunAttempt:
     """Size of each parallel dimension, and `world`, the number of ranks."""
     numerics: int = 1
     """NUMERICS of the code; runs of before it was recorded have 1."""
-    kernels: dict[str, str] = field(default_factory=dict)
-    """Library of `products` and of `attention` that a CPU uses, and the build of the `compiled` layers or "none"; a
-    resume takes them. Empty on a GPU."""
+    layers: str = ""
+    """The layers, with the build of compiled ones: `te`, `torch`, `cpu BUILD`; a resume on a CPU keeps them."""
     extensions: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the source file of everything of the user's own that the config names as `module:name`."""
 
@@ -118,5 +117,5 @@ def read_attempts(run_dir: Path) -> list[RunAttempt]:
         where = ".".join(map(str, first["loc"])) or "the file"
         raise DataError(
             f"{path} is damaged, it should hold a list of attempts: {where}: {first['msg']}. Move it away: then the "
-            "report knows nothing of the starts before, and a run on a CPU chooses its kernels anew."
+            "report knows nothing of the starts before, and a run on a CPU chooses its layers anew."
         ) from None

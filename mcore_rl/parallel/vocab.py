@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.products import WeightGradient, add_weight_gradient, product
 from mcore_rl.parallel.mesh import Axis
 
 
@@ -185,8 +184,8 @@ class _Shard(NamedTuple):
         if isinstance(logits_Tv, Tensor):
             picked_Cv = logits_Tv[:, : self.num_valid].index_select(0, rows_C)
         else:
-            picked_Cv = product(
-                logits_Tv.hidden_TD.index_select(0, rows_C), logits_Tv.weight_vD[: self.num_valid]
+            picked_Cv = torch.mm(
+                logits_Tv.hidden_TD.index_select(0, rows_C), logits_Tv.weight_vD[: self.num_valid].t()
             )
         return picked_Cv.to(_exact(picked_Cv.dtype)).mul_(self.inverse_temperature)
 
@@ -209,7 +208,7 @@ class _Gradient:
             self._rows_TX = torch.zeros_like(logits_Tv.hidden_TD)
             # A sum over chunks in bf16 would lose what each of them adds.
             weight_vD = logits_Tv.weight_vD
-            self._weight_vD = WeightGradient(weight_vD, _exact(weight_vD.dtype))
+            self._weight_vD = torch.zeros_like(weight_vD, dtype=_exact(weight_vD.dtype))
 
     def add(self, rows_C: Tensor, grad_Cv: Tensor) -> None:
         """Take the gradient of the scaled logits of some rows, which is overwritten; no row may come twice."""
@@ -219,14 +218,18 @@ class _Gradient:
             self._rows_TX[rows_C, : shard.num_valid] = grad_Cv
             return
         hidden_CD, weight_vD = logits_Tv.hidden_TD[rows_C], logits_Tv.weight_vD[: shard.num_valid]
-        self._rows_TX[rows_C] = product(grad_Cv, weight_vD.t())
-        add_weight_gradient(self._weight_vD.total[: shard.num_valid], grad_Cv, hidden_CD)
+        self._rows_TX[rows_C] = torch.mm(grad_Cv, weight_vD)
+        total_vD = self._weight_vD[: shard.num_valid]
+        if total_vD.dtype == grad_Cv.dtype:
+            total_vD.addmm_(grad_Cv.t(), hidden_CD)
+        else:
+            total_vD.add_(torch.mm(grad_Cv.t(), hidden_CD))
 
     def factors(self) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of what `_factors` returns."""
         if isinstance(self._logits_Tv, Tensor):
             return self._rows_TX, None
-        return self._rows_TX, self._weight_vD.result()
+        return self._rows_TX, self._weight_vD.to(self._logits_Tv.weight_vD.dtype)
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):

@@ -13,7 +13,6 @@ from typing import Literal
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.families import family_of
 
@@ -31,8 +30,9 @@ def layers_of(config: RunConfig) -> Layers:
 
     Reinforcement learning runs on ours where its rollout engine shares them.
     """
-    platform = config.platform_in_use if isinstance(config, RlRunConfig) else config.platform
-    return "torch" if platform.layers == "torch" or platform.device == "cpu" else "te"
+    platform = config.platform
+    is_ours = platform.layers in ("torch", "cpu") or (platform.layers == "auto" and not config.allows_te)
+    return "torch" if is_ours or platform.device == "cpu" else "te"
 
 
 def load_of_fullest_rank(model: ModelConfig, mesh: MeshConfig, imbalance: float) -> float:
@@ -87,7 +87,7 @@ class LayerActivations:
         """Parts that `platform.recompute_modules` leave out."""
         return {
             # Attention that keeps no scores has little to drop but statistics; its inputs stay.
-            "core_attn": ("softmax_statistics", "with_sinks", "mask"),
+            "core_attn": ("softmax_statistics", "with_sinks", "mask", "padded_values"),
             "layernorm": ("normed", "norm_statistics"),
             "mla_up_proj": ("queries_keys_values", "rotary") if self._is_latent else (),
             "moe": ("router", "routes", "routed_in", "routed_up", "routed_act", *SHARED),
@@ -133,8 +133,16 @@ class LayerActivations:
         latents = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
         yield "latents", self.residual * latents // model.hidden_size
         yield "queries_keys_values", each * heads * (2 * width + mla.v_head_dim)
+        is_up_recomputed = (
+            self.platform.recompute == "selective" and "mla_up_proj" in self.platform.recompute_modules
+        )
+        if self.layers == "torch":
+            # Values are filled up to the width of keys, in the place of those that are counted above unless these are
+            # computed again; the output has that width too.
+            values = width if is_up_recomputed else width - mla.v_head_dim
+            yield "padded_values", each * heads * (values + width)
         yield "attended", self._attended(heads * mla.v_head_dim)
-        if self.platform.recompute == "selective" and "mla_up_proj" in self.platform.recompute_modules:
+        if is_up_recomputed:
             # Its inputs: the angles of each position in fp32, and the part of the keys that is turned, which
             # tensor-parallel ranks gather.
             gathered = self.element if self.mesh.tp > 1 and self.mesh.sequence_parallel else 0
@@ -168,9 +176,9 @@ class LayerActivations:
             if self.platform.recompute == "selective" and "core_attn" in self.platform.recompute_modules:
                 # Its inputs: turned queries and keys, and the values, a view of the product that makes all three.
                 yield "queries_keys_values", each * (self._projected_heads + heads + kv_heads) * width
-            # Queries and keys with the columns of the sinks; a key and a value of zeros more.
+            # Queries, keys, values and the output with the columns of the sinks; a key and a value of zeros more.
             wide = -(-(width + 1) // 8) * 8
-            yield "with_sinks", each * (heads * wide + cp * kv_heads * (wide + width))
+            yield "with_sinks", each * 2 * wide * (heads + cp * kv_heads)
             # torch's kernels take a sink by a mask over all pairs of positions, of one long sequence at most.
             yield "mask", self.tokens * self.tokens * cp * self.element
         else:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.backend.cpu.kernels import CpuKernels
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
 from mcore_rl.model.inputs import LocalMicrobatch
@@ -41,10 +40,9 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport, train_step
 
 LENGTH_MULTIPLE = 64
-"""Packed sequences are padded to a multiple of this: oneDNN compiles the kernels of matrix products for each number of
-tokens, and the fast ones are for round numbers, there and on a GPU."""
-FINE_LENGTH_MULTIPLE = 8
-"""The same where a CPU multiplies without oneDNN, and nothing is compiled: what is padding there costs time alone."""
+"""Packed sequences are padded to a multiple of this on a GPU, whose fast kernels are for round numbers of tokens."""
+CPU_LENGTH_MULTIPLE = 8
+"""The same on a CPU, where padding costs time alone."""
 
 RoutedPass = Callable[[Sequence[PolicyMicrobatch]], AbstractContextManager[Routing]]
 """Opens the routing of one pass over these microbatches: a method of `PolicyRoutes`."""
@@ -93,7 +91,9 @@ class Learner:
         )
         self._limits = PackingLimits(
             max_tokens=config.packed_length,
-            multiple=lcm(config.packed_multiple, length_multiple(state.platform.kernels)),
+            multiple=lcm(
+                config.packed_multiple, LENGTH_MULTIPLE if state.platform.is_cuda else CPU_LENGTH_MULTIPLE
+            ),
             sample_multiple=config.mesh.zigzag,
             microbatch_multiple=mesh.pp.size if config.mesh.vpp > 1 else 1,
             is_fixed=mesh.pp.size > 1,
@@ -439,9 +439,3 @@ class Learner:
         if mesh.pp.size > 1:
             dist.broadcast(sums_N, group=mesh.pp.group, group_src=mesh.pp.size - 1)
         return sums_N.cpu()
-
-
-def length_multiple(kernels: CpuKernels | None) -> int:
-    """Return the multiple that packed sequences are padded to, equal on all ranks as their kernels are; None: a GPU."""
-    compiles_kernels = kernels is None or kernels.is_onednn
-    return LENGTH_MULTIPLE if compiles_kernels else FINE_LENGTH_MULTIPLE

@@ -18,13 +18,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl import __version__
-from mcore_rl.backend.cpu.choice import choose
-from mcore_rl.backend.cpu.compiled import library_path
 from mcore_rl.backend.launcher import environment_variable, rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.found import Found
 from mcore_rl.backend.patches.table import FOUND, INSTALLED
 from mcore_rl.backend.patches.versions import has_module
-from mcore_rl.backend.platform import adam_package, variables_of_device
+from mcore_rl.backend.platform import adam_package, compiled_layers, variables_of_device
 from mcore_rl.backend.varlen import kernel_found
 from mcore_rl.checks import nodes
 from mcore_rl.config.model import ModelConfig, MoEConfig
@@ -86,7 +84,7 @@ def examine() -> dict[str, Any]:
         "layers": "te" if FOUND.has_te else "torch",
         "adam": adam_package(),
         "kernels": kernels(),
-        "cpu": cpu_kernels(),
+        "cpu": cpu_layers(),
         "speed": asdict(speed()),
         "communication": communication(),
         "limits": limits(),
@@ -148,10 +146,9 @@ def kernels() -> dict[str, bool]:
     }
 
 
-def cpu_kernels() -> dict[str, Any]:
-    """Return what a rank of this machine's CPU computes with, by `platform.products`, `attention` and `compiled` at
-    "auto": the choice, one sentence with its reasons and times, the compiled file, and the sentence of products of
-    bf16; nothing on a GPU.
+def cpu_layers() -> dict[str, str]:
+    """Return the build of the compiled layers (`platform.layers = "cpu"`), "" without, and why there are none; nothing
+    on a GPU.
 
     Ranks that share a machine have one thread each, and so has this process meanwhile.
     """
@@ -160,16 +157,12 @@ def cpu_kernels() -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        kernels, sentence = choose(PlatformConfig(), world_size=1)
-        _, of_bf16 = choose(PlatformConfig(products="bf16", attention=kernels.attention), world_size=1)
+        build, reason = compiled_layers(PlatformConfig())
     finally:
         torch.set_num_threads(threads)
-    return kernels.record() | {
-        "chosen": sentence,
-        "bf16": of_bf16,
-        "compiled_file": "" if kernels.compiled == "none" else str(library_path()),
-        "threads": threads,
-    }
+    if build and threads > 1:
+        reason = f"a run of one rank has {threads} threads here and takes torch's layers: OMP_NUM_THREADS=1"
+    return {"build": build, "reason": reason}
 
 
 def speed() -> SpeedFlags:
@@ -278,15 +271,8 @@ def readable(found: dict[str, Any]) -> Iterator[str]:
     for name, is_there in found["kernels"].items():
         yield f"  {'yes' if is_there else 'no ':<4} {name}"
     if cpu := found["cpu"]:
-        yield f"CPU        {cpu['chosen']}"
-        yield f'           platform.products="bf16": {cpu["bf16"]}'
-    if cpu and cpu["compiled_file"]:
-        yield f"           {cpu['compiled_file']}"
-        if cpu["threads"] > 1:
-            yield (
-                f"           a run of one rank has {cpu['threads']} threads here and computes these layers by torch: "
-                "OMP_NUM_THREADS=1 changes that"
-            )
+        compiled = f"compiled layers, build {cpu['build']}" if cpu["build"] else "no compiled layers"
+        yield f"CPU        {compiled}" + (f" ({cpu['reason']})" if cpu["reason"] else "")
     yield f"auto       {SpeedFlags(**found['speed']).describe()} (bf16, experts, several ranks)"
     causes = Counter(patch["cause"] for patch in found["patches"])
     yield "patches    " + ", ".join(f"{count} for {cause}" for cause, count in causes.items())

@@ -51,8 +51,8 @@ def evaluate(config: RlRunConfig) -> None:
     if not prompts.held_out:
         raise ConfigError("rl.eval.files is empty: there are no prompts to evaluate on. Name files.")
     source = checkpoint_to_evaluate(config, config.data.tokenizer)
-    settings = config.platform_in_use.model_copy(update={"recompute": "none"})
-    platform = platforms.start(settings)
+    settings = config.platform.model_copy(update={"recompute": "none"})
+    platform = platforms.start(settings, allows_te=config.allows_te)
     mesh = build_mesh(config.mesh)
     seed_ranks(config.train.seed)
     chunks = build_model(config.model, mesh, platform, settings)

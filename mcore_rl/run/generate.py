@@ -180,9 +180,10 @@ def continuations(
 ) -> tuple[Completion, ...]:
     """Return `args.n` continuations, each to one of the request's end tokens or `args.tokens` tokens."""
     # The engine caches keys and values in our own attention, not in TransformerEngine's; the weights are the same.
-    settings = trained.platform.model_copy(update={"recompute": "none", "layers": "torch", "fp8": "none"})
+    ours = {"recompute": "none", "layers": "auto", "fp8": "none", "bf16_products": False}
+    settings = trained.platform.model_copy(update=ours)
     mesh_config = MeshConfig()
-    platform = platforms.start(settings)
+    platform = platforms.start(settings, allows_te=False)
     mesh = build_mesh(mesh_config)
     seed_ranks(args.seed)
     chunks = build_model(trained.model, mesh, platform, settings)

@@ -21,7 +21,7 @@ from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.plan.disk import disk_warning
 from mcore_rl.plan.local import device_memory_lines
 from mcore_rl.run.finished_run import refuse_other_run
-from mcore_rl.run.recorded_kernels import keep_kernels
+from mcore_rl.run.recorded_layers import keep_layers
 from mcore_rl.train.loop import Run
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
@@ -67,7 +67,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
     limits = Limits(start_s=train.hang_start_s, step_s=train.hang_s, pause_s=train.hang_save_s)
     with full_disk_explained(folder.path), Watchdog(limits, platform.rank) as watchdog:
         fence = folder.claim()
-        platform, changed_kernels = keep_kernels(config.platform, platform, folder)
+        platform, changed_layers = keep_layers(config.platform, platform, folder)
         state = set_up(config, platform)
         inputs = on_rank_zero(partial(contents_of_inputs, config))
         checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
@@ -81,7 +81,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
             extensions,
             speed=flags,
             changes=resumption.changes,
-            warnings=(*resumption.warnings, *changed_kernels),
+            warnings=(*resumption.warnings, *changed_layers),
         )
 
         def record_start() -> None:
@@ -101,7 +101,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
             *checkpoints.poll(),
         ]:
             log.message(line)
-        for sentence in (*changed_kernels, *mesh_dependences(config, platform.world_size)):
+        for sentence in (*changed_layers, *mesh_dependences(config, platform.world_size)):
             log.message(f"warning: {sentence}")
         if platform.rank == 0 and (warning := disk_warning(config)):
             log.message(f"warning: {warning}")

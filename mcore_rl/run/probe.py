@@ -67,7 +67,8 @@ def main(args: argparse.Namespace) -> int:
         server = _server(args, trained.model)
         checkpoint = find_checkpoint(args.checkpoint or args.run)
         older = args.older or _checkpoint_before(checkpoint)
-        settings = trained.platform.model_copy(update={"recompute": "none", "layers": "torch", "fp8": "none"})
+        plain = {"recompute": "none", "layers": "torch", "fp8": "none", "bf16_products": False}
+        settings = trained.platform.model_copy(update=plain)
         platform = platforms.start(settings)
         mesh = build_mesh(MeshConfig())
         seed_ranks(0)

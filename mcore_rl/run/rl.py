@@ -66,7 +66,7 @@ def train(config: RlRunConfig) -> None:
     refuse_other_critic(config)
     prompts = load_prompts(config)
     text_source = read_texts(config, prompts.tokenizer)
-    platform = platforms.start(config.platform_in_use)
+    platform = platforms.start(config.platform, allows_te=config.allows_te)
     if not is_done(config, platform):
         failed_at_start = on_rank_zero(lambda: try_reward_of(config, prompts))
         teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))

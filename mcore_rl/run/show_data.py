@@ -75,7 +75,7 @@ def _sequences(config: PretrainConfig, count: int) -> Iterator[str]:
     yield from plan.warnings
     with ExitStack() as stack:
         # Megatron's builder communicates; this process is a world of its own.
-        platforms.start(PlatformConfig())
+        platforms.start(PlatformConfig(layers="torch"))
         stack.callback(platforms.stop)
         folder = config.data.cache_dir
         cache_dir = Path(config.run_dir, "index_cache") if folder == "auto" else Path(folder)

@@ -28,8 +28,7 @@ from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step, world_sums
 
 LENGTH_MULTIPLE = 64
-"""Packed sequences are padded to a multiple of this: a CPU compiles the kernels of matrix products for each number of
-tokens, and the fast ones are for round numbers, there and on a GPU."""
+"""Packed sequences are padded to a multiple of this: the fast kernels of a GPU are for round numbers of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

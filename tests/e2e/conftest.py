@@ -19,6 +19,7 @@ CONFIG = """
 run_dir = "{folder}/run"
 [platform]
 deterministic = true
+layers = "torch"
 [model]
 num_layers = 2
 hidden_size = 64

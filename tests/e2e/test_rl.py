@@ -23,6 +23,7 @@ CONFIG = """
 run_dir = "{folder}/rl"
 [platform]
 deterministic = true
+layers = "torch"
 [model]
 num_layers = 2
 hidden_size = 64

@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
@@ -22,10 +21,10 @@ from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.run_folder import RunFolder
 from mcore_rl.train.saving import Checkpoints
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
 from tests.parallel.parity import LENGTH, SEQUENCES, WIDE_ROWS, batch
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -47,6 +46,7 @@ def config_of(
     return PretrainConfig(
         run_dir=str(run_dir),
         platform=PlatformConfig(
+            layers="torch",
             deterministic=True,
             precision=precision,
             logits_chunk_tokens=12 if precision == "bf16" else "auto",
@@ -89,7 +89,7 @@ class Run:
 @contextmanager
 def opened(config: PretrainConfig) -> Iterator[Run]:
     """Begin or resume the run of `config`; its saves are complete at the end."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     folder = RunFolder(Path(config.run_dir))
     fence = folder.claim()
     checkpoints = Checkpoints(state, folder.checkpoints, fence)

@@ -32,7 +32,7 @@ def logits_of_checkpoints(
     mesh_config: MeshConfig, checkpoints: dict[str, tuple[ModelConfig, Path]], tokens_BS: Tensor
 ) -> dict[str, list[Tensor]]:
     """On a rank: return, by name, the logits of each sequence, where the rank has the last stage."""
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     platform, mesh = start(settings), build_mesh(mesh_config)
     found = {}
     for name, (model, path) in checkpoints.items():
@@ -99,7 +99,7 @@ def streamed_weights(
 ) -> dict[str, Streamed]:
     """On a rank: gather the weights of each model on rank 1, or the only one, in messages of few bytes."""
     hf_stream.MESSAGE_BYTES = message_bytes
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     platform, mesh = start(settings), build_mesh(mesh_config)
     found = {}
     for name, (model, path) in checkpoints.items():
@@ -125,7 +125,7 @@ def described(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], str]:
 
 def weight_bytes(mesh_config: MeshConfig, models: dict[str, ModelConfig]) -> dict[str, tuple[int, int]]:
     """On a rank: return, by model, its pipeline stage and the bytes of its weights."""
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     platform, mesh = start(settings), build_mesh(mesh_config)
     found = {}
     for name, model in models.items():

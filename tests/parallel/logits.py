@@ -52,13 +52,13 @@ def logits_on(
     mesh_config: MeshConfig, models: dict[str, tuple[ModelConfig, Tensors]], tokens_BS: Tensor
 ) -> dict[str, list[Tensor]]:
     """On a rank: for each model the logits of each row, where the rank has the last stage."""
-    start(PlatformConfig())
+    start(PlatformConfig(layers="torch"))
     mesh = build_mesh(mesh_config)
     return {name: _logits(mesh, model, tensors, tokens_BS) for name, (model, tensors) in models.items()}
 
 
 def _logits(mesh: Mesh, model: ModelConfig, tensors: Tensors, tokens_BS: Tensor) -> list[Tensor]:
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     platform = start(settings)
     seed_ranks(1)
     chunks = build_model(model, mesh, platform, settings)

@@ -10,7 +10,6 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
@@ -21,9 +20,9 @@ from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.train.objectives import NextTokenHead
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 
 STEPS, SEQUENCES, LENGTH = 3, 8, 32
@@ -54,7 +53,7 @@ def config_of(model: ModelConfig, mesh: MeshConfig, platform: PlatformConfig | N
     return PretrainConfig(
         model=model,
         mesh=mesh,
-        platform=platform or PlatformConfig(),
+        platform=platform or PlatformConfig(layers="torch"),
         optim=OptimConfig(lr=1e-3, schedule="constant", clip_grad=0.3, beta2=0.999, weight_decay=0.01),
         train=TrainConfig(steps=STEPS, global_batch=SEQUENCES),
     )
@@ -85,14 +84,14 @@ def random_weights(config: PretrainConfig) -> Tensors:
 
 def fresh_weights(config: PretrainConfig) -> list[Any]:
     """On a rank: the pieces of a new model."""
-    return owned(set_up(config, start(config.platform)))
+    return owned(set_up_plain(config))
 
 
 def training_steps(
     config: PretrainConfig, initial: Tensors | None, sabotage: Sabotage | None, length: int, rows: int = ROWS
 ) -> dict[str, Any]:
     """On a rank: Adam steps on three batches, and the gradients of the first one."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     if initial is not None:
         copy_in(state.chunks, initial)
         state.optimizer.reload_model_params()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
@@ -26,11 +25,11 @@ from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.teachers import Teachers
 from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.types import Completion, Group
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
 from mcore_rl.train.waiting import all_present
 from tests.parallel.parity import Tensors, owned
+from tests.parallel.plain import set_up_plain
 from tests.parallel.rl_steps import conversations, replaced, rollout_of
 
 TRUNCATED = (0, 5, 10, 23)
@@ -52,7 +51,7 @@ def truncated_rollout(config: RlRunConfig, dp_cp_rank: int, dp_cp_size: int) -> 
 
 def initial_weights(config: RlRunConfig) -> list[Any]:
     """On a rank: the pieces of a new policy and a new critic, whose head is zero."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     assert state.critic is not None
     return [owned(state), owned(state.critic)]
 
@@ -63,7 +62,7 @@ def ppo_updates(config: RlRunConfig, weights: Sequence[Tensors], folder: Path) -
     Args:
         weights: of the policy, of the reference and of the critic, before.
     """
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     mesh, trained = state.mesh, state.critic
     assert trained is not None
     policy, other, values = weights

@@ -5,16 +5,15 @@ from collections.abc import Sequence
 import numpy
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.dpo import DPOConfig, DPOSection
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.train.preference_losses import DPOHead
 from mcore_rl.train.preferences import AnswerLogprobHead, PreferenceSource, answer_logprobs, pair_sums
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import train_step
 from tests.parallel.parity import Tensors
+from tests.parallel.plain import set_up_plain
 
 SIZES = (2, 3, 2, 2, 4, 2, 2)
 """Answers of each prompt: pairs and rankings."""
@@ -60,7 +59,7 @@ def dpo_steps(
     """On a rank: the logprobs of all answers under `other` weights, the reference; and for each loss the sums, loss
     and gradient norm of two steps from `initial` weights, and the sums of an evaluation after them.
     """
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     logprobs = AnswerLogprobHead(state.mesh, config.model.vocab_size, chunk_tokens=16)
     source = PreferenceSource(random_preferences(config.model.vocab_size), config, pad_id=0)
     copy_in(state.chunks, other)

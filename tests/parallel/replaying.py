@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.replay import ReplayConfig
@@ -23,9 +22,9 @@ from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.exchange import OfferedRoutes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.replay.tape import RoutingTape
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import Tensors, config_of, whole_gradients
+from tests.parallel.plain import set_up_plain
 from tests.tiny_models import TINY
 
 LENGTHS = (13, 8, 16, 5, 11, 16, 3, 10)
@@ -74,9 +73,11 @@ class Case:
     def platform(self) -> PlatformConfig:
         """Platform with this precision and recomputation."""
         if self.recompute in ("none", "full"):
-            return PlatformConfig(precision=self.precision, recompute=self.recompute)  # type: ignore[arg-type]
+            return PlatformConfig(layers="torch", precision=self.precision, recompute=self.recompute)  # type: ignore[arg-type]
         modules: Any = (self.recompute,)
-        return PlatformConfig(precision=self.precision, recompute="selective", recompute_modules=modules)
+        return PlatformConfig(
+            layers="torch", precision=self.precision, recompute="selective", recompute_modules=modules
+        )
 
 
 class LossHead:
@@ -261,7 +262,7 @@ def as_holding(routes: SavedRoutes) -> OfferedRoutes:
 def opened(case: Case, model: ModelConfig) -> list[Run]:
     """Build a new model on this rank, and a batch of each layout; no routes are cached."""
     config = config_of(model, case.mesh, case.platform)
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     cache = RoutingCache(state.chunks, model, case.replay)
     return [batch_of(state, cache, layout == "packed") for layout in case.layouts]
 

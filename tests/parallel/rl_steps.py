@@ -9,7 +9,6 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.rl import AdvantageConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.examples import Examples
@@ -29,9 +28,9 @@ from mcore_rl.rl.rollout import Rollout
 from mcore_rl.rl.routing_split import policy_split, rollout_split
 from mcore_rl.rl.texts import Texts
 from mcore_rl.rl.types import Completion, Group, single_version
-from mcore_rl.train.setup import set_up
 from tests.generating import prompt_of
 from tests.parallel.parity import Tensors, owned
+from tests.parallel.plain import set_up_plain
 
 GROUPS, SIZE = 6, 4
 
@@ -125,7 +124,7 @@ def updates(
     """On a rank, for each change of rl.loss: the report of every update of one rollout, from `initial` weights, with
     `other` ones as the reference.
     """
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     mesh = state.mesh
     found = []
     for number, change in enumerate(changes):
@@ -168,7 +167,7 @@ def updates(
 
 def begin(config: RlRunConfig, initial: Tensors) -> tuple[Rollout, PolicyRoutes, Learner, list[Minibatch]]:
     """On a rank: a rollout, its routes, and the minibatches of a learner with weights `initial`, with old logprobs."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
     routes = PolicyRoutes(state, config)
@@ -214,7 +213,7 @@ def splits_by_hand(config: RlRunConfig, initial: Tensors) -> dict[str, Any]:
     Returns:
         The KL by first imposed layer, and the metrics of `rollout_split`.
     """
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     copy_in(state.chunks, initial)
     (chunk,) = state.chunks
     routes = PolicyRoutes(state, config)
@@ -271,7 +270,7 @@ def router_shifts(config: RlRunConfig, initial: Tensors) -> dict[str, float]:
     """On a single rank: the mean router-shift ratio that the two updates of a rollout report, and that of the second
     from the logits and choices of the routers, observed in its pass for old logprobs and in its forward.
     """
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     (chunk,) = state.chunks
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
@@ -346,7 +345,7 @@ def conversations(config: RlRunConfig) -> PackedSequences:
 
 def token_advantages(config: RlRunConfig) -> list[tuple[int, int, float]]:
     """On a rank of the last stage: sample, position and advantage of each trained token of its microbatches."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     routes = PolicyRoutes(state, config)
     learner = Learner(state, config, None, routes, vocab_size=config.model.vocab_size)
     rollout = rollout_of(config, state.mesh.dp_cp.rank, state.mesh.dp_cp.size)
@@ -369,7 +368,7 @@ def replaced(sums: dict[str, float]) -> dict[str, float]:
 
 def moved_parameters(config: RlRunConfig) -> dict[str, bool]:
     """On a rank: for each parameter and buffer, whether one rollout's updates change it."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     (chunk,) = state.chunks
     tensors = dict(chunk.named_parameters()) | dict(chunk.named_buffers())
     before = {name: tensor.clone() for name, tensor in tensors.items()}

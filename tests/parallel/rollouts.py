@@ -126,14 +126,14 @@ def known(rollout: Rollout) -> dict[str, Any]:
 
 def taken(mesh: MeshConfig, cursors: Sequence[int], rollout: dict[str, Any]) -> list[dict[str, Any]]:
     """On a rank: what is known of the rollouts from these cursors."""
-    start(PlatformConfig())
+    start(PlatformConfig(layers="torch"))
     with opened(build_mesh(mesh), ScriptedEngine(), rollout) as rollouts:
         return [known(rollouts.take(cursor)) for cursor in cursors]
 
 
 def taken_from_flow(mesh: MeshConfig, staleness: int, broken: int) -> tuple[list[dict[str, Any]], str]:
     """On a rank: what is known of the rollouts of a flow, and the error that ends them."""
-    start(PlatformConfig())
+    start(PlatformConfig(layers="torch"))
     built = build_mesh(mesh)
     batches: list[dict[str, Any]] = []
     with (

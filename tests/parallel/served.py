@@ -30,7 +30,7 @@ def served_completions(
     """This rank's replica, its layers, the completions of its share of the prompts, and the error of a bad prompt that
     the last replica alone has.
     """
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     platform = start(settings)
     mesh = build_mesh(config.mesh)
     seed_ranks(1)
@@ -58,7 +58,7 @@ def pushed(
     trainer's side of the probe of servers in bf16.
     """
     hf_stream.MESSAGE_BYTES = message_bytes
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     start(settings)
     mesh = build_mesh(config.mesh)
     seed_ranks(1)

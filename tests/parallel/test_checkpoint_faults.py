@@ -11,14 +11,13 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from mcore_rl.backend.platform import start
 from mcore_rl.checkpoint.weights import load_weights, save_weights, weights_state
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.global_tensors import local_shards
-from mcore_rl.train.setup import set_up
 from tests.parallel.checkpointing import SMALL, config_of, opened, run, stop_writers, stopped_writers
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 
 ONE = MeshConfig()
@@ -209,7 +208,7 @@ def test_checkpoints_of_megatron_itself_are_read_and_ours_by_it(saved: Path, tmp
 
 def exchanged_with_megatron(config: PretrainConfig, path: Path) -> tuple[dict[str, torch.Tensor], ...]:
     """On a rank: weights that Megatron loaded, the same by us, and by us from what Megatron saved of them."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     loaded = dist_checkpointing.load(weights_state(state.chunks, state.mesh), str(path))
     state.chunks[0].module.load_state_dict(loaded["model"])
     theirs = weights_of(state.chunks)
@@ -259,7 +258,7 @@ def test_weights_saved_alone_are_loaded_on_any_mesh_and_do_not_pass_for_a_run(tm
 
 def weights_saved(config: PretrainConfig, folder: Path) -> float:
     """On a rank: the sum of squares of all weights, which are saved."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     path = save_weights(state.chunks, state.mesh, config.model, folder)
     with pytest.raises(CheckpointError, match="exists"):
         save_weights(state.chunks, state.mesh, config.model, folder)
@@ -271,7 +270,7 @@ def weights_saved(config: PretrainConfig, folder: Path) -> float:
 
 def weights_loaded(config: PretrainConfig, folder: Path) -> float:
     """On a rank: the sum of squares of all weights after loading."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     load_weights(state.chunks, state.mesh, config.model, folder)
     return float(sum(shard.data.double().pow(2).sum() for shard in local_shards(state.chunks)))
 

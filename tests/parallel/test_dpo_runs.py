@@ -55,7 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(home: Path, name: str) -> DPOConfig:
     return DPOConfig(
         run_dir=str(home / name),
-        platform=PlatformConfig(deterministic=True),
+        platform=PlatformConfig(layers="torch", deterministic=True),
         model=MODEL,
         mesh=MeshConfig(),
         optim=OptimConfig(lr=3e-3, warmup_steps=2),

@@ -203,7 +203,9 @@ def latent_without_sequence_parallelism() -> str:
     mesh = build_mesh(config)
     seed_ranks(1)
     try:
-        build_model(TINY["deepseek_v3"], mesh, start(PlatformConfig()), PlatformConfig())
+        build_model(
+            TINY["deepseek_v3"], mesh, start(PlatformConfig(layers="torch")), PlatformConfig(layers="torch")
+        )
     except ConfigError as error:
         return str(error)
     return "nothing"

@@ -8,7 +8,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.transformer.enums import AttnBackend
 
-from mcore_rl.backend.platform import start
 from mcore_rl.checkpoint.megatron_lm import model_args
 from mcore_rl.checkpoint.weights import load_weights, sharding_metadata
 from mcore_rl.config.mesh import MeshConfig
@@ -20,10 +19,10 @@ from mcore_rl.convert.relayout import plan_relayout
 from mcore_rl.errors import CheckpointError
 from mcore_rl.model.build import unwrap
 from mcore_rl.train.checkpoint_state import full_state
-from mcore_rl.train.setup import set_up
 from tests.conversion import ONE_FILE, assert_same, differing, exported, imported, quiet, read_hf, saved
 from tests.hf_models import oracle
 from tests.parallel.checkpointing import config_of
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 
 CASES = {"qwen3_moe": 2, "deepseek_v3": 6, "gpt_oss": 2, "qwen2_moe": 2, "llama": 2}
@@ -32,7 +31,7 @@ CASES = {"qwen3_moe": 2, "deepseek_v3": 6, "gpt_oss": 2, "qwen2_moe": 2, "llama"
 
 def written_by_megatron(config: PretrainConfig, source: Path, folder: Path, singletons: bool) -> None:
     """On a rank: the weights of `source` and an optimizer, saved as Megatron-LM's `save_checkpoint` saves them."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     load_weights(state.chunks, state.mesh, config.model, source)
     state.optimizer.reload_model_params()
     ours = full_state(state)
@@ -66,7 +65,7 @@ def written_by_megatron(config: PretrainConfig, source: Path, folder: Path, sing
 
 def loaded_by_training(config: PretrainConfig, folder: Path) -> int | str:
     """On a rank: the number of weights that a run takes from the folder, or why it takes none."""
-    state, allowed = set_up(config, start(config.platform)), config.checkpoint.allow_changes
+    state, allowed = set_up_plain(config), config.checkpoint.allow_changes
     try:
         return len(load_weights(state.chunks, state.mesh, config.model, folder, allowed=allowed).shapes)
     except CheckpointError as error:

@@ -9,7 +9,6 @@ import numpy
 import pytest
 import torch
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
@@ -21,7 +20,6 @@ from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch, localize
 from mcore_rl.parallel.schedule import HeadOutput, run_pass
 from mcore_rl.train.objectives import NextTokenHead
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import world_sums
 from tests.parallel.parity import (
@@ -33,6 +31,7 @@ from tests.parallel.parity import (
     random_weights,
     relative_errors,
 )
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -117,7 +116,7 @@ def loss_and_gradients(
     config: PretrainConfig, initial: Tensors, are_packed: bool
 ) -> tuple[dict[str, float], Any]:
     """On a rank: sums of the loss, and the gradients' pieces."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     copy_in(state.chunks, initial)
     examples = conversations(config.model.vocab_size)
     microbatches = packed(state, examples) if are_packed else one_by_one(state, examples)
@@ -165,7 +164,13 @@ def test_recomputing_packed_mtp_layers_changes_nothing() -> None:
     """Megatron 0.16 saved the lengths of the conversations, which are no tensor, for the backward pass."""
     initial, _, _ = reference("deepseek_v3-mtp")
     stored, recomputed = (
-        on(MeshConfig(), MODELS["deepseek_v3-mtp"], initial, True, PlatformConfig(recompute=recompute))
+        on(
+            MeshConfig(),
+            MODELS["deepseek_v3-mtp"],
+            initial,
+            True,
+            PlatformConfig(layers="torch", recompute=recompute),
+        )
         for recompute in ("none", "full")
     )
     assert recomputed[0] == stored[0]
@@ -174,7 +179,7 @@ def test_recomputing_packed_mtp_layers_changes_nothing() -> None:
 
 def changes_of_logits(config: PretrainConfig) -> list[tuple[int, float]]:
     """On one rank: for each span its first token, and how far another conversation CHANGED moves its logits."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     before = conversations(config.model.vocab_size)
     ids = before.ids_T.copy()
     begin, end = before.starts_N[CHANGED : CHANGED + 2]

@@ -125,7 +125,7 @@ def assert_trains_as_one_rank(
 )
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_three_steps_do_not_depend_on_the_mesh(model: str, mesh: str) -> None:
-    platform = PlatformConfig(logits_chunk_tokens=LOGITS_CHUNKS.get((model, mesh), "auto"))
+    platform = PlatformConfig(layers="torch", logits_chunk_tokens=LOGITS_CHUNKS.get((model, mesh), "auto"))
     assert_trains_as_one_rank(shallow(MODELS[model], MESHES[mesh]), MESHES[mesh], platform)
 
 
@@ -155,9 +155,11 @@ def test_sequences_that_go_to_our_own_attention_do_not_depend_on_the_mesh(model:
 @pytest.mark.parametrize("recompute", ["full", "core_attn", "moe", "moe_act-layernorm"])
 def test_recomputing_activations_changes_nothing(recompute: str, mesh: str) -> None:
     platform = (
-        PlatformConfig(recompute="full")
+        PlatformConfig(layers="torch", recompute="full")
         if recompute == "full"
-        else PlatformConfig(recompute="selective", recompute_modules=tuple(recompute.split("-")))  # type: ignore[arg-type]
+        else PlatformConfig(
+            layers="torch", recompute="selective", recompute_modules=tuple(recompute.split("-"))
+        )  # type: ignore[arg-type]
     )
     on = MESHES.get(mesh, MeshConfig())
     assert_trains_as_one_rank(shallow(MODELS["qwen3_moe"], on), on, platform)
@@ -178,7 +180,7 @@ def test_megatrons_fused_cross_entropy_trains_a_bf16_model_as_the_plain_one_does
         config_of(
             MODELS["qwen3_moe"],
             MESHES["tp2"],
-            PlatformConfig(precision="bf16", cross_entropy_fusion=fusion),
+            PlatformConfig(layers="torch", precision="bf16", cross_entropy_fusion=fusion),
         )
         for fusion in ("none", "native")
     )

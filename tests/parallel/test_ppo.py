@@ -26,7 +26,7 @@ from mcore_rl.config.rl import (
     UpdateConfig,
 )
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.config.run import TrainConfig
+from mcore_rl.config.run import PlatformConfig, TrainConfig
 from tests.hf_models import Oracle, oracle
 from tests.hf_weights import to_global
 from tests.parallel.parity import Tensors, assembled
@@ -70,6 +70,7 @@ def config_of(model: ModelConfig, replay: ReplayKind = "none", optim: OptimConfi
     """Two minibatches; clips that are reached, truncated completions that go on in the last value."""
     moe = model.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
     return RlRunConfig(
+        platform=PlatformConfig(layers="torch"),
         model=model.model_copy(update={"moe": moe}),
         replay=ReplayConfig(kind=replay, max_disagreement=None),  # the routes of R3 here are like nobody's
         optim=optim,

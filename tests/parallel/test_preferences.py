@@ -39,6 +39,7 @@ def config_of(mesh: MeshConfig, tokens_per_microbatch: int = 128) -> DPOConfig:
     tiny = TINY["qwen3_moe"]
     moe = tiny.moe.model_copy(update={"balance": "none", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.0})
     return DPOConfig(
+        platform=PlatformConfig(layers="torch"),
         model=tiny.model_copy(update={"moe": moe}),
         mesh=mesh,
         data=PreferenceDataConfig(seq_length=24, tokens_per_microbatch=tokens_per_microbatch),
@@ -88,7 +89,7 @@ def assert_same(
 def test_steps_on_preferences_do_not_depend_on_the_mesh(mesh: str) -> None:
     config = config_of(MESHES[mesh])
     if mesh == "tp2-ep2":  # with logits of 7 positions at a time
-        config = config.model_copy(update={"platform": PlatformConfig(logits_chunk_tokens=7)})
+        config = config.model_copy(update={"platform": PlatformConfig(layers="torch", logits_chunk_tokens=7)})
     assert_same(outcome(config), alone())
 
 

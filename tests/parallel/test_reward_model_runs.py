@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_language_model(model: ModelConfig, path: Path) -> None:
     """On a rank: a checkpoint with random weights."""
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     platform, mesh = platforms.start(settings), build_mesh(MeshConfig())
     seed_ranks(0)
     save_weights(build_model(model, mesh, platform, settings), mesh, model, path)
@@ -71,7 +71,7 @@ def write_language_model(model: ModelConfig, path: Path) -> None:
 def config_of(folder: Path, name: str) -> RewardModelConfig:
     return RewardModelConfig(
         run_dir=str(folder / name),
-        platform=PlatformConfig(deterministic=True),
+        platform=PlatformConfig(layers="torch", deterministic=True),
         model=MODEL.scored,
         mesh=MESH,
         optim=OptimConfig(lr=1e-2, warmup_steps=2),
@@ -120,7 +120,7 @@ def evaluated(config: RewardModelConfig) -> str:
 
 def loaded_as_policy(path: Path) -> None:
     """On a rank: a language model is given a reward model's weights."""
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     platform, mesh = platforms.start(settings), build_mesh(MESH)
     seed_ranks(0)
     try:

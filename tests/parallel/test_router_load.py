@@ -4,15 +4,14 @@ import functools
 
 import pytest
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.router_load import ExpertLoads, RouterLoad
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.train.objectives import NextTokenHead
-from mcore_rl.train.setup import set_up
 from tests.parallel.parity import LENGTH, SEQUENCES, Tensors, batch, config_of, random_weights
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -26,7 +25,7 @@ MESHES = {
 
 def counted(config: PretrainConfig, initial: Tensors) -> ExpertLoads:
     """On a rank: the gathered counts of one training batch."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     copy_in(state.chunks, initial)
     load = RouterLoad(state.chunks)
     run_pass(state.chunks, batch(state, 0), NextTokenHead(), backward=True)

@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.routers import routers
 from mcore_rl.train.auxiliary import take_auxiliary_losses
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.parity import (
     Tensors,
@@ -23,6 +21,7 @@ from tests.parallel.parity import (
     random_weights,
     relative_errors,
 )
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 from tests.routed_batches import Case, local_microbatch, microbatches_of
 from tests.tiny_models import TINY
@@ -46,9 +45,9 @@ SEVERAL_ROWS = (
 )
 RUNNING = Case(balance="global_aux_loss", micro_batch=2, is_packed=True)
 WHOLE_BATCH = (Case(balance="global_aux_loss", micro_batch=1), Case(balance="aux_loss", micro_batch=1))
-PLAIN = PlatformConfig()
+PLAIN = PlatformConfig(layers="torch")
 # The routers choose again in the backward pass, between forward passes of later microbatches.
-RECOMPUTED = PlatformConfig(recompute="selective", recompute_modules=("moe",))
+RECOMPUTED = PlatformConfig(layers="torch", recompute="selective", recompute_modules=("moe",))
 MESHES: dict[str, tuple[MeshConfig, PlatformConfig, tuple[Case, ...]]] = {
     "tp2-cp2": (MeshConfig(tp=2, cp=2), PLAIN, (*EVERYWHERE, *SEVERAL_ROWS, RUNNING)),
     "pp2-vpp2-dp2, recomputed": (MeshConfig(pp=2, vpp=2, dp=2), RECOMPUTED, EVERYWHERE),
@@ -86,7 +85,7 @@ def on_meshes(
     found = []
     for mesh, platform, cases in meshes:
         config = config_of(MODEL, mesh, platform)
-        found.append(outcomes(set_up(config, start(config.platform)), cases, weights))
+        found.append(outcomes(set_up_plain(config), cases, weights))
         destroy_mesh()
     return found
 

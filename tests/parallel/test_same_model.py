@@ -108,7 +108,7 @@ def reported(name: str, key: str, value: Any) -> bool:
 
 def compared(model: ModelConfig) -> list[tuple[str, Any, bool]]:
     """On a rank: settings with other values, and whether the same weights then have other logits."""
-    start(PlatformConfig())
+    start(PlatformConfig(layers="torch"))
     mesh = build_mesh(MeshConfig())
     chunks = built(model, mesh)
     weights = {name: tensor for name, tensor in chunks[0].state_dict().items() if isinstance(tensor, Tensor)}
@@ -129,7 +129,7 @@ def compared(model: ModelConfig) -> list[tuple[str, Any, bool]]:
 
 
 def built(model: ModelConfig, mesh: Mesh) -> list[nn.Module]:
-    settings = PlatformConfig()
+    settings = PlatformConfig(layers="torch")
     seed_ranks(1)
     return build_model(model, mesh, start(settings), settings)
 

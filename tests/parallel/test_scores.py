@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.rm import RewardModelConfig, RewardModelSection
-from mcore_rl.config.run import TrainConfig
+from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.data.preferences import Preferences
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.model.inputs import LocalMicrobatch
@@ -20,9 +19,9 @@ from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.parallel.schedule import HeadOutput
 from mcore_rl.train.preferences import PreferenceSource
 from mcore_rl.train.reward_model import RewardHead
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import train_step
 from tests.parallel.parity import Tensors, assembled, batch, owned
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -85,6 +84,7 @@ def preferences() -> Preferences:
 
 def config_of(mesh: MeshConfig) -> RewardModelConfig:
     return RewardModelConfig(
+        platform=PlatformConfig(layers="torch"),
         model=MODEL,
         mesh=mesh,
         data=PreferenceDataConfig(seq_length=32, tokens_per_microbatch=128),
@@ -97,7 +97,7 @@ def config_of(mesh: MeshConfig) -> RewardModelConfig:
 
 def steps(config: RewardModelConfig, initial: Tensors) -> list[dict[str, float]]:
     """On a rank: what a step on values and two on pairs report."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
     value_report = train_step(state, batch(state, 0), ValueHead())
@@ -125,7 +125,7 @@ def on_each_mesh(meshes: list[MeshConfig], initial: Tensors) -> list[Any]:
 
 def initial_weights(config: RewardModelConfig) -> list[Any]:
     """On a rank: the pieces of a new model."""
-    return owned(set_up(config, start(config.platform)))
+    return owned(set_up_plain(config))
 
 
 def test_losses_and_gradients_of_values_and_rewards_do_not_depend_on_the_mesh() -> None:

@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 
-from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.model.global_tensors import copy_in, local_shards
 from mcore_rl.train.objectives import NextTokenHead
-from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import evaluate, train_step
 from tests.parallel.parity import Tensors, assembled, batch, config_of, fresh_weights, random_weights
+from tests.parallel.plain import set_up_plain
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY
 
@@ -72,7 +71,7 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(mesh: MeshConfig) -> N
 
 def poisoned_step(config: PretrainConfig) -> tuple[object, object]:
     """On a rank: the sum of all weights, the rate and the report around a step whose gradient is not finite."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     train_step(state, batch(state, 0), NextTokenHead())
     hook = next(state.chunks[0].parameters()).register_hook(lambda gradient: gradient * math.inf)
     before = snapshot(state)
@@ -101,7 +100,7 @@ def test_evaluation_is_the_loss_before_the_step_and_leaves_no_trace() -> None:
 
 def evaluation(config: PretrainConfig) -> tuple[float, float, float]:
     """On a rank: the loss of a batch, evaluated twice and then trained on."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     losses = []
     for _ in range(2):
         sums = evaluate(state, batch(state, 0), NextTokenHead())
@@ -112,7 +111,7 @@ def evaluation(config: PretrainConfig) -> tuple[float, float, float]:
 def test_half_precision_trains_like_full_precision() -> None:
     """bf16 weights with fp32 main weights: the first losses agree to bf16's three digits."""
     full = config_of(MODEL, MeshConfig())
-    half = config_of(MODEL, MeshConfig(tp=2, ep=2), PlatformConfig(precision="bf16"))
+    half = config_of(MODEL, MeshConfig(tp=2, ep=2), PlatformConfig(layers="torch", precision="bf16"))
     initial = random_weights(full)
     full_losses = run_ranks(losses_of, 1, full, initial)[0]
     half_losses = run_ranks(losses_of, 2, half, initial)[0]
@@ -122,7 +121,7 @@ def test_half_precision_trains_like_full_precision() -> None:
 
 def losses_of(config: PretrainConfig, initial: Tensors) -> list[float]:
     """On a rank: ten steps on one batch."""
-    state = set_up(config, start(config.platform))
+    state = set_up_plain(config)
     copy_in(state.chunks, initial)
     state.optimizer.reload_model_params()
     return [train_step(state, batch(state, 0), NextTokenHead()).loss for _ in range(10)]

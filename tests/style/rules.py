@@ -134,6 +134,19 @@ def only_the_mesh_asks_parallel_state(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}: asks Megatron for its groups"
 
 
+def compiled_layers_have_one_door(source: Source) -> Iterator[str]:
+    """Code for CPUs alone is entered from the table of layers, and asked for by the platform, which chooses layers."""
+    doors = {
+        "mcore_rl.backend.cpu": ("backend/cpu", "model/layers/cpu", "backend/platform.py"),
+        "mcore_rl.model.layers.cpu": ("model/layers/cpu", "model/spec.py"),
+    }
+    for line, name in source.imports():
+        for package, allowed in doors.items():
+            is_inside = any(source.path.is_relative_to(f"mcore_rl/{path}") for path in allowed)
+            if (name == package or name.startswith(f"{package}.")) and not is_inside:
+                yield f"{source.path}:{line}: imports {name}"
+
+
 def megatron_stays_in_its_packages(source: Source) -> Iterator[str]:
     """Programs, logs and configs do not know Megatron."""
     for line, name in source.imports():
@@ -242,6 +255,7 @@ RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
     imports_point_down,
     packages_are_floors,
     only_the_mesh_asks_parallel_state,
+    compiled_layers_have_one_door,
     megatron_stays_in_its_packages,
     imports_are_absolute,
     nothing_prints,

@@ -32,6 +32,13 @@ from tests.style.rules import parse
             "from megatron.core.parallel_state import get_x",
             1,
         ),
+        (rules.compiled_layers_have_one_door, "rl/a.py", "from mcore_rl.backend.cpu import compiled", 1),
+        (
+            rules.compiled_layers_have_one_door,
+            "model/build.py",
+            "x = 1\nimport mcore_rl.model.layers.cpu.norm",
+            2,
+        ),
         (rules.launch_stays_light, "launch/a.py", "from mcore_rl.train import step", 1),
         (rules.launch_stays_light, "launch/a.py", "def f():\n    import torch.nn", 2),
         (rules.megatron_stays_in_its_packages, "run/a.py", "import megatron.core", 1),

@@ -29,10 +29,8 @@ Tensors = Mapping[str, Tensor]
 
 
 def settings_of(layers: Layers, precision: Literal["fp32", "bf16"] = "fp32") -> PlatformConfig:
-    """Return settings with layers of one kind, and kernels of a CPU that need not be measured."""
-    return PlatformConfig(
-        layers=layers, precision=precision, products="mkl", attention="sdpa", compiled=False
-    )
+    """Return settings with layers of one kind."""
+    return PlatformConfig(layers=layers, precision=precision)
 
 
 def built(model: ModelConfig, mesh: Mesh, settings: PlatformConfig, seed: int = 1) -> list[nn.Module]:

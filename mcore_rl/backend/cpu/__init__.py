@@ -1,1 +1,1 @@
-"""Stand-ins for CUDA and faster products, for machines without a GPU: a reader of the GPU path may skip this folder."""
+"""A compiled file for CPUs alone, with products and attention by it. `model/layers/cpu` makes layers of it."""

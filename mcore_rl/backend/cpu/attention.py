@@ -1,132 +1,107 @@
-"""Causal attention in fp32 on a CPU, faster than torch's where oneDNN's products are faster than MKL's.
+"""Causal attention in fp32 on a CPU by the compiled file: no scores in memory, no copies of the caller's layout.
 
-The queries of a block, of all heads that share a key, are multiplied with every earlier key at once: their scores fit
-into the cache, and matrix products by oneDNN and a softmax remain. The backward pass of long sequences computes the
-scores again, so that memory grows with the length, not with its square.
+The forward pass keeps the log-sum-exp of each query's scores, and the backward pass computes the weights again. A
+query's result depends on its own keys alone, bit for bit: not on other rows, sequences or later positions.
 """
 
+from ctypes import Array, c_int64
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.products import product
+from mcore_rl.backend.cpu.compiled import library
 
-BLOCK = 256
-"""Number of positions of a block of queries, whose scores are `[heads of a group * BLOCK, keys]`."""
-KEPT_LENGTH = 512
-"""Number of keys up to which the backward pass reads the forward's weights, which is faster than recomputing them."""
-LENGTH_MULTIPLE = 64
-"""Multiple of the lengths that are computed here: each new shape costs oneDNN a compilation."""
+Bounds = tuple["Array[c_int64]", "Array[c_int64]"]
+"""Where each sequence begins and ends in the queries, and in the keys."""
+LANES, KEYS, ROWS, WIDTH = 48, 64, 8, 16
+"""The most of each that the file uses, for the size of its scratch memory."""
 
 
-def is_supported(query: Tensor, key: Tensor) -> bool:
-    """Return whether `causal_attention` can compute these `[S, B, heads, width]`; torch computes the others."""
-    lengths = query.shape[0], key.shape[0]
-    return (
-        query.device.type == "cpu"
-        and query.dtype == torch.float32
-        and all(length % LENGTH_MULTIPLE == 0 for length in lengths)
-    )
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...] | None = None
+) -> Tensor:
     """Return the output `[s, B, N, Dv]` of queries `[s, B, N, D]`, keys `[S, B, G, D]` and values `[S, B, G, Dv]`.
 
     Query i is at position S - s + i and attends to the keys up to there.
+
+    Args:
+        query: Queries, with any strides but along D; so are keys and values.
+        key: Keys, of G heads; G divides N.
+        value: Values.
+        scale: Factor of the scores.
+        lengths: Lengths of packed sequences, which do not see one another; they add up to s, which is S.
     """
-    mixed: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
-    return mixed
+    if lengths is None:
+        bounds = _numbers(0, query.shape[0]), _numbers(0, key.shape[0])
+    else:
+        assert sum(lengths) == query.shape[0] == key.shape[0]
+        bounds = (_numbers(0, *accumulate(lengths)),) * 2
+    operands = query, key, value
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
+        mixed: Tensor = _CausalAttention.apply(*operands, scale, bounds)  # type: ignore[no-untyped-call]
+        return mixed
+    query, key, value = _dense(*operands)
+    return _forward(query, key, value, scale, bounds)[0]
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: Bounds
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp `[B, N, s]` of each query's scores."""
+    length, batch, heads, width = query.shape
+    output, lse = query.new_empty(length, batch, heads, value.shape[3]), query.new_empty(batch, heads, length)
+    width, value_width = (-(-w // WIDTH) * WIDTH for w in (width, value.shape[3]))
+    rows = _longest(bounds[1]) + ROWS + LANES
+    scratch = query.new_empty(rows * (width + value_width) + LANES * (KEYS + 3))
+    sequences = len(bounds[0]) - 1, _sizes(query, key, value, output)
+    library().attention_forward(query, key, value, *bounds, *sequences, scale, output, lse, scratch)
+    return output, lse
 
 
 class _CausalAttention(torch.autograd.Function):
+    """`causal_attention` with its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        groups = key.shape[2]
-        keys, values = _by_group(key, groups), _by_group(value, groups)
-        # Not in place: with one row and one group it is the caller's tensor.
-        queries = _by_group(query, groups) * scale
-        ctx.shapes, ctx.scale = (query.shape, key.shape, value.shape), scale
-        output = queries.new_empty(*queries.shape[:2], value.shape[3])
-        blocks = _blocks(query.shape, key.shape)
-        saved_weights = []
-        for query_g, key_g, value_g, output_g in zip(queries, keys, values, output, strict=True):
-            for rows, seen, hidden in blocks:
-                weights = _attend(query_g[rows], key_g[:seen], hidden)
-                output_g[rows] = product(weights, value_g[:seen].t())
-                if key.shape[0] <= KEPT_LENGTH:
-                    saved_weights.append(weights)
-        ctx.save_for_backward(queries, keys, values, *saved_weights)
-        return _by_head(output, (*query.shape[:3], value.shape[3]))
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, bounds: Bounds) -> Tensor:
+        ctx.scale, ctx.bounds = scale, bounds
+        query, key, value = _dense(query, key, value)
+        output, lse = _forward(query, key, value, scale, bounds)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        queries, keys, values, *saved_weights = ctx.saved_tensors
-        query_shape, key_shape, value_shape = ctx.shapes
-        wanted = _by_group(gradient, key_shape[2])
-        d_queries, d_keys, d_values = (
-            torch.empty_like(queries),
-            torch.empty_like(keys),
-            torch.empty_like(values),
-        )
-        blocks = _blocks(query_shape, key_shape)
-        next_weights = iter(saved_weights)
-        for g in range(queries.shape[0]):
-            query, key, value = queries[g], keys[g], values[g]
-            d_key, d_value = torch.zeros_like(key.t()), torch.zeros_like(value.t())
-            for rows, seen, hidden in blocks:
-                weights = next(next_weights) if saved_weights else _attend(query[rows], key[:seen], hidden)
-                d_output = wanted[g, rows]
-                d_value[:, :seen] += product(d_output.t().contiguous(), weights.t())
-                d_weights = product(d_output, value[:seen])
-                d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
-                d_key[:, :seen] += product(query[rows].t().contiguous(), d_scores.t())
-                d_queries[g, rows] = product(d_scores, key[:seen].t())
-            d_keys[g], d_values[g] = d_key.t(), d_value.t()
-        d_queries *= ctx.scale
-        return (
-            _by_head(d_queries, query_shape),
-            _by_head(d_keys, key_shape),
-            _by_head(d_values, value_shape),
-            None,
-        )
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, output, lse = ctx.saved_tensors
+        (gradient,) = _dense(gradient)
+        d_query, d_key, d_value = (operand.new_empty(operand.shape) for operand in (query, key, value))
+        width, value_width = (-(-w // WIDTH) * WIDTH for w in (query.shape[3], value.shape[3]))
+        rows = _longest(ctx.bounds[1]) + ROWS + LANES
+        scratch = query.new_empty((2 * rows + LANES) * (width + value_width) + LANES * (2 * KEYS + 3))
+        operands = gradient, query, key, value, output, lse
+        sequences = len(ctx.bounds[0]) - 1, _sizes(query, key, value, gradient)
+        results = d_query, d_key, d_value, scratch
+        library().attention_backward(*operands, *ctx.bounds, *sequences, ctx.scale, *results)
+        return d_query, d_key, d_value, None, None
 
 
-def _by_group(heads: Tensor, groups: int) -> Tensor:
-    """Return `[S, B, N, D]` as `[B * G, S * heads of a group, D]`, contiguous."""
-    length, batch, _, width = heads.shape
-    split = heads.reshape(length, batch, groups, -1, width).permute(1, 2, 0, 3, 4)
-    return split.contiguous().view(batch * groups, -1, width)
+def _dense(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors, those copied whose last axis is not dense: the file reads any other strides."""
+    return tuple(tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in operands)
 
 
-def _by_head(grouped: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return `[B * G, S * heads of a group, D]` as `[S, B, N, D]`."""
-    length, batch, _, width = shape
-    split = grouped.view(batch, -1, length, grouped.shape[1] // length, width).permute(2, 0, 1, 3, 4)
-    heads = grouped.new_empty(shape)
-    heads.view(split.shape).copy_(split)
-    return heads
+def _sizes(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> "Array[c_int64]":
+    """Return the numbers that the file calls Sizes."""
+    strides = [stride for tensor in (query, key, value, gradient) for stride in tensor.stride()[:3]]
+    return _numbers(*query.shape[1:3], key.shape[2], query.shape[3], value.shape[3], *strides)
 
 
-def _blocks(query_shape: torch.Size, key_shape: torch.Size) -> list[tuple[slice, int, Tensor]]:
-    """Return blocks of query rows, each with the number of keys up to its last query and the mask of its own keys.
-
-    The mask is added to the scores of the last keys: zeros, and -inf behind each query's own position.
-    """
-    heads_of_group = query_shape[2] // key_shape[2]
-    num_queries, offset = query_shape[0], key_shape[0] - query_shape[0]
-    blocks = []
-    for begin in range(0, num_queries, BLOCK):
-        end = min(begin + BLOCK, num_queries)
-        hidden = torch.full((end - begin, end - begin), float("-inf")).triu_(1)
-        rows = slice(begin * heads_of_group, end * heads_of_group)
-        blocks.append((rows, offset + end, hidden.repeat_interleave(heads_of_group, 0)))
-    return blocks
+def _longest(bounds: "Array[c_int64]") -> int:
+    return max((end - begin for begin, end in pairwise(bounds)), default=0)
 
 
-def _attend(query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
-    scores = product(query, key)
-    scores[:, -hidden.shape[1] :] += hidden
-    return torch.softmax(scores, -1)
+def _numbers(*numbers: int) -> "Array[c_int64]":
+    return (c_int64 * len(numbers))(*numbers)

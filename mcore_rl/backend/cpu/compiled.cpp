@@ -1,5 +1,5 @@
-// Layers in one pass over memory each, for one thread. mcore_rl/backend/cpu/compiled.py builds and calls them; the
-// Python beside each caller computes the same. All matrices are row-major, contiguous, float32. The order of sums is
+// Layers in one pass over memory each, for one thread. mcore_rl/backend/cpu/compiled.py builds them, and the modules of
+// mcore_rl/model/layers/cpu call them. All matrices are row-major, contiguous, float32. The order of sums is
 // fixed by the build. Loops carry "omp simd" because a compiler may not reorder sums of floats by itself.
 #include <cmath>
 #include <cstdint>
@@ -121,22 +121,11 @@ void join_position(const float* const* gradients, const int64_t* strides, const 
 
 extern "C" {
 
-// Whether rounded_product needs no sgemm for rounding 1.
-int64_t multiplies_bf16() {
-#ifdef __AVX512BF16__
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-// C [M, N] = op(A) op(B), plus C if `add`, of operands that are rounded to bf16, with sums in fp32. A is stored [K, M]
-// where it is transposed, B [N, K]; strides are those between their rows as stored.
-void rounded_product(Sgemm sgemm, int64_t rounding, int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N,
-                     int64_t K, const float* a, int64_t stride_a, const float* b, int64_t stride_b, int64_t add,
-                     float* c, int64_t stride_c) {
-    const float beta = add ? 1.0f : 0.0f;
-    product_by(rounding)(sgemm, transpose_a, transpose_b, M, N, K, a, stride_a, b, stride_b, beta, c, stride_c);
+// C [M, N] = op(A) op(B) of operands that are rounded to bf16, with sums in fp32. A is stored [K, M] where it is
+// transposed, B [N, K]; strides are those between their rows as stored.
+void rounded_product(Sgemm sgemm, int64_t transpose_a, int64_t transpose_b, int64_t M, int64_t N, int64_t K,
+                     const float* a, int64_t stride_a, const float* b, int64_t stride_b, float* c, int64_t stride_c) {
+    product_by(true)(sgemm, transpose_a, transpose_b, M, N, K, a, stride_a, b, stride_b, 0.0f, c, stride_c);
 }
 
 // y = x / rms(x) * weight for rows [rows, width]; inverse [rows] is 1 / rms.
@@ -237,25 +226,6 @@ void join_heads(const float* d_query, const float* d_key, const float* d_value, 
     }
 }
 
-// (a, b) -> (a cos - b sin, b cos + a sin) for the halves of each head [positions, heads, width]; cos and sin are
-// [positions / repeats, width]. With sign -1 the other way round, which is the gradient.
-void rotate(const float* in, const float* cos, const float* sin, int64_t positions, int64_t repeats, int64_t heads,
-            int64_t width, float sign, float* out) {
-    const int64_t half = width / 2;
-    for (int64_t s = 0; s < positions; s++) {
-        const float *c = cos + s / repeats * width, *z = sin + s / repeats * width;
-        // The gradient multiplies by the sine of the half that the value went to.
-        const float *z_first = sign > 0 ? z : z + half, *z_second = sign > 0 ? z + half : z;
-        for (int64_t h = 0; h < heads; h++, in += width, out += width) {
-#pragma omp simd
-            for (int64_t d = 0; d < half; d++) {
-                out[d] = in[d] * c[d] - sign * in[half + d] * z_first[d];
-                out[half + d] = in[half + d] * c[half + d] + sign * in[d] * z_second[d];
-            }
-        }
-    }
-}
-
 // Attention of one new token in each of `slots` rows, query [slots, groups * heads, width], over the keys
 // [slots, room, groups, width] and values [slots, room, groups, value_width] of its own row: positions[s] and up to
 // `window` before it. Each result depends on its own row alone. scratch: heads * room.
@@ -308,8 +278,8 @@ void decode_attention(const float* query, const float* keys, const float* values
 
 // Experts of SwiGLU: for each block (expert, first, last) of the rows sorted by expert, gather, fc1, activation times
 // gate, fc2, and sum into the output [T, D], which begins as zeros. hidden [N, 2F] is kept for the backward pass.
-// scratch: 2 * largest block * (D + F). Products round their operands to bf16 as `rounding` says; nothing else does.
-void experts_forward(Sgemm sgemm, int64_t rounding, const float* x, const float* gates, const float* fc1,
+// scratch: 2 * largest block * (D + F). Products round their operands to bf16 where `rounds` is true; nothing else does.
+void experts_forward(Sgemm sgemm, int64_t rounds, const float* x, const float* gates, const float* fc1,
                      const float* fc2, const int64_t* rows, const int64_t* blocks, int64_t num_blocks, int64_t D,
                      int64_t F, float* hidden, float* output, float* scratch) {
     for (int64_t b = 0; b < num_blocks; b++) {
@@ -317,7 +287,7 @@ void experts_forward(Sgemm sgemm, int64_t rounding, const float* x, const float*
         float *gathered = scratch, *active = gathered + count * D, *result = active + count * F;
         float* h = hidden + first * 2 * F;
         copy_rows(x, rows + first, count, D, gathered);
-        product(sgemm, rounding, false, true, count, 2 * F, D, gathered, fc1 + expert * 2 * F * D, 0.0f, h);
+        product(sgemm, rounds, false, true, count, 2 * F, D, gathered, fc1 + expert * 2 * F * D, 0.0f, h);
         for (int64_t i = 0; i < count; i++) {
             const float *z = h + i * 2 * F, *up = z + F;
             const float gate = gates[first + i];
@@ -325,14 +295,14 @@ void experts_forward(Sgemm sgemm, int64_t rounding, const float* x, const float*
 #pragma omp simd
             for (int64_t f = 0; f < F; f++) a[f] = z[f] * sigmoid(z[f]) * up[f] * gate;
         }
-        product(sgemm, rounding, false, true, count, D, F, active, fc2 + expert * D * F, 0.0f, result);
+        product(sgemm, rounds, false, true, count, D, F, active, fc2 + expert * D * F, 0.0f, result);
         add_rows(result, rows + first, count, D, output);
     }
 }
 
 // Gradients of experts_forward. Those of the weights are added to what is there; d_x [T, D] begins as zeros.
 // scratch: largest block * (3 D + 4 F).
-void experts_backward(Sgemm sgemm, int64_t rounding, const float* d_output, const float* x, const float* gates,
+void experts_backward(Sgemm sgemm, int64_t rounds, const float* d_output, const float* x, const float* gates,
                       const float* fc1, const float* fc2, const int64_t* rows, const int64_t* blocks,
                       int64_t num_blocks, int64_t D, int64_t F, const float* hidden, float* d_x, float* d_gates,
                       float* d_fc1, float* d_fc2, float* scratch) {
@@ -343,7 +313,7 @@ void experts_backward(Sgemm sgemm, int64_t rounding, const float* d_output, cons
         const float* h = hidden + first * 2 * F;
         copy_rows(d_output, rows + first, count, D, d_out);
         copy_rows(x, rows + first, count, D, gathered);
-        product(sgemm, rounding, false, false, count, F, D, d_out, fc2 + expert * D * F, 0.0f, d_active);
+        product(sgemm, rounds, false, false, count, F, D, d_out, fc2 + expert * D * F, 0.0f, d_active);
         for (int64_t i = 0; i < count; i++) {
             const float *z = h + i * 2 * F, *up = z + F, *d = d_active + i * F;
             const float gate = gates[first + i];
@@ -359,9 +329,9 @@ void experts_backward(Sgemm sgemm, int64_t rounding, const float* d_output, cons
             }
             d_gates[first + i] = sum;
         }
-        product(sgemm, rounding, true, false, D, F, count, d_out, active, 1.0f, d_fc2 + expert * D * F);
-        product(sgemm, rounding, true, false, 2 * F, D, count, d_hidden, gathered, 1.0f, d_fc1 + expert * 2 * F * D);
-        product(sgemm, rounding, false, false, count, D, 2 * F, d_hidden, fc1 + expert * 2 * F * D, 0.0f, result);
+        product(sgemm, rounds, true, false, D, F, count, d_out, active, 1.0f, d_fc2 + expert * D * F);
+        product(sgemm, rounds, true, false, 2 * F, D, count, d_hidden, gathered, 1.0f, d_fc1 + expert * 2 * F * D);
+        product(sgemm, rounds, false, false, count, D, 2 * F, d_hidden, fc1 + expert * 2 * F * D, 0.0f, result);
         add_rows(result, rows + first, count, D, d_x);
     }
 }

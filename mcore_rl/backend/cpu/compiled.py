@@ -2,7 +2,7 @@
 
 It is plain C++ without torch's headers, which takes a second where an extension of torch takes half a minute, and is
 called with addresses: nothing in it depends on torch's version but the product, which is that of torch's library. It
-computes with one thread. Who calls it reads it from `kernels.Process.library`.
+computes with one thread.
 """
 
 import ctypes
@@ -33,12 +33,11 @@ OPTIONS = (
 BUILD_S = 120.0
 """Seconds that a build, or another process's, may take."""
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "rounded_product": (c_void_p, *[c_int64] * 6, *[c_void_p, c_int64] * 2, c_int64, c_void_p, c_int64),
+    "rounded_product": (c_void_p, *[c_int64] * 5, *[c_void_p, c_int64] * 3),
     "rms_norm_forward": (c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
     "rms_norm_backward": (*[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3),
     "split_heads": (*[c_void_p] * 6, *[c_int64] * 5, c_float, *[c_void_p] * 4),
     "join_heads": (*[c_void_p] * 10, *[c_int64] * 5, *[c_void_p] * 4),
-    "rotate": (*[c_void_p] * 3, *[c_int64] * 4, c_float, c_void_p),
     "decode_attention": (*[c_void_p] * 4, *[c_int64] * 7, c_float, c_void_p, c_void_p),
     "attention_forward": (*[c_void_p] * 5, c_int64, c_void_p, c_float, *[c_void_p] * 3),
     "attention_backward": (*[c_void_p] * 8, c_int64, c_void_p, c_float, *[c_void_p] * 4),
@@ -71,13 +70,7 @@ class Library(ctypes.PyDLL):
             function = getattr(self, name)
             function.argtypes, function.restype = types, None
         self.sgemm = _address_of_sgemm()
-        """Address of the product of torch's library; None where it has none."""
-        multiplies_bf16 = self["multiplies_bf16"]
-        multiplies_bf16.restype = c_int64
-        self.multiplies_bf16 = bool(multiplies_bf16())
-        """Whether it multiplies numbers of bf16 itself: the processor has AVX-512's instruction for that."""
-        self.rounds_operands = self.multiplies_bf16 or self.sgemm is not None
-        """Whether it multiplies operands rounded to bf16, by itself or by `sgemm` in fp32."""
+        """Address of the product in fp32 of torch's library."""
 
 
 @functools.cache
@@ -153,9 +146,11 @@ def _processor() -> str:
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
 
 
-def _address_of_sgemm() -> int | None:
+def _address_of_sgemm() -> int:
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        return ctypes.cast(ctypes.CDLL(str(path)).sgemm_, c_void_p).value
-    except (OSError, AttributeError):
-        return None
+        address = ctypes.cast(ctypes.CDLL(str(path)).sgemm_, c_void_p).value
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"torch's library has no product that can be called: {error}") from error
+    assert address is not None
+    return address

@@ -1,5 +1,5 @@
 // Causal attention for one thread, in tiles whose scores stay in the cache. mcore_rl/backend/cpu/compiled.py builds it
-// and mcore_rl/backend/cpu/compiled_attention.py calls it. All is float32; exponentials are of base 2.
+// and mcore_rl/backend/cpu/attention.py calls it. All is float32; exponentials are of base 2.
 //
 // A tile is LANES queries of a head, one in each lane of VECTORS vectors: a query's scores, maximum and sum lie in its
 // lane. Products broadcast one operand and add to sums in registers in ascending order of keys, so that a query's
@@ -24,7 +24,8 @@ constexpr int WIDTH = 4, ROWS = 8;
 #endif
 constexpr int VECTORS = 3, LANES = VECTORS * WIDTH;
 constexpr int KEYS = 64;  // of a block, a multiple of ROWS
-// compiled_attention.py counts so much memory for a tile.
+constexpr int COLUMNS = WIDTH > ROWS ? WIDTH : ROWS;  // heads are filled up to a multiple: tiles take ROWS at a time too
+// attention.py counts so much memory for a tile.
 static_assert(WIDTH <= 16 && LANES <= 48 && KEYS <= 64 && ROWS <= 8);
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
@@ -372,7 +373,7 @@ void attention_forward(const float* query, const float* key, const float* value,
                        const int64_t* key_bounds, int64_t sequences, const int64_t* sizes, float scale, float* output,
                        float* lse, float* scratch) {
     const Sizes& z = *reinterpret_cast<const Sizes*>(sizes);
-    const int64_t D = rounded(z.width, WIDTH), V = rounded(z.value_width, WIDTH), shared = z.heads / z.groups;
+    const int64_t D = rounded(z.width, COLUMNS), V = rounded(z.value_width, COLUMNS), shared = z.heads / z.groups;
     const Heads<const float> q(query, z.query), k(key, z.key), v(value, z.value);
     const Heads<float> out(output, z.rows, z.heads, z.value_width);
     float *q_lanes = scratch, *mixed = q_lanes + D * LANES, *scores = mixed + V * LANES;
@@ -413,7 +414,7 @@ void attention_backward(const float* gradient, const float* query, const float* 
                         int64_t sequences, const int64_t* sizes, float scale, float* d_query, float* d_key,
                         float* d_value, float* scratch) {
     const Sizes& z = *reinterpret_cast<const Sizes*>(sizes);
-    const int64_t D = rounded(z.width, WIDTH), V = rounded(z.value_width, WIDTH), shared = z.heads / z.groups;
+    const int64_t D = rounded(z.width, COLUMNS), V = rounded(z.value_width, COLUMNS), shared = z.heads / z.groups;
     const Heads<const float> q(query, z.query), k(key, z.key), v(value, z.value), d_out(gradient, z.gradient);
     const Heads<const float> out(output, z.rows, z.heads, z.value_width);
     const Heads<float> dq(d_query, z.rows, z.heads, z.width), dk(d_key, z.rows, z.groups, z.width);

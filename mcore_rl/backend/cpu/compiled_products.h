@@ -374,18 +374,23 @@ void rounded_product_of(Sgemm sgemm, bool transpose_a, bool transpose_b, int64_t
 using Product = void (*)(Sgemm, bool, bool, int64_t, int64_t, int64_t, const float*, int64_t, const float*, int64_t,
                          float, float*, int64_t);
 
-// The product by which operands are rounded: 0, not at all; 1, for the instruction where there is one; 2, for sgemm.
-Product product_by(int64_t rounding) {
+// The product of operands that are rounded, or not. Without AMX Intel's instruction for bf16 is slower than products in
+// fp32, and AMD's is faster.
+Product product_by(bool rounds) {
+    if (!rounds) return product_of;
 #ifdef __AVX512BF16__
-    if (rounding == 1) return bf16_product_of;
+#ifdef __AMX_BF16__
+    if (has_amx) return bf16_product_of;
 #endif
-    return rounding ? rounded_product_of : product_of;
+    if (__builtin_cpu_is("amd")) return bf16_product_of;
+#endif
+    return rounded_product_of;
 }
 
 // C [M, N] = beta * C + op(A) op(B), all dense.
-void product(Sgemm sgemm, int64_t rounding, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K,
+void product(Sgemm sgemm, bool rounds, bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K,
              const float* a, const float* b, float beta, float* c) {
-    const auto multiply = product_by(rounding);
+    const auto multiply = product_by(rounds);
     multiply(sgemm, transpose_a, transpose_b, M, N, K, a, transpose_a ? M : K, b, transpose_b ? K : N, beta, c, N);
 }
 

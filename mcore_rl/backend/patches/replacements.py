@@ -2,10 +2,11 @@
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def without_fp8(init: Callable[..., None]) -> Callable[..., None]:
@@ -54,7 +55,7 @@ def only_tensors_saved(checkpointed_forward: Callable[..., Any]) -> Callable[...
 
 
 def permuted_without_waiting(permute: Callable[..., Any]) -> Callable[..., Any]:
-    """`permute` that finds the rows of experts on a GPU by sorting: a mask's true values are counted on the host.
+    """`permute` that finds the rows of experts by sorting: a mask's true values are counted on the host.
 
     The rows, their order and what is returned are Megatron's.
     """
@@ -68,7 +69,7 @@ def permuted_without_waiting(permute: Callable[..., Any]) -> Callable[..., Any]:
         fused: bool = False,
         drop_and_pad: bool = False,
     ) -> Any:
-        if fused or drop_and_pad or num_out_tokens is None or not tokens.is_cuda:
+        if fused or drop_and_pad or num_out_tokens is None:
             return permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
         by_expert = routing_map.bool().T.reshape(-1)
         # A stable sort leaves the true values in their order: by expert, then by token.
@@ -81,13 +82,13 @@ def permuted_without_waiting(permute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rotated_without_waiting(rotate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`_apply_rotary_pos_emb_thd` that finds the positions of packed tokens on a GPU, which rotates the row at once."""
+    """`_apply_rotary_pos_emb_thd` that finds packed tokens' positions on the device, and rotates the row at once."""
 
     @functools.wraps(rotate)
     def wrapped(
         t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *args: Any, **options: Any
     ) -> torch.Tensor:
-        if args or not t.is_cuda:
+        if args:
             return rotate(t, cu_seqlens, freqs, *args, **options)
         group = options.pop("cp_group")
         position_t = packed_positions(cu_seqlens, len(t), group.rank(), group.size(), len(freqs))
@@ -121,3 +122,35 @@ def packed_positions(
         skipped_t = torch.where(position_t < chunk_t, rank, 2 * ranks - 2 - rank) * chunk_t
         position_t = position_t + skipped_t
     return position_t + begin_t if table_length == num_tokens * ranks else position_t
+
+
+def scaled_in_place(scale_tensors: Callable[..., None]) -> Callable[..., None]:
+    """`local_multi_tensor_scale`, which makes a copy of every gradient that it clips."""
+
+    def scale(
+        chunk_size: int,
+        noop_flag: torch.Tensor,
+        tensor_lists: Sequence[list[torch.Tensor]],
+        factor: float,
+    ) -> None:
+        sources, targets = tensor_lists
+        if all(source is target for source, target in zip(sources, targets, strict=True)):
+            torch._foreach_mul_(targets, factor)
+        else:
+            scale_tensors(chunk_size, noop_flag, tensor_lists, factor)
+
+    return scale
+
+
+def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather_into_tensor` or `reduce_scatter_tensor`, without gloo's copies for a rank that is alone."""
+
+    @functools.wraps(collective)
+    def call(output: torch.Tensor, input: torch.Tensor, *, group: Any = None, **options: Any) -> Any:
+        if dist.get_world_size(group) > 1:
+            return collective(output, input, group=group, **options)
+        if output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return None
+
+    return call

@@ -16,11 +16,10 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl.backend.adam import FusedAdam, norm_of_tensors
-from mcore_rl.backend.cpu import torch_standins as cpu
-from mcore_rl.backend.cpu.megatron_speed import REPLACEMENTS, rotated_by_position, scaled_in_place
-from mcore_rl.backend.cpu.offload import weights_count_as_on_device
 from mcore_rl.backend.patches import foreign_files, replacements, router_losses
+from mcore_rl.backend.patches import torch_standins as cpu
 from mcore_rl.backend.patches.found import Found, find_packages
+from mcore_rl.backend.patches.offload import weights_count_as_on_device
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
 from mcore_rl.backend.patches.versions import megatron_version
@@ -135,12 +134,12 @@ PATCHES_WITHOUT_CUDA: tuple[Patch, ...] = (
     ),
     *(
         Patch(
-            symbol=f"megatron.core.{symbol}",
-            replace=replace,
-            reason=reason,
-            until="Megatron is tuned for CPUs",
+            symbol=f"megatron.core.distributed.param_and_grad_buffer:{collective}",
+            replace=replacements.unless_alone,
+            reason="gloo copies the parameters and gradients twice although there is no other rank",
+            until="Megatron calls no collective of one rank",
         )
-        for symbol, (replace, reason) in REPLACEMENTS.items()
+        for collective in ("dist_all_gather_func", "dist_reduce_scatter_func")
     ),
 )
 
@@ -265,8 +264,7 @@ WAITING_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
-        # On a GPU the one, on a CPU the other.
-        replace=lambda rotate: replacements.rotated_without_waiting(rotated_by_position(rotate)),
+        replace=replacements.rotated_without_waiting,
         cause="version",
         reason="it cuts angles, in 0.19 also heads, into a slice for each sequence of a row, in every layer, by "
         "lengths that the host reads from a GPU",
@@ -366,7 +364,7 @@ PATCHES_WITHOUT_FUSED_OPTIMIZER: tuple[Patch, ...] = (
     ),
     Patch(
         symbol="megatron.core.optimizer.clip_grads:multi_tensor_scale_impl",
-        replace=scaled_in_place,
+        replace=replacements.scaled_in_place,
         cause="no TransformerEngine or apex",
         reason="a gradient is clipped by way of a copy, tensor by tensor",
         until="it scales in place",

@@ -22,9 +22,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_rl.backend import batch_invariant
-from mcore_rl.backend.cpu import attention as cpu_attention
-from mcore_rl.backend.cpu import compiled_attention
-from mcore_rl.backend.cpu.kernels import Process, is_widened
 from mcore_rl.backend.varlen import attend_packed, packed_kernel
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.cache import LayerCache
@@ -37,7 +34,7 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class SDPAttention(MegatronModule):
-    """Attention by torch's `scaled_dot_product_attention`, or on a CPU by the compiled file or our own products.
+    """Attention by torch's `scaled_dot_product_attention`, on a GPU also by its kernel for packed sequences.
 
     It supports grouped queries, values of another width than keys, dropout, sliding windows, sinks (Megatron's
     learnable softmax) and packed sequences. With context parallelism keys and values are gathered, and each rank
@@ -94,9 +91,6 @@ class SDPAttention(MegatronModule):
         """
         if options.get("attention_bias") is not None:
             raise NotImplementedError("SDPAttention adds no bias to the scores: give none, or a mask")
-        if query.dtype == torch.bfloat16 and is_widened(query):
-            wide = query.float(), key.float(), value.float()
-            return self.forward(*wide, attention_mask, attn_mask_type, **options).to(query.dtype)
         if self.cache is not None:
             return self._cached(query, key, value, self.cache)
         packed = options.get("packed_seq_params")
@@ -121,30 +115,17 @@ class SDPAttention(MegatronModule):
         where = step.slots_T, step.positions_T
         cache.keys[where], cache.values[where] = key[:, 0], value[:, 0]
         mixed = query.new_zeros(*query.shape[:3], value.shape[3])
-        library = None if self._is_invariant or self.softmax_offset is not None else Process.library
-        # A fake tensor has no numbers at its address.
-        is_fp32 = type(query) is Tensor and query.dtype == cache.keys.dtype == torch.float32
-        if num_decode and library is not None and is_fp32:
-            keys, values = cache.keys, cache.values
-            room, groups, width = keys.shape[1:]
-            sizes = num_decode, room, groups, query.shape[2] // groups, width, values.shape[3]
-            window = room if self.window is None else self.window
-            scratch = query.new_empty(query.shape[2] // groups * room)
-            operands = query.contiguous(), keys, values, step.positions_T.contiguous()
-            library.decode_attention(*operands, *sizes, window, self.scale, mixed, scratch)
-        elif num_decode:
-            keys, values = (
-                kv[:num_decode, : step.longest].transpose(0, 1) for kv in (cache.keys, cache.values)
-            )
-            visible = step.visible(self.window)
-            mixed[:num_decode, 0] = self._newest(query[:num_decode, 0], keys, values, visible)
+        if num_decode:
+            mixed[:num_decode, 0] = self._newest(query[:num_decode, 0], cache)
         for begin, end, slot, stop in step.spans:
             keys, values = cache.keys[slot, :stop, None], cache.values[slot, :stop, None]
             mixed[begin:end] = self._prefix(query[begin:end], keys, values)
         return mixed.flatten(2)
 
-    def _newest(self, query_BND: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        """Return the output `[B, N, Dv]` of one query in each row over keys `[S, B, G, D]`."""
+    def _newest(self, query_BND: Tensor, cache: LayerCache) -> Tensor:
+        """Return the output `[B, N, Dv]` of the query of each decoding slot over the keys that it sees."""
+        longest, visible = cache.step.longest, cache.step.visible(self.window)
+        key, value = (kv[: len(query_BND), :longest].transpose(0, 1) for kv in (cache.keys, cache.values))
         if self._is_invariant:
             return self._invariant(query_BND[None], key, value, visible)[0]
         if self.softmax_offset is not None:
@@ -198,11 +179,6 @@ class SDPAttention(MegatronModule):
         has_dropout = self.dropout > 0.0 and self.training
         if has_dropout or self._is_invariant:
             return None
-        is_plain = self.window is None and self.softmax_offset is None and ranks == 1
-        kind = Process.kernels.attention
-        if kind == "compiled" and is_plain and compiled_attention.is_supported(query, key, value):
-            rows = query[:, None], key[:, None], value[:, None]
-            return compiled_attention.causal_attention(*rows, self.scale, packed.lengths).flatten(1)
         if packed_kernel(query, value.shape[-1], has_sinks=self.softmax_offset is not None) is None:
             return None
         bounds, key_bounds = packed.bounds(query.device), None
@@ -249,15 +225,9 @@ class SDPAttention(MegatronModule):
 
     def _prefix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return causal attention of queries at the last of the keys' positions."""
-        no_dropout = self.dropout == 0.0 or not self.training
         is_plain = self.window is None and self.softmax_offset is None
         if self._is_invariant:
             return self._invariant(query, key, value, self._visible(query, key))
-        kind = Process.kernels.attention if no_dropout and is_plain else "sdpa"
-        if kind == "compiled" and compiled_attention.is_supported(query, key, value):
-            return compiled_attention.causal_attention(query, key, value, self.scale)
-        if kind == "blocks" and cpu_attention.is_supported(query, key):
-            return cpu_attention.causal_attention(query, key, value, self.scale)
         if query.shape[0] == key.shape[0] and is_plain:
             return self._attend(query, key, value, None, is_causal=True)
         return self._attend(query, key, value, self._visible(query, key))
@@ -295,8 +265,8 @@ class SDPAttention(MegatronModule):
             query, key, value, visible = with_sinks(query, key, value, visible, scores_N)
         query_BNSD, key_BGSD, value_BGSD = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))
         width, value_width = query.shape[-1], value.shape[-1]
-        if not query.is_cuda and value_width < width:
-            # torch's fused kernel for CPUs needs equal widths; without it the scores of all heads are stored.
+        if value_width < width:
+            # torch's fused kernels need equal widths; without them the scores of all heads are stored.
             value_BGSD = pad(value_BGSD, (0, width - value_width))
         dropout = self.dropout if self.training else 0.0
         # Under sequence parallelism the whole layer already draws from this rank's random state.

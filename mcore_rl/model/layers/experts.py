@@ -10,10 +10,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.model.layers.cpu.experts import assign_routed, assign_sorted, swiglu_experts
 from mcore_rl.model.layers.expert_checkpoint import ExpertShards, sharded_experts
 from mcore_rl.model.layers.experts_grouped import HAS_GROUPED_MM, grouped_experts
 from mcore_rl.model.layers.experts_sorted import routed_experts
@@ -43,6 +41,9 @@ class GroupedExperts(MegatronModule):
     of the inner width, and the token dispatcher sums the outputs.
     """
 
+    skips_dropped = False
+    """Whether `routed` computes the routed rows alone; else each token has its top-k rows, dropped or not."""
+
     def __init__(
         self,
         num_local_experts: int,
@@ -64,24 +65,6 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = self._weight(width, inner, split_axis=2)
 
     @property
-    def is_blockwise(self) -> bool:
-        """True when the experts run block by block on a CPU, which supports plain SwiGLU without biases."""
-        config = self.config
-        return bool(
-            self.linear_fc1.weight.device.type == "cpu"
-            and config.gated_linear_unit
-            and not config.add_bias_linear
-            and config.activation_func is silu
-            and config.activation_func_clamp_value is None
-            and config.glu_linear_offset == 0.0
-        )
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether the weights are on a GPU."""
-        return bool(self.linear_fc1.weight.is_cuda)
-
-    @property
     def is_queued(self) -> bool:
         """Whether `routed` queues its work on a GPU, without a number read by the host.
 
@@ -89,7 +72,7 @@ class GroupedExperts(MegatronModule):
         by sizes that it reads.
         """
         weight = self.linear_fc1.weight
-        if not HAS_GROUPED_MM or not self.is_on_gpu or weight.dtype != torch.bfloat16:
+        if not HAS_GROUPED_MM or not weight.is_cuda or weight.dtype != torch.bfloat16:
             return False
         return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
 
@@ -98,17 +81,15 @@ class GroupedExperts(MegatronModule):
         if self.config.moe_apply_probs_on_input:
             sorted_ND = (sorted_ND * gates_N[:, None]).to(sorted_ND.dtype)
             gates_N = torch.ones_like(gates_N)
+        return self._sorted(sorted_ND, gates_N, tokens_per_expert), None
+
+    def _sorted(self, sorted_ND: Tensor, gates_N: Tensor, tokens_per_expert: Tensor) -> Tensor:
         fc1, fc2 = self.linear_fc1(), self.linear_fc2()
-        if self.is_blockwise:
-            assignment = assign_sorted(tokens_per_expert.tolist())
-            return swiglu_experts(sorted_ND, gates_N, fc1[0], fc2[0], assignment), None
-        return grouped_experts(sorted_ND, gates_N, fc1, fc2, tokens_per_expert, self.config), None
+        return grouped_experts(sorted_ND, gates_N, fc1, fc2, tokens_per_expert, self.config)
 
     def routed(self, input_TD: Tensor, probs_TE: Tensor, routed_TE: Tensor) -> Tensor:
         """Return every token's sum over its experts, `[T, D]`, on a rank that holds all experts whole."""
         fc1, fc2 = self.linear_fc1(), self.linear_fc2()
-        if self.is_blockwise:
-            return swiglu_experts(input_TD, probs_TE, fc1[0], fc2[0], assign_routed(routed_TE))
 
         def compute(rows_ND: Tensor, gates_N: Tensor, counts_E: Tensor) -> Tensor:
             return grouped_experts(rows_ND, gates_N, fc1, fc2, counts_E, self.config)

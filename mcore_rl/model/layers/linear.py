@@ -14,7 +14,6 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from mcore_rl.backend.cpu.products import linear
 from mcore_rl.errors import ConfigError
 
 
@@ -49,7 +48,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:
         """Return the product, and no bias, as Megatron's linear layers do."""
-        return (nn.functional.linear if input.is_cuda else linear)(input, self.weight), None
+        return nn.functional.linear(input, self.weight), None
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are computed with the others, not later."""

@@ -73,8 +73,8 @@ class MoELayer(moe_layer.MoELayer):
 def _is_local(config: TransformerConfig, experts: Any) -> bool:
     return (
         isinstance(experts, GroupedExperts)
-        # On a GPU each token has its top-k rows, computed or not: a capacity would save nothing.
-        and (experts.is_blockwise or (experts.is_on_gpu and config.moe_expert_capacity_factor is None))
+        # With its top-k rows for each token, dropped or not, a capacity would save nothing.
+        and (experts.skips_dropped or config.moe_expert_capacity_factor is None)
         and experts.ep_group.size() == experts.tp_group.size() == 1
         and config.moe_token_dispatcher_type in ("alltoall", "allgather")
         and not config.moe_pad_expert_input_to_capacity

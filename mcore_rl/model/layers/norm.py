@@ -6,8 +6,6 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from mcore_rl.model.layers.cpu.norm import rms_norm
-
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis, computed in fp32 and rounded once (arXiv 1910.07467).
@@ -28,9 +26,7 @@ class RMSNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalized input in its shape and dtype."""
         weight = self.weight + 1 if self.zero_centered else self.weight
-        if input.is_cuda:
-            return nn.functional.rms_norm(input, (self.hidden_size,), weight, self.eps)
-        return rms_norm(input, weight, self.eps)
+        return nn.functional.rms_norm(input, (self.hidden_size,), weight, self.eps)
 
     def extra_repr(self) -> str:
         """Return size and epsilon for printing."""

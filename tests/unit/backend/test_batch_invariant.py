@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from mcore_rl.backend.batch_invariant import InvariantProducts, attention, is_on, switch_on
-from mcore_rl.backend.cpu.products import linear
 from mcore_rl.errors import ConfigError
 
 

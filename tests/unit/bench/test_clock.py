@@ -57,7 +57,7 @@ def test_a_disturbed_row_is_marked_in_the_file_and_in_words(wall_over_cpu: float
     peaks.measure()
     row = circumstances(wall_over_cpu, peaks)
     assert row["is_contended"] is is_contended
-    assert set(row["peak_gflops"]) == {"mkl", "onednn"}
+    assert row["peak_gflops"] > 1.0
     assert ("never quoted" in circumstances_line(row)) is is_contended
 
 

@@ -319,22 +319,14 @@ def test_settings_that_agree_pass(family, overrides, world_size):
         ),
         (
             "llama",
-            "platform.batch_invariant=true platform.compiled=true",
+            "platform.batch_invariant=true platform.layers=cpu",
             1,
             "multiply all rows of an expert at once",
         ),
-        (
-            "llama",
-            "platform.attention=compiled platform.compiled=false",
-            1,
-            'platform.attention="compiled" with platform.compiled=false',
-        ),
-        (
-            "llama",
-            "platform.attention=compiled platform.batch_invariant=true",
-            1,
-            'platform.attention="compiled" with platform.batch_invariant=true',
-        ),
+        ("llama", "platform.bf16_products=true platform.layers=torch", 1, "only the compiled layers"),
+        ("llama", "platform.layers=cpu platform.device=cuda", 1, "these layers are compiled for CPUs"),
+        ("llama", "platform.layers=cpu platform.precision=bf16", 1, "compute tensors in fp32"),
+        ("llama", "platform.bf16_products=true platform.precision=bf16", 1, "compute tensors in fp32"),
         (
             "qwen3_moe",
             "platform.device=cpu model.moe.dispatcher=deepep mesh.ep=2 mesh.dp=2",

@@ -24,9 +24,7 @@ def test_servers_that_are_started_or_there_already_pass_and_training_takes_any_l
     check_rl(served("rl.rollout.temperature=0.7"), 2)
     check_rl(served("rl.rollout.top_p=0.9"), 2)
     check_rl(served("replay.kind=r3", base=AT_URLS), 2)
-    assert served("platform.layers=te").platform_in_use.layers == "te"
-    assert served("platform.layers=auto").platform_in_use.layers == "auto"
-    assert config("platform.layers=auto").platform_in_use.layers == "torch"
+    assert served().allows_te and not config().allows_te
     check_rl(served("platform.layers=te", "platform.device=cuda"), 2)
 
 

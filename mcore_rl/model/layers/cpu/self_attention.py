@@ -13,10 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_rl.backend.cpu.compiled import Library
-from mcore_rl.backend.cpu.kernels import Process, is_widened
-from mcore_rl.backend.cpu.megatron_speed import positions_in_sequences
-from mcore_rl.model.layers.norm import RMSNorm
+from mcore_rl.backend.cpu.compiled import library
+from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm
 
 OF_INFERENCE = (
     "inference_context",
@@ -53,7 +51,6 @@ class HeadNorms(NamedTuple):
 class _OnePass(NamedTuple):
     """The parts that one pass needs to split, normalize and rotate the heads of a layer."""
 
-    library: Library
     norms: HeadNorms | None
     angles: Angles | None
 
@@ -73,7 +70,7 @@ class FusedSelfAttention(SelfAttention):
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         norms = self.q_layernorm, self.k_layernorm
-        self._has_norms = all(type(norm) is RMSNorm for norm in norms)
+        self._has_norms = all(type(norm) is CompiledRMSNorm for norm in norms)
         is_without = all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
         self._is_plain = (
             (is_without or (self._has_norms and self._norms() is not None))
@@ -110,29 +107,22 @@ class FusedSelfAttention(SelfAttention):
         """Return queries, keys and values of `hidden_states`; inside `forward` they may be rotated already."""
         if self._pass is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **options)
-        library, norms, angles = self._pass
+        norms, angles = self._pass
         mixed, _ = self.linear_qkv(hidden_states)
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
-        return split_heads(library, mixed, self.hidden_size_per_attention_head, norms, angles)
+        return split_heads(mixed, self.hidden_size_per_attention_head, norms, angles)
 
     def _one_pass(self, hidden: Tensor, rotary: Any, packed: PackedSeqParams | None) -> _OnePass | None:
         """Return what one pass needs, None where Megatron's steps are needed."""
-        library = Process.library
-        # A fake tensor has no numbers at its address.
-        if (
-            library is None
-            or not self._is_plain
-            or type(hidden) is not Tensor
-            or not (hidden.dtype == torch.float32 or is_widened(hidden))
-        ):
+        if not self._is_plain:
             return None
         norms = self._norms() if self._has_norms else None
         if rotary is None:
-            return _OnePass(library, norms, None)
+            return _OnePass(norms, None)
         # Under sequence parallelism the projection gathers the positions of all ranks.
         num_positions = len(hidden) * (self.world_size if self.config.sequence_parallel else 1)
         angles = self._angles(rotary, packed, num_positions)
-        return None if angles is None else _OnePass(library, norms, angles)
+        return None if angles is None else _OnePass(norms, angles)
 
     def _norms(self) -> HeadNorms | None:
         query, key = self.q_layernorm, self.k_layernorm
@@ -160,25 +150,35 @@ class FusedSelfAttention(SelfAttention):
         return Angles(angles.cos(), angles.sin(), positions_S)
 
 
+def positions_in_sequences(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return the position of each token in its sequence, int64 `[T]`.
+
+    Args:
+        cu_seqlens: Where the sequences of a packed row begin, and where the last ends.
+        num_tokens: T, the number of tokens in all of them.
+    """
+    begins_T = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
+    return torch.arange(num_tokens) - begins_T
+
+
 def split_heads(
-    library: Library, mixed: Tensor, width: int, norms: HeadNorms | None, angles: Angles | None
+    mixed: Tensor, width: int, norms: HeadNorms | None, angles: Angles | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries `[S, B, groups * queries, width]`, keys and values `[S, B, groups, width]`.
 
     Args:
-        library: The compiled file.
-        mixed: Mixed projection `[S, B, groups, (queries + 2) * width]`: in each group its queries, then the key and the
-            value. In another format than float32 heads are computed in it and rounded once.
+        mixed: Mixed projection `[S, B, groups, (queries + 2) * width]`, fp32: in each group its queries, then the key
+            and the value.
         width: Width of a head.
         norms: Norms of queries and keys; None without.
         angles: Angles that turn queries and keys behind their norms; None without.
     """
-    weights = (None, None) if norms is None else (norms.query.float(), norms.key.float())
+    weights = (None, None) if norms is None else (norms.query, norms.key)
     eps = 0.0 if norms is None else norms.eps
-    operands = mixed.float(), *weights, *(angles or (None, None, None)), width, eps, library
     split = _SplitHeads.apply if torch.is_grad_enabled() else _split
+    operands: Any = mixed, *weights, *(angles or (None, None, None)), width, eps
     query, key, value, *_ = split(*operands)
-    return query.to(mixed.dtype), key.to(mixed.dtype), value.to(mixed.dtype)
+    return query, key, value
 
 
 def _split(
@@ -190,7 +190,6 @@ def _split(
     positions_S: Tensor | None,
     width: int,
     eps: float,
-    library: Library,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return queries, keys, values, 1 / rms of each head, and the projection as it was read."""
     mixed = mixed.contiguous()
@@ -200,7 +199,7 @@ def _split(
     key, value = (mixed.new_empty(*rows, groups, width) for _ in range(2))
     inverse = mixed.new_empty(*rows, groups, queries + 1)
     operands = mixed, query_weight, key_weight, cos, sin, positions_S, *rows, groups, queries, width, eps
-    library.split_heads(*operands, query, key, value, inverse)
+    library().split_heads(*operands, query, key, value, inverse)
     return query, key, value, inverse, mixed
 
 
@@ -218,13 +217,12 @@ class _SplitHeads(torch.autograd.Function):
         positions_S: Tensor | None,
         width: int,
         eps: float,
-        library: Library,
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, inverse, mixed = _split(
-            mixed, query_weight, key_weight, cos, sin, positions_S, width, eps, library
+            mixed, query_weight, key_weight, cos, sin, positions_S, width, eps
         )
         ctx.save_for_backward(mixed, query_weight, key_weight, cos, sin, positions_S, inverse)
-        ctx.width, ctx.library = width, library
+        ctx.width = width
         return query, key, value
 
     @staticmethod
@@ -238,6 +236,6 @@ class _SplitHeads(torch.autograd.Function):
         strides = torch.tensor([gradient.stride()[:3] for gradient in heads])
         d_mixed, d_weights = torch.empty_like(mixed), mixed.new_empty(2, ctx.width)
         operands = *heads, strides, mixed, query_weight, key_weight, cos, sin, positions_S, *sizes, inverse
-        ctx.library.join_heads(*operands, d_mixed, d_weights, mixed.new_empty(3, ctx.width))
+        library().join_heads(*operands, d_mixed, d_weights, mixed.new_empty(3, ctx.width))
         d_query_weight, d_key_weight = d_weights if query_weight is not None else (None, None)
-        return d_mixed, d_query_weight, d_key_weight, *[None] * 6
+        return d_mixed, d_query_weight, d_key_weight, *[None] * 5

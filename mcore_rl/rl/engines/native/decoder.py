@@ -10,8 +10,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from mcore_rl.backend.cpu.kernels import is_widened
-from mcore_rl.backend.cpu.products import linear
 from mcore_rl.errors import EngineError
 from mcore_rl.model.build import unwrap
 from mcore_rl.model.layers.attention import SDPAttention
@@ -87,8 +85,8 @@ class Decoder:
         model = self._models[-1]
         shared = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        rows = hidden[drawing_B, 0]
-        return nn.functional.linear(rows, weight) if rows.is_cuda else linear(rows, weight)
+        logits: Tensor = model.output_layer.product(hidden[drawing_B, 0], weight)
+        return logits
 
     def _chunk(self, index: int, tokens: StepTokens) -> Tensor | None:
         """Return the chunk's output for the tokens; None when it has been sent to the next stage."""
@@ -144,8 +142,7 @@ class Decoder:
         keys, values = (
             torch.zeros(*shape, groups, width, dtype=self._dtype, device=self.device) for width in widths
         )
-        # Attention in fp32 would convert all earlier keys and values in each step.
-        return (keys.float(), values.float()) if is_widened(keys) else (keys, values)
+        return keys, values
 
     @contextmanager
     def _recording(self) -> Iterator[list[Tensor]]:

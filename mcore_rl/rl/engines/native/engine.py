@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcore_rl.backend import batch_invariant
-from mcore_rl.backend.cpu.kernels import weights_unchanged
 from mcore_rl.backend.transfer import to_device
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl import EngineConfig
@@ -114,7 +113,7 @@ class MegatronEngine:
         ]
         longest = max((len(prompt.tokens_T) for prompt in prompts), default=0) + sampling.max_new_tokens
         num_slots = max(1, min(self._num_slots, len(drafts)))
-        with evaluating(self._chunks), without_capacity(self._chunks), weights_unchanged():
+        with evaluating(self._chunks), without_capacity(self._chunks):
             decoder = Decoder(self._chunks, self.mesh, num_slots, longest, with_routes=sampling.with_routes)
             run = _Run(self, decoder, Scheduler(drafts, num_slots, self._step_tokens), sampling)
             if self._has_fixed_shapes:

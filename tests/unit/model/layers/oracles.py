@@ -33,7 +33,9 @@ def small_config(**changes: Any) -> TransformerConfig:
         "masked_softmax_fusion": False,
         "init_method_std": 0.3,
     }
-    return TransformerConfig(**settings | changes)
+    config = TransformerConfig(**settings | changes)
+    config.layers, config.rounds_products = "torch", False
+    return config
 
 
 def attention(

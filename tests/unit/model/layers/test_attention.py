@@ -1,5 +1,6 @@
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,31 +9,30 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from mcore_rl.backend.cpu import attention as cpu_attention
-from mcore_rl.backend.cpu.compiled import build_id
-from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.layers.attention import SDPAttention, lengths_of
 from mcore_rl.model.layers.cache import LayerCache, StepTokens
+from mcore_rl.model.layers.cpu.attention import CompiledAttention
 from mcore_rl.model.layers.packed import gathered_order, packed_params
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
-OWN_KERNEL, OWN_KERNEL_AGAIN, BY_TORCH = 128, 576, 37
-"""Lengths: our products with kept weights, with weights made again, torch's kernel."""
+LENGTHS = (128, 576, 37)
+Layer = Callable[..., SDPAttention]
 
 
-@pytest.fixture(autouse=True, params=["blocks", "compiled"])
-def own_attention(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever is faster on this machine; where it is "blocks", lengths of BY_TORCH are torch's in any case."""
-    compiled = build_id() if request.param == "compiled" else "none"
-    with using(CpuKernels(attention=request.param, compiled=compiled, half="fp32")):
-        yield
+@pytest.fixture(params=[SDPAttention, CompiledAttention])
+def layer(request: pytest.FixtureRequest) -> Layer:
+    """Makes attention of torch's functions, and compiled attention."""
 
+    def make(options: dict[str, Any] | None = None, **changes: object) -> SDPAttention:
+        attention: SDPAttention = request.param(
+            small_config(**changes), 1, AttnMaskType.causal, "self", **options or {}
+        )
+        return attention
 
-def layer(**changes: object) -> SDPAttention:
-    return SDPAttention(small_config(**changes), 1, AttnMaskType.causal, "self")
+    return make
 
 
 def heads(length: int, rows: int = 2, num_heads: int = 4, width: int = 8) -> Tensor:
@@ -48,8 +48,10 @@ def assert_equal_attention(actual: Tensor, expected: Tensor, inputs: list[Tensor
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("length", [OWN_KERNEL, OWN_KERNEL_AGAIN, BY_TORCH])
-def test_causal_attention_is_that_of_the_closed_form(one_rank: Mesh, length: int, groups: int) -> None:
+@pytest.mark.parametrize("length", LENGTHS)
+def test_causal_attention_is_that_of_the_closed_form(
+    one_rank: Mesh, layer: Layer, length: int, groups: int
+) -> None:
     query, key, value = heads(length), heads(length, num_heads=groups), heads(length, num_heads=groups)
     expected = oracles.attention(query, key, value, oracles.causal(length, length), 8**-0.5)
     assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])
@@ -57,7 +59,7 @@ def test_causal_attention_is_that_of_the_closed_form(one_rank: Mesh, length: int
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(64, 192), (1, 50), (13, 40)])
 def test_fewer_queries_than_keys_are_the_last_positions(
-    one_rank: Mesh, num_queries: int, num_keys: int
+    one_rank: Mesh, layer: Layer, num_queries: int, num_keys: int
 ) -> None:
     query, key, value = heads(num_queries), heads(num_keys, num_heads=2), heads(num_keys, num_heads=2)
     expected = oracles.attention(query, key, value, oracles.causal(num_queries, num_keys), 8**-0.5)
@@ -65,32 +67,26 @@ def test_fewer_queries_than_keys_are_the_last_positions(
 
 
 @pytest.mark.parametrize("value_width", [6, 12])
-@pytest.mark.parametrize("length", [OWN_KERNEL, BY_TORCH])
-def test_values_may_have_another_width_than_keys(one_rank: Mesh, length: int, value_width: int) -> None:
+@pytest.mark.parametrize("length", LENGTHS)
+def test_values_may_have_another_width_than_keys(
+    one_rank: Mesh, layer: Layer, length: int, value_width: int
+) -> None:
     query, key, value = heads(length, width=10), heads(length, width=10), heads(length, width=value_width)
-    attention = SDPAttention(
-        small_config(),
-        1,
-        AttnMaskType.causal,
-        "self",
-        softmax_scale=0.7,
-        k_channels=10,
-        v_channels=value_width,
-    )
+    attention = layer({"softmax_scale": 0.7, "k_channels": 10, "v_channels": value_width})
     expected = oracles.attention(query, key, value, oracles.causal(length, length), 0.7)
     assert_equal_attention(attention(query, key, value, None), expected, [query, key, value])
 
 
 @pytest.mark.parametrize("window", [1, 5, 1000])
-def test_a_window_hides_what_is_further_back(one_rank: Mesh, window: int) -> None:
-    query, key, value = heads(OWN_KERNEL), heads(OWN_KERNEL, num_heads=2), heads(OWN_KERNEL, num_heads=2)
-    visible = oracles.causal(OWN_KERNEL, OWN_KERNEL, window)
+def test_a_window_hides_what_is_further_back(one_rank: Mesh, layer: Layer, window: int) -> None:
+    query, key, value = heads(128), heads(128, num_heads=2), heads(128, num_heads=2)
+    visible = oracles.causal(128, 128, window)
     expected = oracles.attention(query, key, value, visible, 8**-0.5)
     actual = layer(window_size=(window, 0))(query, key, value, None)
     assert_equal_attention(actual, expected, [query, key, value])
 
 
-def test_a_window_is_as_wide_as_in_megatrons_attention(one_rank: Mesh) -> None:
+def test_a_window_is_as_wide_as_in_megatrons_attention(one_rank: Mesh, layer: Layer) -> None:
     config = small_config(window_size=(5, 0))
     query, key, value = heads(24), heads(24, num_heads=2), heads(24, num_heads=2)
     expected = DotProductAttention(config, 1, AttnMaskType.causal, "self")(query, key, value, None)
@@ -100,7 +96,7 @@ def test_a_window_is_as_wide_as_in_megatrons_attention(one_rank: Mesh) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(128, 128), (37, 37), (13, 40)])
 def test_sinks_take_their_share_of_the_softmax(
-    one_rank: Mesh, num_queries: int, num_keys: int, window: int | None
+    one_rank: Mesh, layer: Layer, num_queries: int, num_keys: int, window: int | None
 ) -> None:
     query, key, value = heads(num_queries), heads(num_keys, num_heads=2), heads(num_keys, num_heads=2)
     attention = layer(softmax_type="learnable", window_size=None if window is None else (window, 0))
@@ -110,7 +106,7 @@ def test_sinks_take_their_share_of_the_softmax(
     assert_equal_attention(attention(query, key, value, None), expected, [query, key, value, sinks_N])
 
 
-def test_sinks_are_those_of_megatrons_attention_and_saved_as_such(one_rank: Mesh) -> None:
+def test_sinks_are_those_of_megatrons_attention_and_saved_as_such(one_rank: Mesh, layer: Layer) -> None:
     config = small_config(softmax_type="learnable")
     megatrons = DotProductAttention(config, 1, AttnMaskType.causal, "self")
     query, key, value = heads(24), heads(24, num_heads=2), heads(24, num_heads=2)
@@ -124,7 +120,7 @@ def test_sinks_are_those_of_megatrons_attention_and_saved_as_such(one_rank: Mesh
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_mask_hides_what_it_marks(one_rank: Mesh, window: int | None) -> None:
+def test_a_mask_hides_what_it_marks(one_rank: Mesh, layer: Layer, window: int | None) -> None:
     query, key, value = heads(24, rows=1), heads(24, rows=1, num_heads=2), heads(24, rows=1, num_heads=2)
     padding = torch.arange(24) < 7
     visible = oracles.causal(24, 24, window) & ~padding
@@ -135,7 +131,7 @@ def test_a_mask_hides_what_it_marks(one_rank: Mesh, window: int | None) -> None:
     assert actual.isfinite().all(), "a query that sees no key"
 
 
-def test_without_causality_every_key_is_seen(one_rank: Mesh) -> None:
+def test_without_causality_every_key_is_seen(one_rank: Mesh, layer: Layer) -> None:
     query, key, value = heads(3), heads(20, num_heads=2), heads(20, num_heads=2)
     everything = torch.ones(3, 20, dtype=torch.bool)
     actual = layer()(query, key, value, None, AttnMaskType.no_mask)
@@ -150,7 +146,7 @@ MANY = (9, 3, 16, 70, 2, 70, 64, 10, 65, 1)
 @pytest.mark.parametrize("lengths", [(64, 128, 64), (5, 1, 130, 64), (40,), MANY], ids=str)
 @pytest.mark.parametrize("beyond", [0, 9])
 def test_packed_sequences_do_not_see_one_another(
-    one_rank: Mesh, lengths: tuple[int, ...], beyond: int, window: int | None
+    one_rank: Mesh, layer: Layer, lengths: tuple[int, ...], beyond: int, window: int | None
 ) -> None:
     num_tokens = sum(lengths) + beyond
     query, key, value = heads(num_tokens), heads(num_tokens, num_heads=2), heads(num_tokens, num_heads=2)
@@ -163,7 +159,7 @@ def test_packed_sequences_do_not_see_one_another(
     assert_equal_attention(actual, expected[:, 0], [query, key, value])
 
 
-def test_lengths_of_a_packed_row_are_not_read_from_the_device(one_rank: Mesh) -> None:
+def test_lengths_of_a_packed_row_are_not_read_from_the_device(one_rank: Mesh, layer: Layer) -> None:
     packed = packed_params((5, 3), torch.device("meta"))  # whose values cannot be read
     row = [heads(8)[:, 0] for _ in range(3)]
     assert layer()(*row, None, packed_seq_params=packed).shape == (8, 32)
@@ -198,30 +194,28 @@ def test_gathered_parts_are_found_in_their_natural_order() -> None:
     assert torch.equal(gathered[gathered_order(lengths, ranks)], natural)
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean(one_rank: Mesh) -> None:
+def test_dropout_drops_its_share_and_keeps_the_mean(one_rank: Mesh, layer: Layer) -> None:
     attention = layer(attention_dropout=0.25)
-    value = torch.ones(BY_TORCH, 50, 4, 8)
-    query = torch.zeros(BY_TORCH, 50, 4, 8)
-    first = attention(query, query, value, None).view(BY_TORCH, -1)
+    value = torch.ones(37, 50, 4, 8)
+    query = torch.zeros(37, 50, 4, 8)
+    first = attention(query, query, value, None).view(37, -1)
     assert first.mean() == pytest.approx(1.0, abs=0.02)
     # The first query sees one key: its weight is dropped, or enlarged.
     torch.testing.assert_close(first[0].unique(), torch.tensor([0.0, 4 / 3]))
     assert (first[0] == 0).float().mean() == pytest.approx(0.25, abs=0.06)
     attention.eval()
-    torch.testing.assert_close(
-        attention(query, query, value, None).view(BY_TORCH, -1), torch.ones_like(first)
-    )
+    torch.testing.assert_close(attention(query, query, value, None).view(37, -1), torch.ones_like(first))
 
 
-@pytest.mark.parametrize("length", [OWN_KERNEL, BY_TORCH])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_bf16_differs_by_rounding_only(one_rank: Mesh, length: int) -> None:
     inputs = [heads(length, num_heads=n).detach().bfloat16().requires_grad_() for n in (4, 2, 2)]
     expected = oracles.attention(*inputs, oracles.causal(length, length), 8**-0.5).flatten(-2)
-    actual = layer()(*inputs, None)
+    actual = SDPAttention(small_config(), 1, AttnMaskType.causal, "self")(*inputs, None)
     pairs = zip((actual, *gradients(actual, inputs)), (expected, *gradients(expected, inputs)), strict=True)
-    # Each is computed in fp32 and rounded once; the loss's gradient of the output is in bf16, too.
+    # torch rounds the weights before their product with the values, and the gradient of the output is in bf16, too.
     for ours, theirs in pairs:
-        assert_close(ours, theirs, 2**-7)
+        assert_close(ours, theirs, 2**-6)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +239,7 @@ def test_packed_lengths_that_context_parallelism_cannot_cut_are_refused(one_rank
         lengths_of(packed, 8, 4)
 
 
-def test_gradients_are_right_in_every_combination_of_group_and_row(one_rank: Mesh) -> None:
+def test_gradients_are_right_in_every_combination_of_group_and_row(one_rank: Mesh, layer: Layer) -> None:
     """Each query head reads the group that is its own, each row its own keys."""
     query, key, value = heads(64, rows=2), heads(64, rows=2, num_heads=2), heads(64, rows=2, num_heads=2)
     output = layer()(query, key, value, None).view(64, 2, 4, 8)
@@ -257,41 +251,10 @@ def test_gradients_are_right_in_every_combination_of_group_and_row(one_rank: Mes
         assert torch.equal(touched, expected)
 
 
-def test_what_attention_is_given_is_left_as_it_was() -> None:
-    """One row and one group of heads: the layout inside is that of the inputs, and a copy must be made."""
-    query, key, value = (torch.randn(64, 1, heads, 8, requires_grad=True) for heads in (4, 1, 1))
-    before = [tensor.detach().clone() for tensor in (query, key, value)]
-    output = cpu_attention.causal_attention(query, key, value, 0.3)
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        *(tensor.double().permute(1, 2, 0, 3) for tensor in (query, key, value)),
-        is_causal=True,
-        scale=0.3,
-        enable_gqa=True,
-    ).permute(2, 0, 1, 3)
-    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=1e-6)
-    weight = torch.randn_like(output)
-    gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
-    expected = torch.autograd.grad((wanted * weight.double()).sum(), (query, key, value))
-    for ours, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip((query, key, value), before, strict=True))
-
-
-def test_torchs_attention_computes_the_same_where_it_is_chosen(
-    one_rank: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_attention, "causal_attention", None)
-    query, key, value = heads(OWN_KERNEL), heads(OWN_KERNEL, num_heads=2), heads(OWN_KERNEL, num_heads=2)
-    expected = oracles.attention(query, key, value, oracles.causal(OWN_KERNEL, OWN_KERNEL), 8**-0.5)
-    with using(CpuKernels(attention="sdpa")):
-        assert_equal_attention(layer()(query, key, value, None), expected, [query, key, value])
-
-
-@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "python"])
 @pytest.mark.parametrize("window", [None, 0, 3])
 @pytest.mark.parametrize(("width", "value_width"), [(8, 8), (33, 17)])
 def test_a_new_token_attends_to_its_own_slot(
-    one_rank: Mesh, is_compiled: bool, window: int | None, width: int, value_width: int
+    one_rank: Mesh, layer: Layer, window: int | None, width: int, value_width: int
 ) -> None:
     """Slots are of other lengths, and what older completions have left behind them is not read."""
     positions = [0, 5, 11]
@@ -313,7 +276,7 @@ def test_a_new_token_attends_to_its_own_slot(
         spans=(),
     )
     attention.cache = LayerCache(keys, values, step)
-    with using(CpuKernels(compiled=build_id() if is_compiled else "none")), torch.no_grad():
+    with torch.no_grad():
         mixed = attention(query, key, value, None)
     for slot, position in enumerate(positions):
         seen_keys, seen_values = keys[slot, : position + 1, None], values[slot, : position + 1, None]

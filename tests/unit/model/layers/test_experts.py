@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,18 +9,21 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from mcore_rl.backend.cpu.kernels import CpuKernels, using
 from mcore_rl.errors import ConfigError
+from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers import oracles
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
+Layer = Callable[..., GroupedExperts]
 COUNTS = [[3, 0, 5, 1], [700, 40, 16, 0], [0, 0, 0, 33], [15, 16, 17, 512]]
 
 
-def grouped(mesh: Mesh, **changes: Any) -> GroupedExperts:
-    return GroupedExperts(4, small_config(**changes), pg_collection=mesh.groups)
+@pytest.fixture(params=[GroupedExperts, CompiledExperts])
+def grouped(request: pytest.FixtureRequest) -> Layer:
+    """Makes experts of torch's functions, and compiled experts, which leave to torch what they do not compute."""
+    return lambda mesh, **changes: request.param(4, small_config(**changes), pg_collection=mesh.groups)
 
 
 def sorted_rows(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,15 +32,10 @@ def sorted_rows(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     return rows, torch.tensor(counts), torch.rand(sum(counts), requires_grad=True)
 
 
-@pytest.fixture(params=["mkl", "onednn"], autouse=True)
-def products(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both libraries, whichever is faster on this machine."""
-    with using(CpuKernels(products=request.param, half="fp32")):
-        yield
-
-
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_output_and_gradients_are_those_of_the_closed_form(one_rank: Mesh, counts: list[int]) -> None:
+def test_output_and_gradients_are_those_of_the_closed_form(
+    one_rank: Mesh, grouped: Layer, counts: list[int]
+) -> None:
     layer, (rows, tokens, gates) = grouped(one_rank), sorted_rows(counts)
     fc1, fc2 = layer.linear_fc1.weight, layer.linear_fc2.weight
     chosen = [expert for expert, count in enumerate(counts) for _ in range(count)]
@@ -51,7 +49,9 @@ def test_output_and_gradients_are_those_of_the_closed_form(one_rank: Mesh, count
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_they_compute_what_megatrons_sequential_experts_do(one_rank: Mesh, counts: list[int]) -> None:
+def test_they_compute_what_megatrons_sequential_experts_do(
+    one_rank: Mesh, grouped: Layer, counts: list[int]
+) -> None:
     layer, (rows, tokens, gates) = grouped(one_rank), sorted_rows(counts)
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     megatrons = SequentialMLP(4, small_config(), submodules, one_rank.groups)
@@ -67,7 +67,7 @@ def test_they_compute_what_megatrons_sequential_experts_do(one_rank: Mesh, count
         assert_close(ours, theirs, 1e-6)
 
 
-def test_biases_are_those_of_megatrons_sequential_experts(one_rank: Mesh) -> None:
+def test_biases_are_those_of_megatrons_sequential_experts(one_rank: Mesh, grouped: Layer) -> None:
     biased = {"add_bias_linear": True}
     layer, (rows, tokens, gates) = grouped(one_rank, **biased), sorted_rows([3, 0, 5, 1])
     submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -81,7 +81,7 @@ def test_biases_are_those_of_megatrons_sequential_experts(one_rank: Mesh) -> Non
         assert_close(layer(rows, tokens, gates)[0], megatrons(rows, tokens, gates)[0], 1e-6)
 
 
-def test_gradients_of_biases_are_those_of_the_closed_form(one_rank: Mesh) -> None:
+def test_gradients_of_biases_are_those_of_the_closed_form(one_rank: Mesh, grouped: Layer) -> None:
     layer, (rows, tokens, gates) = grouped(one_rank, add_bias_linear=True), sorted_rows([3, 0, 5, 1])
     wanted = [rows, gates, *layer.parameters()]
     with torch.no_grad():
@@ -99,7 +99,9 @@ def test_gradients_of_biases_are_those_of_the_closed_form(one_rank: Mesh) -> Non
         assert_close(ours, theirs, 2e-6)
 
 
-def test_without_a_row_every_weight_and_the_gates_still_get_a_gradient(one_rank: Mesh) -> None:
+def test_without_a_row_every_weight_and_the_gates_still_get_a_gradient(
+    one_rank: Mesh, grouped: Layer
+) -> None:
     """Overlapped reduction of gradients waits for every parameter, and other ranks for the gradient of the gates."""
     for changes in ({}, {"activation_func": nn.functional.gelu}, {"add_bias_linear": True}):
         layer, (rows, tokens, gates) = grouped(one_rank, **changes), sorted_rows([0, 0, 0, 0])
@@ -111,7 +113,9 @@ def test_without_a_row_every_weight_and_the_gates_still_get_a_gradient(one_rank:
 
 
 @pytest.mark.parametrize("activation", [nn.functional.silu, nn.functional.gelu])
-def test_a_gradient_without_strides_is_taken(one_rank: Mesh, activation: Callable[[Tensor], Tensor]) -> None:
+def test_a_gradient_without_strides_is_taken(
+    one_rank: Mesh, grouped: Layer, activation: Callable[[Tensor], Tensor]
+) -> None:
     """The gradient of a sum is one number, expanded; torch's grouped product refuses such a one."""
     layer, (rows, tokens, gates) = grouped(one_rank, activation_func=activation), sorted_rows([3, 2, 0, 4])
     layer(rows, tokens, gates)[0].sum().backward()
@@ -133,7 +137,11 @@ def test_a_gradient_without_strides_is_taken(one_rank: Mesh, activation: Callabl
     "recompute", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}]
 )
 def test_other_activations_are_computed_too(
-    one_rank: Mesh, changes: dict[str, Any], activate: Callable[..., Tensor], recompute: dict[str, Any]
+    one_rank: Mesh,
+    grouped: Layer,
+    changes: dict[str, Any],
+    activate: Callable[..., Tensor],
+    recompute: dict[str, Any],
 ) -> None:
     layer, (rows, tokens, gates) = grouped(one_rank, **changes, **recompute), sorted_rows([4, 0, 2, 1])
     fc1, fc2 = layer.linear_fc1.weight, layer.linear_fc2.weight
@@ -151,7 +159,7 @@ def test_other_activations_are_computed_too(
         assert_close(ours, theirs, 2e-6)
 
 
-def test_experts_without_a_gate_half_are_computed_too(one_rank: Mesh) -> None:
+def test_experts_without_a_gate_half_are_computed_too(one_rank: Mesh, grouped: Layer) -> None:
     layer = grouped(one_rank, gated_linear_unit=False, activation_func=nn.functional.relu)
     rows, tokens, gates = sorted_rows([2, 3, 0, 1])
     parts = zip(rows.split(tokens.tolist()), layer.linear_fc1.weight, layer.linear_fc2.weight, strict=True)
@@ -159,17 +167,18 @@ def test_experts_without_a_gate_half_are_computed_too(one_rank: Mesh) -> None:
     assert_close(layer(rows, tokens, gates)[0], expected, 1e-6)
 
 
-def test_gates_may_be_applied_to_the_input(one_rank: Mesh) -> None:
+def test_gates_may_be_applied_to_the_input(one_rank: Mesh, grouped: Layer) -> None:
     layer = grouped(one_rank, moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True)
     rows, tokens, gates = sorted_rows([2, 3, 0, 1])
-    plain = GroupedExperts(4, small_config(), pg_collection=one_rank.groups)
+    plain = grouped(one_rank)
     plain.load_state_dict(layer.state_dict())
     expected, _ = plain(rows * gates[:, None], tokens, torch.ones(6))
     assert_close(layer(rows, tokens, gates)[0], expected, 1e-6)
 
 
 def test_bf16_differs_by_rounding_only(one_rank: Mesh) -> None:
-    layer = grouped(one_rank, params_dtype=torch.bfloat16, bf16=True)
+    config = small_config(params_dtype=torch.bfloat16, bf16=True)
+    layer = GroupedExperts(4, config, pg_collection=one_rank.groups)
     rows, tokens, gates = sorted_rows([70, 9, 0, 33])
     chosen = [0] * 70 + [1] * 9 + [3] * 33
     expected = oracles.experts(
@@ -177,22 +186,25 @@ def test_bf16_differs_by_rounding_only(one_rank: Mesh) -> None:
     )
     actual, _ = layer(rows.bfloat16(), tokens, gates)  # fp32 gates, as of a router in fp32
     assert actual.dtype == torch.bfloat16
-    # What is between the rows and the output is computed in fp32; the loss's gradient of the output is in bf16, too.
-    assert_close(actual, expected, 2**-8)
+    # Each step between the rows and the output is rounded; the loss's gradient of the output is in bf16, too.
+    assert_close(actual, expected, 2**-6)
     for ours, theirs in zip(
         gradients(actual, [rows, gates]), gradients(expected, [rows, gates]), strict=True
     ):
-        assert_close(ours, theirs, 2**-7)
+        assert_close(ours, theirs, 2**-6)
 
 
-def test_gradients_of_two_microbatches_are_summed_in_the_buffers_of_data_parallelism(one_rank: Mesh) -> None:
-    config = small_config()
-    layer = GroupedExperts(4, config, pg_collection=one_rank.groups)
+def test_gradients_of_two_microbatches_are_summed_in_the_buffers_of_data_parallelism(
+    one_rank: Mesh, grouped: Layer
+) -> None:
+    layer = grouped(one_rank)
     batches = [sorted_rows([5, 0, 40, 2]), sorted_rows([0, 0, 3, 1])]
     wanted = [layer.linear_fc1.weight, layer.linear_fc2.weight]
     expected = [gradients(layer(*batch)[0], wanted) for batch in batches]
+    for weight in wanted:
+        weight.grad = None
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(config, settings, layer)
+    wrapped = DistributedDataParallel(layer.config, settings, layer)
     wrapped.zero_grad_buffer()
     for batch in batches:
         output, _ = wrapped(*batch)
@@ -203,7 +215,9 @@ def test_gradients_of_two_microbatches_are_summed_in_the_buffers_of_data_paralle
         assert weight.grad is None
 
 
-def test_every_weight_is_summed_over_the_data_parallel_ranks_of_experts(one_rank: Mesh) -> None:
+def test_every_weight_is_summed_over_the_data_parallel_ranks_of_experts(
+    one_rank: Mesh, grouped: Layer
+) -> None:
     for weight in grouped(one_rank).parameters():
         assert weight.allreduce is False
         assert weight.tensor_model_parallel is True
@@ -216,7 +230,7 @@ def test_every_weight_is_summed_over_the_data_parallel_ranks_of_experts(one_rank
     ],
 )
 def test_what_they_do_not_have_is_refused_by_name(
-    one_rank: Mesh, changes: dict[str, Any], named: str
+    one_rank: Mesh, grouped: Layer, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         grouped(one_rank, **changes)

@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mcore_rl.backend.patches.versions import megatron_version
+from mcore_rl.model.layers.cpu.experts import CompiledExperts
 from mcore_rl.model.layers.experts import GroupedExperts
 from mcore_rl.model.layers.experts_sorted import sort_routes
 from mcore_rl.model.layers.moe import MoELayer
@@ -43,14 +44,16 @@ def experts_spec(experts: type, submodules: Any = None) -> Any:
     return experts if submodules is None else lambda *args, **kwargs: experts(*args, submodules, **kwargs)
 
 
-def ours_and_megatrons(mesh: Mesh, **changes: Any) -> tuple[MoELayer, moe_layer.MoELayer]:
+def ours_and_megatrons(
+    mesh: Mesh, stacked_experts: type[GroupedExperts] = GroupedExperts, **changes: Any
+) -> tuple[MoELayer, moe_layer.MoELayer]:
     """Two layers with the same weights: ours, and Megatron's with its sequential experts."""
     provider = LocalSpecProvider()
     parts = MLPSubmodules(
         linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
     )
     sequential = moe_layer.MoESubmodules(experts=experts_spec(SequentialMLP, parts))
-    stacked = moe_layer.MoESubmodules(experts=experts_spec(GroupedExperts))
+    stacked = moe_layer.MoESubmodules(experts=experts_spec(stacked_experts))
     settings = small_config(**changes)
     ours = MoELayer(settings, stacked, pg_collection=mesh.groups)
     megatrons = moe_layer.MoELayer(settings, sequential, pg_collection=mesh.groups)
@@ -69,16 +72,21 @@ def weights_of(layer: moe_layer.MoELayer) -> list[Tensor]:
     return [layer.router.weight, layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight]
 
 
+@pytest.mark.parametrize("experts", [GroupedExperts, CompiledExperts])
 @pytest.mark.parametrize("router", ROUTERS)
-def test_it_computes_what_megatrons_layer_does(one_rank: Mesh, router: str) -> None:
-    ours, megatrons = ours_and_megatrons(one_rank, **ROUTERS[router])
-    assert ours.is_local
+def test_it_computes_what_megatrons_layer_does(
+    one_rank: Mesh, router: str, experts: type[GroupedExperts]
+) -> None:
+    ours, megatrons = ours_and_megatrons(one_rank, experts, **ROUTERS[router])
+    assert ours.is_local == (router != "dropping" or experts is CompiledExperts)
     input = torch.randn(19, 3, 32, requires_grad=True)
     actual, expected = ours(input)[0], megatrons(input)[0]
     assert_close(actual, expected, 1e-6)
     d_input, d_router, d_fc1, d_fc2 = gradients(actual, [input, *weights_of(ours)])
-    experts = megatrons.experts.local_experts
-    leaves = [weight for expert in experts for weight in (expert.linear_fc1.weight, expert.linear_fc2.weight)]
+    of_megatron = megatrons.experts.local_experts
+    leaves = [
+        weight for expert in of_megatron for weight in (expert.linear_fc1.weight, expert.linear_fc2.weight)
+    ]
     d_input_m, d_router_m, *d_experts = gradients(expected, [input, megatrons.router.weight, *leaves])
     assert_close(d_input, d_input_m, 1e-6)
     assert_close(d_router, d_router_m, 2e-6)
@@ -87,13 +95,9 @@ def test_it_computes_what_megatrons_layer_does(one_rank: Mesh, router: str) -> N
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid with bias"])
-def test_tokens_that_a_gpu_sorts_by_itself_get_what_megatrons_layer_gives(
-    one_rank: Mesh, router: str
-) -> None:
-    """The way of a GPU, which computes activations that a CPU's blocks do not have either."""
+def test_experts_with_another_activation_get_what_megatrons_layer_gives(one_rank: Mesh, router: str) -> None:
     gelu = {"activation_func": torch.nn.functional.gelu}
     ours, megatrons = ours_and_megatrons(one_rank, **ROUTERS[router], **gelu)
-    ours.is_local = True
     input = torch.randn(19, 3, 32, requires_grad=True)
     actual, expected = ours(input)[0], megatrons(input)[0]
     assert_close(actual, expected, 1e-6)
@@ -139,16 +143,9 @@ def test_two_forwards_before_the_first_backward_keep_their_own_routes(one_rank: 
         assert torch.equal(gradients(output, [input])[0], expected)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-        {"activation_func": torch.nn.functional.gelu},
-    ],
-    ids=["padded to capacity", "gelu"],
-)
-def test_what_the_short_way_does_not_have_takes_megatrons(one_rank: Mesh, changes: dict[str, Any]) -> None:
-    ours, megatrons = ours_and_megatrons(one_rank, **changes)
+def test_what_the_short_way_does_not_have_takes_megatrons(one_rank: Mesh) -> None:
+    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    ours, megatrons = ours_and_megatrons(one_rank, **padded)
     assert not ours.is_local
     input = torch.randn(6, 2, 32)
     assert_close(ours(input)[0], megatrons(input)[0], 1e-6)

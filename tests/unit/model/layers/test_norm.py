@@ -3,11 +3,13 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm
 from mcore_rl.model.layers.norm import RMSNorm
 from mcore_rl.parallel.mesh import Mesh
 from tests.unit.model.layers.oracles import assert_close, gradients, small_config
 
-SHAPES = [(7, 2, 32), (5, 3, 4, 8), (0, 2, 32)]
+SHAPES = [(7, 2, 32), (5, 3, 4, 8), (0, 2, 32), (700, 2, 33), (1, 1, 7)]
+BOTH = pytest.mark.parametrize("kind", [RMSNorm, CompiledRMSNorm])
 
 
 def closed_form(input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -15,21 +17,27 @@ def closed_form(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-def norm(size: int, eps: float = 1e-3, **changes: bool) -> RMSNorm:
-    layer = RMSNorm(small_config(**changes), size, eps)
+def norm(kind: type[RMSNorm], size: int, eps: float = 1e-3, **changes: bool) -> RMSNorm:
+    layer = kind(small_config(**changes), size, eps)
     with torch.no_grad():
         layer.weight.add_(torch.randn(size))
     return layer
 
 
+@pytest.mark.parametrize("is_dense", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_output_and_gradients_are_those_of_the_closed_form(one_rank: Mesh, shape: tuple[int, ...]) -> None:
-    layer, input = norm(shape[-1]), torch.randn(shape, requires_grad=True)
-    expected = closed_form(input, layer.weight, 1e-3)
-    actual = layer(input)
+@BOTH
+def test_output_and_gradients_are_those_of_the_closed_form(
+    one_rank: Mesh, kind: type[RMSNorm], shape: tuple[int, ...], is_dense: bool
+) -> None:
+    layer, input = norm(kind, shape[-1]), torch.randn(shape, requires_grad=True)
+    rows = input if is_dense else input.transpose(0, 1)
+    expected = closed_form(rows, layer.weight, 1e-3)
+    actual = layer(rows)
     wanted = [input, layer.weight]
     for ours, theirs in zip(gradients(actual, wanted), gradients(expected, wanted), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        # The gradient of a weight sums over all rows.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(1.0, len(input) / 50))
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -46,9 +54,10 @@ def test_in_bf16_it_is_transformers_norm_up_to_one_rounding(one_rank: Mesh) -> N
     assert_close(layer(input), closed_form(input, layer.weight, 1e-6), 2**-8)
 
 
-def test_gamma_centered_at_zero_is_one_plus_the_parameter(one_rank: Mesh) -> None:
+@BOTH
+def test_gamma_centered_at_zero_is_one_plus_the_parameter(one_rank: Mesh, kind: type[RMSNorm]) -> None:
     input = torch.randn(3, 32)
-    centered = norm(32, layernorm_zero_centered_gamma=True)
+    centered = norm(kind, 32, layernorm_zero_centered_gamma=True)
     assert_close(centered(input), closed_form(input, 1 + centered.weight, 1e-3), 1e-5)
     assert torch.equal(RMSNorm(small_config(layernorm_zero_centered_gamma=True), 4).weight, torch.zeros(4))
 

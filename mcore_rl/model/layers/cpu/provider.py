@@ -1,0 +1,40 @@
+"""The compiled layers of a CPU, in the places where Megatron's specs take layers."""
+
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_rl.backend.patches.versions import as_experts_entry
+from mcore_rl.model.layers.cpu.attention import CompiledAttention
+from mcore_rl.model.layers.cpu.experts import CompiledExperts
+from mcore_rl.model.layers.cpu.linear import RoundedColumnLinear, RoundedOutputLayer, RoundedRowLinear
+from mcore_rl.model.layers.cpu.norm import CompiledRMSNorm
+from mcore_rl.model.layers.cpu.self_attention import FusedSelfAttention
+from mcore_rl.model.layers.provider import TorchSpecProvider
+
+
+class CpuSpecProvider(TorchSpecProvider):
+    """Provider of the layers of `platform.layers = "cpu"`; what has no compiled form is torch's."""
+
+    norm = CompiledRMSNorm
+    attention = CompiledAttention
+    self_attention = FusedSelfAttention
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        if config.rounds_products:
+            self.output_layer = RoundedOutputLayer
+
+    def column_parallel_linear(self) -> type:
+        """Return Megatron's layer, or with `platform.bf16_products` ours."""
+        layer: type = RoundedColumnLinear if self.config.rounds_products else super().column_parallel_linear()
+        return layer
+
+    def row_parallel_linear(self) -> type:
+        """Return Megatron's layer, or with `platform.bf16_products` ours."""
+        layer: type = RoundedRowLinear if self.config.rounds_products else super().row_parallel_linear()
+        return layer
+
+    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+        """Return experts that the compiled file computes block by block."""
+        return as_experts_entry(CompiledExperts)
