@@ -101,11 +101,22 @@ def _each(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
     return torch.stack([torch.mm(*pair) for pair in zip(left_BMK, right_BKN, strict=True)])
 
 
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Products of groups of rows `[N, K]` with a matrix each, `[E, K, N']`; in a weight's gradient N is summed over."""
+    ends = offs.tolist()
+    groups = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    if right.dim() == 3:
+        return torch.cat([_mm(left[rows], matrix) for rows, matrix in zip(groups, right, strict=True)])
+    return torch.stack([_mm(left[:, rows], right[rows]) for rows in groups])
+
+
 PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     torch.ops.aten.mm.default: _mm,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.bmm.default: _bmm,
 }
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    PRODUCTS[torch.ops.aten._grouped_mm.default] = _grouped_mm
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:

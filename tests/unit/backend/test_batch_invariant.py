@@ -36,6 +36,29 @@ def test_gradients_are_those_of_the_products():
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch multiplies expert by expert"
+)
+def test_rows_of_an_expert_have_the_same_bits_whatever_the_others_have():
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(60, 24, generator=generator, requires_grad=True)
+    weights = torch.randn(4, 24, 40, generator=generator, requires_grad=True)
+
+    def products(counts):
+        ends = torch.tensor(counts).cumsum(0).int()
+        return torch.nn.functional.grouped_mm(rows[: sum(counts)], weights, offs=ends)
+
+    with InvariantProducts():
+        few, many = products([3, 0, 5, 2]), products([3, 17, 30, 10])
+        assert torch.equal(few[:3], many[:3])
+        gradients = torch.autograd.grad((many * many.detach()).sum(), (rows, weights))
+    parts = rows.double().split([3, 17, 30, 10])
+    wanted = torch.cat([part @ weight for part, weight in zip(parts, weights.double(), strict=True)])
+    torch.testing.assert_close(many.double(), wanted, rtol=1e-5, atol=1e-5)
+    exact = torch.autograd.grad((wanted * many.detach()).sum(), (rows, weights))
+    torch.testing.assert_close(gradients, exact, rtol=1e-4, atol=1e-3)
+
+
 def test_attention_is_torch_s_and_has_the_same_bits_over_longer_caches():
     generator = torch.Generator().manual_seed(2)
 
