@@ -118,7 +118,7 @@ def run_program(name: str, *words: object, environment: Mapping[str, str] | None
         SystemExit: the program failed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mcore_rl.run.rl", "mcore_rl.run.sft", "torch._dynamo"])
+    context.set_forkserver_preload(["mcore_rl.run.programs.rl", "mcore_rl.run.programs.sft", "torch._dynamo"])
     process = context.Process(
         target=_program, args=(name, [str(word) for word in words], dict(environment or {}))
     )

@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.rl_folder import WARM_UP_STEPS, program, write_inputs
 from mcore_rl.files import with_ending
-from mcore_rl.run.study_table import interval, read_run
+from mcore_rl.run.study.table import interval, read_run
 
 ARMS = {
     "grpo": ["rl.loss.kind=grpo"],

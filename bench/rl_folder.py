@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.run.rollouts import load_prompts
+from mcore_rl.run.programs.rollouts import load_prompts
 
 VOCAB = 512
 WARM_STEPS, WARM_UP_STEPS, WARM_EXAMPLES = 300, 30, 10_000

@@ -20,16 +20,16 @@ from mcore_rl.backend import platform as platforms
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.rl.batch import Minibatch
-from mcore_rl.rl.learner import Learner
-from mcore_rl.rl.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.batch import Minibatch
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes
 from mcore_rl.rl.rewards.failures import FailureReport
-from mcore_rl.rl.rollout import Rollout
-from mcore_rl.rl.token_advantages import Advantages
+from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.trainer import RlTrainer
-from mcore_rl.run.open_run import open_run
-from mcore_rl.run.rl import load_reference
-from mcore_rl.run.rollouts import load_prompts, open_rollouts
+from mcore_rl.rl.update.learner import Learner
+from mcore_rl.rl.update.token_advantages import Advantages
+from mcore_rl.run.programs.open_run import open_run
+from mcore_rl.run.programs.rl import load_reference
+from mcore_rl.run.programs.rollouts import load_prompts, open_rollouts
 
 
 @cache

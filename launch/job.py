@@ -182,9 +182,9 @@ class JobScript:
     """Absolute path of a file of NAME=value lines, which the job reads when it starts; empty for none."""
 
     bind: bool = False
-    """Whether each rank is bound to the cores near its GPU: see mcore_rl/backend/binding.py."""
+    """Whether each rank is bound to the cores near its GPU: see mcore_rl/processes/binding.py."""
     node_check: bool = True
-    """Whether mcore_rl.run.node_check runs on all nodes first."""
+    """Whether mcore_rl.run.machine.node_check runs on all nodes first."""
     gpus_per_node: int = 0
     """Number of GPUs that the check must find; 0 skips them."""
     gpu_memory_gib: float = 0.0

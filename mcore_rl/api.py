@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_rl.backend.launcher import launch_local, under_launcher
-from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
@@ -26,6 +24,8 @@ from mcore_rl.errors import (
 )
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.plan.local import local_memory_violations
+from mcore_rl.processes.launcher import launch_local, under_launcher
+from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.run import cli
 from mcore_rl.run.log_folders import next_log_dir
 

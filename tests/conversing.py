@@ -28,7 +28,7 @@ from mcore_rl.rl.engines.native.engine import MegatronEngine
 from mcore_rl.rl.environments.conversations import Conversations
 from mcore_rl.rl.environments.make import environment_maker
 from mcore_rl.rl.environments.processes import EnvironmentWorkers
-from mcore_rl.rl.rollout import runs_rewards
+from mcore_rl.rl.rollouts.rollout import runs_rewards
 from mcore_rl.rl.types import Group, Problem, Prompt
 from tests.generating import Tensors, loaded
 from tests.hf_models import VOCAB

@@ -12,7 +12,7 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig
 from mcore_rl.model.transformer_config import transformer_config
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh
-from mcore_rl.run import doctor
+from mcore_rl.run.machine import doctor
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.step import train_step

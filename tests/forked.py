@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from mcore_rl.backend.launcher import free_port
+from mcore_rl.processes.launcher import free_port
 from tests.ranks import forkserver
 
 TIMEOUT_S = 600.0

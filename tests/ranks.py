@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from mcore_rl.backend.launcher import free_port
+from mcore_rl.processes.launcher import free_port
 
 TIMEOUT_S = 300.0
 
@@ -47,7 +47,7 @@ def forkserver(*first: str) -> ForkServerContext:
     already stays as it is.
     """
     context = multiprocessing.get_context("forkserver")
-    modules = ["mcore_rl.run.rl", "torch._dynamo", "pytest"]
+    modules = ["mcore_rl.run.programs.rl", "torch._dynamo", "pytest"]
     context.set_forkserver_preload([*first, *modules])
     return context
 

@@ -15,7 +15,7 @@ from mcore_rl.config.sft import SFTConfig
 from mcore_rl.obs.attempts import add_attempt, this_run_attempt
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.obs.sinks import open_log
-from mcore_rl.rl.samples import write_samples
+from mcore_rl.rl.rollouts.samples import write_samples
 
 LAYERS, EXPERTS = 3, 6
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"

@@ -41,7 +41,7 @@ from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.memory import memory_of_fullest_rank
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine
-from mcore_rl.run import doctor
+from mcore_rl.run.machine import doctor
 from mcore_rl.train import setup
 from mcore_rl.train.objectives import NextTokenHead
 from mcore_rl.train.state import TrainState

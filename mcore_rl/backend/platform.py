@@ -8,14 +8,15 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from mcore_rl.backend import batch_invariant, flight_recorder
+from mcore_rl.backend import batch_invariant
 from mcore_rl.backend.cpu.compiled import BuildError, build_id, library
-from mcore_rl.backend.launcher import rank_of_launcher, world_size_of_launcher
 from mcore_rl.backend.patches.table import FOUND  # first: torch and Megatron are patched
 from mcore_rl.backend.patches.versions import megatron_version
 from mcore_rl.backend.varlen import kernel_found
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.processes import flight_recorder
+from mcore_rl.processes.launcher import rank_of_launcher, world_size_of_launcher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from mcore_rl.backend import pickles
-from mcore_rl.backend.archives import FilePart, FileRange, damaged_record, recorded_crc32
+from mcore_rl.backend.saved_files import pickles
+from mcore_rl.backend.saved_files.archives import FilePart, FileRange, damaged_record, recorded_crc32
 from mcore_rl.checkpoint.folder import COMMON, FORMAT_FILE, METADATA, Marker, others
 from mcore_rl.checksums import crc32_of
 from mcore_rl.errors import DamagedCheckpointError

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.backend.pickles import load_common
+from mcore_rl.backend.saved_files.pickles import load_common
 from mcore_rl.checkpoint.folder import COMMON
 from mcore_rl.config.changes import ConfigChange
 from mcore_rl.config.model import ModelConfig

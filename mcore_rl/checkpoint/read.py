@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from mcore_rl.backend import pickles
-from mcore_rl.backend.archives import FilePart, FileRange
 from mcore_rl.backend.patches.versions import megatron_version
+from mcore_rl.backend.saved_files import pickles
+from mcore_rl.backend.saved_files.archives import FilePart, FileRange
 from mcore_rl.checkpoint.folder import (
     COMMON,
     FORMAT_FILE,

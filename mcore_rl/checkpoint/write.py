@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mcore_rl.backend.archives import FileRange, recorded_crc32
 from mcore_rl.backend.patches.versions import megatron_version, writer_choice
+from mcore_rl.backend.saved_files.archives import FileRange, recorded_crc32
 from mcore_rl.checkpoint.folder import (
     COMMON,
     FORMAT_FILE,

@@ -19,7 +19,7 @@ MEMORY_PART = 0.02
 """Part of a memory's size that is no difference: firmware reserves more on some nodes."""
 
 Findings = Mapping[str, Any]
-"""Findings of one node, as `mcore_rl.run.doctor.examine` returns them."""
+"""Findings of one node, as `mcore_rl.run.machine.doctor.examine` returns them."""
 
 
 def answer(folder: Path, host: str, found: Findings) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.backend.archives import FilePart, FileRange
-from mcore_rl.backend.pickles import load_metadata
+from mcore_rl.backend.saved_files.archives import FilePart, FileRange
+from mcore_rl.backend.saved_files.pickles import load_metadata
 from mcore_rl.checkpoint.folder import (
     COMMON,
     FORMAT_FILE,

@@ -9,7 +9,7 @@ from mcore_rl.plan.weights import layers_by_stage
 BYTE_CODES = 256
 """Largest number of route codes that one byte each stores."""
 SCORE_BYTES = 6
-"""Bytes of an expert and of its score, for the router-shift ratio (replay/router_shift.py)."""
+"""Bytes of an expert and of its score, for the router-shift ratio (rl/objectives/router_shift.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ MAX_GROUPS, MAX_COMPLETIONS, MAX_CHARACTERS = 4, 8, 2000
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A line of a file of samples, as rl/samples.py writes it."""
+    """A line of a file of samples, as rl/rollouts/samples.py writes it."""
 
     step: int
     problem: str

@@ -88,7 +88,7 @@ def command_text(attempt: RunAttempt) -> str:
     """Return the command as a shell would read it; a rank's module becomes the command that starts such ranks."""
     words = attempt.command
     if words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("mcore_rl.run."):
-        words = ["mcore-rl", words[2].removeprefix("mcore_rl.run."), *words[3:]]
+        words = ["mcore-rl", words[2].rpartition(".")[2], *words[3:]]
     return shlex.join(words)
 
 

@@ -10,16 +10,16 @@ from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.parallel.schedule import MAX
 from mcore_rl.plan.flops import train_flops_by_length
-from mcore_rl.rl.batch import Minibatch
-from mcore_rl.rl.critic import Critic, critic_metrics
 from mcore_rl.rl.engines.served import ServedEngine
-from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
-from mcore_rl.rl.learner import Learner
+from mcore_rl.rl.measure.routing_split import policy_split, rollout_split
+from mcore_rl.rl.models.critic import Critic, critic_metrics
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
-from mcore_rl.rl.rollout import Rollout, Rollouts
-from mcore_rl.rl.routing_split import policy_split, rollout_split
-from mcore_rl.rl.samples import gather_samples, table_lines, write_samples
+from mcore_rl.rl.passes.batch import Minibatch
+from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_metrics
+from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
+from mcore_rl.rl.rollouts.samples import gather_samples, table_lines, write_samples
 from mcore_rl.rl.types import Prompt
+from mcore_rl.rl.update.learner import Learner
 from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.loop import Run, Trainer
 from mcore_rl.train.step import StepReport

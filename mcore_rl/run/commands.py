@@ -610,7 +610,7 @@ COMMANDS: dict[str, Command] = {
         summary="Run arms of an RL config from one start, for some seeds, and compare them in one table.",
         example="mcore-rl study tiny_moe/replay_study seeds=[1,2,3]",
         add_arguments=study_arguments,
-        module="mcore_rl.run.study",
+        module="mcore_rl.run.study.runs",
         config="study",
     ),
     "data tokenizer": Command(
@@ -711,7 +711,7 @@ COMMANDS: dict[str, Command] = {
         "is missing and what that costs. Status 1 when something is broken.",
         example="mcore-rl doctor --json",
         add_arguments=doctor_arguments,
-        module="mcore_rl.run.doctor",
+        module="mcore_rl.run.machine.doctor",
     ),
     "launch": Command(
         summary="Check a training, write its Slurm job, and submit it; with --dry-run show it.",

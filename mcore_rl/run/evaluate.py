@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.backend.launcher import world_size_of_launcher
-from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.rm import check_rm
@@ -24,10 +22,12 @@ from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.model.build import build_model
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
-from mcore_rl.rl.evaluation import evaluate_policy, evaluation_metrics
+from mcore_rl.processes.launcher import world_size_of_launcher
+from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.rl.rewards.failures import FailureReport
-from mcore_rl.run.preferences import load_preferences
-from mcore_rl.run.rollouts import load_prompts, open_rollouts
+from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_metrics
+from mcore_rl.run.programs.preferences import load_preferences
+from mcore_rl.run.programs.rollouts import load_prompts, open_rollouts
 from mcore_rl.run.trained_model import refuse_other_tokenizer
 from mcore_rl.train.preferences import pair_sums
 from mcore_rl.train.reward_model import calibration_table, reward_head

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl import MIN_TEMPERATURE, EngineConfig
@@ -20,6 +19,7 @@ from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import build_mesh, seed_ranks
+from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.make import server_apis
 from mcore_rl.rl.engines.native.engine import Listener, MegatronEngine

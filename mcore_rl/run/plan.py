@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mcore_rl.backend.without_gpus import run_without_gpus
 from mcore_rl.checks.cluster import check_cluster, placement
 from mcore_rl.checks.programs import PROGRAMS, Program
 from mcore_rl.checks.run import refuse
@@ -47,6 +46,7 @@ from mcore_rl.plan.text import (
     world_header,
     world_line,
 )
+from mcore_rl.processes.without_gpus import run_without_gpus
 
 MAX_RANKS = 1_000_000
 """Largest world that is planned: ranks are looked at one by one."""

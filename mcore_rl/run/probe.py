@@ -11,7 +11,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from mcore_rl.backend import platform as platforms
-from mcore_rl.backend.processes import rank_guard
 from mcore_rl.checkpoint.folder import path_of_step, saved_steps
 from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checkpoint.weights import load_weights
@@ -23,6 +22,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
+from mcore_rl.processes.rank_guard import rank_guard
 from mcore_rl.rl.engines.make import server_apis
 from mcore_rl.rl.engines.probe import Probe, ProbeReference
 from mcore_rl.rl.engines.probe_difference import FEWEST_TOKENS, ProbeDifference, difference_of

@@ -14,7 +14,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.files import refuse_replacing, written_atomically
-from mcore_rl.rl.prompts import TaskProblems, held_out_problems
+from mcore_rl.rl.rollouts.prompts import TaskProblems, held_out_problems
 from mcore_rl.rl.types import Problem
 
 FIRST_INDEX = 2**32

@@ -12,7 +12,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.rewards.trial import ANSWER, refuse_failing_trial, trial_groups
-from mcore_rl.run.rollouts import load_prompts
+from mcore_rl.run.programs.rollouts import load_prompts
 
 SHOWN = 400
 """Characters of a prompt or a reference that are shown."""

@@ -24,10 +24,10 @@ from mcore_rl.data.packed_sequences import PackedSequences
 from mcore_rl.data.preferences import TIE
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer
 from mcore_rl.errors import ConfigError
-from mcore_rl.run.preferences import describe_preferences, load_preferences
-from mcore_rl.run.pretrain import sample_counts
-from mcore_rl.run.rollouts import load_prompts
-from mcore_rl.run.sft import describe_data, packed_train
+from mcore_rl.run.programs.preferences import describe_preferences, load_preferences
+from mcore_rl.run.programs.pretrain import sample_counts
+from mcore_rl.run.programs.rollouts import load_prompts
+from mcore_rl.run.programs.sft import describe_data, packed_train
 from mcore_rl.run.trained_model import load_matching_tokenizer
 
 SHOWN_OF_STEP = 40

@@ -5,13 +5,13 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.backend.launcher import launch_local, under_launcher
 from mcore_rl.checks.inputs import absent_inputs
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.load import kind_of
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.local import local_memory_violations
+from mcore_rl.processes.launcher import launch_local, under_launcher
 from mcore_rl.run.commands import Command
 from mcore_rl.run.log_folders import next_log_dir
 

@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.backend.watchdog import Watchdog
 from mcore_rl.data.batch import Microbatch
 from mcore_rl.data.loader import BatchSource, SampleDataset
 from mcore_rl.errors import TrainingError
@@ -17,6 +16,7 @@ from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.obs.sinks import Log
 from mcore_rl.parallel.schedule import Head
 from mcore_rl.plan.flops import train_flops_per_token
+from mcore_rl.processes.watchdog import Watchdog
 from mcore_rl.train.auxiliary import take_auxiliary_losses
 from mcore_rl.train.batch_size import global_batch_at
 from mcore_rl.train.garbage import TimedGarbage
@@ -30,7 +30,7 @@ from mcore_rl.train.stop import StopRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run that is set up on this rank at the step from which it trains; made by mcore_rl.run.open_run."""
+    """A run that is set up on this rank at the step from which it trains; made by mcore_rl.run.programs.open_run."""
 
     state: TrainState
     folder: RunFolder

@@ -14,10 +14,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mcore_rl.backend.attempt import Attempt, this_attempt
 from mcore_rl.errors import CheckpointError
 from mcore_rl.files import checkpoint_errors_explained, create_atomically, is_run, write_atomically
 from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.processes.attempt import Attempt, this_attempt
 
 REPLACED = ("config.toml", "metrics.jsonl", "run.json")
 """Files that a run replaces from its start on."""

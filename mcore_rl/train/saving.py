@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 import torch
 
-from mcore_rl.backend.forked import ForkedCall, ForkedCallError
 from mcore_rl.checkpoint.folder import (
     WRITING,
     Marker,
@@ -35,6 +34,7 @@ from mcore_rl.model.build import settle_weights
 from mcore_rl.obs.attempts_file import NUMERICS, depends_on_numerics
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
+from mcore_rl.processes.forked_call import ForkedCall, ForkedCallError
 from mcore_rl.train.checkpoint_state import full_state, load_full_state
 from mcore_rl.train.run_folder import Fence
 from mcore_rl.train.state import TrainState

@@ -18,10 +18,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from mcore_rl.backend.launcher import rank_of_launcher
-from mcore_rl.rl import critic, learner
+from mcore_rl.processes.launcher import rank_of_launcher
 from mcore_rl.rl.engines.native.decoder import Decoder
-from mcore_rl.run import open_run
+from mcore_rl.rl.models import critic
+from mcore_rl.rl.update import learner
+from mcore_rl.run.programs import open_run
 from mcore_rl.train import loop, saving
 
 CALLED_IN: dict[str, tuple[Any, str]] = {
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         return whole(*args, **kwargs)
 
     with mock.patch.object(owner, function, stop_and_call):
-        return int(importlib.import_module(f"mcore_rl.run.{program}").main(words))
+        return int(importlib.import_module(f"mcore_rl.run.programs.{program}").main(words))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_a_run_learns_saves_and_is_done_once(
 
 
 def test_torchrun_and_mcore_rl_run_the_same(config_file: Path, trained: Path, tmp_path: Path) -> None:
-    program = ["-m", "mcore_rl.run.pretrain", config_file, f"run_dir={tmp_path}/torchrun"]
+    program = ["-m", "mcore_rl.run.programs.pretrain", config_file, f"run_dir={tmp_path}/torchrun"]
     theirs = run_main("torch.distributed.run", ["--standalone", "--nproc-per-node", "2", *program])
     assert theirs.returncode == 0, theirs.stderr
     assert losses(tmp_path / "torchrun") == losses(trained)
@@ -53,7 +53,7 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint_and_it_goes_on_alike(
     assert losses(interrupted) == losses(trained)
     starts = read_attempts(interrupted)
     assert [(start.step, start.mesh["world"]) for start in starts] == [(0, 2), (5, 2)]
-    assert starts[1].command[1:4] == ["-m", "mcore_rl.run.pretrain", str(config_file)]
+    assert starts[1].command[1:4] == ["-m", "mcore_rl.run.programs.pretrain", str(config_file)]
 
 
 def test_the_report_of_a_run_is_written_by_its_command(

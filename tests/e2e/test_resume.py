@@ -29,7 +29,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
         "model.moe.z_loss_coeff=1e-3",
         f"data.test=['{corpus}/valid']",
     ]
-    straight = run_main("mcore_rl.run.pretrain", [config_file, *fields], 2)
+    straight = run_main("mcore_rl.run.programs.pretrain", [config_file, *fields], 2)
     assert straight.returncode == 0, straight.stderr
     assert_emitted("pretrain", tmp_path / "run")
     run_dir = tmp_path / "broken"
@@ -46,7 +46,7 @@ def test_killed_and_stopped_the_run_is_bit_equal_in_the_end(
     assert stopped_at in (5, 9) and not (run_dir / "DONE").exists()
     assert (run_dir / f"checkpoints/iter_{stopped_at:07d}").exists()
 
-    last = run_main("mcore_rl.run.pretrain", words, 2)
+    last = run_main("mcore_rl.run.programs.pretrain", words, 2)
     assert last.returncode == 0, last.stderr
     assert f"resumed from {run_dir}/checkpoints/iter_{stopped_at:07d}" in last.stdout
     assert (run_dir / "DONE").exists()
@@ -64,12 +64,12 @@ def test_on_one_rank_dropout_goes_on_with_the_numbers_of_the_run(config_file: Pa
         "checkpoint.interval=2",
         "checkpoint.asynchronous=false",
     ]
-    straight = run_main("mcore_rl.run.pretrain", [config_file, *fields])
+    straight = run_main("mcore_rl.run.programs.pretrain", [config_file, *fields])
     assert straight.returncode == 0, straight.stderr
     words = [config_file, *fields, f"run_dir={tmp_path}/broken"]
     killed = run_main("tests.e2e.signalled", ["pretrain", "SIGKILL.step.4", *words])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    last = run_main("mcore_rl.run.pretrain", words)
+    last = run_main("mcore_rl.run.programs.pretrain", words)
     assert "iter_0000002, step 2" in last.stdout, last.stderr
     assert losses(tmp_path / "broken") == losses(tmp_path / "run")
 

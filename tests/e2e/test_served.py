@@ -56,7 +56,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
     mesh: Mesh,
 ) -> None:
     """Two servers that begin with other weights; one of them breaks a completion, and its probe once."""
-    native = run_main("mcore_rl.run.rl", [rl_file, *SMALL])
+    native = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL])
     assert native.returncode == 0, native.stderr
     wanted = computed(tmp_path / "rl", NAMES)
     assert len(wanted) == 5 and any(numbers.get("policy/loss") for numbers in wanted.values())
@@ -74,7 +74,7 @@ def test_losses_through_servers_are_those_of_the_native_engine(
         ]
         urls = json.dumps([server.url for server in servers])
         engine = ["rl.engine.kind=vllm", f"rl.engine.urls={urls}", f"run_dir={tmp_path / 'served'}"]
-        run = run_main("mcore_rl.run.rl", [rl_file, *SMALL, *engine])
+        run = run_main("mcore_rl.run.programs.rl", [rl_file, *SMALL, *engine])
         assert run.returncode == 0, run.stderr
         found = computed(tmp_path / "served", NAMES)
         assert found.keys() == wanted.keys()

@@ -68,7 +68,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     """With dropout, on TP2 x EP2; the answers' loss falls, and the log says where the weights are from."""
     load = [f"checkpoint.load={trained}", "checkpoint.load_optimizer=false"]
 
-    straight = run_main("mcore_rl.run.sft", [sft_file, f"run_dir={tmp_path}/straight", *load], 2)
+    straight = run_main("mcore_rl.run.programs.sft", [sft_file, f"run_dir={tmp_path}/straight", *load], 2)
     assert straight.returncode == 0, straight.stderr
     assert f"weights of {trained}/checkpoints/iter_0000012" in straight.stdout
     assert "120 conversations in" in straight.stdout
@@ -92,7 +92,7 @@ def test_from_pretrained_weights_stopped_and_resumed_it_is_bit_equal(
     )
     assert 'checkpoint.allow_changes=["data.train"]' in grown.stderr
     data.write_text(conversations)
-    last = run_main("mcore_rl.run.sft", words, 2)
+    last = run_main("mcore_rl.run.programs.sft", words, 2)
     assert last.returncode == 0, last.stderr
     assert losses(tmp_path / "stopped") == wanted
 

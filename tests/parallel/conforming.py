@@ -12,7 +12,7 @@ from mcore_rl.errors import RoutingError
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
-from mcore_rl.rl.conformance import ReplayPass, ReplayResult, RunPasses
+from mcore_rl.rl.measure.conformance import ReplayPass, ReplayResult, RunPasses
 from tests.parallel.parity import Tensors, assembled
 from tests.parallel.replay_mutants import Mutant, applied
 from tests.parallel.replaying import IDS, LENGTHS, Case, Run, opened, perturbed, sample_tokens, tiny
@@ -91,7 +91,7 @@ def passes_of_rank(
 
 
 def result_of(run: Run, one: ReplayPass) -> dict[str, Any]:
-    """Run one pass as rl/policy_routes.py does."""
+    """Run one pass as rl/passes/policy_routes.py does."""
     if one.kind == "live":
         losses, gradients = run.gradients()
         return {"losses": losses, "gradients": gradients}

@@ -14,17 +14,17 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.build import settle_weights
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.rl.critic import Critic, critic_routes
-from mcore_rl.rl.frozen_model import FrozenModel
-from mcore_rl.rl.learner import Learner
-from mcore_rl.rl.policy_routes import PolicyRoutes
-from mcore_rl.rl.reference import Reference
+from mcore_rl.rl.models.critic import Critic, critic_routes
+from mcore_rl.rl.models.frozen_model import FrozenModel
+from mcore_rl.rl.models.reference import Reference
+from mcore_rl.rl.models.teachers import Teachers
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.texts import Texts
 from mcore_rl.rl.rewards.from_model import Reading, RewardModel, RewardModelSource, whole_reader
 from mcore_rl.rl.rewards.worker import Score
-from mcore_rl.rl.rollout import Rollout
-from mcore_rl.rl.teachers import Teachers
-from mcore_rl.rl.texts import Texts
+from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group
+from mcore_rl.rl.update.learner import Learner
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
 from mcore_rl.train.waiting import all_present

@@ -39,7 +39,7 @@ HOOKS, LAYOUTS, CACHE, CODEC, STORAGE, TAPE, EXCHANGE, ROLLOUTS = (
     f"replay/{name}.py"
     for name in ("router_hooks", "layouts", "cache", "codec", "storage", "tape", "exchange", "from_rollouts")
 )
-POLICY = "rl/policy_routes.py"
+POLICY = "rl/passes/policy_routes.py"
 IMPOSED = "experts_tK = microbatch.imposed_ltK[self._column].long()"
 FREE = "if microbatch.imposed_ltK is None:\n            values_tK, live_tK = choose(scores)"
 FOUND = "cached = self._samples.get((version, sample))\n            if cached is None and"

@@ -17,17 +17,17 @@ from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import run_pass
-from mcore_rl.rl.batch import Minibatch, SampleShape
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.learner import Learner
+from mcore_rl.rl.measure.routing_split import policy_split, rollout_split
+from mcore_rl.rl.models.reference import Reference
 from mcore_rl.rl.objectives.advantages import StepReward
-from mcore_rl.rl.objectives.heads import LogprobHead
-from mcore_rl.rl.policy_routes import PolicyRoutes
-from mcore_rl.rl.reference import Reference
-from mcore_rl.rl.rollout import Rollout
-from mcore_rl.rl.routing_split import policy_split, rollout_split
-from mcore_rl.rl.texts import Texts
+from mcore_rl.rl.passes.batch import Minibatch, SampleShape
+from mcore_rl.rl.passes.heads import LogprobHead
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.texts import Texts
+from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group, single_version
+from mcore_rl.rl.update.learner import Learner
 from tests.generating import prompt_of
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.plain import set_up_plain

@@ -13,12 +13,12 @@ from mcore_rl.errors import EngineError
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.parallel.mesh import Mesh, build_mesh
 from mcore_rl.rl.engines.base import Capabilities, Engine, Sampling
-from mcore_rl.rl.prompts import TaskProblems, TaskPrompts
 from mcore_rl.rl.rewards.failures import FailureReport
 from mcore_rl.rl.rewards.score import Reward
-from mcore_rl.rl.rollout import Rollout, Rollouts, runs_rewards
+from mcore_rl.rl.rollouts.prompts import TaskProblems, TaskPrompts
+from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts, runs_rewards
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
-from mcore_rl.run.rollouts import make_flow
+from mcore_rl.run.programs.rollouts import make_flow
 from mcore_rl.train.state import Progress
 
 PROMPTS, SIZE = 4, 4

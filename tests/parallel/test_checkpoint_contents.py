@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.backend.pickles import load_metadata
+from mcore_rl.backend.saved_files.pickles import load_metadata
 from mcore_rl.checksums import crc32_of
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.run import PretrainConfig

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.rl.conformance import RoutedModel, conformance
+from mcore_rl.rl.measure.conformance import RoutedModel, conformance
 from tests.parallel.conforming import model_of, runner
 from tests.parallel.parity import config_of, random_weights
 from tests.parallel.replay_mutants import MUTANTS

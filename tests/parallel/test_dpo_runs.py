@@ -18,7 +18,7 @@ from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.preferences import PreferenceDataConfig
 from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.run import dpo
+from mcore_rl.run.programs import dpo
 from mcore_rl.train.preferences import PreferenceTrainer
 from tests.emitted import assert_emitted
 from tests.parallel.test_reward_model_runs import MODEL as WITH_DROPOUT

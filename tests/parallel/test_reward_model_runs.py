@@ -25,7 +25,8 @@ from mcore_rl.config.run import CheckpointConfig, PlatformConfig, TrainConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.obs.jsonl import read_records
 from mcore_rl.parallel.mesh import build_mesh, destroy_mesh, seed_ranks
-from mcore_rl.run import evaluate, rm
+from mcore_rl.run import evaluate
+from mcore_rl.run.programs import rm
 from mcore_rl.train.reward_model import RewardModelTrainer
 from tests.emitted import assert_emitted
 from tests.ranks import run_ranks

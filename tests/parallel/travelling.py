@@ -18,7 +18,7 @@ from mcore_rl.replay.cache import RoutingCache
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
 from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
 from mcore_rl.rl.engines.base import Sampling
-from mcore_rl.rl.policy_routes import routes_of
+from mcore_rl.rl.passes.policy_routes import routes_of
 from mcore_rl.rl.sampling import Cut
 from tests.generating import engine_on, prompt_of
 from tests.parallel.parity import Tensors

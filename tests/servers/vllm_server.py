@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.router import Router
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mcore_rl.backend.launcher import free_port
 from mcore_rl.backend.platform import start
 from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig, MoEConfig
@@ -31,6 +30,7 @@ from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import local_shards
 from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.processes.launcher import free_port
 from mcore_rl.rl.engines.base import Capabilities, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.make import refuse_version

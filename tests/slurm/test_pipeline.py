@@ -73,7 +73,7 @@ def pipeline(cluster: Cluster) -> Pipeline:
         cluster,
         "rl",
         program="rl",
-        module="mcore_rl.run.rl",
+        module="mcore_rl.run.programs.rl",
         arguments=rl_words(cluster, converted),
         starter="srun",
         nodes=2,

@@ -13,6 +13,7 @@ FLOORS = (
     ("families",),
     ("checks",),
     ("plan",),
+    ("processes",),
     ("backend",),
     ("obs",),
     ("parallel",),
@@ -179,7 +180,7 @@ def errors_are_caught_by_name(source: Source) -> Iterator[str]:
 
 def the_environment_is_read_in_the_backend(source: Source) -> Iterator[str]:
     """An environment variable is an argument that no caller sees."""
-    if source.package == "backend":
+    if source.package in ("backend", "processes"):
         return
     for node in source.nodes:
         name = _dotted(node)

@@ -16,13 +16,14 @@ from typing import Any, Literal
 import torch
 
 from mcore_rl.backend.adam import FusedAdam, norm_of_tensors
-from mcore_rl.backend.patches import foreign_files, replacements, router_losses
+from mcore_rl.backend.patches import replacements, router_losses
 from mcore_rl.backend.patches import torch_standins as cpu
 from mcore_rl.backend.patches.found import Found, find_packages
 from mcore_rl.backend.patches.offload import weights_count_as_on_device
 from mcore_rl.backend.patches.optimizer_state import state_by_parameter
 from mcore_rl.backend.patches.shard_checks import find_overlap_on_grid, validate_plan_on_grid
 from mcore_rl.backend.patches.versions import megatron_version
+from mcore_rl.backend.saved_files import foreign_files
 from mcore_rl.errors import ConfigError
 
 SUPPORTED = ("0.16", "0.19")

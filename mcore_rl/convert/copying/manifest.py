@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl import __version__
-from mcore_rl.backend.archives import FilePart
+from mcore_rl.backend.saved_files.archives import FilePart
 from mcore_rl.checkpoint.folder import MANIFEST, MARKER, read_marker
 from mcore_rl.checksums import PartChecksum, as_hex, crc32_of, joined
 from mcore_rl.convert.copying.conversion import RULES_VERSION, RecordedTask

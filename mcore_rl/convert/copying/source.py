@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.archives import FilePart
+from mcore_rl.backend.saved_files.archives import FilePart
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Region
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from mcore_rl.backend.archives import FileRange
-from mcore_rl.backend.pickles import load_common, load_metadata
+from mcore_rl.backend.saved_files.archives import FileRange
+from mcore_rl.backend.saved_files.pickles import load_common, load_metadata
 from mcore_rl.checkpoint.folder import FORMAT_FILE, MARKER, METADATA, Marker, check, step_of
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity
 from mcore_rl.checkpoint.read import CRITIC, find_checkpoint

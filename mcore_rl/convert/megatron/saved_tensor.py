@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from mcore_rl.backend.archives import (
+from mcore_rl.backend.saved_files.archives import (
     HEADER_BYTES,
     SliceableBytes,
     archive_records,
     record_bytes,
     record_named,
 )
-from mcore_rl.backend.pickles import MALFORMED, PLAIN, AllowListUnpickler
+from mcore_rl.backend.saved_files.pickles import MALFORMED, PLAIN, AllowListUnpickler
 from mcore_rl.checksums import crc32
 from mcore_rl.convert.copying.content import ChunkBytes
 from mcore_rl.errors import CheckpointError

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mcore_rl.backend.archives import FileRange
+from mcore_rl.backend.saved_files.archives import FileRange
 from mcore_rl.checkpoint.integrity import check_part
 from mcore_rl.convert.copying.source import ByteRun, FileBytes, as_bytes
 from mcore_rl.convert.megatron.folder import DistFolder, DistPart

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mcore_rl.backend.archives import FileRange, recorded_crc32
 from mcore_rl.backend.patches.versions import megatron_version
-from mcore_rl.backend.pickles import load_metadata
+from mcore_rl.backend.saved_files.archives import FileRange, recorded_crc32
+from mcore_rl.backend.saved_files.pickles import load_metadata
 from mcore_rl.checkpoint.folder import (
     COMMON,
     FORMAT_FILE,

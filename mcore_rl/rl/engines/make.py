@@ -6,13 +6,13 @@ from pathlib import Path
 
 from torch import nn
 
-from mcore_rl.backend.launcher import environment_variable
 from mcore_rl.config.extension import choose
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.processes.launcher import environment_variable
 from mcore_rl.rl.engines.base import Capabilities, Engine, Sampling
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.native.engine import MegatronEngine

@@ -26,7 +26,6 @@ from mcore_rl.parallel.routers import replayed_routers
 from mcore_rl.parallel.schedule import HeadOutput, Routing, run_pass
 from mcore_rl.parallel.vocab import Logits
 from mcore_rl.replay.layouts import LocalTokens, local_tokens
-from mcore_rl.rl.batch import PolicyMicrobatch, TrainedSample, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating, without_capacity
 from mcore_rl.rl.engines.probe_difference import (
     FEWEST_TOKENS,
@@ -36,8 +35,9 @@ from mcore_rl.rl.engines.probe_difference import (
     probe_limit,
     tokens_of_experts,
 )
-from mcore_rl.rl.objectives.heads import LogprobHead
-from mcore_rl.rl.policy_routes import layout_of
+from mcore_rl.rl.passes.batch import PolicyMicrobatch, TrainedSample, make_microbatch
+from mcore_rl.rl.passes.heads import LogprobHead
+from mcore_rl.rl.passes.policy_routes import layout_of
 
 SEQUENCE_TOKENS = 24
 FEWEST, MOST = 6, 96

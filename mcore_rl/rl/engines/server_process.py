@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 
 import mcore_rl
-from mcore_rl.backend.launcher import environment_variable, free_port, start_server
-from mcore_rl.backend.process_tree import END_TREE
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import hf_config
+from mcore_rl.processes.launcher import environment_variable, free_port, start_server
+from mcore_rl.processes.process_tree import END_TREE
 from mcore_rl.rl.engines.served_routes import FLAG
 from mcore_rl.rl.engines.vllm_api import MODEL
 
-SUPERVISOR = "mcore_rl.backend.supervisor"
+SUPERVISOR = "mcore_rl.processes.supervisor"
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 """Module that starts a server, by rl.engine.kind."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

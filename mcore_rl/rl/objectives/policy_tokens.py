@@ -60,7 +60,7 @@ class PolicyTokens:
     lengths_N: Tensor
     """int64: trained tokens of each whole sequence."""
     router_shift_T: Tensor | None = None
-    """Router-shift ratio of each token, in 0 ... 1, without gradient (replay/router_shift.py); None: it is 1."""
+    """Router-shift ratio of each token, in 0 ... 1, without gradient (rl/objectives/router_shift.py); None: it is 1."""
     teacher_logprobs_T: Tensor | None = None
     """Logprobs under the teacher; None: there is none."""
     teacher_kl_T: Tensor | None = None

@@ -21,11 +21,11 @@ from mcore_rl.data.steps import read_steps, step_ends
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
-from mcore_rl.rl.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
 from mcore_rl.rl.engines.native.engine import evaluating
-from mcore_rl.rl.frozen_model import FrozenModel, WaitingBytes
+from mcore_rl.rl.models.frozen_model import FrozenModel, WaitingBytes
 from mcore_rl.rl.objectives.gae import Moments
-from mcore_rl.rl.objectives.heads import ValueHead
+from mcore_rl.rl.passes.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
+from mcore_rl.rl.passes.heads import ValueHead
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.steps import last_token_of
 from mcore_rl.rl.rewards.worker import Outcome, Score

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mcore_rl.backend.launcher import environment_variable
 from mcore_rl.config.extension import JUDGE_PART, SERVED_PARTS, server_url
 from mcore_rl.config.rl import JudgeConfig, RewardConfig, RewardServerConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.processes.launcher import environment_variable
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.server_api import ServerError
 from mcore_rl.rl.rewards.interface import RewardInput

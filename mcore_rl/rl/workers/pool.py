@@ -20,7 +20,7 @@ from typing import Any, Self
 import psutil
 import torch
 
-from mcore_rl.backend.process_tree import END_TREE, REQUESTS, supervise
+from mcore_rl.processes.process_tree import END_TREE, REQUESTS, supervise
 from mcore_rl.rl.workers.failure import FailedScore
 
 GRACE_S = 1.0

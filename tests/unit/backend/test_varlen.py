@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.backend.launcher import free_port
 from mcore_rl.backend.varlen import Bounds, attend_packed, kernel_found
+from mcore_rl.processes.launcher import free_port
 from tests.emulated_machine import emulated
 
 REPOSITORY = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.backend.archives import HEADER_BYTES
+from mcore_rl.backend.saved_files.archives import HEADER_BYTES
 from mcore_rl.convert.megatron.folder import open_dist
 from tests.conversion import imported, read_dist, saved
 

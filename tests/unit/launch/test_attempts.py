@@ -236,7 +236,7 @@ def test_a_conversion_that_succeeds_leaves_its_command_in_done(machines):
 
 
 def fails_on(host: str, headline: str = "ended", status: int = 139, prefix: str = "") -> str:
-    """A program whose rank on `host` writes a cause, as mcore_rl/backend/failures.py does, and ends."""
+    """A program whose rank on `host` writes a cause, as mcore_rl/processes/failures.py does, and ends."""
     cause = {
         "headline": headline,
         "rank": 1,
@@ -400,7 +400,7 @@ def test_on_a_disk_that_is_full_to_the_last_byte_cause_and_end_are_written(machi
     enter = [shutil.which("unshare"), "--map-root-user", "--mount"]
     mount = f"mount -t tmpfs -o size=4M tmpfs {machines.run} && mkdir {machines.run}/logs"
     fill = "dd if=/dev/zero of=$RUN/filled bs=4k 2>/dev/null"
-    module = "from mcore_rl.backend.failures import note_failure, rank_failure as f"
+    module = "from mcore_rl.processes.failures import note_failure, rank_failure as f"
     note = f'{sys.executable} -c \'{module}; note_failure(f(1, 2, "No space left on device", host="n1"))\''
     machines.program(f"[ $SLURMD_NODENAME = n1 ] || exit 1\n{fill}\nPYTHONPATH={ROOT} {note}\nexit 1")
     shown = f"tail -n 1 {machines.run}/attempts.jsonl"

@@ -7,13 +7,13 @@ import subprocess
 import pytest
 
 from launch.job import MEANING, STATUS, TEMPLATE, TEMPLATES, Component, JobScript, render, seconds_of
-from mcore_rl.backend.failures import FAILURES, Order, note_failure, rank_death, rank_failure
 from mcore_rl.errors import HUNG_STATUS, ConfigError
+from mcore_rl.processes.failures import FAILURES, Order, note_failure, rank_death, rank_failure
 
 JOB = {
     "name": "moe",
     "program": "pretrain",
-    "module": "mcore_rl.run.pretrain",
+    "module": "mcore_rl.run.programs.pretrain",
     "arguments": ("config.toml", "data.train=['a b']"),
     "run_dir": "/runs/moe",
     "work_dir": "/home",

@@ -436,7 +436,7 @@ def test_a_run_that_is_done_is_not_started_again(home, slurm, capsys):
 def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(home, slurm, capsys):
     (home / "mine.toml").write_text(f'extends = "{RECIPE}"\ndata.train = ["data/train"]\n')
     assert launch(recipe=home / "mine.toml") == 0
-    assert "mcore_rl.run.pretrain" in slurm.submitted[-1].read_text()
+    assert "mcore_rl.run.programs.pretrain" in slurm.submitted[-1].read_text()
     (home / "any.toml").write_text(
         f'extends = "{RECIPE.with_name("model.toml")}"\ndata.train = ["data/train"]\n'
     )
@@ -450,7 +450,7 @@ def test_the_program_is_known_by_the_configs_fields_or_its_name_or_is_chosen(hom
         'data.tokenizer.path = "data"\n'
     )
     assert launch(recipe=home / "sft_long.toml") == 0
-    assert "mcore_rl.run.sft" in slurm.submitted[-1].read_text()
+    assert "mcore_rl.run.programs.sft" in slurm.submitted[-1].read_text()
 
 
 PIPELINE = f"""

@@ -7,7 +7,7 @@ from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.local import device_memory_lines
 from mcore_rl.plan.memory import GIB
-from mcore_rl.run import open_run
+from mcore_rl.run.programs import open_run
 
 GRPO = Path(__file__).parents[3] / "launch/recipes/qwen3_30b_a3b/grpo_r2.toml"
 

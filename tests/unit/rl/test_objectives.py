@@ -26,11 +26,11 @@ from mcore_rl.config.rl import (
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.parallel.mesh import destroy_mesh
-from mcore_rl.rl.batch import Minibatch, PolicyMicrobatch
-from mcore_rl.rl.learner import Learner
-from mcore_rl.rl.objectives.heads import LogprobHead, PolicyHead
-from mcore_rl.rl.policy_routes import PolicyRoutes
-from mcore_rl.rl.rollout import Rollout
+from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
+from mcore_rl.rl.passes.heads import LogprobHead, PolicyHead
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.update.learner import Learner
 from mcore_rl.train.setup import set_up
 from mcore_rl.train.state import TrainState
 from tests.parallel.rl_steps import GROUPS, SIZE, rollout_of, sampled_positions

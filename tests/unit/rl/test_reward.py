@@ -22,7 +22,7 @@ from mcore_rl.rl.rewards.interface import RewardInput, TextStep
 from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.trial import try_reward
 from mcore_rl.rl.rewards.worker import Job, RewardWorkers
-from mcore_rl.rl.rollout import token_step, token_steps
+from mcore_rl.rl.rollouts.rollout import token_step, token_steps
 from mcore_rl.rl.types import Completion, Episode, Group, Problem, Prompt, Turn, single_version
 from mcore_rl.rl.workers.failure import MAX_TEXT, MAX_TRACEBACK, FailedScore
 from tests.emitted import rows_of

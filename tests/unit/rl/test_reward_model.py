@@ -26,8 +26,8 @@ from mcore_rl.rl.rewards.score import Reward
 from mcore_rl.rl.rewards.worker import Outcome, Score
 from mcore_rl.rl.types import Completion, Group, Problem, Prompt, single_version
 from mcore_rl.rl.workers.failure import FailedScore
-from mcore_rl.run.rl import refuse_other_critic
-from mcore_rl.run.rollouts import load_reward_models, reward_model_source
+from mcore_rl.run.programs.rl import refuse_other_critic
+from mcore_rl.run.programs.rollouts import load_reward_models, reward_model_source
 from tests.generating import prompt_of
 from tests.tiny_models import TINY
 

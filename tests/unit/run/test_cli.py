@@ -20,7 +20,7 @@ from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.run.cli import main, parser_of, split_name
 from mcore_rl.run.commands import COMMANDS
 from mcore_rl.run.log_folders import next_log_dir
-from mcore_rl.run.study import plan
+from mcore_rl.run.study.runs import plan
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "launch/recipes/tiny_moe/pretrain.toml")

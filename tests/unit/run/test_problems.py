@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
-from mcore_rl.rl.prompts import held_out_problems
+from mcore_rl.rl.rollouts.prompts import held_out_problems
 from mcore_rl.run.cli import main
 
 RECIPE = Path(__file__).parents[3] / "launch/recipes/tiny_moe/grpo.toml"

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.backend.launcher import free_port
+from mcore_rl.processes.launcher import free_port
 from mcore_rl.rl.engines.http_client import HttpClient
 from mcore_rl.rl.engines.server_api import ServerError
 from mcore_rl.rl.engines.server_fleet import replacement_request

@@ -16,11 +16,11 @@ from mcore_rl.data.chat import Conversation
 from mcore_rl.data.plan import PackingLimits
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
-from mcore_rl.rl.batch import TrainedSample, make_microbatch
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
 from mcore_rl.rl.environments.conversations import _Draft
-from mcore_rl.rl.objectives.heads import LogprobHead
+from mcore_rl.rl.passes.batch import TrainedSample, make_microbatch
+from mcore_rl.rl.passes.heads import LogprobHead
 from mcore_rl.rl.types import Completion, Episode, Group, Prompt, single_version
 from tests.conversing import (
     END,

@@ -1,0 +1,1 @@
+"""Files of foreign origin, read without running what is in them."""

@@ -1,0 +1,1 @@
+"""The processes of a run: starting ranks, guarding them, ending them together."""

@@ -1,0 +1,1 @@
+"""Measurements of a policy that no update needs."""

@@ -1,0 +1,1 @@
+"""The models beside the policy: reference, teachers, critic."""

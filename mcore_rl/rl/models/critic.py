@@ -1,0 +1,155 @@
+"""The critic: a second model, trained on the returns of rollouts, whose values are the baseline of PPO's advantages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.checkpoint.weights import load_weights
+from mcore_rl.config.rl import LossConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.model.build import settle_weights, unwrap
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
+from mcore_rl.rl.engines.native.engine import evaluating
+from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
+from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.train.state import TrainState
+from mcore_rl.train.step import StepReport, train_step
+
+
+class Critic:
+    """Values by a model with its own optimizer and its own routes. Every method is collective over the world."""
+
+    def __init__(self, state: TrainState, config: RlRunConfig, routes: PolicyRoutes | None = None) -> None:
+        """Prepare this rank.
+
+        Args:
+            state: the model in training, which has a scalar head.
+            config: the run's config.
+            routes: the routes of rl.critic.replay, made by `critic_routes`; None: its routers choose in every pass.
+        """
+        self.state = state
+        self._routes = routes
+        self._config = config
+        self._epochs = config.critic_epochs
+        self._head = ValueHead()
+        self._loss_head = ValueLossHead(config.rl.critic.clip_value)
+
+    def begin(self, policy: Sequence[nn.Module]) -> str:
+        """Give the critic the weights that it starts from and return a line for the log.
+
+        Args:
+            policy: the policy's chunks, which it starts from without `rl.critic.load`; its head is then new.
+        """
+        with self.state.residence.for_saving():
+            return self._begin(policy)
+
+    def _begin(self, policy: Sequence[nn.Module]) -> str:
+        config, model = self._config, self.state.config.model
+        if config.rl.critic.load is None:
+            _copy_layers(policy, self.state.chunks)
+            line = "critic: layers of the policy, and a new head: all values start at 0"
+        else:
+            path = Path(config.rl.critic.load)
+            stored = load_weights(
+                self.state.chunks,
+                self.state.mesh,
+                model,
+                path,
+                verify_checksums=config.checkpoint.verify_checksums,
+                allowed=config.checkpoint.allow_changes,
+            )
+            head = "" if stored.has_scores else ", and a new head: all values start at 0"
+            line = f"critic: weights of {stored.path}{head}"
+        # The optimizer has its own copy of the weights.
+        self.state.optimizer.reload_model_params()
+        return line
+
+    @torch.no_grad()
+    def with_values(self, rollout: Rollout, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Return the minibatches with values under the weights that the critic has now, and record their routes."""
+        chunks, valued = self.state.chunks, []
+        if self._routes is not None:
+            self._routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+        with self.state.residence.for_passes():
+            for one in minibatches:
+                if one.num_samples:
+                    with evaluating(chunks), self._recording(one.microbatches) as routing:
+                        outputs = run_pass(
+                            chunks, one.microbatches, self._head, backward=False, routing=routing
+                        )
+                    one = one.with_numbers("values_T", [output["values"] for output in outputs])
+                valued.append(one)
+        return valued
+
+    def update(self, minibatches: Sequence[Minibatch], returns: Mapping[int, Tensor]) -> list[StepReport]:
+        """Take an optimizer step towards the returns on each minibatch with a trained token, `critic_epochs` times."""
+        reports = []
+        with self.state.residence.for_updates():
+            for minibatch in [one for one in minibatches if one.totals.num_tokens] * self._epochs:
+                microbatches = [one.with_returns(returns) for one in minibatch.microbatches]
+                with self._imposing(microbatches) as routing:
+                    reports.append(train_step(self.state, microbatches, self._loss_head, routing=routing))
+        return reports
+
+    def take_metrics(self) -> list[Metric]:
+        """Return how many choices of its routers the updates since the last call would have changed."""
+        metrics = [] if self._routes is None else self._routes.take_metrics()
+        renamed = {"routes/changed_fraction": "critic/routes_changed_fraction"}
+        return [replace(one, name=renamed[one.name]) for one in metrics if one.name in renamed]
+
+    def _recording(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        if self._routes is None:
+            return nullcontext(free_routing)
+        return self._routes.old_policy(microbatches)
+
+    def _imposing(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        if self._routes is None:
+            return nullcontext(free_routing)
+        return self._routes.update(microbatches, is_old_policy=False)
+
+
+def critic_routes(state: TrainState, config: RlRunConfig) -> PolicyRoutes | None:
+    """Return the routes of the critic `state` for rl.critic.replay="r2"; None: they are not replayed.
+
+    Its pass for values has the part that the pass for old logprobs has for the policy.
+    """
+    if config.rl.critic.replay == "none":
+        return None
+    replay = config.replay.model_copy(update={"kind": "r2", "observe_rollout": False})
+    update = config.rl.update.model_copy(update={"old_logprobs": "trainer"})
+    changes = {
+        "model": config.model.scored,
+        "replay": replay,
+        # Router-shift ratios are of the policy's loss.
+        "rl": config.rl.model_copy(update={"update": update, "loss": LossConfig()}),
+    }
+    return PolicyRoutes(state, config.model_copy(update=changes))
+
+
+@torch.no_grad()
+def _copy_layers(policy: Sequence[nn.Module], critic: Sequence[nn.Module]) -> None:
+    """Copy weights and the routers' expert biases of all but the head; both models are cut alike over the mesh."""
+    settle_weights(policy)
+    for source, target in zip(map(unwrap, policy), map(unwrap, critic), strict=True):
+        theirs = dict(source.named_parameters()) | dict(source.named_buffers())
+        for name, tensor in (*target.named_parameters(), *target.named_buffers()):
+            if not name.startswith("output_layer."):
+                tensor.copy_(theirs[name])
+
+
+def critic_metrics(reports: Sequence[StepReport]) -> Iterator[Metric]:
+    """Yield the metrics of the critic's optimizer steps."""
+    for report in reports:
+        yield Metric("critic/lr", report.learning_rate)
+        if report.skipped:
+            continue
+        yield Metric("critic/loss", report.sums["loss"], report.count)
+        yield Metric("critic/clip_ratio", report.sums["clipped"], report.count)
+        yield Metric("critic/grad_norm", report.grad_norm)

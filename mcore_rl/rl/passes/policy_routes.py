@@ -1,0 +1,285 @@
+"""Routing of every pass over a rollout batch: which passes record, impose or observe routes, and from which cache."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import RoutingError
+from mcore_rl.model.inputs import LocalMicrobatch
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.routers import unfuse_routers
+from mcore_rl.parallel.schedule import Routing, free_routing
+from mcore_rl.replay.cache import RoutingCache
+from mcore_rl.replay.disagreement import DisagreementLimit
+from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
+from mcore_rl.replay.layouts import MicrobatchLayout, SampleSpan
+from mcore_rl.replay.tape import RoutingTape
+from mcore_rl.rl.objectives.router_shift import RouterShift
+from mcore_rl.rl.passes.batch import PolicyMicrobatch
+from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.types import Completion, Prompt
+from mcore_rl.train.state import TrainState
+
+
+class PolicyRoutes:
+    """Routing of the passes over rollout batches; in a dense model every pass routes freely.
+
+    | replay.kind | pass for old logprobs             | updates                           | reference pass           |
+    |-------------|-----------------------------------|-----------------------------------|--------------------------|
+    | none        | records, where there is a pass    | compared with the recorded routes | free                     |
+    | r2          | records                           | recorded routes imposed           | free, or as the updates  |
+    | r3          | the rollout engine's imposed      | the rollout engine's imposed      | free, or as the updates  |
+
+    The first update of a rollout may have no pass for old logprobs before it (`is_old_policy`): its weights are those
+    of the old policy, so that its free routes are the old policy's by definition. With R3 it too is imposed.
+
+    Where ratios are multiplied by the router-shift ratio (`rl.loss.router_shift`), passes for old logprobs record the
+    routers' scores too, and updates compare theirs.
+
+    A recording pass is compared with the rollout engine's routes where the engine returns them
+    (`replay.observe_rollout`).
+
+    Every method is collective over the world.
+    """
+
+    def __init__(self, state: TrainState, config: RlRunConfig) -> None:
+        """Create empty caches."""
+        self._state, self._replay = state, config.replay
+        # Sampled logprobs save the pass for old logprobs, and with it the record that updates are compared with.
+        self._is_recorded = config.rl.update.old_logprobs == "trainer"
+        self._metrics: list[Metric] = []
+        # One list, which the limit fills and each checkpoint saves.
+        self._limit = DisagreementLimit(config.replay, state.progress.disagreement_limits)
+        self._version = 0
+        self._recorded: RoutingCache | None = None
+        self._from_rollout: RoutingCache | None = None
+        self._shift: RouterShift | None = None
+        # For passes of which some layers are routed live: the routes of a live pass, and those that are imposed.
+        self._live: RoutingCache | None = None
+        self._mixed: RoutingCache | None = None
+        if config.model.is_moe:
+            unfuse_routers(state.chunks)
+            self._recorded = RoutingCache(state.chunks, config.model, config.replay)
+            if config.wants_engine_routes:
+                self._from_rollout = RoutingCache(state.chunks, config.model, config.replay)
+            if config.replay.split_layers is not None:
+                self._live, self._mixed = (
+                    RoutingCache(state.chunks, config.model, config.replay) for _ in range(2)
+                )
+            if config.rl.loss.uses_router_shift:
+                self._shift = RouterShift(state.chunks, state.mesh, config.model, config.replay)
+
+    def begin(self, rollout: Rollout, microbatches: Sequence[PolicyMicrobatch]) -> None:
+        """Forget the rollout batch before, and fetch the engine's routes of this one from the ranks that generated it.
+
+        Args:
+            rollout: the completions that this rank's model generated.
+            microbatches: all microbatches in which this rank trains on the rollout batch.
+        """
+        for cache in (self._recorded, self._from_rollout, self._live):
+            if cache is not None:
+                cache.drop(self._version)
+        if self._shift is not None:
+            self._shift.forget()
+        self._version = self._state.progress.step
+        if self._from_rollout is None:
+            return
+        group_size = rollout.rewards_PG.shape[1]
+        routes = {
+            group_index * group_size + index: routes_of(group.prompt, completion, group_index)
+            for group_index, group in rollout.groups.items()
+            for index, completion in enumerate(group.completions)
+        }
+        generated = {sample: found for sample, found in routes.items() if found is not None}
+        layouts = [layout_of(microbatch) for microbatch in microbatches]
+        with self._state.timers.phase("routes"):
+            self._metrics += cache_rollout_routes(
+                self._from_rollout, self._version, generated, layouts, self._state.mesh
+            )
+
+    @contextmanager
+    def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> Iterator[Routing]:
+        """Return the routing of a pass for old logprobs."""
+        with ExitStack() as stack:
+            routing = stack.enter_context(self._old_policy(microbatches))
+            if self._shift is not None:
+                layouts = [layout_of(microbatch) for microbatch in microbatches]
+                routing = stack.enter_context(self._shift.recording(layouts, routing))
+            yield routing
+
+    def _old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        if self._replay.kind == "r3":
+            return self._taped(microbatches, RoutingTape.impose, self._from_rollout, "rollout_routes")
+        name = None if self._from_rollout is None else "rollout_routes"
+        return self._taped(microbatches, RoutingTape.record, self._recorded, name, against=self._from_rollout)
+
+    @contextmanager
+    def update(
+        self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
+    ) -> Iterator[Routing]:
+        """Return the routing of an optimizer step.
+
+        Args:
+            microbatches: this rank's microbatches of the step, with texts that are mixed in.
+            is_old_policy: the weights are the old policy's, and no pass for old logprobs was made.
+        """
+        with ExitStack() as stack:
+            routing = stack.enter_context(self._update(microbatches, is_old_policy=is_old_policy))
+            if self._shift is not None and not is_old_policy:
+                # Texts follow the completions, and have no old scores.
+                layouts = [layout_of(one) for one in microbatches if isinstance(one, PolicyMicrobatch)]
+                compared, plain = stack.enter_context(self._shift.comparing(layouts, routing)), routing
+
+                def mixed(chunk: nn.Module, index: int) -> AbstractContextManager[None]:
+                    return (compared if index < len(layouts) else plain)(chunk, index)
+
+                yield mixed
+            else:
+                yield routing
+
+    @property
+    def next_router_shift(self) -> Callable[[], Tensor] | None:
+        """Function that returns the router-shift ratio `[T]` of one microbatch of an update after the other, on the
+        last stage; None: it is not used.
+        """
+        return None if self._shift is None else self._shift.take
+
+    def _update(
+        self, microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch], *, is_old_policy: bool
+    ) -> AbstractContextManager[Routing]:
+        if self._replay.kind == "r3":
+            name = "rollout_routes" if is_old_policy else "routes"
+            return self._taped(microbatches, RoutingTape.impose, self._from_rollout, name)
+        if is_old_policy or not self._is_recorded:
+            return nullcontext(free_routing)
+        start = RoutingTape.observe if self._replay.kind == "none" else RoutingTape.impose
+        return self._taped(microbatches, start, self._recorded, "routes")
+
+    def reference(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass of the reference policy."""
+        if self._replay.reference == "live":
+            return nullcontext(free_routing)
+        return self.of_old_policy(microbatches)
+
+    @property
+    def has_engine_routes(self) -> bool:
+        """Whether the rollout engine's routes of the rollout batch are here."""
+        return self._from_rollout is not None
+
+    @property
+    def has_old_routes(self) -> bool:
+        """Whether passes for old logprobs leave routes here: those that they recorded, or those that R3 imposed."""
+        return self._recorded is not None and (self._is_recorded or self._replay.kind == "r3")
+
+    def live(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass in which the routers choose for themselves."""
+        return nullcontext(free_routing)
+
+    def of_rollout(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass with the rollout engine's routes."""
+        return self._taped(microbatches, RoutingTape.impose, self._from_rollout, None)
+
+    def of_old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass with the routes of the pass for old logprobs."""
+        cache = self._from_rollout if self._replay.kind == "r3" else self._recorded
+        return self._taped(microbatches, RoutingTape.impose, cache, None)
+
+    def recorded_live(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
+        """Return the routing of a pass like `live`, whose routes `live_before` imposes until the next such pass."""
+        assert self._live is not None, "replay.split_layers is not set"
+        self._live.drop(self._version)
+        return self._taped(microbatches, RoutingTape.record, self._live, None)
+
+    @contextmanager
+    def live_before(
+        self, microbatches: Sequence[PolicyMicrobatch], layer: int, *, of_rollout: bool
+    ) -> Iterator[Routing]:
+        """Return the routing of a pass in which the routers of the layers before `layer` choose for themselves, as they
+        did in the pass of `recorded_live`, and the others get the routes of `of_rollout` or `of_old_policy`.
+        """
+        given = self._from_rollout if of_rollout or self._replay.kind == "r3" else self._recorded
+        assert given is not None and self._live is not None and self._mixed is not None
+        known = set(given.samples(self._version))
+        for sample in self._live.samples(self._version):
+            if sample in known:
+                self._mixed.add_mixed(self._version, sample, self._live, given, layer)
+        with self._taped(microbatches, RoutingTape.impose, self._mixed, None) as routing:
+            yield routing
+        self._mixed.drop(self._version)
+
+    def take_metrics(self) -> list[Metric]:
+        """Return the metrics of the passes since the last call."""
+        metrics, self._metrics = self._metrics, []
+        return metrics
+
+    @contextmanager
+    def _taped(
+        self,
+        microbatches: Sequence[PolicyMicrobatch | LocalMicrobatch],
+        start: Callable[[RoutingTape], Routing],
+        cache: RoutingCache | None,
+        name: str | None,
+        against: RoutingCache | None = None,
+    ) -> Iterator[Routing]:
+        """Arm a tape with `start` on entry, and check its accounts on exit.
+
+        Args:
+            microbatches: this rank's microbatches of the pass.
+            start: `RoutingTape.record`, `impose` or `observe`.
+            cache: what is recorded into or imposed from; None: the model is dense, and routing is free.
+            name: first part of the metrics' names; None: the metrics are not reported.
+            against: cache that a recording pass is compared with.
+        """
+        if cache is None:
+            yield free_routing
+            return
+        state, phase = self._state, self._state.timers.phase
+        with phase("routes"):
+            of_engine = self.has_engine_routes and self._from_rollout in (cache, against)
+            layouts = [layout_of(microbatch, of_engine=of_engine) for microbatch in microbatches]
+            tape = RoutingTape(state.chunks, state.mesh, layouts, cache, self._version, against)
+        with tape:
+            with phase("routes"):
+                routing = start(tape)
+            yield routing
+            with phase("routes"):
+                metrics = tape.finish(name or "routes")
+        if name == "rollout_routes":
+            assert tape.totals is not None
+            problem = self._limit.problem(tape.totals)
+            # The sums are equal on all ranks, so that all of them raise.
+            if problem is not None:
+                raise RoutingError(f"Rollout batch at step {self._version}: {problem}")
+        self._metrics += metrics if name else []
+
+
+def layout_of(microbatch: PolicyMicrobatch | LocalMicrobatch, *, of_engine: bool = False) -> MicrobatchLayout:
+    """Return where the samples of a packed microbatch are; what is left of its row is padding. A text, which has no
+    routes to replay and is routed live, is padding altogether.
+
+    With `of_engine` for routes of the rollout engine, of which the first may be of older weights.
+    """
+    row_length = microbatch.shape[1]
+    if isinstance(microbatch, LocalMicrobatch):
+        return MicrobatchLayout(rows=((SampleSpan(-1, 0, row_length),),), row_length=row_length, packed=True)
+    first_current = microbatch.first_current if of_engine else [0] * len(microbatch.samples)
+    of_samples = zip(microbatch.samples, microbatch.spans, first_current, strict=True)
+    spans = [SampleSpan(sample, *sizes, first) for sample, sizes, first in of_samples]
+    filled = sum(span.num_positions for span in spans)
+    if filled < row_length:
+        spans.append(SampleSpan(-1, 0, row_length - filled))
+    return MicrobatchLayout(rows=(tuple(spans),), row_length=row_length, packed=True)
+
+
+def routes_of(prompt: Prompt, completion: Completion, group: int | None = None) -> RolloutRoutes | None:
+    """Return the routes that the engine returned for a completion of `group`; None when it returned none.
+
+    The last token is left out: it enters no layer, in generation as in training.
+    """
+    if completion.experts_TLK is None:
+        return None
+    tokens_T = torch.tensor((*prompt.tokens_T, *completion.tokens_T)[:-1])
+    return RolloutRoutes(tokens_T, completion.experts_TLK, group)

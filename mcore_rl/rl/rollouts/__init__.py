@@ -1,0 +1,1 @@
+"""Rollout batches: prompts, completions, scores."""

@@ -1,0 +1,60 @@
+"""Evaluation of the policy on prompts that it never trains on."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import comb
+
+from mcore_rl.config.rl import EvalConfig
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED
+from mcore_rl.rl.rollouts.rollout import GroupSummary, Rollouts, sample_seed
+from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.types import Group, Prompt
+
+
+def evaluate_policy(
+    rollouts: Rollouts, prompts: Sequence[Prompt], config: EvalConfig
+) -> tuple[dict[int, Group], list[GroupSummary]]:
+    """Collective over the world: answer the prompts, with seeds that no rollout uses.
+
+    Returns:
+        This replica's answers by the index of their prompt, and summaries of the answers to all prompts.
+    """
+    sampling = replace(rollouts.sampling, cut=Cut(temperature=config.temperature), with_routes=False)
+    seed = rollouts.config.train.seed
+    seeds_PG = [
+        [sample_seed(seed, HELD_OUT_SEED + p, g) for g in range(config.samples)] for p in range(len(prompts))
+    ]
+    groups, summaries, _ = rollouts.generate_and_score(prompts, sampling, seeds_PG)
+    return groups, summaries
+
+
+def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
+    """Yield means over all answers, and pass@k for powers of two up to the number of answers to a prompt. Answers whose
+    score failed count in none of accuracy, reward and pass@k.
+    """
+    rewards = [reward for one in summaries for reward in one.rewards_G if not math.isnan(reward)]
+    scored_PG = [[is_correct for is_correct in one.correct_G if is_correct is not None] for one in summaries]
+    num_answers = sum(len(one.lengths_G) for one in summaries)
+    num_scored = sum(map(len, scored_PG))
+    if num_scored:
+        yield Metric("eval/accuracy", sum(map(sum, scored_PG)), num_scored)
+    if rewards:
+        yield Metric("eval/reward", sum(rewards), len(rewards))
+    yield Metric("eval/prompts", sum(1 for scored_G in scored_PG if scored_G))
+    yield Metric("eval/completion_tokens", sum(sum(one.num_sampled_G) for one in summaries), num_answers)
+    yield Metric("eval/truncated_fraction", sum(sum(one.truncated_G) for one in summaries), num_answers)
+    k = 2
+    while k <= len(summaries[0].correct_G):
+        passes = [pass_at_k(sum(scored_G), len(scored_G), k) for scored_G in scored_PG if len(scored_G) >= k]
+        if passes:
+            yield Metric(f"eval/pass_at_{k}", sum(passes), len(passes))
+        k *= 2
+
+
+def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
+    """Return the probability that one of k samples, drawn from these without replacement, is correct
+    (arXiv 2107.03374, equation 1).
+    """
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)

@@ -1,0 +1,546 @@
+"""Scored completions from prompts, over all replicas of the model."""
+
+import hashlib
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.agree import on_every_rank
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.engines.base import AskingEngine, Engine, Sampling
+from mcore_rl.rl.environments.conversations import Conversations
+from mcore_rl.rl.objectives.advantages import StepReward, constant_groups, groups_to_train_on
+from mcore_rl.rl.passes.batch import SampleShape, TrainedSample
+from mcore_rl.rl.rewards.failures import (
+    FailedPart,
+    FailureReport,
+    first_of_each_kind,
+    refuse_failing_parts,
+)
+from mcore_rl.rl.rewards.from_model import RewardModels
+from mcore_rl.rl.rewards.interface import TextStep
+from mcore_rl.rl.rewards.score import Reward, Scores
+from mcore_rl.rl.rewards.steps import last_token_of
+from mcore_rl.rl.rollouts.flow import GroupFlow
+from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
+from mcore_rl.rl.rollouts.truncation import episodes_reason, truncation_reason
+from mcore_rl.rl.sampling import Cut
+from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """The scored groups of one rollout batch. Completion g of group p is the sample with index p * G + g.
+
+    Groups and samples have the same indices on all ranks; texts, tokens and logprobs stay on the replica that generated
+    them until `exchange_samples`.
+    """
+
+    groups: dict[int, Group]
+    """Groups that this replica generated, by index."""
+    rewards_PG: Tensor
+    """float64: rewards of all groups; NaN: the completion has none, and no part in its group or the loss."""
+    shapes: dict[int, SampleShape]
+    """Shapes of all samples, by index."""
+    num_prompts: int
+    """Prompts taken from the source, with those whose groups dynamic sampling left out."""
+    metrics: list[Metric]
+    """Metrics of all replicas."""
+    steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
+    """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
+    truncation_warning: str | None = None
+    """Likely reason why all completions are truncated; None: some are not."""
+    greedy_rewards_P: Tensor | None = None
+    """float64: reward of the greedy completion of each prompt, with rl.advantage.kind="remax"; NaN: it has none."""
+
+    def samples(self) -> dict[int, TrainedSample]:
+        """Return the samples that this replica generated, by index."""
+        group_size = self.rewards_PG.shape[1]
+        return {
+            (index := p * group_size + g): TrainedSample(
+                tokens_T=torch.tensor(group.prompt.tokens_T + completion.tokens_T),
+                num_prompt_tokens=len(group.prompt.tokens_T),
+                rollout_logprobs_C=torch.tensor(completion.logprobs_T, dtype=torch.float32),
+                is_trained=self.shapes[index].is_trained,
+                sampled_spans=self.shapes[index].sampled_spans,
+                num_stale_tokens=self.shapes[index].num_stale_tokens,
+            )
+            for p, group in self.groups.items()
+            for g, completion in enumerate(group.completions)
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSummary:
+    """Summary of a group that all ranks have."""
+
+    index: int
+    """Index of its prompt among those taken for this rollout batch."""
+    replica_rank: int
+    """Rank, among the data- and context-parallel ones, of the replica that generated it."""
+    num_prompt_tokens: int
+    lengths_G: list[int]
+    """Tokens of each completion, with those of an environment."""
+    num_sampled_G: list[int]
+    """Tokens of each completion that the policy sampled."""
+    spans_G: list[tuple[tuple[int, int], ...] | None]
+    """First index and end of the sampled tokens of each turn, for each completion; None: all tokens are sampled."""
+    truncated_G: list[bool]
+    rewards_G: list[float]
+    """Rewards; NaN where a score failed."""
+    num_stale_G: list[int]
+    """First tokens of each completion that older weights sampled than the engine's present ones."""
+    correct_G: list[bool | None]
+    """Whether the part that decides it is 1 or more; None where its score failed, or no part decides."""
+    steps_GI: Sequence[Sequence[StepReward]] = ()
+    """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
+    teacher: int = 0
+    """Index of the prompt's teacher in `rl.distill.paths`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ReplicaScores:
+    """Scores of one replica that all ranks get; empty on a rank that scores none."""
+
+    summaries: list[GroupSummary] = field(default_factory=list)
+    metrics: list[tuple[str, float, float]] = field(default_factory=list)
+    """Name, value and count of each metric."""
+    num_failed: Counter[str] = field(default_factory=Counter)
+    """Failed scores by part."""
+    first_failures: list[FailedPart] = field(default_factory=list)
+    """The first failure of each kind."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollouts:
+    """Generates and scores groups. Every method is collective over the world."""
+
+    engine: Engine
+    reward: Reward | None
+    """Reward functions, on the one rank of each replica that runs them (`runs_rewards`)."""
+    failures: FailureReport
+    """Report of scores that failed, on rank 0 of the world."""
+    prompts: PromptSource
+    sampling: Sampling
+    mesh: Mesh
+    config: RlRunConfig
+    models: RewardModels | None = None
+    """Reward models among the parts of the reward; None: there are none."""
+    special_ids: frozenset[int] = frozenset()
+    """Special tokens of the tokenizer."""
+    conversations: Conversations | None = None
+    """Conversations with an environment, which the engine's completions are turns of; None: there is none."""
+    flow: GroupFlow | None = None
+    """Groups that are generated while the policy trains; None: it trains and generates in turn."""
+
+    def take(self, cursor: int) -> Rollout:
+        """Return scored groups of the prompts from `cursor` on; with dynamic sampling (DAPO, arXiv 2503.14476) those
+        of further prompts replace groups whose rewards are all equal.
+        """
+        rollout = self.config.rl.rollout
+        num_groups = rollout.prompts_per_step
+        groups: dict[int, Group] = {}
+        summaries: list[GroupSummary] = []
+        metrics: list[Metric] = []
+        for refill in range(1 + (rollout.max_refills if rollout.dynamic_sampling else 0)):
+            first = refill * num_groups
+            prompts = self.prompts.take(cursor + first, num_groups)
+            if self.flow is None:
+                seeds_PG = [self.seeds(cursor + first + p) for p in range(num_groups)]
+                generated, scored, measured = self.generate_and_score(
+                    prompts, self.sampling, seeds_PG, first, is_training=True
+                )
+            else:
+                generated, scored, measured = self._take_from(self.flow, cursor)
+            groups |= generated
+            summaries += scored
+            metrics += measured
+            chosen = summaries
+            if rollout.dynamic_sampling:
+                chosen = [
+                    summaries[index] for index in groups_to_train_on(_rewards_PG(summaries), num_groups)
+                ]
+            if len(chosen) == num_groups:
+                break
+        if rollout.dynamic_sampling:
+            metrics.append(Metric("rollout/refills", refill))
+            metrics.append(Metric("rollout/unused_groups", len(summaries) - len(chosen)))
+        rewards_PG = _rewards_PG(chosen).view(len(chosen), rollout.group_size)
+        if rollout.group_size > 1:
+            metrics += _group_metrics(rewards_PG)
+        greedy_rewards_P = None
+        if self.config.rl.advantage.kind == "remax":
+            greedy_rewards_P = self._greedy_rewards(prompts)
+            scored_P = greedy_rewards_P[~greedy_rewards_P.isnan()]
+            metrics.append(Metric("rollout/greedy_reward", scored_P.sum().item(), len(scored_P)))
+            # A prompt without a baseline has no advantage: its completions are as if their own scores had failed.
+            rewards_PG = rewards_PG.masked_fill(greedy_rewards_P.isnan()[:, None], torch.nan)
+        return Rollout(
+            groups={p: groups[one.index] for p, one in enumerate(chosen) if one.index in groups},
+            rewards_PG=rewards_PG,
+            shapes={
+                p * rollout.group_size + g: SampleShape(
+                    replica_rank=one.replica_rank,
+                    num_prompt_tokens=one.num_prompt_tokens,
+                    num_completion_tokens=one.lengths_G[g],
+                    is_trained=not bool(rewards_PG[p, g].isnan())
+                    and not (self.config.rl.loss.mask_truncated and one.truncated_G[g]),
+                    num_stale_tokens=one.num_stale_G[g],
+                    is_truncated=one.truncated_G[g],
+                    teacher=one.teacher,
+                    sampled_spans=one.spans_G[g],
+                )
+                for p, one in enumerate(chosen)
+                for g in range(rollout.group_size)
+            },
+            num_prompts=len(summaries),
+            metrics=metrics,
+            steps_PGI=[one.steps_GI for one in chosen if one.steps_GI],
+            truncation_warning=self.truncation_warning(groups, summaries),
+            greedy_rewards_P=greedy_rewards_P,
+        )
+
+    def _greedy_rewards(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Return the reward of the greedy completion of each prompt, float64 `[P]`; NaN where its score failed."""
+        greedy = replace(self.sampling, cut=Cut(temperature=0.0), with_routes=False)
+        # Nothing is drawn, so that any seed gives the same completion.
+        _, summaries, _ = self.generate_and_score(prompts, greedy, [[0] for _ in prompts])
+        return _rewards_PG(summaries)[:, 0]
+
+    def truncation_warning(
+        self, groups: Mapping[int, Group], summaries: Sequence[GroupSummary]
+    ) -> str | None:
+        """Return the likely reason why all completions of `summaries` are truncated; None when some are not.
+
+        Args:
+            groups: this replica's groups.
+            summaries: the groups of all replicas.
+        """
+        if not all(is_truncated for one in summaries for is_truncated in one.truncated_G):
+            return None
+        if self.conversations is not None:
+            return episodes_reason(groups.values(), self.sampling)
+        return truncation_reason(groups.values(), self.sampling, self.special_ids, self.engine.decode)
+
+    def generate_and_score(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seeds_PG: Sequence[Sequence[int]],
+        first: int = 0,
+        *,
+        is_training: bool = False,
+    ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
+        """Generate a completion for each seed of each prompt, and score them.
+
+        Args:
+            first: index of the first prompt.
+            is_training: whether the scores of reward models count in what normalises them.
+
+        Returns:
+            This replica's groups by index; summaries of all groups, in order; metrics of all replicas.
+        """
+        own = own_positions(len(prompts), self.mesh)
+        start_s = time.perf_counter()
+        generate = self.engine.generate if self.conversations is None else self.conversations.hold
+        groups = generate([prompts[p] for p in own], sampling, [seeds_PG[p] for p in own])
+        generation_s = time.perf_counter() - start_s
+        return self._scored(
+            {first + p: group for p, group in zip(own, groups, strict=True)},
+            sampling,
+            waited_s=generation_s,
+            generation_s=generation_s,
+            environment_s=None if self.conversations is None else self.conversations.environment_s,
+            is_training=is_training,
+        )
+
+    def seeds(self, index: int) -> list[int]:
+        """Return the seeds of the completions of the prompt `index`."""
+        group_size = self.config.rl.rollout.group_size
+        return [sample_seed(self.config.train.seed, index, g) for g in range(group_size)]
+
+    def update_weights(self, step: int) -> None:
+        """Give the engine the policy's weights after optimizer step `step`, and let further groups start."""
+        if self.flow is None:
+            self.engine.update_weights(step)
+            return
+        with self.flow.held():
+            self.engine.update_weights(step)
+        self.flow.admit(step // self.config.updates_per_rollout)
+
+    def _take_from(
+        self, flow: GroupFlow, cursor: int
+    ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
+        """Take the rollout batch of the prompts from `cursor` on out of `flow`, and score it as it is."""
+        start_s = time.perf_counter()
+        taken_groups, period_s = flow.take(cursor)
+        assert isinstance(self.engine, AskingEngine)
+        groups = [self.engine.of_this_stage(group) for group in taken_groups]
+        taken = self._scored(
+            dict(zip(flow.own_positions, groups, strict=True)),
+            self.sampling,
+            waited_s=time.perf_counter() - start_s,
+            generation_s=period_s,
+            # Environments answer while the policy trains: they are no part of the time that it waited.
+            environment_s=None,
+            is_training=True,
+        )
+        return *taken[:2], [*taken[2], *self._flow_metrics(flow, groups)]
+
+    def _scored(
+        self,
+        by_index: dict[int, Group],
+        sampling: Sampling,
+        *,
+        waited_s: float,
+        generation_s: float,
+        environment_s: float | None,
+        is_training: bool,
+    ) -> tuple[dict[int, Group], list[GroupSummary], list[Metric]]:
+        """Score this replica's groups, by index, as `generate_and_score` returns them.
+
+        Args:
+            waited_s: seconds that the policy waited for the groups.
+            generation_s: seconds in which as many tokens are generated.
+            environment_s: seconds of `waited_s` that environments took; None: not known.
+            is_training: whether the scores of reward models count in what normalises them.
+        """
+        groups = list(by_index.values())
+        generated_s = time.perf_counter()
+        # An error in the scoring of one replica is raised on all ranks, which would otherwise wait for it.
+        of_models = {} if self.models is None else self.models.outcomes(groups, are_counted=is_training)
+        scores = on_every_rank(lambda: self.reward(groups, of_models) if self.reward and groups else None)
+        scored_s = time.perf_counter()
+        local = _ReplicaScores()
+        if scores is not None:
+            by_index = {
+                index: replace(group, reasons_G=scores.reasons_PG[p])
+                for p, (index, group) in enumerate(by_index.items())
+            }
+            summaries = self._summaries(by_index, scores)
+            metrics = [
+                *scores.metrics(),
+                *_rollout_metrics(summaries, waited_s, generation_s),
+                *_cut_metrics(groups, sampling.cut),
+                *([] if self.conversations is None else _episode_metrics(groups, environment_s)),
+                Metric("time/reward_s", scored_s - generated_s),
+            ]
+            local = _ReplicaScores(
+                summaries=summaries,
+                metrics=[(one.name, float(one.value), float(one.count)) for one in metrics],
+                num_failed=Counter(failed.part for failed in scores.failures),
+                first_failures=list(first_of_each_kind(scores.failures)) if scores.failures else [],
+            )
+        gathered = [local] * self.mesh.world.size
+        dist.all_gather_object(gathered, local)
+        all_summaries = sorted(
+            (one for replica in gathered for one in replica.summaries), key=lambda one: one.index
+        )
+        self._report_failures(gathered, sum(len(one.rewards_G) for one in all_summaries))
+        return (
+            by_index,
+            all_summaries,
+            [Metric(*numbers) for replica in gathered for numbers in replica.metrics],
+        )
+
+    def _report_failures(self, gathered: "Sequence[_ReplicaScores]", num_completions: int) -> None:
+        """Report failures on rank 0, and raise on all ranks alike where too many scores of a part have failed."""
+        failures = [failed for replica in gathered for failed in replica.first_failures]
+        if not failures:
+            return
+        if self.mesh.world.rank == 0:
+            self.failures.add(failures)
+        num_failed: Counter[str] = Counter()
+        for replica in gathered:
+            num_failed += replica.num_failed
+        refuse_failing_parts(num_failed, num_completions, failures, self.config.rl.reward.max_failed_fraction)
+
+    def _summaries(self, groups: dict[int, Group], scores: Scores) -> list[GroupSummary]:
+        correctness_PG = scores.correct_PG
+        if correctness_PG is None:
+            correctness_PG = torch.full_like(scores.rewards_PG, torch.nan)
+        correct_PG = [
+            [None if math.isnan(value) else value == 1 for value in row_G]
+            for row_G in correctness_PG.tolist()
+        ]
+        rewards_PG = scores.rewards_PG.tolist()
+        has_steps, distill = self.config.rl.advantage.uses_steps, self.config.rl.distill
+        version = self.engine.policy_version
+        return [
+            GroupSummary(
+                index=index,
+                replica_rank=self.mesh.dp_cp.rank,
+                num_prompt_tokens=len(group.prompt.tokens_T),
+                lengths_G=[len(completion.tokens_T) for completion in group.completions],
+                num_sampled_G=[completion.num_sampled for completion in group.completions],
+                spans_G=[
+                    None if completion.episode is None else completion.episode.spans
+                    for completion in group.completions
+                ],
+                truncated_G=[completion.is_truncated for completion in group.completions],
+                rewards_G=rewards_PG[p],
+                num_stale_G=[num_stale_tokens(one, version) for one in group.completions],
+                correct_G=correct_PG[p],
+                steps_GI=[
+                    token_steps(
+                        completion, steps, self.engine.decode, self.config.rl.reward.environment_weight
+                    )
+                    for completion, steps in zip(group.completions, scores.steps_PG[p], strict=True)
+                ]
+                if has_steps
+                else (),
+                # Prompts without a teacher are refused at the start.
+                teacher=(distill.index_of(group.prompt.problem.fields.get(distill.tag_field)) or 0)
+                if distill.teachers
+                else 0,
+            )
+            for p, (index, group) in enumerate(groups.items())
+        ]
+
+    def _flow_metrics(self, flow: GroupFlow, groups: Sequence[Group]) -> list[Metric]:
+        """Collective over the world: return how many groups have started, and by how many rollout batches the weights
+        that sampled are older than the engine's present ones.
+        """
+        now, updates = self.engine.policy_version, self.config.updates_per_rollout
+        completions = (
+            [one for group in groups for one in group.completions] if runs_rewards(self.mesh) else []
+        )
+        ages = [(now - one.policy_version) / updates for one in completions]
+        local = (flow.started, ages, sum(len(one.versions) > 1 for one in completions))
+        gathered = [local] * self.mesh.world.size
+        dist.all_gather_object(gathered, local)
+        started, ages_of_ranks, num_mixed = zip(*gathered, strict=True)
+        all_ages = [age for ages in ages_of_ranks for age in ages]
+        return [
+            Metric("rollout/started_prompts", max(started)),
+            Metric("rollout/staleness", sum(all_ages), len(all_ages)),
+            Metric("rollout/staleness_max", max(all_ages)),
+            Metric("rollout/mixed_versions_fraction", sum(num_mixed), len(all_ages)),
+        ]
+
+
+def num_stale_tokens(completion: Completion, version: int) -> int:
+    """Return the number of first tokens of a completion that weights older than `version` sampled."""
+    return max((span.end for span in completion.versions if span.version < version), default=0)
+
+
+def runs_rewards(mesh: Mesh) -> bool:
+    """Whether this rank runs the reward functions of its replica."""
+    return mesh.tp.rank == 0 and mesh.pp.rank == 0
+
+
+def sample_seed(seed: int, prompt_index: int, index: int) -> int:
+    """Return the seed of one completion: the same when a run resumes, another for every prompt index and index in
+    the group.
+    """
+    digest = hashlib.blake2b(f"{seed}/{prompt_index}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # a seed is a positive int64
+
+
+def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequence[int]], str]) -> StepReward:
+    """Return the step by its last token: the first one with which the text, which is that of the last turn, is as long
+    as the step. A step that ends with the text ends with the completion's last token.
+    """
+    start, stop = completion.sampled_spans[-1]
+    tokens_T, num_before = completion.tokens_T[start:stop], completion.num_sampled - (stop - start)
+    end = last_token_of(tokens_T, completion.text, step.end, decode)
+    return StepReward(num_before + end, step.value)
+
+
+def token_steps(
+    completion: Completion,
+    steps: Sequence[TextStep],
+    decode: Callable[[Sequence[int]], str],
+    environment_weight: float,
+) -> list[StepReward]:
+    """Return the steps of a completion by their last tokens; in a conversation with an environment each turn is a step
+    too, whose reward counts `environment_weight` times.
+
+    Args:
+        completion: the completion.
+        steps: steps of the text that the parts of the reward score; none: the completion has no reward.
+        decode: text of token ids.
+        environment_weight: weight of the part `environment`.
+    """
+    if not completion.num_sampled or not steps:
+        return []
+    found = [token_step(completion, step, decode) for step in steps]
+    if completion.episode is None:
+        return found
+    values: defaultdict[int, float] = defaultdict(float)
+    num_before = 0
+    for turn in completion.episode.turns if completion.episode.failure is None and environment_weight else ():
+        num_before += turn.end - turn.start
+        values[num_before - 1] += environment_weight * turn.reward
+    for step in found:
+        values[step.end] += step.value
+    return [StepReward(end, values[end]) for end in sorted(values)]
+
+
+def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:
+    return torch.tensor([one.rewards_G for one in summaries], dtype=torch.float64)
+
+
+def _group_metrics(rewards_PG: Tensor) -> list[Metric]:
+    """Return how the rewards of a prompt differ, from rewards `[P, G]`."""
+    # Without a group to train on nothing has a signal: the fraction is 1 then, not 0 of 0.
+    num_constant = int(constant_groups(rewards_PG).sum()) if len(rewards_PG) else 1
+    of_scored = [row_G[~row_G.isnan()] for row_G in rewards_PG]
+    stds = [row_G.std(correction=0).item() for row_G in of_scored if len(row_G)]
+    return [
+        Metric("reward/groups_without_signal_fraction", num_constant, max(1, len(rewards_PG))),
+        Metric("reward/group_std", sum(stds), max(1, len(stds))),
+    ]
+
+
+def _cut_metrics(groups: Sequence[Group], cut: Cut) -> Iterator[Metric]:
+    """Yield the KL of the distribution that tokens were drawn from to the one that is trained on, where they differ.
+
+    The first is the second without the tokens that were cut, over the mass m of those that were kept: the log of their
+    ratio is -log m at every token.
+    """
+    completions = [one for group in groups for one in group.completions]
+    if not cut.is_open and all(one.kept_logprobs_T is not None for one in completions):
+        kept_T = [
+            logprob
+            for one in completions
+            for start, end in one.sampled_spans
+            for logprob in (one.kept_logprobs_T or ())[start:end]
+        ]
+        yield Metric("rollout/cut_kl_nats", -sum(kept_T), len(kept_T))
+
+
+def _episode_metrics(groups: Sequence[Group], environment_s: float | None) -> Iterator[Metric]:
+    """Yield metrics of conversations with an environment, which took `environment_s` seconds for its part, if known."""
+    completions = [one for group in groups for one in group.completions]
+    episodes = [one.episode for one in completions if one.episode is not None]
+    count = len(episodes)
+    yield Metric("environment/turns", sum(len(one.turns) for one in episodes), count)
+    yield Metric("environment/tokens", sum(len(one.tokens_T) - one.num_sampled for one in completions), count)
+    ends = Counter(one.end for one in episodes)
+    for end in get_args(EpisodeEnd):
+        yield Metric(f"environment/ended_{end}_fraction", ends[end], count)
+    if environment_s is not None:
+        yield Metric("time/environment_s", environment_s)
+
+
+def _rollout_metrics(summaries: Sequence[GroupSummary], waited_s: float, generation_s: float) -> list[Metric]:
+    lengths = [length for one in summaries for length in one.num_sampled_G]
+    num_truncated = sum(sum(one.truncated_G) for one in summaries)
+    return [
+        Metric("rollout/completion_tokens", sum(lengths), len(lengths)),
+        Metric("rollout/longest_completion_tokens", max(lengths)),
+        Metric("rollout/prompt_tokens", sum(one.num_prompt_tokens for one in summaries), len(summaries)),
+        Metric("rollout/truncated_fraction", num_truncated, len(lengths)),
+        Metric("rollout/tokens_per_s_per_replica", sum(lengths), generation_s),
+        Metric("time/rollout_s", waited_s),
+    ]

@@ -1,0 +1,95 @@
+"""Completions for people to read: JSON lines of a whole rollout batch, and a table of a few in the log."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_rl.files import write_atomically
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.rollouts.rollout import Rollout
+from mcore_rl.rl.types import Completion
+
+WIDTH = 60
+"""Characters of a text in the log."""
+
+
+def gather_samples(rollout: Rollout, mesh: Mesh) -> list[dict[str, Any]]:
+    """Collective over the data- and context-parallel ranks: return all samples with their rewards (None where a score
+    failed) and the reasons that the parts of the reward gave, in order, on the first rank, and an empty list on the
+    others.
+    """
+    samples_of_groups = {
+        index: [
+            {
+                "problem": group.prompt.problem.problem_id,
+                "prompt": group.prompt.problem.prompt,
+                "answer": group.prompt.problem.answer,
+                "completion": completion.text,
+                "reward": None if math.isnan(reward) else reward,
+                **({"reasons": reasons} if reasons else {}),
+                "tokens": completion.num_sampled,
+                "finish": completion.finish,
+                "policy_version": completion.policy_version,
+                **_conversation(completion),
+                "versions": [[one.version, one.start, one.end] for one in completion.versions],
+            }
+            for completion, reward, reasons in zip(
+                group.completions,
+                rollout.rewards_PG[index].tolist(),
+                group.reasons_G or [{}] * len(group.completions),  # a rank that scored nothing has no reasons
+                strict=True,
+            )
+        ]
+        for index, group in rollout.groups.items()
+    }
+    dp_cp = mesh.dp_cp
+    gathered: list[Mapping[int, list[dict[str, Any]]] | None] = [None] * dp_cp.size
+    dist.gather_object(
+        samples_of_groups, gathered if dp_cp.rank == 0 else None, group=dp_cp.group, group_dst=0
+    )
+    groups = {index: samples for part in gathered if part for index, samples in part.items()}
+    return [sample for index in sorted(groups) for sample in groups[index]]
+
+
+def _conversation(completion: Completion) -> dict[str, Any]:
+    """Return the messages of a conversation with an environment, each of the policy's with its reward, and its end."""
+    episode = completion.episode
+    if episode is None:
+        return {}
+    rewards = iter([turn.reward for turn in episode.turns])
+    turns = [
+        {**message, "reward": next(rewards, None)} if message["role"] == "assistant" else message
+        for message in episode.messages
+    ]
+    failure = {} if episode.failure is None else {"failure": episode.failure.text}
+    return {"turns": turns, "end": episode.end, **failure}
+
+
+def write_samples(folder: Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:
+    """Write `folder/step_<step>.jsonl` in one move, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:07d}.jsonl"
+    lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples]
+    write_atomically(path, "".join(lines))
+    return path
+
+
+def table_lines(samples: Sequence[Mapping[str, Any]], count: int) -> Iterator[str]:
+    """Yield a line for each of `count` samples, spread evenly from the best reward to the worst."""
+    ordered = sorted(samples, key=lambda sample: (sample["reward"] is None, -(sample["reward"] or 0.0)))
+    count = min(count, len(ordered))
+    # Both ends are among them: the first index is 0, the last one len - 1.
+    indices = [round(row * (len(ordered) - 1) / max(1, count - 1)) for row in range(count)]
+    for sample in (ordered[index] for index in indices):
+        prompt, completion, answer = (_shortened(sample[name]) for name in ("prompt", "completion", "answer"))
+        reward = "  none" if sample["reward"] is None else f"{sample['reward']:6.3f}"
+        yield f"reward {reward} | {prompt} -> {completion} | answer {answer}"
+
+
+def _shortened(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= WIDTH else flat[: WIDTH - 3] + "..."

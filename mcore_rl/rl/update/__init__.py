@@ -1,0 +1,1 @@
+"""From a scored rollout batch to optimizer steps."""

@@ -1,0 +1,187 @@
+"""From values and logprobs that lie in parts on the ranks to an advantage of each token, and the critic's returns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.rl.objectives.diagnostics import kl_estimate
+from mcore_rl.rl.objectives.gae import (
+    generalized_advantages,
+    length_adaptive_lambda,
+    token_rewards,
+    whitened,
+    world_moments,
+)
+from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch, SampleShape, samples_of
+from mcore_rl.rl.rollouts.rollout import Rollout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advantages:
+    """Advantages of the samples that this rank trains on.
+
+    Index t of a tensor `[positions]` belongs to token t + 1 of the sample, the one predicted at t.
+    """
+
+    of_samples: Mapping[int, Tensor]
+    """Advantages `[positions]` by the sample's index."""
+    returns: Mapping[int, Tensor] = field(default_factory=dict)
+    """Returns `[positions]` by the sample's index, towards which the critic is trained; empty without a critic."""
+    metrics: Sequence[Metric] = ()
+    """Statistics of values, returns and advantages over the world; empty without a critic."""
+
+
+def at_positions(numbers_C: Tensor, shape: SampleShape) -> Tensor:
+    """Return numbers of a completion's sampled tokens as numbers of the sample's positions: zeros at the others."""
+    numbers_P = numbers_C.new_zeros(shape.num_positions)
+    numbers_P[shape.sampled_positions] = numbers_C[: shape.num_sampled]
+    return numbers_P
+
+
+def token_advantages(
+    config: RlRunConfig,
+    rollout: Rollout,
+    minibatches: Sequence[Minibatch],
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    kl_coeff: float,
+) -> Advantages:
+    """Collective over the world: return the advantages of rl.advantage.kind "gae" or "reinforce_plus_plus".
+
+    Args:
+        config: the run's config.
+        rollout: the rollout batch with its rewards.
+        minibatches: this rank's samples, on the last stage with old and reference logprobs where there is a KL in the
+            reward, and with values where there is a critic.
+        mesh: the mesh.
+        device: device for the reductions.
+        kl_coeff: weight of the KL to the reference in the reward.
+    """
+    advantage, loss, has_critic = config.rl.advantage, config.rl.loss, config.has_critic
+    has_kl = bool(loss.kl_coeff) and loss.kl_in == "reward"
+
+    def numbers(one: PolicyMicrobatch) -> list[Tensor]:
+        found = []
+        if has_kl:
+            assert one.old_logprobs_T is not None and one.reference_logprobs_T is not None
+            found.append(kl_estimate(one.old_logprobs_T, one.reference_logprobs_T, loss.kl_estimator))
+        if has_critic:
+            assert one.values_T is not None
+            found.append(one.values_T)
+        return found
+
+    samples = samples_of(minibatches)
+    shapes = [rollout.shapes[index] for index in samples]
+    tables = _tables_of_completions(minibatches, rollout.shapes, numbers, has_kl + has_critic, mesh, device)
+    none_NC = torch.zeros(tables.shape[1:], dtype=torch.float64)
+    kl_NC, values_NC = tables[0] if has_kl else none_NC, tables[-1] if has_critic else none_NC
+    lengths_N = torch.tensor([shape.num_trained for shape in shapes], dtype=torch.int64)
+    is_token_NC = torch.arange(none_NC.shape[1]) < lengths_N[:, None]
+
+    group_size = rollout.rewards_PG.shape[1]
+    uses_steps = advantage.uses_steps
+    rewards_NC = token_rewards(
+        rollout.rewards_PG.flatten()[samples],
+        kl_NC,
+        lengths_N,
+        kl_coeff=kl_coeff if has_kl else 0.0,
+        steps_NI=[rollout.steps_PGI[index // group_size][index % group_size] for index in samples]
+        if uses_steps
+        else (),
+    )
+    ends_N = torch.zeros(len(samples), dtype=torch.float64)
+    if advantage.bootstrap_truncated:
+        # The last token enters no layer: the state before it is the last one that has a value.
+        last_N = values_NC.gather(1, (lengths_N - 1).clamp(min=0)[:, None])[:, 0]
+        ends_N = last_N.where(torch.tensor([shape.is_truncated for shape in shapes], dtype=torch.bool), 0.0)
+
+    def estimated(lambda_: float | str) -> Tensor:
+        if isinstance(lambda_, str):
+            lambda_N = length_adaptive_lambda(lengths_N, advantage.length_alpha)
+        else:
+            lambda_N = torch.full((len(samples),), lambda_, dtype=torch.float64)
+        return generalized_advantages(
+            rewards_NC, values_NC, lengths_N, gamma=advantage.gamma, lambda_N=lambda_N, ends_N=ends_N
+        )
+
+    def by_sample(numbers_NC: Tensor) -> dict[int, Tensor]:
+        rows = zip(samples, shapes, numbers_NC.float(), strict=True)
+        return {index: at_positions(row_C, shape) for index, shape, row_C in rows}
+
+    # Without values, lambda 1 makes a return-to-go of an advantage.
+    advantages_NC = estimated(advantage.gae_lambda if has_critic else 1.0)
+    # Every rank of a model's replica has the same numbers: data-parallel ranks alone have others.
+    moments = world_moments(advantages_NC[is_token_NC].to(device), mesh.dp)
+    policy_NC = advantages_NC
+    if advantage.whiten or not has_critic:
+        policy_NC = whitened(advantages_NC, lengths_N, moments, ddof=advantage.ddof, eps=advantage.eps)
+    if not has_critic:
+        return Advantages(of_samples=by_sample(policy_NC))
+    critic_lambda = config.rl.critic.gae_lambda
+    if critic_lambda == "auto":
+        critic_lambda = 1.0 if advantage.gae_lambda == "length" else advantage.gae_lambda
+    returns_NC = values_NC + estimated(critic_lambda)
+    values = world_moments(values_NC[is_token_NC].to(device), mesh.dp)
+    returns = world_moments(returns_NC[is_token_NC].to(device), mesh.dp)
+    errors = world_moments((returns_NC - values_NC)[is_token_NC].to(device), mesh.dp)
+    metrics = [
+        Metric("values/mean", values.mean),
+        Metric("values/returns_mean", returns.mean),
+        Metric("values/returns_std", returns.std(0)),
+        Metric("values/advantages_std", moments.std(0)),
+    ]
+    # Returns are sums of values and rewards: of equal rewards they are equal but for the rounding of these.
+    if not returns.are_equal(returns.size + values.size):
+        metrics.append(Metric("values/explained_variance", 1.0 - errors.squares / returns.squares))
+    return Advantages(of_samples=by_sample(policy_NC), returns=by_sample(returns_NC), metrics=metrics)
+
+
+def _tables_of_completions(
+    minibatches: Sequence[Minibatch],
+    shapes: Mapping[int, SampleShape],
+    numbers: Callable[[PolicyMicrobatch], list[Tensor]],
+    num_tables: int,
+    mesh: Mesh,
+    device: torch.device,
+) -> Tensor:
+    """Collective over the context- and pipeline-parallel ranks: return what `numbers` gives on the last stage, `[T]`
+    each, as `[tables, N, C]` by sample and sampled token of the completion: float64 on the CPU, with zeros in the
+    padding. Tokens of an environment have no column: the state after a turn is the one before the next.
+    """
+    samples = samples_of(minibatches)
+    longest = max((shapes[index].num_sampled for index in samples), default=0)
+    tables_FNC = torch.zeros(num_tables, len(samples), longest, dtype=torch.float64, device=device)
+    if not tables_FNC.numel():
+        return tables_FNC.cpu()
+    row_of = {index: row for row, index in enumerate(samples)}
+    if mesh.is_last_stage:
+        for one in (each for minibatch in minibatches for each in minibatch.microbatches if each.samples):
+            rows_N = torch.tensor([row_of[index] for index in one.samples], device=device)
+            column_NP = pad_sequence([_columns(shapes[index]) for index in one.samples], batch_first=True)
+            here_T = one.completion_mask_T
+            sequence_T = one.sequence_T[here_T]
+            columns_T = column_NP.to(device)[sequence_T, one.inputs.position_ids_Bs[0][here_T]]
+            for table_NC, numbers_T in zip(tables_FNC, numbers(one), strict=True):
+                table_NC[rows_N[sequence_T], columns_T] = numbers_T[here_T].double()
+        # Each context-parallel rank has filled its own positions.
+        if mesh.cp.size > 1:
+            dist.all_reduce(tables_FNC, group=mesh.cp.group)
+    # Only the last stage has logits and values, and every stage needs the same advantages.
+    if mesh.pp.size > 1:
+        dist.broadcast(tables_FNC, group=mesh.pp.group, group_src=mesh.pp.size - 1)
+    return tables_FNC.cpu()
+
+
+def _columns(shape: SampleShape) -> Tensor:
+    """Return for each position of a sample the index, among its sampled tokens, of the one predicted there."""
+    column_P = torch.zeros(shape.num_positions, dtype=torch.int64)
+    column_P[shape.sampled_positions] = torch.arange(shape.num_sampled)
+    return column_P

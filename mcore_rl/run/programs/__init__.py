@@ -1,0 +1,1 @@
+"""The training programs, and what they share."""

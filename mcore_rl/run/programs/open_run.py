@@ -1,0 +1,132 @@
+"""A run of any training program: its folder has one writer, its state is that of the last checkpoint."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from mcore_rl.backend.platform import Platform
+from mcore_rl.checks.dependences import mesh_dependences
+from mcore_rl.checks.inputs import contents_of_inputs
+from mcore_rl.checks.programs import program_of
+from mcore_rl.config.extension import load_extensions
+from mcore_rl.config.load import dump_config
+from mcore_rl.config.run import RunConfig
+from mcore_rl.files import full_disk_explained, write_atomically
+from mcore_rl.obs.attempts import add_attempt, this_run_attempt
+from mcore_rl.obs.sinks import open_log, silent_log
+from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.plan.disk import disk_warning
+from mcore_rl.plan.local import device_memory_lines
+from mcore_rl.processes.watchdog import Limits, Watchdog
+from mcore_rl.run.programs.finished_run import refuse_other_run
+from mcore_rl.run.programs.recorded_layers import keep_layers
+from mcore_rl.train.loop import Run
+from mcore_rl.train.run_folder import RunFolder
+from mcore_rl.train.saving import Checkpoints
+from mcore_rl.train.setup import set_up, speed_flags_of
+from mcore_rl.train.stop import StopRequest
+
+
+def is_done(config: RunConfig, platform: Platform) -> bool:
+    """Collective over the world: whether an earlier start did all steps of this run; rank 0 then prints so.
+
+    An error as of `refuse_other_run` where those were the steps of another run.
+    """
+    message = RunFolder(Path(config.run_dir)).done()
+    if message:
+        on_rank_zero(partial(refuse_other_run, config))
+    if message and platform.rank == 0:
+        sys.stdout.write(f"nothing to do: {message}\n")
+    return message is not None
+
+
+@contextmanager
+def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
+    """Collective over the world: become the one writer of `config.run_dir`, and resume the run that is there.
+
+    Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the step at hand, and a rank that takes
+    longer for its start, a step or a save than `train.hang_start_s`, `hang_s` and `hang_save_s` ends itself. On
+    leaving, the log is closed and the folder has no writer.
+
+    Args:
+        config: The config, checked for this world.
+        platform: The platform of this rank, whose process group is up.
+
+    Yields:
+        The run at the step of its last checkpoint, of `checkpoint.load`, or at step 0.
+
+    Raises:
+        CheckpointError: where another process writes to the folder, or a checkpoint cannot be read.
+        TrainingError: where the disk is full for anything else that the run writes, such as its metrics.
+    """
+    extensions = load_extensions(config)
+    folder = RunFolder(Path(config.run_dir))
+    train = config.train
+    limits = Limits(start_s=train.hang_start_s, step_s=train.hang_s, pause_s=train.hang_save_s)
+    with full_disk_explained(folder.path), Watchdog(limits, platform.rank) as watchdog:
+        fence = folder.claim()
+        platform, changed_layers = keep_layers(config.platform, platform, folder)
+        state = set_up(config, platform)
+        inputs = on_rank_zero(partial(contents_of_inputs, config))
+        checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
+        resumption = checkpoints.resume()
+        step = state.progress.step
+        flags = speed_flags_of(config, platform)
+        attempt = this_run_attempt(
+            platform,
+            config.mesh,
+            step,
+            extensions,
+            speed=flags,
+            changes=resumption.changes,
+            warnings=(*resumption.warnings, *changed_layers),
+        )
+
+        def record_start() -> None:
+            # After the resume: one that is refused leaves the config of the run as it was.
+            write_atomically(folder.path / "config.toml", dump_config(config))
+            add_attempt(folder.path, attempt)
+
+        on_rank_zero(record_start)
+        log = silent_log()
+        if platform.rank == 0:
+            settings = config.model_dump(mode="json")
+            log = open_log(folder.path, config.log, step, config.train.steps, settings)
+        for line in [
+            platform.describe(),
+            flags.describe(),
+            *_memory_lines(config, platform),
+            *checkpoints.poll(),
+        ]:
+            log.message(line)
+        for sentence in (*changed_layers, *mesh_dependences(config, platform.world_size)):
+            log.message(f"warning: {sentence}")
+        if platform.rank == 0 and (warning := disk_warning(config)):
+            log.message(f"warning: {warning}")
+        log.write_now(step, checkpoints.take_metrics())
+        with StopRequest(folder.stop_file) as request:
+            yield Run(
+                state=state,
+                folder=folder,
+                checkpoints=checkpoints,
+                log=log,
+                fence=fence,
+                watchdog=watchdog,
+                request=request,
+            )
+        # After an error nothing below happens: releasing the fence is a collective, which other ranks may never
+        # reach. The next start takes the folder over from a process that is gone.
+        log.close()
+        fence.release()
+
+
+def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:
+    """Return the estimate of this run's memory with the layers that it has, where the device's memory is known."""
+    if platform.device_bytes is None:
+        return []
+    settings = config.platform.model_copy(update={"layers": platform.layers})
+    actual = config.model_copy(update={"platform": settings})
+    seq_length = program_of(config).seq_length(config)
+    return list(device_memory_lines(actual, platform.world_size, seq_length, platform.device_bytes))

@@ -1,0 +1,85 @@
+"""One rank of pretraining: `mcore-rl pretrain`, or `torchrun ... -m mcore_rl.run.programs.pretrain CONFIG.toml`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_rl.backend import platform as platforms
+from mcore_rl.checks.run import check
+from mcore_rl.config.load import load_config
+from mcore_rl.config.run import PretrainConfig
+from mcore_rl.data.index_file import unigram_entropy
+from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.processes.launcher import world_size_of_launcher
+from mcore_rl.processes.rank_guard import rank_guard
+from mcore_rl.run.programs.open_run import is_done, open_run
+from mcore_rl.train.batch_size import total_samples
+from mcore_rl.train.loop import SupervisedTrainer
+from mcore_rl.train.objectives import NextTokenHead
+
+
+def main(argv: Sequence[str]) -> int:
+    """Pretrain on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
+    with rank_guard():
+        train(load_config(PretrainConfig, Path(argv[0]), argv[1:]))
+    return 0
+
+
+def train(config: PretrainConfig) -> None:
+    """Collective over the ranks that a launcher started: pretrain to the last step, or until a stop is asked for."""
+    # Everything that a user can get wrong comes first, before a model costs time.
+    check(config, world_size_of_launcher())
+    counts = sample_counts(config)
+    plan = plan_data(
+        config.data,
+        vocab_size=config.model.vocab_size,
+        samples=counts,
+        evaluated_at_once=config.train.global_batch,
+    )
+    config = with_evaluations_of(config, plan)
+    platform = platforms.start(config.platform)
+    if not is_done(config, platform):
+        with open_run(config, platform) as run:
+            for line in plan.warnings:
+                run.log.message(line)
+            cache_dir = config.data.cache_dir
+            datasets = build_datasets(
+                plan,
+                seed=config.train.seed,
+                cache_dir=run.folder.path / "index_cache" if cache_dir == "auto" else Path(cache_dir),
+            )
+            assert datasets.train is not None
+            if platform.rank == 0:
+                # The loss of a model that knows how frequent each token is, and nothing more.
+                entropy = unigram_entropy(*(config.data.valid or config.data.train))
+                run.log.write_now(run.state.progress.step, [Metric("data/unigram_nats", entropy)])
+            SupervisedTrainer(
+                run,
+                NextTokenHead(),
+                train=datasets.train,
+                valid=datasets.valid,
+                test=datasets.test,
+                seq_length=config.data.seq_length,
+            ).run()
+    platforms.stop()
+
+
+def with_evaluations_of(config: PretrainConfig, plan: DataPlan) -> PretrainConfig:
+    """Return the config with as many batches of an evaluation as the data of `plan` has, where they are fewer."""
+    if config.train.eval_batches is None:
+        return config
+    evaluated = [count for count in (plan.samples.valid, plan.samples.test) if count]
+    batches = min(evaluated) // config.train.global_batch if evaluated else None
+    return config.model_copy(update={"train": config.train.model_copy(update={"eval_batches": batches})})
+
+
+def sample_counts(config: PretrainConfig) -> SampleCounts:
+    """Return the number of sequences that the run reads of each split."""
+    evaluated = (config.train.eval_batches or 0) * config.train.global_batch
+    has_test = bool(config.data.test) or not config.data.valid
+    return SampleCounts(train=total_samples(config.train), valid=evaluated, test=evaluated if has_test else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,363 @@
+"""One rank of reinforcement learning: `mcore-rl rl`, or `torchrun ... -m mcore_rl.run.programs.rl CONFIG.toml`."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.backend import platform as platforms
+from mcore_rl.checkpoint.folder import check
+from mcore_rl.checkpoint.read import find_checkpoint
+from mcore_rl.checks.mesh import mesh_violations
+from mcore_rl.checks.rl_run import check_rl
+from mcore_rl.checks.run import refuse
+from mcore_rl.config.data import DataConfig
+from mcore_rl.config.distill import SELF
+from mcore_rl.config.load import load_config
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.config.sft import SFTDataConfig
+from mcore_rl.data.chat import load_chat
+from mcore_rl.data.examples import read_examples
+from mcore_rl.data.indexed import DataPlan, SampleCounts, build_datasets, plan_data
+from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
+from mcore_rl.data.tokenizer import Tokenizer
+from mcore_rl.errors import ConfigError
+from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.agree import on_rank_zero
+from mcore_rl.processes.launcher import world_size_of_launcher
+from mcore_rl.processes.rank_guard import rank_guard
+from mcore_rl.rl.engines.native.engine import MegatronEngine
+from mcore_rl.rl.engines.served import ServedEngine
+from mcore_rl.rl.environments.trial import try_environment
+from mcore_rl.rl.models.critic import Critic, critic_routes
+from mcore_rl.rl.models.frozen_model import FrozenModel, model_to_freeze
+from mcore_rl.rl.models.reference import Reference
+from mcore_rl.rl.models.teachers import Teachers, TeacherSource
+from mcore_rl.rl.passes.policy_routes import PolicyRoutes
+from mcore_rl.rl.passes.texts import Texts
+from mcore_rl.rl.rewards.failures import FailedPart, FailureReport
+from mcore_rl.rl.rewards.trial import TRIED_AT_START, try_reward
+from mcore_rl.rl.rollouts.prompts import refuse_prompts_without_teacher
+from mcore_rl.rl.trainer import RlTrainer
+from mcore_rl.rl.update.learner import Learner
+from mcore_rl.run.programs.open_run import is_done, open_run
+from mcore_rl.run.programs.rollouts import Prompts, load_prompts, make_flow, open_rollouts
+from mcore_rl.run.trained_model import read_trained_model, refuse_other_tokenizer, run_of_checkpoint
+from mcore_rl.train.loop import Run
+
+OF_LAYERS = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+"""Fields of a model in which a critic's checkpoint cannot differ from the policy; the others are found in loading."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train a policy on this rank; `argv` is a config file and overrides. Returns 0 when done or stopped as asked."""
+    with rank_guard():
+        train(load_config(RlRunConfig, Path(argv[0]), argv[1:]))
+    return 0
+
+
+def train(config: RlRunConfig) -> None:
+    """Collective over the ranks that a launcher started: train to the last step, or until a stop is asked for."""
+    # Everything that a user can get wrong comes first, before a model costs time.
+    check_rl(config, world_size_of_launcher())
+    refuse_other_critic(config)
+    prompts = load_prompts(config)
+    text_source = read_texts(config, prompts.tokenizer)
+    platform = platforms.start(config.platform, allows_te=config.allows_te)
+    if not is_done(config, platform):
+        failed_at_start = on_rank_zero(lambda: try_reward_of(config, prompts))
+        teacher_sources = on_rank_zero(lambda: sources_of_teachers(config, prompts))
+        with ExitStack() as stack:
+            run = stack.enter_context(open_run(config, platform))
+            failures = FailureReport(run.log.message, run.folder.path)
+            failures.add(failed_at_start)
+            rollouts = stack.enter_context(
+                open_rollouts(config, prompts, run.state.chunks, run.state.mesh, platform, failures)
+            )
+            if rollouts.models is not None:
+                # One dict, which the models change and each checkpoint saves.
+                rollouts.models.moments = run.state.progress.reward_moments
+            for line in [*prompts.describe(), *warnings_of(config)]:
+                run.log.message(line)
+            run.log.write_now(run.state.progress.step, [Metric("data/prompts", prompts.train.num_prompts)])
+            if config.rl.rollout.max_staleness:
+                rollouts.flow = stack.enter_context(closing(make_flow(config, rollouts, run.state.progress)))
+            rollouts.update_weights(run.state.progress.step)
+            if isinstance(rollouts.engine, ServedEngine):
+                rollouts.engine.on_event = run.log.message
+                for line in rollouts.engine.take_lines():
+                    run.log.message(line)
+            if isinstance(rollouts.engine, MegatronEngine) and platform.device.type == "cuda":
+                run.log.message(rollouts.engine.describe())
+            routes = PolicyRoutes(run.state, config)
+            reference, vocab_size = load_reference(config, run), prompts.tokenizer.vocab_size
+            critic = make_critic(config, run)
+            teachers = load_teachers(config, run, teacher_sources)
+            learner = Learner(
+                run.state,
+                config,
+                reference,
+                routes,
+                critic,
+                vocab_size=vocab_size,
+                teachers=teachers,
+                texts=load_texts(config, run, text_source),
+            )
+            RlTrainer(run, config, rollouts, learner, prompts.held_out).run()
+    platforms.stop()
+
+
+def try_reward_of(config: RlRunConfig, prompts: Prompts) -> tuple[FailedPart, ...]:
+    """Call the reward and the environment once on real prompts, before a model costs time; TrainingError where a part
+    always fails.
+    """
+    reward, limit, tried = (
+        config.rl.reward,
+        config.rl.max_completion_tokens,
+        prompts.train.take(0, TRIED_AT_START),
+    )
+    return (
+        *try_environment(config, tried, prompts.chat),
+        *try_reward(reward, limit, tried, prompts.tokenizer.encode),
+    )
+
+
+def warnings_of(config: RlRunConfig) -> Iterator[str]:
+    """Yield a sentence on each setting that is valid and likely to disappoint."""
+    source = run_of_checkpoint(Path(config.checkpoint.load)) if config.checkpoint.load else None
+    learned = read_trained_model(source).chat_template if source is not None else None
+    if learned is not None and learned != config.data.chat_template:
+        yield (
+            f'warning: data.chat_template="{config.data.chat_template}", and the run of checkpoint.load={source} was '
+            f'trained with "{learned}": where the two differ, the model reads turns, and ends them, otherwise than it '
+            "has learned. Set the same."
+        )
+    moe = config.model.moe
+    moving = {
+        "aux_loss_coeff": moe.aux_loss_coeff if moe.balance != "none" else 0.0,
+        "z_loss_coeff": moe.z_loss_coeff,
+        "expert_bias_rate": moe.expert_bias_rate if moe.expert_bias and not config.rl.freeze_router else 0.0,
+    }
+    if config.model.is_moe and any(moving.values()):
+        named = ", ".join(f"model.moe.{name}={value}" for name, value in moving.items() if value)
+        yield (
+            f"{named}: the balance of the experts moves the policy too, also in a rollout batch whose rewards are all "
+            "equal (Adam makes a step of optim.lr of a gradient of any size). Set it to 0 to learn from rewards alone, "
+            "and rl.freeze_router=true to keep the routers as they are."
+        )
+    rollout = config.rl.rollout
+    cuts = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
+    off = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+    if set_cuts := [f"rl.rollout.{name}={value}" for name, value in cuts.items() if value != off[name]]:
+        yield (
+            f"warning: {', '.join(set_cuts)}: tokens are sampled from a part of the distribution and trained on with "
+            "their probabilities in the whole one, so that updates move probability to the tokens that were cut "
+            "(see rollout/cut_kl_nats). Set top_k=none, top_p=1 and min_p=0 to train on what was sampled."
+        )
+    dtype, precision = config.rl.engine.dtype, config.platform.precision
+    if dtype not in ("auto", precision):
+        yield (
+            f'warning: rl.engine.dtype="{dtype}" with platform.precision="{precision}": servers sample with other '
+            "rounding than the trainer's, which rollout/mismatch_kl_nats measures. Set rl.loss.importance_sampling to "
+            "correct for it."
+        )
+    capacity_factor = config.model.moe.capacity_factor
+    if config.model.is_moe and capacity_factor:
+        yield (
+            f"warning: model.moe.capacity_factor={capacity_factor}: the trainer drops what an expert has no room for, "
+            "the rollout engine drops nothing, so that the sampled logprobs differ from the trainer's also where the "
+            "weights are equal (see moe/dropped_fraction and rollout/mismatch_kl_nats). Set it to none to train on "
+            "what was sampled."
+        )
+    has_token_ratio = config.rl.loss.kind in ("grpo", "ppo", "cispo")
+    if config.model.is_moe and has_token_ratio and config.replay.kind == "none":
+        yield (
+            f'warning: rl.loss.kind="{config.rl.loss.kind}" on a mixture of experts without routing replay: after an '
+            "update tokens go to other experts, and their ratios measure that too (see routes/changed_fraction); "
+            'large models have not converged so (arXiv 2507.18071). Set replay.kind="r2" or "r3", or kind="gspo".'
+        )
+
+
+def refuse_other_critic(config: RlRunConfig) -> None:
+    """Raise a ConfigError where rl.critic.load is of a model with other layers than the policy's."""
+    own = Path(config.run_dir) / "checkpoints"
+    if not config.has_critic or config.rl.critic.load is None or (own.is_dir() and any(own.iterdir())):
+        return
+    path = find_checkpoint(Path(config.rl.critic.load))
+    stored = ModelConfig.model_validate_json(json.dumps(check(path).model))
+    differing = [
+        f"{name} {getattr(stored, name)} instead of {getattr(config.model, name)}"
+        for name in OF_LAYERS
+        if getattr(stored, name) != getattr(config.model, name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"rl.critic.load={config.rl.critic.load} is of a model with {', '.join(differing)}: the critic has the "
+            "policy's layers. Name a checkpoint of the policy's model, or leave it out to start from the policy."
+        )
+
+
+def load_reference(config: RlRunConfig, run: Run) -> Reference | None:
+    """Collective over the world: return the reference policy of the run, at step 0 the policy; None without KL."""
+    if not config.rl.loss.kl_coeff:
+        return None
+    reference = Reference(
+        run.state.chunks,
+        run.state.mesh,
+        config.model,
+        run.folder.path / "reference",
+        run.folder.checkpoints,
+        store=config.rl.loss.reference_store,
+        allowed=config.checkpoint.allow_changes,
+    )
+    step = run.state.progress.step
+    if step == 0:
+        reference.set(0)
+    else:
+        run.log.message(f"reference policy: {reference.resume(step)}")
+    return reference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSource:
+    """The data of `rl.ptx`, which passed all checks."""
+
+    packed: PackedSequences | None
+    """Conversations; None: the texts are tokens on disk."""
+    plan: DataPlan | None
+    """Tokens on disk; None: the texts are conversations."""
+
+
+def read_texts(config: RlRunConfig, tokenizer: Tokenizer) -> TextSource | None:
+    """Return the texts of `rl.ptx` for all steps; None without any. DataError names lines that are no conversation."""
+    ptx, length = config.rl.ptx, config.packed_length
+    if not ptx.coeff:
+        return None
+    num_sequences = config.train.steps * ptx.sequences
+    if ptx.tokens:
+        data = DataConfig(train=ptx.tokens, split=(1.0, 0.0, 0.0), seq_length=length)
+        counts = SampleCounts(train=num_sequences, valid=0, test=0)
+        plan = plan_data(data, vocab_size=config.model.vocab_size, samples=counts)
+        return TextSource(packed=None, plan=plan)
+    chat = load_chat(config.data.chat_template, tokenizer, config.data.tokenizer.path)
+    form = SFTDataConfig(train=ptx.files, seq_length=length, too_long="skip")
+    packing = PackingOptions(
+        row_length=length,
+        length_multiple=config.mesh.zigzag,
+        buffer=form.pack_buffer,
+        seed=config.train.seed,
+        pad_id=tokenizer.eod_id,
+    )
+    packed = PackedSequences(read_examples(ptx.files, form, chat), packing, num_sequences)
+    return TextSource(packed=packed, plan=None)
+
+
+def load_texts(config: RlRunConfig, run: Run, source: TextSource | None) -> Texts | None:
+    """Collective over the world: return the texts that are mixed into updates; None without any."""
+    if source is None:
+        return None
+    mesh, device = run.state.mesh, run.state.platform.device
+    if source.packed is not None:
+        examples = source.packed.examples
+        run.log.message(
+            f"rl.ptx: {len(examples)} conversations, {examples.num_skipped} too long and left out"
+        )
+        return Texts(source.packed, config.rl.ptx.sequences, mesh, device)
+    assert source.plan is not None
+    datasets = build_datasets(source.plan, seed=config.train.seed, cache_dir=run.folder.path / "index_cache")
+    return Texts(datasets.train, config.rl.ptx.sequences, mesh, device)
+
+
+def sources_of_teachers(config: RlRunConfig, prompts: Prompts) -> list[TeacherSource | None]:
+    """Return the models that `rl.distill` names, after all checks that need no weights; None is the policy's earlier
+    self.
+
+    Raises:
+        ConfigError: where a checkpoint is of no language model of the policy's vocabulary, or does not fit the mesh.
+        DataError: where it was trained with another tokenizer, or a prompt names a teacher that is not there.
+    """
+    distill = config.rl.distill
+    if distill.paths:
+        refuse_prompts_without_teacher(prompts.train, distill)
+    return [
+        None if path == SELF else teacher_source(path, config, prompts.tokenizer) for path in distill.paths
+    ]
+
+
+def teacher_source(named: str, config: RlRunConfig, tokenizer: Tokenizer) -> TeacherSource:
+    """Return the model of a teacher's checkpoint, as `sources_of_teachers`."""
+    path, field = find_checkpoint(Path(named)), f"rl.distill: teacher {named}"
+    refuse_other_tokenizer(tokenizer, str(path), "rl.distill")
+    model = model_to_freeze(path, config.model)
+    if model.head != "logits":
+        raise ConfigError(f"{field} is a reward model, which has no logprobs. Name a language model.")
+    if model.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"{field} has {model.vocab_size} tokens, the policy {config.model.vocab_size}: their logprobs would be of "
+            "other tokens. Name a teacher with the policy's tokenizer and vocabulary."
+        )
+    if model.max_position < config.longest_sample:
+        raise ConfigError(
+            f"{field} has model.max_position={model.max_position}, and the longest prompt with its completion has "
+            f"{config.longest_sample} tokens. Shorten rl.prompts.max_tokens or rl.rollout.max_new_tokens."
+        )
+    refuse(
+        [
+            f"{field}: {violation}"
+            for violation in mesh_violations(model, config.mesh, config.packed_length, "the policy's")
+        ]
+    )
+    return TeacherSource(path=path, model=model)
+
+
+def load_teachers(config: RlRunConfig, run: Run, sources: Sequence[TeacherSource | None]) -> Teachers | None:
+    """Collective over the world: return the teachers of the run; None where there are none."""
+    if not sources:
+        return None
+    state, step = run.state, run.state.progress.step
+    teachers: list[FrozenModel | Reference] = []
+    for source in sources:
+        if source is not None:
+            store = config.rl.distill.store
+            teachers.append(
+                FrozenModel(source.model, source.path, config, state.mesh, state.platform, store=store)
+            )
+            run.log.message(f"teacher: weights of {source.path}")
+            continue
+        folder = run.folder.path / "teacher"
+        earlier = Reference(
+            state.chunks,
+            state.mesh,
+            config.model,
+            folder,
+            run.folder.checkpoints,
+            needed_by='rl.distill.teacher="self"',
+            store=config.rl.distill.store,
+            allowed=config.checkpoint.allow_changes,
+        )
+        if step == 0:
+            earlier.set(0)
+        else:
+            run.log.message(f"teacher: {earlier.resume(step)}")
+        teachers.append(earlier)
+    return Teachers(teachers)
+
+
+def make_critic(config: RlRunConfig, run: Run) -> Critic | None:
+    """Collective over the world: return the run's critic, at step 0 with the weights of rl.critic.load or of the
+    policy, later with the checkpoint's; None for a run without a critic.
+    """
+    state = run.state.critic
+    if state is None:
+        return None
+    critic = Critic(state, config, critic_routes(state, config))
+    if run.state.progress.step == 0:
+        run.log.message(critic.begin(run.state.chunks))
+    return critic
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

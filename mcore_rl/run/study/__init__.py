@@ -1,0 +1,1 @@
+"""Studies: many runs of one config, side by side."""

@@ -1,0 +1,139 @@
+"""Microbatches of completions: what lies at each position."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mcore_rl.data.plan import PackingLimits
+from mcore_rl.parallel.mesh import Axis
+from mcore_rl.rl.passes.batch import SampleShape, TrainedSample, make_microbatch
+from mcore_rl.rl.update.token_advantages import at_positions
+
+ALONE = Axis(None, 0, 1)  # type: ignore[arg-type]
+CPU = torch.device("cpu")
+
+
+def sample(
+    prompt: list[int], said: list[int], *, is_trained: bool = True, num_stale_tokens: int = 0
+) -> TrainedSample:
+    return TrainedSample(
+        tokens_T=torch.tensor(prompt + said),
+        num_prompt_tokens=len(prompt),
+        rollout_logprobs_C=-torch.tensor(said, dtype=torch.float32),
+        is_trained=is_trained,
+        num_stale_tokens=num_stale_tokens,
+    )
+
+
+SAMPLES = {
+    3: sample([11, 12], [21, 22, 23]),
+    5: sample([13], [24], is_trained=False),
+    8: sample([14, 15, 16], [25, 26]),
+}
+
+
+def test_index_t_belongs_to_the_token_that_is_predicted_there() -> None:
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=2)
+    batch = make_microbatch(SAMPLES, [3, 5, 8], limits, ALONE, CPU)
+    # 4 + 1 + 4 positions, padded to 4 + 2 + 4, and the row to 12.
+    assert batch.shape == (1, 12)
+    assert batch.spans == ((4, 4), (1, 2), (4, 4))
+    assert batch.inputs.tokens_Bs.tolist() == [[11, 12, 21, 22, 13, 0, 14, 15, 16, 25, 0, 0]]
+    assert batch.inputs.position_ids_Bs.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 0, 1]]
+    assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 25, 26]
+    assert batch.rollout_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -25, -26]
+    assert batch.inputs.labels_Bs[0][batch.completion_mask_T].tolist() == [21, 22, 23, 24, 25, 26]
+    assert batch.sequence_T[batch.mask_T].tolist() == [0, 0, 0, 2, 2]
+    assert batch.lengths_N.tolist() == [3, 0, 2]
+    assert batch.inputs.is_padding_Bs is not None
+    assert batch.inputs.is_padding_Bs[0].nonzero().flatten().tolist() == [5, 10, 11]
+    assert batch.inputs.packed is not None and batch.inputs.packed.lengths == (4, 2, 4, 2)
+
+
+def test_tokens_of_an_environment_are_read_and_neither_trained_on_nor_counted() -> None:
+    said = [21, 22, 91, 92, 23, 93, 24]
+    conversation = dataclasses.replace(sample([11, 12], said), sampled_spans=((0, 2), (4, 5), (6, 7)))
+    assert conversation.sampled_C.tolist() == [True, True, False, False, True, False, True]
+    limits = PackingLimits(max_tokens=32, multiple=1, sample_multiple=1)
+    samples = {0: conversation, 1: SAMPLES[3], 2: dataclasses.replace(conversation, is_trained=False)}
+    batch = make_microbatch(samples, [0, 1, 2], limits, ALONE, CPU)
+    assert batch.inputs.tokens_Bs[0, :8].tolist() == [11, 12, *said[:-1]]
+    assert batch.inputs.labels_Bs[0][batch.mask_T].tolist() == [21, 22, 23, 24, 21, 22, 23]
+    assert batch.rollout_logprobs_T[batch.mask_T].tolist() == [-21, -22, -23, -24, -21, -22, -23]
+    assert batch.completion_mask_T.sum() == 4 + 3 + 4
+    assert batch.lengths_N.tolist() == [4, 3, 0]
+    shape = SampleShape(
+        replica_rank=0,
+        num_prompt_tokens=2,
+        num_completion_tokens=7,
+        is_trained=True,
+        sampled_spans=conversation.sampled_spans,
+    )
+    assert (shape.num_positions, shape.num_sampled, shape.num_trained) == (8, 4, 4)
+    assert shape.sampled_positions.tolist() == batch.completion_mask_T[:8].nonzero().flatten().tolist()
+    at_positions_P = at_positions(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), shape)
+    assert at_positions_P.tolist() == [0, 1, 2, 0, 0, 3, 0, 4]
+
+
+def test_advantages_and_loss_weights_come_by_the_samples_indices() -> None:
+    batch = make_microbatch(
+        SAMPLES, [8, 3], PackingLimits(max_tokens=16, multiple=1, sample_multiple=1), ALONE, CPU
+    )
+    numbers_N = torch.arange(10, dtype=torch.float64)
+    weighted = batch.with_advantages({3: numbers_N[3].expand(4), 8: numbers_N[8].expand(4)}, 10 * numbers_N)
+    assert weighted.advantages_T is not None and weighted.loss_weights_T is not None
+    assert weighted.advantages_T.tolist() == [0, 0, 8, 8, 0, 3, 3, 3]
+    assert weighted.loss_weights_T.tolist() == [0, 0, 80, 80, 0, 30, 30, 30]
+
+
+def test_advantages_of_tokens_lie_where_the_tokens_are_predicted() -> None:
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=4)
+    by_position = {8: torch.tensor([0.0, 0.0, 4.0, 5.0]), 3: torch.tensor([0.0, 1.0, 2.0, 3.0])}
+    held = []
+    for rank in (0, 1):
+        batch = make_microbatch(SAMPLES, [8, 3], limits, Axis(None, rank, 2), CPU)  # type: ignore[arg-type]
+        weighted = batch.with_advantages(by_position, torch.ones(10))
+        assert weighted.advantages_T is not None
+        labels = batch.inputs.labels_Bs[0][batch.mask_T].tolist()
+        held += zip(labels, weighted.advantages_T[batch.mask_T].tolist(), strict=True)
+    assert sorted(held) == [(21, 1), (22, 2), (23, 3), (25, 4), (26, 5)]
+    whole = make_microbatch(SAMPLES, [8, 3], limits, ALONE, CPU).with_advantages(by_position, torch.ones(10))
+    assert whole.advantages_T is not None and whole.advantages_T.tolist()[:8] == [0, 0, 4, 5, 0, 1, 2, 3]
+
+
+def test_a_microbatch_without_samples_is_padding_that_counts_for_nothing() -> None:
+    for is_fixed, length in ((False, 4), (True, 16)):
+        limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=1, is_fixed=is_fixed)
+        batch = make_microbatch({}, [], limits, ALONE, CPU).with_advantages({}, torch.ones(3))
+        assert batch.shape == (1, length)
+        assert not batch.mask_T.any() and batch.inputs.is_padding_Bs is not None
+        assert batch.inputs.is_padding_Bs.all()
+        assert batch.loss_weights_T is not None and batch.loss_weights_T.sum() == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_context_parallel_ranks_hold_their_chunks_of_each_sample(rank: int) -> None:
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=4)
+    batch = make_microbatch(SAMPLES, [3, 8], limits, Axis(None, rank, 2), CPU)  # type: ignore[arg-type]
+    whole = make_microbatch(SAMPLES, [3, 8], limits, ALONE, CPU)
+    places = [0, 3, 4, 7] if rank == 0 else [1, 2, 5, 6]
+    assert batch.shape == whole.shape == (1, 8)
+    assert batch.inputs.tokens_Bs[0].tolist() == whole.inputs.tokens_Bs[0][places].tolist()
+    assert batch.rollout_logprobs_T.tolist() == whole.rollout_logprobs_T[places].tolist()
+    assert batch.mask_T.tolist() == whole.mask_T[places].tolist()
+    assert batch.lengths_N.tolist() == [3, 2], "of whole samples"
+
+
+def test_stale_tokens_are_the_first_of_a_completion() -> None:
+    """Two of three tokens; none; all. Routes of the prompt are stale with the first token."""
+    samples = {
+        3: sample([11, 12], [21, 22, 23], num_stale_tokens=2),
+        5: sample([13], [24]),
+        8: sample([14, 15, 16], [25, 26], num_stale_tokens=2),
+    }
+    limits = PackingLimits(max_tokens=16, multiple=4, sample_multiple=2)
+    batch = make_microbatch(samples, [3, 5, 8], limits, ALONE, CPU)
+    assert batch.inputs.labels_Bs[0][batch.is_stale_T].tolist() == [21, 22, 25, 26]
+    assert batch.first_current == (3, 0, 4)
+    assert [len(samples[n].tokens_T) - 1 for n in (3, 8)] == [4, 4]  # one position is current, and none
