@@ -1,7 +1,7 @@
 # mcore_rl on NVIDIA's PyTorch image, which brings torch, CUDA, NCCL, TransformerEngine and apex, built for one another.
 #   docker build -t mcore-rl .
 #   docker run --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/runs:/workspace/runs" mcore-rl \
-#       mcore-rl pretrain launch/recipes/tiny_moe/pretrain.toml data.train='["/data/books"]'
+#       mcore-rl pretrain tiny_moe/pretrain data.train='["/data/books"]'
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.12-py3
 FROM ${BASE_IMAGE}
 

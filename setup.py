@@ -1,8 +1,10 @@
 """Package of `mcore_rl`. Exact versions are in constraints.txt; here are the ranges that should work."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = next(
@@ -59,6 +61,19 @@ EXTRAS = {
     ],
 }
 
+
+class WithLaunchFiles(build_py):
+    """Copies recipes, clusters and templates into the package, where `mcore_rl.files.shipped` finds them."""
+
+    def run(self) -> None:
+        """Build, then copy; an editable install reads them in the repository."""
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "mcore_rl", "shipped")
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(HERE / "launch", target, ignore=ignored, dirs_exist_ok=True)
+
+
 setup(
     name="mcore-rl",
     version=VERSION,
@@ -78,13 +93,13 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    packages=find_packages(include=["mcore_rl", "mcore_rl.*", "launch"]),
+    packages=find_packages(include=["mcore_rl", "mcore_rl.*"]),
     package_data={
         "mcore_rl": ["py.typed"],
         "mcore_rl.backend.cpu": ["compiled.cpp", "compiled_attention.cpp", "compiled_products.h"],
         "mcore_rl.report": ["page/*", "page/vendor/*"],
-        "launch": ["py.typed", "templates/*", "clusters/*.toml", "recipes/*/*.toml"],
     },
+    cmdclass={"build_py": WithLaunchFiles},
     python_requires=">=3.11",
     install_requires=REQUIRES,
     extras_require=EXTRAS,

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
-from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.load import load_config
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.files import shipped
 from mcore_rl.plan.device import DEVICES
 from mcore_rl.plan.flops import train_flops_per_token
 from mcore_rl.plan.parts import Workload
@@ -27,7 +27,7 @@ from mcore_rl.plan.rates import Rates
 from mcore_rl.plan.rollout import Engine, Lengths, forward_seconds, generation
 from mcore_rl.plan.step import step, tokens_per_s
 
-RECIPES = Path(__file__).parents[1] / "launch" / "recipes"
+RECIPES = shipped("recipes")
 LENGTH = 4096
 MOE_ACT = {"recompute": "selective", "recompute_modules": ("moe_act", "layernorm")}
 LATENT = {"recompute": "selective", "recompute_modules": ("mla_up_proj", "mlp")}

@@ -21,7 +21,7 @@ EXIT_STATUSES: Mapping[int, str] = MappingProxyType(
         PIPE_CLOSED_STATUS: "the reader of the output, such as `head`, ended first",
     }
 )
-"""Exit statuses of the commands and of ranks; 128 + n is the end by signal n. Those of jobs are in launch/job.py."""
+"""Exit statuses of commands and ranks; 128 + n is the end by signal n. mcore_rl/launch/job.py has those of jobs."""
 
 
 class McoreRlError(Exception):

@@ -45,6 +45,14 @@ Stamps = Mapping[str, Sequence[int]]
 """Inode, size and times of each file below a folder, by relative path: while they are the same, so is the content."""
 
 
+def shipped(folder: str) -> Path:
+    """Return the folder `recipes`, `clusters` or `templates` of launch/: inside the installed package, or beside it in
+    a checkout and in a job's copy of the code.
+    """
+    inside = Path(__file__).parent / "shipped"
+    return (inside if inside.is_dir() else Path(__file__).parents[1] / "launch") / folder
+
+
 def with_ending(prefix: str | Path, ending: str) -> Path:
     """Return `prefix` + `ending`; unlike Path.with_suffix it keeps a dot in the prefix's name."""
     return Path(f"{prefix}{ending}")

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.job import MEANING
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.describe import SectionDoc, describe_sections
@@ -25,6 +24,7 @@ from mcore_rl.config.megatron_names import ARGUMENTS, Argument
 from mcore_rl.config.pipeline import PipelineConfig
 from mcore_rl.config.section import Section
 from mcore_rl.errors import EXIT_STATUSES
+from mcore_rl.launch.job import MEANING
 from mcore_rl.obs.metric_table import METRICS
 from mcore_rl.run.commands import COMMANDS
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.files import shipped
 
-# The package `launch` lies beside `mcore_rl`: in the repository, in a job's copy of the code, and when installed.
-RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
-CLUSTERS = RECIPES.parent / "clusters"
+RECIPES = shipped("recipes")
+CLUSTERS = shipped("clusters")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.arguments import attach_arguments, jobs_arguments, launch_arguments
 from mcore_rl.config.recipes import cluster_file
 from mcore_rl.config.trainings import TRAININGS
+from mcore_rl.launch.arguments import attach_arguments, jobs_arguments, launch_arguments
 
 BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 CONFIG_HELP = "the config: a .toml file, or the name of a recipe (`mcore-rl recipes`)"
@@ -717,19 +717,19 @@ COMMANDS: dict[str, Command] = {
         summary="Check a training, write its Slurm job, and submit it; with --dry-run show it.",
         example="mcore-rl launch tiny_moe/pretrain --cluster example_cpu --nodes 4",
         add_arguments=launch_arguments,
-        module="launch.submit",
+        module="mcore_rl.launch.submit",
     ),
     "jobs": Command(
         summary="List launched runs: state, attempts, step, speed, last checkpoint, why they ended.",
         example="mcore-rl jobs runs/qwen3_30b_a3b",
         add_arguments=jobs_arguments,
-        module="launch.jobs",
+        module="mcore_rl.launch.jobs",
     ),
     "attach": Command(
         summary="Open a shell on a node of a running job, in its container, or run a command there.",
         example="mcore-rl attach runs/qwen3_30b_a3b --node n3 -- nvidia-smi -l 5",
         add_arguments=attach_arguments,
-        module="launch.attach",
+        module="mcore_rl.launch.attach",
     ),
     "report": Command(
         summary="Write one HTML page about runs, side by side: curves, experts, speed, samples, warnings, settings.",

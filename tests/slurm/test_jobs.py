@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from launch.job import STATUS, Component, JobScript
+from mcore_rl.launch.job import STATUS, Component, JobScript
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import BEGIN_S, ends, job, losses, saved_step, signal_rank, submit
 

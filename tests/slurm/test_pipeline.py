@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import STATUS
+from mcore_rl.launch.job import STATUS
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import (
     PROGRAM,

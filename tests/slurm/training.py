@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch.job import JobScript, render
+from mcore_rl.launch.job import JobScript, render
 from tests.slurm.cluster import ROOT, Cluster
 
 MODULES = ("argparse", "ast", "dataclasses", "inspect", "pathlib", "subprocess", "typing", "turtle")

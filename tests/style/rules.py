@@ -13,7 +13,7 @@ FLOORS = (
     ("families",),
     ("checks",),
     ("plan",),
-    ("processes",),
+    ("launch", "processes"),
     ("backend",),
     ("obs",),
     ("parallel",),
@@ -30,7 +30,7 @@ FLOORS = (
     ("vllm_worker",),
 )
 """From the bottom to the top; packages that share a floor do not import one another."""
-LIGHT = {"errors", "files", "checksums", "config", "families", "checks", "plan", "report"}
+LIGHT = {"errors", "files", "checksums", "config", "families", "checks", "plan", "launch", "report"}
 """Packages that answer without torch: help pages, login nodes and the report import them."""
 REPORT_READS = {"errors", "files", "config", "plan", "obs", "report"}
 MEGATRON_PACKAGES = {
@@ -180,7 +180,7 @@ def errors_are_caught_by_name(source: Source) -> Iterator[str]:
 
 def the_environment_is_read_in_the_backend(source: Source) -> Iterator[str]:
     """An environment variable is an argument that no caller sees."""
-    if source.package in ("backend", "processes"):
+    if source.package in ("backend", "launch", "processes"):
         return
     for node in source.nodes:
         name = _dotted(node)
@@ -321,27 +321,6 @@ def modules_do_not_go_in_circles(sources: Sequence[Source]) -> Iterator[str]:
     for module in sorted(graph):
         yield from visit(module, ())
 
-
-def launch_stays_light(source: Source) -> Iterator[str]:
-    """A launcher answers at once on a login node: it imports only the light packages of mcore_rl."""
-    light = ("config", "errors", "files", "families", "checks", "plan", "__version__")
-    for line, name in source.imports():
-        head, _, rest = name.partition(".")
-        if head in HEAVY or (head == "mcore_rl" and rest and rest.split(".")[0] not in light):
-            yield f"{source.path}:{line}: imports {name}"
-
-
-LAUNCH_RULES: tuple[Callable[[Source], Iterator[str]], ...] = (
-    launch_stays_light,
-    imports_are_absolute,
-    nothing_prints,
-    errors_are_caught_by_name,
-    only_files_renames,
-    module_globals_do_not_change,
-    public_things_are_documented,
-    docstrings_have_a_subject,
-)
-"""Those that launch/ keeps: it may read the environment."""
 
 TREE_RULES: tuple[Callable[[Sequence[Source]], Iterator[str]], ...] = (
     patches_come_before_megatron,

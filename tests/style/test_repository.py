@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.rules import LAUNCH_RULES, RULES, TREE_RULES, parse
+from tests.style.rules import RULES, TREE_RULES, parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,8 +25,3 @@ def test_every_file_of_mcore_rl_keeps_the_rule(rule, sources):
 @pytest.mark.parametrize("rule", TREE_RULES, ids=lambda rule: rule.__name__)
 def test_mcore_rl_as_a_whole_keeps_the_rule(rule, sources):
     assert list(rule(sources)) == []
-
-
-@pytest.mark.parametrize("rule", LAUNCH_RULES, ids=lambda rule: rule.__name__)
-def test_every_file_of_launch_keeps_the_rule(rule):
-    assert [offence for source in parsed("launch") for offence in rule(source)] == []

@@ -39,8 +39,6 @@ from tests.style.rules import parse
             "x = 1\nimport mcore_rl.model.layers.cpu.norm",
             2,
         ),
-        (rules.launch_stays_light, "launch/a.py", "from mcore_rl.train import step", 1),
-        (rules.launch_stays_light, "launch/a.py", "def f():\n    import torch.nn", 2),
         (rules.megatron_stays_in_its_packages, "run/a.py", "import megatron.core", 1),
         (rules.megatron_stays_in_its_packages, "obs/a.py", "from megatron.core import x", 1),
         (rules.imports_are_absolute, "train/a.py", "from .state import x", 1),
@@ -96,11 +94,6 @@ def test_an_offence_is_seen_at_its_line(rule, path, text, line):
             "parallel/mesh.py",
             "from megatron.core import parallel_state",
         ),
-        (
-            rules.launch_stays_light,
-            "launch/a.py",
-            "import mcore_rl\nfrom mcore_rl.config.run import RunConfig",
-        ),
         (rules.megatron_stays_in_its_packages, "model/a.py", "import megatron.core"),
         (
             rules.errors_are_caught_by_name,
@@ -130,7 +123,7 @@ def test_what_is_lawful_passes(rule, path, text):
 
 def test_every_rule_is_shown_an_offence():
     shown = {row[0] for row in test_an_offence_is_seen_at_its_line.pytestmark[0].args[1]}
-    assert shown == {*rules.RULES, *rules.LAUNCH_RULES}
+    assert shown == {*rules.RULES}
 
 
 def test_patches_must_come_before_megatron():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import STATUS, JobScript, render
+from mcore_rl.launch.job import STATUS, JobScript, render
 from tests.unit.launch.conftest import ROOT
 
 SRUN = """#!/bin/bash

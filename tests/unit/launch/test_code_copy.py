@@ -2,8 +2,8 @@ import subprocess
 
 import pytest
 
-from launch.code_copy import PACKAGES, code_at, copy_code, refuse_changes
 from mcore_rl.errors import ConfigError
+from mcore_rl.launch.code_copy import PACKAGES, code_at, copy_code, refuse_changes
 
 
 def git(folder, *words):

@@ -26,7 +26,7 @@ def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_
     ]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([*pip, "--target", str(site), str(source)], check=True, env=clean, cwd=tmp_path)
-    recipe, cluster = "tiny_moe/pretrain", site / "launch/clusters/example_cpu.toml"
+    recipe, cluster = "tiny_moe/pretrain", site / "mcore_rl/shipped/clusters/example_cpu.toml"
     command = [
         sys.executable,
         "-P",
@@ -42,7 +42,7 @@ def test_an_installed_package_has_its_templates_clusters_and_recipes_and_copies_
     done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "101\n"), done.stderr
     copy = slurm.submitted[0].parent / "code"
-    assert (copy / "launch/templates/job.sbatch.j2").exists() and (
+    assert (copy / "mcore_rl/shipped/templates/job.sbatch.j2").exists() and (
         copy / "mcore_rl/run/programs/pretrain.py"
     ).exists()
     assert "installed" in copy.with_name("commit.txt").read_text()

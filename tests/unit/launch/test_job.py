@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from launch.job import MEANING, STATUS, TEMPLATE, TEMPLATES, Component, JobScript, render, seconds_of
 from mcore_rl.errors import HUNG_STATUS, ConfigError
+from mcore_rl.launch.job import MEANING, STATUS, TEMPLATE, TEMPLATES, Component, JobScript, render, seconds_of
 from mcore_rl.processes.failures import FAILURES, Order, note_failure, rank_death, rank_failure
 
 JOB = {

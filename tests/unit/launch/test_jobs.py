@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from launch.job import STATUS
-from launch.jobs import table
+from mcore_rl.launch.job import STATUS
+from mcore_rl.launch.jobs import table
 from mcore_rl.run.cli import main
 
 
@@ -198,7 +198,7 @@ def test_where_slurm_does_not_answer_the_folders_are_read_and_it_is_asked_once(
     run, slurm, capsys, monkeypatch, is_installed
 ):
     if is_installed:
-        monkeypatch.setattr("launch.jobs.SLURM_S", 0.2)
+        monkeypatch.setattr("mcore_rl.launch.jobs.SLURM_S", 0.2)
         slurm.hangs("squeue")
     else:
         slurm.lacks("squeue", "sacct", "scontrol")

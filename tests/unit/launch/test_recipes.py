@@ -2,12 +2,12 @@ import re
 
 import pytest
 
-from launch.preflight import Allowances, check_training
 from mcore_rl.checks.inputs import inputs_of
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.launch.preflight import Allowances, check_training
 from mcore_rl.plan.disk import disk_warning
 from mcore_rl.plan.estimate import estimate, place_of
 from mcore_rl.plan.memory import GIB

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import render
-from launch.planning import JobOptions, plan_conversion, plan_training
-from launch.preflight import Allowances
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.pipeline import ConversionStage
+from mcore_rl.launch.job import render
+from mcore_rl.launch.planning import JobOptions, plan_conversion, plan_training
+from mcore_rl.launch.preflight import Allowances
 from tests.unit.launch.conftest import ROOT
 
 GOLDEN = ROOT / "tests/golden/launch"

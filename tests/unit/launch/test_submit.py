@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-from launch.code_copy import Code
-from launch.job import JobScript
-from launch.planning import PlannedJob
-from launch.preflight import Checked
-from launch.submit import _submit
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.errors import ConfigError
+from mcore_rl.launch.code_copy import Code
+from mcore_rl.launch.job import JobScript
+from mcore_rl.launch.planning import PlannedJob
+from mcore_rl.launch.preflight import Checked
+from mcore_rl.launch.submit import _submit
 from mcore_rl.run.cli import main
 from tests.unit.launch.conftest import ROOT
 
@@ -300,7 +300,7 @@ def small_job(home, folder):
 
 def test_of_two_launches_at_once_one_submits_and_keeps_its_files(home, slurm, monkeypatch):
     monkeypatch.setattr("mcore_rl.files.LOCK_POLL_S", 0.002)
-    monkeypatch.setattr("launch.submit.render", lambda job: "script")
+    monkeypatch.setattr("mcore_rl.launch.submit.render", lambda job: "script")
     slurm.says("squeue", "".join(f"{job}|N/A|PENDING||\n" for job in range(101, 201)))
     plan, code = small_job(home, "0")
     refused = []
@@ -339,7 +339,7 @@ def test_a_job_whose_record_cannot_be_written_is_cancelled(home, slurm, monkeypa
     def full(folder, submission):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
-    monkeypatch.setattr("launch.submit.record", full)
+    monkeypatch.setattr("mcore_rl.launch.submit.record", full)
     with pytest.raises(ConfigError, match="No space left"):
         _submit(plan, code)
     assert slurm.asked("scancel").split() == ["101"] and not plan.folder.exists()

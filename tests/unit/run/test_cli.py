@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import STATUS
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.describe import describe
 from mcore_rl.config.load import load_config
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import EXIT_STATUSES
+from mcore_rl.launch.job import STATUS
 from mcore_rl.run.cli import main, parser_of, split_name
 from mcore_rl.run.commands import COMMANDS
 from mcore_rl.run.log_folders import next_log_dir

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import records, slurm
 from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.inputs import absent, inputs_of
 from mcore_rl.checks.programs import Program
@@ -15,6 +14,7 @@ from mcore_rl.config.cluster import ClusterConfig, ContainerConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.launch import records, slurm
 from mcore_rl.plan.disk import disk_of, disk_warning
 from mcore_rl.plan.estimate import Estimate, estimate, place_of, step_name
 from mcore_rl.plan.memory import GIB

@@ -8,17 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.job import Component, Container, JobScript
-from launch.preflight import (
-    Allowances,
-    Checked,
-    check_training,
-    environment_file,
-    environment_file_violations,
-    folder_violations,
-    image_violations,
-)
-from launch.records import next_folder
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.cluster import ClusterConfig
@@ -28,6 +17,17 @@ from mcore_rl.config.pipeline import ConversionStage
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import CheckpointConfig, RunConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.launch.job import Component, Container, JobScript
+from mcore_rl.launch.preflight import (
+    Allowances,
+    Checked,
+    check_training,
+    environment_file,
+    environment_file_violations,
+    folder_violations,
+    image_violations,
+)
+from mcore_rl.launch.records import next_folder
 
 CHECK_FOLDER = "check"
 """Folder in a run_dir of the jobs that check its nodes."""

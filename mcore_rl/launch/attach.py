@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch import slurm
-from launch.job import Container, JobScript
-from launch.records import FOLDER, submissions
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import ConfigError
+from mcore_rl.launch import slurm
+from mcore_rl.launch.job import Container, JobScript
+from mcore_rl.launch.records import FOLDER, submissions
 
 
 def main(args: argparse.Namespace) -> int:

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import mcore_rl
 from mcore_rl.errors import ConfigError
+from mcore_rl.files import shipped
 
-PACKAGES = ("mcore_rl", "launch")
-CODE = (*PACKAGES, ":!launch/recipes", ":!launch/clusters")
+PACKAGE = "mcore_rl"
+CHECKOUT = (PACKAGE, "launch")
+"""Folders that are copied from a checkout; an installed package has the files of launch/ inside."""
+CODE = (*CHECKOUT, ":!launch/recipes", ":!launch/clusters")
 """Paths in which git looks for changes: not in configs, which differ for every run; the job has a resolved one."""
 SHOWN = 8
 
@@ -74,10 +77,9 @@ def copy_code(code: Code, folder: Path) -> None:
     target = folder / "code"
     (folder / "commit.txt").write_text(code.describe() + "\n", encoding="utf-8")
     if not code.commit:
-        for package in PACKAGES:
-            shutil.copytree(
-                code.root / package, target / package, ignore=shutil.ignore_patterns("__pycache__")
-            )
+        is_installed = shipped("").is_relative_to(code.root / PACKAGE)
+        for name in (PACKAGE,) if is_installed else CHECKOUT:
+            shutil.copytree(code.root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
         return
     with _current_tree(code) as (tree, environment):
         if code.changed:
@@ -85,7 +87,7 @@ def copy_code(code: Code, folder: Path) -> None:
                 code.root, "diff", "--binary", code.commit, tree, "--", *CODE, environment=environment
             )
             (folder / "code.patch").write_bytes(patch)
-        packed = _git(code.root, "archive", tree, *PACKAGES, environment=environment)
+        packed = _git(code.root, "archive", tree, *CHECKOUT, environment=environment)
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
         archive.extractall(target, filter="data")
 
@@ -107,7 +109,7 @@ def _current_tree(code: Code) -> Iterator[tuple[str, dict[str, str]]]:
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
         }
         _git(code.root, "read-tree", "HEAD", environment=environment)
-        _git(code.root, "add", "--all", "--", *PACKAGES, environment=environment)
+        _git(code.root, "add", "--all", "--", *CHECKOUT, environment=environment)
         tree = _git(code.root, "write-tree", environment=environment).decode().strip()
         yield tree, environment
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launch import slurm
-from launch.job import MEANING, STATUS
-from launch.records import FOLDER, Submission, done, last_step, resume_warnings, submissions, tail
 from mcore_rl.errors import ConfigError
+from mcore_rl.launch import slurm
+from mcore_rl.launch.job import MEANING, STATUS
+from mcore_rl.launch.records import FOLDER, Submission, done, last_step, resume_warnings, submissions, tail
 
 TAIL_BYTES = 1_000_000
 """Size of the end of metrics.jsonl that is read; tables of the experts' load are long lines."""

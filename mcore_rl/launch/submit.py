@@ -12,21 +12,6 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launch import slurm
-from launch.arguments import PIPELINE
-from launch.code_copy import Code, copy_code, refuse_changes, this_code
-from launch.job import render
-from launch.planning import (
-    FOUND,
-    JobOptions,
-    PlannedJob,
-    conversion_text,
-    plan_check,
-    plan_conversion,
-    plan_training,
-)
-from launch.preflight import Allowances, in_use_violations
-from launch.records import LOCK, SCRIPT, Submission, done, record
 from mcore_rl.checks.cluster import check_cluster
 from mcore_rl.checks.nodes import REPORT, SOUND
 from mcore_rl.checks.programs import PROGRAMS
@@ -38,6 +23,21 @@ from mcore_rl.config.pipeline import ConversionStage, PipelineConfig, TrainingSt
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError, McoreRlError
 from mcore_rl.files import sole_writer
+from mcore_rl.launch import slurm
+from mcore_rl.launch.arguments import PIPELINE
+from mcore_rl.launch.code_copy import Code, copy_code, refuse_changes, this_code
+from mcore_rl.launch.job import render
+from mcore_rl.launch.planning import (
+    FOUND,
+    JobOptions,
+    PlannedJob,
+    conversion_text,
+    plan_check,
+    plan_conversion,
+    plan_training,
+)
+from mcore_rl.launch.preflight import Allowances, in_use_violations
+from mcore_rl.launch.records import LOCK, SCRIPT, Submission, done, record
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks, as a Lustre that is mounted with `noflock`."""

@@ -16,7 +16,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -24,9 +23,9 @@ import jinja2
 
 from mcore_rl.checks.cluster import seconds_of
 from mcore_rl.errors import HUNG_STATUS, ConfigError
-from mcore_rl.files import RESERVE_BYTES, RESERVE_FILE
+from mcore_rl.files import RESERVE_BYTES, RESERVE_FILE, shipped
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = shipped("templates")
 TEMPLATE = "job.sbatch.j2"
 
 STATUS: Mapping[str, int] = MappingProxyType(
