@@ -1,7 +1,7 @@
 """Predicted against published training steps: `python -m bench.plan` prints a row for each run, and the errors.
 
-The first prediction of a published run is with the rates of plan/rates.py, which were fitted to all of them; the second
-with rates that are fitted anew to the runs of the other families, as for a model of which no run is known.
+The first prediction of a published run is with the rates of planner/rates.py, which were fitted to all of them; the
+second with rates that are fitted anew to the runs of the other families, as for a model of which no run is known.
 
 A published figure is in tokens/s for each GPU (TOKENS), or in model TFLOP/s (TFLOPS), which are made tokens by this
 package's count. Most are of force-balanced experts, and some tables do not say what is recomputed: what is assumed
@@ -22,10 +22,10 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.files import shipped
 from mcore_rl.plan.device import DEVICES
 from mcore_rl.plan.flops import train_flops_per_token
-from mcore_rl.plan.parts import Workload
-from mcore_rl.plan.rates import Rates
-from mcore_rl.plan.rollout import Engine, Lengths, forward_seconds, generation
-from mcore_rl.plan.step import step, tokens_per_s
+from mcore_rl.planner.parts import Workload
+from mcore_rl.planner.rates import Rates
+from mcore_rl.planner.rollout import Engine, Lengths, forward_seconds, generation
+from mcore_rl.planner.step import step, tokens_per_s
 
 RECIPES = shipped("recipes")
 LENGTH = 4096
@@ -255,7 +255,7 @@ RL_RUNS = (
                 completions=512, updates=1, tokens=745, longest=1536, engine_tp=32, seconds=154.0,
                 mesh={"ep": 16, "pp": 16, "pp_layout": "balanced"}),
 )  # fmt: skip
-"""Steps of reinforcement learning, of which plan/rollout.py gives a lower bound."""
+"""Steps of reinforcement learning, of which planner/rollout.py gives a lower bound."""
 
 
 def errors(runs: tuple[Published, ...]) -> list[float]:

@@ -15,8 +15,8 @@ from mcore_rl.fake_world.meta import on_meta
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routers
-from mcore_rl.plan.exact import RankBytes
 from mcore_rl.plan.memory import ModelOnRanks, models_on_ranks
+from mcore_rl.planner.exact import RankBytes
 from mcore_rl.train.optimizer import build_optimizer, initialize_moments
 from mcore_rl.train.setup import freeze, wrap_for_data_parallelism
 

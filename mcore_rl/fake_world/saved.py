@@ -20,7 +20,7 @@ from mcore_rl.config.run import PlatformConfig, RunConfig
 from mcore_rl.fake_world.groups import fake_platform, fake_rank
 from mcore_rl.model.build import build_uninitialized
 from mcore_rl.plan.activations import LayerActivations
-from mcore_rl.plan.exact import LayerSaved
+from mcore_rl.planner.exact import LayerSaved
 
 POSITIONS = 64
 """Positions of the counted microbatch on each tensor-parallel rank."""

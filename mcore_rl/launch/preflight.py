@@ -16,10 +16,10 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch import records, slurm
 from mcore_rl.plan.disk import disk_of, disk_warning
-from mcore_rl.plan.estimate import Estimate, estimate, place_of, step_name
 from mcore_rl.plan.memory import GIB
-from mcore_rl.plan.search import nearest, search
-from mcore_rl.plan.text import nearest_text, span_text
+from mcore_rl.planner.estimate import Estimate, estimate, place_of, step_name
+from mcore_rl.planner.search import nearest, search
+from mcore_rl.planner.text import nearest_text, span_text
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -13,7 +13,7 @@ from mcore_rl.fake_world.rank import bytes_of_rank
 from mcore_rl.fake_world.recorder import record
 from mcore_rl.fake_world.saved import saved_by_layers
 from mcore_rl.files import write_atomically
-from mcore_rl.plan.exact import Exact
+from mcore_rl.planner.exact import Exact
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,9 +19,10 @@ from mcore_rl.files import has_mark, refuse_replacing, write_atomically
 from mcore_rl.obs.attempts_file import read_attempts
 from mcore_rl.obs.jsonl import FILE_NAME, read_records
 from mcore_rl.plan.activations import layers_of
-from mcore_rl.plan.calibrate import calibrated
-from mcore_rl.plan.estimate import Estimate, estimate, place_of, timeline_of, times_of
-from mcore_rl.plan.exact import (
+from mcore_rl.plan.memory import models_on_ranks
+from mcore_rl.planner.calibrate import calibrated
+from mcore_rl.planner.estimate import Estimate, estimate, place_of, timeline_of, times_of
+from mcore_rl.planner.exact import (
     Exact,
     RecordedSchedule,
     exact_lines,
@@ -32,11 +33,10 @@ from mcore_rl.plan.exact import (
     summary,
     uncounted_lines,
 )
-from mcore_rl.plan.memory import models_on_ranks
-from mcore_rl.plan.ranks import view_of_rank
-from mcore_rl.plan.search import Place, nearest, search, shortlist
-from mcore_rl.plan.simulate import timeline_svg
-from mcore_rl.plan.text import (
+from mcore_rl.planner.ranks import view_of_rank
+from mcore_rl.planner.search import Place, nearest, search, shortlist
+from mcore_rl.planner.simulate import timeline_svg
+from mcore_rl.planner.text import (
     as_json,
     calibration_lines,
     estimate_lines,

@@ -13,6 +13,7 @@ FLOORS = (
     ("families",),
     ("checks",),
     ("plan",),
+    ("planner",),
     ("launch", "processes"),
     ("backend",),
     ("obs",),
@@ -30,9 +31,20 @@ FLOORS = (
     ("vllm_worker",),
 )
 """From the bottom to the top; packages that share a floor do not import one another."""
-LIGHT = {"errors", "files", "checksums", "config", "families", "checks", "plan", "launch", "report"}
+LIGHT = {
+    "errors",
+    "files",
+    "checksums",
+    "config",
+    "families",
+    "checks",
+    "plan",
+    "planner",
+    "launch",
+    "report",
+}
 """Packages that answer without torch: help pages, login nodes and the report import them."""
-REPORT_READS = {"errors", "files", "config", "plan", "obs", "report"}
+REPORT_READS = {"errors", "files", "config", "plan", "planner", "obs", "report"}
 MEGATRON_PACKAGES = {
     "backend",
     "parallel",

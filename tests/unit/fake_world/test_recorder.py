@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.fake_world.recorder import record
-from mcore_rl.plan.exact import recorded_schedule
-from mcore_rl.plan.messages import (
+from mcore_rl.plan.schedule import chunks_in_flight, schedule
+from mcore_rl.planner.exact import recorded_schedule
+from mcore_rl.planner.messages import (
     Compute,
     Message,
     Post,
@@ -20,8 +21,7 @@ from mcore_rl.plan.messages import (
     passes_of,
     play,
 )
-from mcore_rl.plan.schedule import chunks_in_flight, schedule
-from mcore_rl.plan.simulate import ChunkTimes, DeadlockError, simulate
+from mcore_rl.planner.simulate import ChunkTimes, DeadlockError, simulate
 from tests.ranks import run_ranks
 
 SHAPES = (

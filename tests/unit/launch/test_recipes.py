@@ -9,8 +9,8 @@ from mcore_rl.config.load import kind_of, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.launch.preflight import Allowances, check_training
 from mcore_rl.plan.disk import disk_warning
-from mcore_rl.plan.estimate import estimate, place_of
 from mcore_rl.plan.memory import GIB
+from mcore_rl.planner.estimate import estimate, place_of
 from tests.unit.launch.conftest import ROOT
 
 RECIPES = ROOT / "launch/recipes"

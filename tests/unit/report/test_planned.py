@@ -5,7 +5,7 @@ from mcore_rl.config.run import PretrainConfig
 from mcore_rl.plan.memory import memory_of_fullest_rank
 from mcore_rl.report.runs import read_run
 from mcore_rl.report.summary import numbers, size
-from tests.unit.plan.test_search import RECIPES
+from tests.unit.planner.test_search import RECIPES
 
 
 def rows_of(folder, device):

@@ -11,13 +11,20 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.plan.activations import layers_of
 from mcore_rl.plan.device import device_of
 from mcore_rl.plan.memory import GIB, Memory, main_memory_of_fullest_node, memory_by_stage
-from mcore_rl.plan.parts import Workload, workload_of
-from mcore_rl.plan.rates import Span, rates_of, span_of_step
-from mcore_rl.plan.rollout import RlStep, engine_of, rl_step
 from mcore_rl.plan.schedule import chunks_in_flight
-from mcore_rl.plan.search import Place
-from mcore_rl.plan.simulate import MAX_PASSES, ChunkTimes, Simulation, simulate_mesh, step_times, unit_times
-from mcore_rl.plan.step import (
+from mcore_rl.planner.parts import Workload, workload_of
+from mcore_rl.planner.rates import Span, rates_of, span_of_step
+from mcore_rl.planner.rollout import RlStep, engine_of, rl_step
+from mcore_rl.planner.search import Place
+from mcore_rl.planner.simulate import (
+    MAX_PASSES,
+    ChunkTimes,
+    Simulation,
+    simulate_mesh,
+    step_times,
+    unit_times,
+)
+from mcore_rl.planner.step import (
     Sensitivity,
     closed_form,
     imbalance_costs,

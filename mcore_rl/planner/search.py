@@ -12,11 +12,11 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.device import Device
 from mcore_rl.plan.memory import Memory, StageMemory, layout_of
-from mcore_rl.plan.meshes import changed_fields, meshes, relaxed, ways_to_keep, with_choice
-from mcore_rl.plan.parts import LayerTimes, Workload, workload_of
-from mcore_rl.plan.rates import Rates
-from mcore_rl.plan.rollout import KnownParts, RlStep, engine_of, known_layers, rl_step
-from mcore_rl.plan.step import step
+from mcore_rl.planner.meshes import changed_fields, meshes, relaxed, ways_to_keep, with_choice
+from mcore_rl.planner.parts import LayerTimes, Workload, workload_of
+from mcore_rl.planner.rates import Rates
+from mcore_rl.planner.rollout import KnownParts, RlStep, engine_of, known_layers, rl_step
+from mcore_rl.planner.step import step
 
 WITHIN = 1.3
 """Choices whose predicted steps differ less than this are not told apart by a prediction (bench/plan.py)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.schedule import Kind, Pass
-from mcore_rl.plan.simulate import DeadlockError, Event, Simulation
+from mcore_rl.planner.simulate import DeadlockError, Event, Simulation
 
 
 @dataclass(frozen=True, slots=True)

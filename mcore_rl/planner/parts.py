@@ -2,7 +2,7 @@
 
 A matrix product takes the larger of its arithmetic and its bytes; everything else its bytes. Volumes of tensor and
 sequence parallelism are those of arXiv 2205.05198, the exchange of experts' tokens that of arXiv 2412.19437 section 3.2
-(DeepEP: once to each node, then by NVLink), the rest of a data-parallel step is in plan/step.py.
+(DeepEP: once to each node, then by NVLink), the rest of a data-parallel step is in planner/step.py.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.families import family_of
 from mcore_rl.plan.activations import load_of_fullest_rank
 from mcore_rl.plan.device import Device, Links
-from mcore_rl.plan.rates import Rates
+from mcore_rl.planner.rates import Rates
 
 TILE = 128
 """Rows and columns of a product that one multiprocessor computes at a time."""

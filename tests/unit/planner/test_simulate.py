@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.plan.schedule import chunks_in_flight, most_kept, schedule
-from mcore_rl.plan.simulate import DeadlockError, simulate, simulate_mesh, timeline_svg, unit_times
+from mcore_rl.planner.simulate import DeadlockError, simulate, simulate_mesh, timeline_svg, unit_times
 
 SHAPES = ((4, 1, 8), (4, 1, 2), (8, 1, 8), (4, 2, 8), (4, 2, 4), (4, 4, 8), (8, 3, 16), (2, 2, 4))
 

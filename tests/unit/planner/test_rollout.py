@@ -6,9 +6,9 @@ from bench.plan import QWEN30, RL_RUNS, model
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.device import DEVICES
-from mcore_rl.plan.parts import workload_of
-from mcore_rl.plan.rates import Rates
-from mcore_rl.plan.rollout import (
+from mcore_rl.planner.parts import workload_of
+from mcore_rl.planner.rates import Rates
+from mcore_rl.planner.rollout import (
     PUBLISHED_FACTORS,
     Engine,
     Lengths,
@@ -18,7 +18,7 @@ from mcore_rl.plan.rollout import (
     rl_step,
     share_longer,
 )
-from tests.unit.plan.test_search import RECIPES
+from tests.unit.planner.test_search import RECIPES
 
 BARE = Rates(hbm=1.0, link=1.0, decode_step_s=0.0, decode_message_s=0.0)
 ONE = Engine(replicas=1, tp=1, ep=1, slots=64, layer_s=0.0)

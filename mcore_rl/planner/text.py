@@ -11,13 +11,13 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.toml import toml_value
 from mcore_rl.plan.disk import disk_of
-from mcore_rl.plan.estimate import Estimate, StepEstimate, step_name
 from mcore_rl.plan.memory import GIB, Memory, models_on_ranks
-from mcore_rl.plan.meshes import toml_lines
-from mcore_rl.plan.ranks import RankView
-from mcore_rl.plan.rates import Rates
-from mcore_rl.plan.rollout import PUBLISHED_FACTORS
-from mcore_rl.plan.search import SPARE, WITHIN, Choice, Place, Search, changes, with_spare
+from mcore_rl.planner.estimate import Estimate, StepEstimate, step_name
+from mcore_rl.planner.meshes import toml_lines
+from mcore_rl.planner.ranks import RankView
+from mcore_rl.planner.rates import Rates
+from mcore_rl.planner.rollout import PUBLISHED_FACTORS
+from mcore_rl.planner.search import SPARE, WITHIN, Choice, Place, Search, changes, with_spare
 
 JSON_VERSION = 1
 LEAST_SHARE = 0.015

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_rl.plan.flops import train_flops_per_token
-from mcore_rl.plan.parts import LayerTimes, Roofline, Workload, layer_times, output_times
-from mcore_rl.plan.rates import SENSITIVITIES, without
 from mcore_rl.plan.weights import Weights, layer_kinds_by_stage, weights_by_stage
+from mcore_rl.planner.parts import LayerTimes, Roofline, Workload, layer_times, output_times
+from mcore_rl.planner.rates import SENSITIVITIES, without
 
 LEAST_EXPOSED = 0.1
 """Smallest part of the exchange of gradients that does not hide behind computation."""

@@ -13,11 +13,11 @@ from mcore_rl.config.cluster import RatesConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.errors import DataError
-from mcore_rl.plan.parts import Workload, workload_of
-from mcore_rl.plan.rates import Rates, rates_of
-from mcore_rl.plan.rollout import engine_of, rl_step, with_lengths
-from mcore_rl.plan.search import Place
-from mcore_rl.plan.step import step
+from mcore_rl.planner.parts import Workload, workload_of
+from mcore_rl.planner.rates import Rates, rates_of
+from mcore_rl.planner.rollout import engine_of, rl_step, with_lengths
+from mcore_rl.planner.search import Place
+from mcore_rl.planner.step import step
 
 LARGEST_HOST_S = 20e-3
 """Longest time of the host for a layer that a calibration believes; what is slower is put down to the device."""

@@ -8,9 +8,9 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.device import known_device
-from mcore_rl.plan.estimate import estimate
-from mcore_rl.plan.rates import Span
-from mcore_rl.plan.search import Place
+from mcore_rl.planner.estimate import estimate
+from mcore_rl.planner.rates import Span
+from mcore_rl.planner.search import Place
 
 NODE_GPUS = 8
 """GPUs of a node; the record of a run does not say how its ranks lay on nodes."""

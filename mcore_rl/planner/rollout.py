@@ -4,7 +4,7 @@ A step of decoding reads the weights that its tokens touch and their keys and va
 takes longer), sends two small messages a layer, and costs the host a fixed time. Lengths of completions are log-normal,
 cut at the longest. What is not in it: the engine's scheduler, environments, rewards, queues between processes.
 Published steps took 1.1 to 4.4 times as long (`python -m bench.plan`), so that a run of one's own has to calibrate it
-(plan/calibrate.py).
+(planner/calibrate.py).
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.families import family_of
 from mcore_rl.plan.device import Device, Links
 from mcore_rl.plan.flops import forward_flops_per_token
-from mcore_rl.plan.parts import LayerTimes, Workload, layer_times
-from mcore_rl.plan.rates import Rates
-from mcore_rl.plan.step import stage_times, step
 from mcore_rl.plan.weights import layer_weights
+from mcore_rl.planner.parts import LayerTimes, Workload, layer_times
+from mcore_rl.planner.rates import Rates
+from mcore_rl.planner.step import stage_times, step
 
 SPREAD = 0.6
 """Standard deviation of the logarithm of a completion's length."""

@@ -9,12 +9,12 @@ from mcore_rl.checks.cluster import placement
 from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
 from mcore_rl.plan.device import DEVICES
-from mcore_rl.plan.estimate import estimate
 from mcore_rl.plan.memory import GIB, memory_of_fullest_rank
-from mcore_rl.plan.meshes import toml_lines
-from mcore_rl.plan.parts import workload_of
-from mcore_rl.plan.search import Place, changes, nearest, search, shortlist, with_spare
-from mcore_rl.plan.step import step
+from mcore_rl.planner.estimate import estimate
+from mcore_rl.planner.meshes import toml_lines
+from mcore_rl.planner.parts import workload_of
+from mcore_rl.planner.search import Place, changes, nearest, search, shortlist, with_spare
+from mcore_rl.planner.step import step
 
 RECIPES = Path(__file__).parents[3] / "launch" / "recipes"
 

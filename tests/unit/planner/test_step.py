@@ -9,9 +9,16 @@ from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rm import RewardModelConfig
 from mcore_rl.plan.device import DEVICES
 from mcore_rl.plan.flops import forward_flops_per_token
-from mcore_rl.plan.parts import Roofline, Workload, layer_times, output_times, workload_of
-from mcore_rl.plan.rates import SENSITIVITIES, Rates, span_of_step
-from mcore_rl.plan.step import closed_form, imbalance_costs, model_tflops, sensitivities, step, tokens_per_s
+from mcore_rl.planner.parts import Roofline, Workload, layer_times, output_times, workload_of
+from mcore_rl.planner.rates import SENSITIVITIES, Rates, span_of_step
+from mcore_rl.planner.step import (
+    closed_form,
+    imbalance_costs,
+    model_tflops,
+    sensitivities,
+    step,
+    tokens_per_s,
+)
 
 FREE_HOST = Rates(host_layer_s=0.0, host_expert_s=0.0, fixed_s=0.0)
 

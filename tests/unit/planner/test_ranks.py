@@ -4,7 +4,7 @@ import torch.distributed as dist
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.fake_world.groups import fake_rank
-from mcore_rl.plan.ranks import view_of_rank
+from mcore_rl.planner.ranks import view_of_rank
 from tests.ranks import run_ranks
 
 MODEL = ModelConfig(num_layers=8, moe=MoEConfig(num_experts=16, ffn_hidden_size=8))

@@ -8,14 +8,14 @@ from mcore_rl.config.load import dump_config, load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.plan.calibrate import calibrated, imbalance_of_run
-from mcore_rl.plan.parts import workload_of
-from mcore_rl.plan.rates import Rates
-from mcore_rl.plan.rollout import Lengths, engine_of, forward_seconds, generation, with_lengths
-from mcore_rl.plan.step import step
+from mcore_rl.planner.calibrate import calibrated, imbalance_of_run
+from mcore_rl.planner.parts import workload_of
+from mcore_rl.planner.rates import Rates
+from mcore_rl.planner.rollout import Lengths, engine_of, forward_seconds, generation, with_lengths
+from mcore_rl.planner.step import step
 from mcore_rl.run.cli import run
 from tests.unit.plan.test_command import H100, lines_of
-from tests.unit.plan.test_search import RECIPES, place
+from tests.unit.planner.test_search import RECIPES, place
 
 PRETRAIN = load_config(PretrainConfig, RECIPES / "qwen3_30b_a3b/pretrain.toml")
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.plan.parts import Workload, layer_times, output_times
 from mcore_rl.plan.schedule import Kind, Pass, schedule
-from mcore_rl.plan.step import message_seconds
 from mcore_rl.plan.weights import layers_by_chunk
+from mcore_rl.planner.parts import Workload, layer_times, output_times
+from mcore_rl.planner.step import message_seconds
 
 MAX_PASSES = 300_000
 """Passes of a schedule that is simulated at once; one of more takes seconds."""
