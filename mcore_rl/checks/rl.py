@@ -596,6 +596,11 @@ def _overlong(reward: RewardConfig, rl: RlConfig) -> Iterator[str]:
     field = "rl.rollout.max_new_tokens" if rl.environment.name is None else "rl.environment.max_tokens"
     if buffer is not None and buffer > limit:
         yield f"rl.reward.overlong_buffer_tokens={buffer} is longer than {field}={limit}. Shorten it."
+    if reward.length_min_tokens and reward.length_min_tokens > limit:
+        yield (
+            f"rl.reward.length_min_tokens={reward.length_min_tokens} is longer than {field}={limit}: no completion "
+            "would be long enough. Lower it."
+        )
     if buffer and rl.loss.mask_truncated:
         yield (
             f"rl.reward.overlong_buffer_tokens={buffer} punishes long completions, and "

@@ -76,6 +76,12 @@ def _batches(config: RlRunConfig) -> Iterator[str]:
             f"train.global_batch={train.global_batch} does not divide the {size} completions of a rollout batch "
             f"(rl.rollout.prompts_per_step={rollout.prompts_per_step} x group_size={rollout.group_size}). Use {near}."
         )
+    loss = config.rl.loss
+    if loss.kl_target is not None and loss.kl_horizon < size:
+        yield (
+            f"rl.loss.kl_horizon={loss.kl_horizon} is shorter than the {size} completions of a rollout batch, so that "
+            f"kl_coeff would change by more than a fifth at a time. Set it to {size} or more (10000)."
+        )
     if train.micro_batch != 1:
         yield (
             f"train.micro_batch={train.micro_batch} is not used: completions are packed into forward passes of "

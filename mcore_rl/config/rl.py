@@ -470,10 +470,11 @@ class LossConfig(Section):
     """Coefficient of the KL divergence to the reference policy (2402.03300: 0.04); at 0 there is no reference."""
     kl_target: PositiveFloat | None = None
     """KL of a completion to the reference, in nats summed over its tokens, towards which `kl_coeff` is changed after
-    each rollout batch: times 1 + clip(KL / kl_target - 1, -0.2, 0.2) x completions / kl_horizon (1909.08593, which has
-    6); `none`: it stays as it is."""
+    each rollout batch: times e^(clip(KL / kl_target - 1, -0.2, 0.2) x completions / kl_horizon), for small steps as in
+    1909.08593, which has 6; `none`: it stays as it is."""
     kl_horizon: PositiveInt = 10000
-    """Completions over which a KL that is 20 % or more off `kl_target` changes `kl_coeff` by a fifth."""
+    """Completions over which a KL that is 20 % or more off `kl_target` changes `kl_coeff` by a fifth; at least those of
+    a rollout batch."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL: with d = log(reference / policy) of a sampled token, -d, d^2 / 2, or e^d - d - 1."""
     kl_gradient: Literal["estimator", "k2"] = "estimator"

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import tokenizers
-
 from mcore_rl.data.chat_template import TEMPLATE_ERRORS, load_template, render
+from mcore_rl.data.marked_tokenizer import MarkedTokenizer
 from mcore_rl.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from mcore_rl.errors import DataError
 
@@ -63,6 +62,14 @@ class Chat(Protocol):
         Raises:
             TemplateError: where the template renders what came before otherwise than it was rendered then.
         """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with the names of special ones."""
+        ...
+
+    def as_decoded(self, text: str) -> str:
+        """Return the text that a text's tokens have, which is another where the tokenizer normalizes."""
         ...
 
     @property
@@ -121,6 +128,14 @@ class PlainChat:
         turns = self._turns(Conversation(messages=tuple(replies)))
         return ids + [token for turn, _ in turns for token in turn] + self._header("assistant")
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._tokenizer.decode(ids)
+
+    def as_decoded(self, text: str) -> str:
+        """Return the text that a text's tokens have."""
+        return self.decode(self._tokenizer.encode(text))
+
     @property
     def turn_end_ids(self) -> tuple[int, ...]:
         """The token that ends a document, which ends each turn of the assistant."""
@@ -150,19 +165,18 @@ class PlainChat:
 class TemplateChat:
     """A jinja template, rendered by transformers, and the tokenizer.json beside it.
 
-    The assistant's text stands between the template's generation marks. Without marks it is the text that a turn
-    adds to the rendering of the turns before it, with the prompt for the assistant; a template in which a later turn
-    changes an earlier one is refused, because it would train on text that the model never reads.
+    The template's own special tokens are tokens; a text of a turn that spells one is mere text, so that no user, tool
+    or environment forges a turn. The assistant's text stands between the template's generation marks. Without marks it
+    is the text that a turn adds to the rendering of the turns before it, with the prompt for the assistant; a template
+    in which a later turn changes an earlier one is refused, because it would train on text that the model never reads.
     """
 
     def __init__(self, folder: Path, template: str, special_tokens: Mapping[str, str]) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = MarkedTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"))
         self._template = template
         self._special_tokens = dict(special_tokens)
         self._is_marked = GENERATION.search(template) is not None
-        added = self._tokenizer.get_added_tokens_decoder()
+        added = self._tokenizer.added
         turn_end = self._turn_end({token.content: index for index, token in added.items()})
         self.turn_end_ids: tuple[int, ...] = (turn_end,) if turn_end is not None else ()
         """The token that the template puts after the assistant's text; empty when it puts none there."""
@@ -174,14 +188,14 @@ class TemplateChat:
     def encode(self, conversation: Conversation) -> EncodedConversation:
         """Return the whole conversation as tokens."""
         text, spans = self._marked(conversation) if self._is_marked else self._by_prefixes(conversation)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        assistant_mask = _overlaps(encoding.offsets, spans)
-        return EncodedConversation(tuple(encoding.ids), tuple(assistant_mask))
+        encoded = self._tokenizer.encode(text)
+        assistant_mask = _overlaps(encoded.offsets, spans)
+        return EncodedConversation(tuple(encoded.ids), tuple(assistant_mask))
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Return the tokens after which the assistant\'s next turn begins."""
         text, _ = self._render(conversation, len(conversation.messages), add_generation_prompt=True)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(text).ids
 
     def reply(
         self, before: Conversation, answer: str, replies: Sequence[Message], *, is_closed: bool
@@ -192,7 +206,7 @@ class TemplateChat:
         messages = (*before.messages, {"role": "assistant", "content": answer}, *replies)
         whole = Conversation(messages=messages, tools=before.tools)
         known, _ = self._render(before, len(before.messages), add_generation_prompt=True)
-        known += answer
+        known += self._tokenizer.hide(answer)
         text, _ = self._render(whole, len(messages), add_generation_prompt=True)
         if not text.startswith(known):
             same = next((i for i, (a, b) in enumerate(zip(known, text, strict=False)) if a != b), len(text))
@@ -210,7 +224,15 @@ class TemplateChat:
                     f"the chat template puts {rest[:SHOWN]!r} after the assistant's turn, which was ended with {end!r}"
                 )
             rest = rest[len(end) :]
-        return self._tokenizer.encode(rest, add_special_tokens=False).ids
+        return self._tokenizer.encode(rest).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with the names of special ones."""
+        return self._tokenizer.decode(ids)
+
+    def as_decoded(self, text: str) -> str:
+        """Return the text that a text's tokens have."""
+        return self.decode(self._tokenizer.encode(self._tokenizer.hide(text)).ids)
 
     def _turn_end(self, added: Mapping[str, int]) -> int | None:
         """Return the first of the `added` tokens (text -> id) after the assistant's last turn, or else, in templates
@@ -257,6 +279,14 @@ class TemplateChat:
         stripped = turn.rstrip()
         return len(stripped) if stripped.endswith(self._ends) else len(turn)
 
+    def _hidden(self, value: Any) -> Any:
+        """Return a message, or a part of it, whose texts hide the names of special tokens from the template's own."""
+        if isinstance(value, str):
+            return self._tokenizer.hide(value)
+        if isinstance(value, Mapping):
+            return {key: self._hidden(part) for key, part in value.items()}
+        return [self._hidden(part) for part in value] if isinstance(value, list | tuple) else value
+
     def _render(
         self, conversation: Conversation, num_turns: int, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -264,8 +294,8 @@ class TemplateChat:
         rendered: Any
         try:
             rendered, spans = render(
-                [[_without_absent(message) for message in conversation.messages[:num_turns]]],
-                tools=[dict(tool) for tool in conversation.tools] or None,
+                [[self._hidden(_without_absent(one)) for one in conversation.messages[:num_turns]]],
+                tools=[self._hidden(tool) for tool in conversation.tools] or None,
                 chat_template=self._template,
                 **options,
                 **self._special_tokens,

@@ -1,6 +1,7 @@
 """The steps of an answer: where they end in its text, and at which tokens."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
@@ -36,9 +37,29 @@ def step_ends(text: str, separator: str) -> list[int]:
     return ends
 
 
+def last_token(ids_T: Sequence[int], before: str, decode: Callable[[Sequence[int]], str]) -> int:
+    """Return the index of the first token up to which the text of the tokens begins with `before`; the last token where
+    none does.
+
+    Reward models are trained at this token and read at it, and a reward of a step lies on it. A token that has a part
+    of a character's bytes has no character yet; one that has the end of a step and the beginning of the next ends the
+    step.
+    """
+    # A prefix's text grows with its tokens, so that a bisection decodes few of them.
+    return bisect_left(
+        range(len(ids_T) - 1), True, key=lambda index: decode(ids_T[: index + 1]).startswith(before)
+    )
+
+
+def step_token(ids_T: Sequence[int], text: str, end: int, decode: Callable[[Sequence[int]], str]) -> int:
+    """Return the index of the last token of a step that ends at a character of `text`, the text of the tokens but for
+    what ends the turn; a step that ends with the text has the last token.
+    """
+    return len(ids_T) - 1 if end >= len(text) else last_token(ids_T, text[:end], decode)
+
+
 def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int]) -> SteppedAnswer:
-    """Return prompt and answer as tokens. A step's last token is the last one that the answer up to there and the whole
-    answer have in common.
+    """Return prompt and answer as tokens, with the `last_token` of each step.
 
     Args:
         chat: the chat's template and tokenizer.
@@ -47,19 +68,26 @@ def read_steps(chat: Chat, prompt: Conversation, text: str, ends: Sequence[int])
         ends: characters up to the end of each step, rising, the last one the length of the text.
 
     Raises:
-        DataError: two steps end in the same token, or the template does not take the conversation.
+        DataError: two steps end in the same token, the tokenizer changes the text, or the template does not take the
+            conversation.
     """
-
-    def encoded(answer: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        turn = {"role": "assistant", "content": answer}
-        whole = chat.encode(Conversation(messages=(*prompt.messages, turn), tools=prompt.tools))
-        return whole.ids_T, whole.assistant_mask_T
-
-    ids_T, mask_T = encoded(text)
+    turn = {"role": "assistant", "content": text}
+    whole = chat.encode(Conversation(messages=(*prompt.messages, turn), tools=prompt.tools))
+    ids_T, mask_T = whole.ids_T, whole.assistant_mask_T
     first = num_common(chat.prompt(prompt), ids_T)
-    tokens = [num_common(encoded(text[:end])[0], ids_T) - 1 for end in ends[:-1]] + [len(ids_T) - 1] * bool(
-        ends
-    )
+    answer_T = ids_T[first:]
+    # A tokenizer may normalize texts; a token may have the end of the prompt and the beginning of the answer.
+    is_kept = chat.as_decoded(text) == text
+    readable = [text[:end] if is_kept else chat.as_decoded(text[:end]) for end in ends]
+    decoded = chat.decode(answer_T)
+    begin = decoded.find(readable[-1].rstrip()) if ends else 0
+    if begin < 0:
+        raise DataError(
+            "the tokenizer does not give the text of the answer back, so that no step can be found"
+        )
+    tokens = [
+        first + last_token(answer_T, decoded[:begin] + before, chat.decode) for before in readable[:-1]
+    ] + [len(ids_T) - 1] * bool(ends)
     for number, (before, token) in enumerate(pairwise([first - 1, *tokens]), start=1):
         if token <= before:
             where = "the prompt" if number == 1 else f"step {number - 1}"

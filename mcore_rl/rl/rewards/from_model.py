@@ -17,7 +17,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.data.plan import PackingLimits, plan_minibatches
-from mcore_rl.data.steps import read_steps, step_ends
+from mcore_rl.data.steps import read_steps, step_ends, step_token
 from mcore_rl.errors import DataError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import run_pass
@@ -27,7 +27,6 @@ from mcore_rl.rl.objectives.gae import Moments
 from mcore_rl.rl.passes.batch import SampleShape, TrainedSample, exchange_samples, make_microbatch
 from mcore_rl.rl.passes.heads import ValueHead
 from mcore_rl.rl.rewards.interface import TextStep
-from mcore_rl.rl.rewards.steps import last_token_of
 from mcore_rl.rl.rewards.worker import Outcome, Score
 from mcore_rl.rl.types import Completion, Group
 from mcore_rl.rl.workers.failure import FailedScore
@@ -93,7 +92,7 @@ def step_reader(separator: str, decode: Callable[[Sequence[int]], str]) -> Reade
         positions: dict[int, int] = {}
         for end in step_ends(completion.text, separator):
             # Of two steps that end in one token the later one is scored.
-            positions[first + last_token_of(tokens_T, completion.text, end, decode)] = end
+            positions[first + step_token(tokens_T, completion.text, end, decode)] = end
         if not positions:
             return None
         return Reading(

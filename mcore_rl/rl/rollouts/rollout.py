@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.data.steps import step_token
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank
 from mcore_rl.parallel.mesh import Mesh
@@ -29,7 +30,6 @@ from mcore_rl.rl.rewards.failures import (
 from mcore_rl.rl.rewards.from_model import RewardModels
 from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
-from mcore_rl.rl.rewards.steps import last_token_of
 from mcore_rl.rl.rollouts.flow import GroupFlow
 from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
 from mcore_rl.rl.rollouts.truncation import episodes_reason, truncation_reason
@@ -452,7 +452,7 @@ def token_step(completion: Completion, step: TextStep, decode: Callable[[Sequenc
     """
     start, stop = completion.sampled_spans[-1]
     tokens_T, num_before = completion.tokens_T[start:stop], completion.num_sampled - (stop - start)
-    end = last_token_of(tokens_T, completion.text, step.end, decode)
+    end = step_token(tokens_T, completion.text, step.end, decode)
     return StepReward(num_before + end, step.value)
 
 

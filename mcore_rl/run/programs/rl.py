@@ -157,6 +157,16 @@ def warnings_of(config: RlRunConfig) -> Iterator[str]:
             "their probabilities in the whole one, so that updates move probability to the tokens that were cut "
             "(see rollout/cut_kl_nats). Set top_k=none, top_p=1 and min_p=0 to train on what was sampled."
         )
+    refreshes = {
+        "rl.loss.reference_refresh_rollouts": config.rl.loss.reference_refresh_rollouts,
+        "rl.distill.self_refresh_rollouts": config.rl.distill.self_refresh_rollouts,
+    }
+    for name, rollouts in refreshes.items():
+        if rollouts is not None and rollouts * config.updates_per_rollout >= config.train.steps:
+            yield (
+                f"warning: {name}={rollouts} rollout batches are all of train.steps={config.train.steps}: no update "
+                "of this run has a refreshed one."
+            )
     dtype, precision = config.rl.engine.dtype, config.platform.precision
     if dtype not in ("auto", precision):
         yield (

@@ -225,6 +225,7 @@ def test_these_settings_are_fine(words):
         ("reward.length_max_tokens=9", 'the part "length"'),
         ("reward.parts=[length]", 'the part "length"'),
         ("reward.parts=[length] reward.length_max_tokens=9 reward.length_min_tokens=10", "is above"),
+        ("reward.parts=[length] reward.length_min_tokens=1025", "no completion would be long enough"),
         ("rollout.max_new_tokens=8 reward.overlong_buffer_tokens=9", "longer than"),
         ("reward.overlong_buffer_tokens=9 loss.mask_truncated=true", "does not train on the longest"),
     ],

@@ -36,6 +36,10 @@ def test_the_recipe_has_two_updates_a_rollout_in_rows_that_its_mesh_can_cut() ->
     ("overrides", "message"),
     [
         (["train.global_batch=48"], "does not divide the 128 completions .* Use (32|64)"),
+        (
+            ["rl.loss.kl_coeff=0.2", "rl.loss.kl_target=6", "rl.loss.kl_horizon=127"],
+            "is shorter than the 128 completions .* Set it to 128",
+        ),
         (["train.steps=7"], "train.steps=7 is not a multiple of the 2 .* Use 8"),
         (["checkpoint.interval=3"], "checkpoint.interval=3 is not a multiple"),
         (["train.micro_batch=2"], "packed into forward passes of rl.update.max_tokens_per_microbatch"),

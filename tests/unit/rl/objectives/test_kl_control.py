@@ -1,25 +1,55 @@
 """The KL coefficient follows Ziegler's controller: numbers by hand, and a system that it brings to its target."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_rl.rl.objectives.kl_control import next_kl_coeff
 
 
 @pytest.mark.parametrize(
-    ("kl_nats", "wanted"),
+    ("kl_nats", "power"),
     [
-        (6.0, 0.2),  # on the target
-        (6.6, 0.2 * (1 + 0.1 * 0.128)),  # 10 % above it
-        (5.7, 0.2 * (1 - 0.05 * 0.128)),
-        (60.0, 0.2 * (1 + 0.2 * 0.128)),  # an error counts as 20 % at most
-        (0.0, 0.2 * (1 - 0.2 * 0.128)),
+        (6.0, 0.0),  # on the target
+        (6.6, 0.1 * 0.128),  # 10 % above it
+        (5.7, -0.05 * 0.128),
+        (60.0, 0.2 * 0.128),  # an error counts as 20 % at most
+        (0.0, -0.2 * 0.128),
     ],
 )
 def test_the_coefficient_changes_by_the_relative_error_times_completions_over_the_horizon(
-    kl_nats: float, wanted: float
+    kl_nats: float, power: float
 ) -> None:
     got = next_kl_coeff(0.2, kl_nats, target=6.0, horizon=1000, num_completions=128)
-    assert got == pytest.approx(wanted, rel=1e-12)
+    assert got == pytest.approx(0.2 * math.exp(power), rel=1e-12)
+    # As the paper has it, up to the square of a step.
+    assert got == pytest.approx(0.2 * (1 + power), rel=power**2)
+
+
+@given(
+    coeff=st.floats(1e-9, 1e3),
+    kl_nats=st.floats(-1e3, 1e6),
+    horizon=st.integers(1, 10**6),
+    num_completions=st.integers(0, 10**5),
+)
+def test_the_coefficient_stays_positive_and_moves_towards_the_target(
+    coeff: float, kl_nats: float, horizon: int, num_completions: int
+) -> None:
+    got = next_kl_coeff(
+        coeff, kl_nats, target=6.0, horizon=max(horizon, num_completions), num_completions=num_completions
+    )
+    assert got > 0 and abs(math.log(got / coeff)) <= 0.2 + 1e-12
+    assert (got >= coeff) if kl_nats >= 6.0 else (got <= coeff)
+
+
+def test_a_batch_of_many_horizons_never_rewards_distance() -> None:
+    coeff, seen = 0.2, []
+    for step in range(8):
+        coeff = next_kl_coeff(coeff, 60.0 * (step % 2), target=6.0, horizon=10, num_completions=128)
+        seen.append(coeff)
+    assert all(one > 0 for one in seen)
 
 
 def test_a_kl_that_falls_with_its_coefficient_comes_to_its_target() -> None:

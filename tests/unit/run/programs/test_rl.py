@@ -44,3 +44,13 @@ def test_a_start_names_each_balance_that_moves_the_policy_beside_the_rewards(
         (message,) = messages
         assert message.startswith(f"{named}: the balance of the experts moves the policy too")
         assert "Set it to 0 to learn from rewards alone, and rl.freeze_router=true" in message
+
+
+@pytest.mark.parametrize(("rollouts", "is_named"), [(60, True), (59, False)])
+def test_a_reference_that_is_never_refreshed_is_named(rollouts: int, is_named: bool) -> None:
+    """A rollout batch has two optimizer steps."""
+    words = ["train.steps=120", "rl.loss.kl_coeff=0.1", f"rl.loss.reference_refresh_rollouts={rollouts}"]
+    config = load_config(RlRunConfig, Path("tiny_moe/grpo"), [*ALONE, "model.moe.balance=none", *words])
+    assert config.updates_per_rollout == 2
+    found = [line for line in warnings_of(config) if "reference_refresh_rollouts" in line]
+    assert len(found) == is_named
