@@ -69,6 +69,7 @@ def rl_violations(rl: RlConfig) -> Iterator[str]:
     yield from _prompts(rl.prompts)
     yield from _sampling(rl.rollout)
     yield from _group(rl.rollout, rl.advantage)
+    yield from _dynamic_sampling(rl)
     yield from _objective(rl.loss)
     yield from _aggregation(rl.loss)
     yield from _router_shift(rl)
@@ -128,6 +129,21 @@ def _sampling(rollout: RolloutConfig) -> Iterator[str]:
         yield f"rl.rollout.temperature={rollout.temperature} is below {MIN_TEMPERATURE}. Set it higher."
     if "" in rollout.stop_strings:
         yield "rl.rollout.stop_strings holds an empty text, which every completion ends in. Take it out."
+
+
+def _dynamic_sampling(rl: RlConfig) -> Iterator[str]:
+    by = rl.rollout.dynamic_sampling_by
+    if by != "auto" and not rl.rollout.dynamic_sampling:
+        yield (
+            f'rl.rollout.dynamic_sampling_by="{by}" is not used with rl.rollout.dynamic_sampling=false. Leave it at '
+            '"auto".'
+        )
+    elif by == "accuracy" and rl.reward.correct_part is None:
+        yield (
+            'rl.rollout.dynamic_sampling_by="accuracy", and no part of rl.reward.parts='
+            f"{list(rl.reward.parts)} decides which completions are correct. Name one as rl.reward.correct, or set it "
+            'to "reward".'
+        )
 
 
 def _group(rollout: RolloutConfig, advantage: AdvantageConfig) -> Iterator[str]:

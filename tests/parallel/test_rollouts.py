@@ -50,14 +50,33 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_
 
     ((dynamic,),) = run_ranks(taken, 1, MeshConfig(), [0], {"dynamic_sampling": True})
     assert list(dynamic["prompts"].values()) == [f"reversing/1/{n}" for n in (1, 2, 4, 5)]
-    assert dynamic["taken"] == 2 * PROMPTS
+    # Two of four had a signal: two more are likely among four, and 6 and 7, of which there are too many, come again.
+    assert dynamic["taken"] == 6
     assert all(len(set(rewards)) > 1 for rewards in dynamic["rewards"])
     assert dynamic["metrics"]["rollout/refills"] == 1
     assert dynamic["metrics"]["rollout/unused_groups"] == 4
     assert dynamic["metrics"]["reward/groups_without_signal_fraction"] == 0
 
     ((few,),) = run_ranks(taken, 1, MeshConfig(), [0], {"dynamic_sampling": True, "max_refills": 1})
-    assert few["taken"] == 2 * PROMPTS
+    assert few["taken"] == 6
+
+
+def test_dynamic_sampling_by_accuracy_replaces_groups_that_differ_in_their_length_alone() -> None:
+    """DAPO asks for right and wrong answers; by the reward, four right ones of other lengths are trained on."""
+    by = {"dynamic_sampling": True, "max_refills": 4}
+    ((reward,),) = run_ranks(taken, 1, MeshConfig(), [0], by | {"dynamic_sampling_by": "reward"})
+    ((accuracy,),) = run_ranks(taken, 1, MeshConfig(), [0], by | {"dynamic_sampling_by": "accuracy"})
+    # An answer of at most two tokens has the reward 1 and is correct here.
+    assert list(reward["prompts"].values()) == [f"reversing/1/{n}" for n in (1, 2, 4, 5)]
+    for rewards in accuracy["rewards"]:
+        assert 0 < sum(one >= 1 for one in rewards) < SIZE
+    kept = set(accuracy["prompts"].values())
+    assert any({one >= 1 for one in rewards} == {False} for rewards in reward["rewards"])
+    assert not kept & {
+        f"reversing/1/{n}"
+        for n, rewards in zip((1, 2, 4, 5), reward["rewards"], strict=True)
+        if not any(one >= 1 for one in rewards)
+    }
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(dp=2), MeshConfig(tp=2, pp=2)], ids=["dp2", "tp2-pp2"])

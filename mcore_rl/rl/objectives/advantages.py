@@ -68,11 +68,11 @@ def _are_equal(rewards_XN: Tensor) -> Tensor:
     return largest_X - smallest_X <= ROUNDING * rewards_XN.nan_to_num(nan=0.0).abs().amax(dim=-1)
 
 
-def groups_to_train_on(rewards_PG: Tensor, num_groups: int) -> list[int]:
-    """Return the indices of the first `num_groups` groups whose rewards differ; fewer when there are not as many
-    (dynamic sampling, arXiv 2503.14476).
+def groups_to_train_on(scores_PG: Tensor, num_groups: int) -> list[int]:
+    """Return the indices of the first `num_groups` groups whose scores differ; fewer when there are not as many
+    (dynamic sampling, arXiv 2503.14476, which asks whether answers are right).
     """
-    indices: list[int] = (~constant_groups(rewards_PG)).nonzero().flatten().tolist()
+    indices: list[int] = (~constant_groups(scores_PG)).nonzero().flatten().tolist()
     return indices[:num_groups]
 
 

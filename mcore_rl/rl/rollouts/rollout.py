@@ -52,7 +52,7 @@ class Rollout:
     shapes: dict[int, SampleShape]
     """Shapes of all samples, by index."""
     num_prompts: int
-    """Prompts taken from the source, with those whose groups dynamic sampling left out."""
+    """Prompts taken from the source, with those whose groups had no signal for dynamic sampling."""
     metrics: list[Metric]
     """Metrics of all replicas."""
     steps_PGI: Sequence[Sequence[Sequence[StepReward]]] = ()
@@ -144,18 +144,22 @@ class Rollouts:
 
     def take(self, cursor: int) -> Rollout:
         """Return scored groups of the prompts from `cursor` on; with dynamic sampling (DAPO, arXiv 2503.14476) those
-        of further prompts replace groups whose rewards are all equal.
+        of further prompts replace groups without a signal.
         """
         rollout = self.config.rl.rollout
         num_groups = rollout.prompts_per_step
         groups: dict[int, Group] = {}
         summaries: list[GroupSummary] = []
         metrics: list[Metric] = []
-        for refill in range(1 + (rollout.max_refills if rollout.dynamic_sampling else 0)):
-            first = refill * num_groups
-            prompts = self.prompts.take(cursor + first, num_groups)
+        chosen: list[GroupSummary] = []
+        num_refills = -1
+        most_refills = rollout.max_refills if rollout.dynamic_sampling else 0
+        while num_refills < most_refills and len(chosen) < num_groups:
+            num_refills += 1
+            first = len(summaries)
+            prompts = self.prompts.take(cursor + first, _refill_size(num_groups, len(chosen), first))
             if self.flow is None:
-                seeds_PG = [self.seeds(cursor + first + p) for p in range(num_groups)]
+                seeds_PG = [self.seeds(cursor + first + p) for p in range(len(prompts))]
                 generated, scored, measured = self.generate_and_score(
                     prompts, self.sampling, seeds_PG, first, is_training=True
                 )
@@ -166,13 +170,12 @@ class Rollouts:
             metrics += measured
             chosen = summaries
             if rollout.dynamic_sampling:
-                chosen = [
-                    summaries[index] for index in groups_to_train_on(_rewards_PG(summaries), num_groups)
-                ]
-            if len(chosen) == num_groups:
-                break
+                scores_PG = _rewards_PG(summaries)
+                if self.config.rl.samples_by_accuracy:
+                    scores_PG = _accuracy_PG(summaries)
+                chosen = [summaries[index] for index in groups_to_train_on(scores_PG, num_groups)]
         if rollout.dynamic_sampling:
-            metrics.append(Metric("rollout/refills", refill))
+            metrics.append(Metric("rollout/refills", num_refills))
             metrics.append(Metric("rollout/unused_groups", len(summaries) - len(chosen)))
         rewards_PG = _rewards_PG(chosen).view(len(chosen), rollout.group_size)
         if rollout.group_size > 1:
@@ -202,7 +205,8 @@ class Rollouts:
                 for p, one in enumerate(chosen)
                 for g in range(rollout.group_size)
             },
-            num_prompts=len(summaries),
+            # The prompts behind the last group that is trained on come again: their answers would be of older weights.
+            num_prompts=chosen[-1].index + 1 if len(chosen) == num_groups else len(summaries),
             metrics=metrics,
             steps_PGI=[one.steps_GI for one in chosen if one.steps_GI],
             truncation_warning=self.truncation_warning(groups, summaries),
@@ -484,6 +488,21 @@ def token_steps(
     for step in found:
         values[step.end] += step.value
     return [StepReward(end, values[end]) for end in sorted(values)]
+
+
+def _refill_size(num_groups: int, num_chosen: int, num_taken: int) -> int:
+    """Return how many further prompts are likely to fill up a rollout batch, by the share of groups with a signal."""
+    if not num_chosen:
+        return num_groups
+    return min(num_groups, math.ceil((num_groups - num_chosen) * num_taken / num_chosen))
+
+
+def _accuracy_PG(summaries: Sequence[GroupSummary]) -> Tensor:
+    """Return 1 for a correct completion, 0 for another, NaN where nothing has decided."""
+    return torch.tensor(
+        [[math.nan if one is None else float(one) for one in summary.correct_G] for summary in summaries],
+        dtype=torch.float64,
+    )
 
 
 def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:

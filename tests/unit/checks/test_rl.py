@@ -149,6 +149,11 @@ def test_these_settings_are_fine(words):
         ("loss.kind=gspo advantage.kind=steps", "one advantage a sequence"),
         ("loss.kl_coeff=0.1 loss.kl_in=reward advantage.kind=steps", "of no step"),
         ("rollout.dynamic_sampling=true advantage.kind=steps", "whole rewards"),
+        ("rollout.dynamic_sampling_by=reward", "not used with rl.rollout.dynamic_sampling=false"),
+        (
+            "rollout.dynamic_sampling=true rollout.dynamic_sampling_by=accuracy reward.correct=none",
+            "decides which completions are correct",
+        ),
         ("loss.kind=kimi_k2 advantage.kind=mean loss.clip_high=0.2", "clips nothing"),
         ("loss.kind=kimi_k2 advantage.kind=mean loss.importance_sampling=truncate", "no importance weights"),
         ("loss.reference_refresh_rollouts=3", "no reference"),
