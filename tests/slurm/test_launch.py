@@ -147,7 +147,7 @@ def test_a_pipeline_is_shown_submitted_attached_to_and_goes_on_when_its_failed_s
     assert (folder / "exported/model.safetensors").exists()
 
     assert list(losses(folder / "launched")) == list(range(1, 7)) and len(losses(folder / "tuned")) == 3
-    assert (folder / "launched/launch/0/code/mcore_rl/run/pretrain.py").exists()
+    assert (folder / "launched/launch/0/code/mcore_rl/run/programs/pretrain.py").exists()
     script = (folder / "launched/launch/0/job.sbatch").read_text()
     assert script == shown.stdout.partition("\n#!/")[0]
 

@@ -3,7 +3,7 @@ import subprocess
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.launch.code_copy import PACKAGES, code_at, copy_code, refuse_changes
+from mcore_rl.launch.code_copy import CHECKOUT, code_at, copy_code, refuse_changes
 
 
 def git(folder, *words):
@@ -14,7 +14,7 @@ def git(folder, *words):
 @pytest.fixture
 def checkout(tmp_path):
     root = tmp_path / "checkout"
-    for package in PACKAGES:
+    for package in CHECKOUT:
         (root / package).mkdir(parents=True)
         (root / package / "a.py").write_text("A = 1\n")
     (root / "launch" / "recipes").mkdir()

@@ -45,7 +45,7 @@ def test_a_launch_keeps_script_config_cluster_and_code_beside_the_run_and_prints
     assert config == load_config(PROGRAMS["pretrain"].config, RECIPE, written)
     script = (folder / "job.sbatch").read_text()
     assert str(folder / "config.toml") in script and str(folder / "code") in script
-    assert (folder / "code/mcore_rl/run/pretrain.py").exists() and (folder / "cluster.toml").exists()
+    assert (folder / "code/mcore_rl/run/programs/pretrain.py").exists() and (folder / "cluster.toml").exists()
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()

@@ -48,7 +48,7 @@ def start_launcher(tmp_path, num_ranks, imports=(), devices=(), most_bytes=resou
         f"'a_program', ['x', 'a=b'], {num_ranks}, pathlib.Path({str(tmp_path / 'logs')!r}), {list(imports)}"
     )
     code = (
-        f"import pathlib, resource, sys; from mcore_rl.backend import forked_rank, launcher; {settings}"
+        f"import pathlib, resource, sys; from mcore_rl.processes import forked_rank, launcher; {settings}"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {resource.RLIM_INFINITY})); "
         f"sys.exit(launcher.launch_local({words}))"
     )

@@ -12,9 +12,9 @@ from mcore_rl.checks.programs import PROGRAMS
 from mcore_rl.config.load import load_config
 from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.run.study import runs as study_command
 from mcore_rl.run.study.figures import as_svg
 from mcore_rl.run.study.runs import plan
-from mcore_rl.run.study.runs import runs as study_command
 from mcore_rl.run.study.table import (
     COLUMNS,
     StudyRow,
@@ -28,7 +28,7 @@ from mcore_rl.run.study.table import (
 )
 from tests.finished import finish
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 RECIPE = ROOT / "launch/recipes/tiny_moe/replay_study.toml"
 
 
