@@ -1,9 +1,11 @@
 """Updates of a policy and its critic on a given rollout: apart from its tests, so that ranks need not import them."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -11,9 +13,12 @@ from torch import Tensor
 from mcore_rl.checkpoint.weights import save_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.rl_run import RlRunConfig
+from mcore_rl.errors import RoutingError
 from mcore_rl.model.build import settle_weights
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.parallel.schedule import free_routing
+from mcore_rl.replay.tape import RoutingTape
 from mcore_rl.rl.models.critic import Critic, critic_routes
 from mcore_rl.rl.models.frozen_model import FrozenModel
 from mcore_rl.rl.models.reference import Reference
@@ -197,3 +202,31 @@ def are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(are_equal, one, other))
     return bool(one == other)
+
+
+def critic_routed_otherwise(
+    config: RlRunConfig, weights: Sequence[Tensors], folder: Path, how: str
+) -> tuple[str, str]:
+    """On a rank: the errors of updates whose critic routes freely, or is only observed, and of its pass for
+    values under routes that an update imposes.
+    """
+    found = []
+    for name, routed in (("_imposing", how), ("_recording", "impose")):
+        with mock.patch.object(Critic, name, ROUTED[routed]):
+            try:
+                ppo_updates(config, weights, folder / f"{name}-{how}")
+                found.append("")
+            except RoutingError as error:
+                found.append(str(error))
+        destroy_mesh()
+    return found[0], found[1]
+
+
+ROUTED: dict[str, Any] = {
+    "free": lambda self, microbatches: nullcontext(free_routing),
+    "observe": lambda self, microbatches: self._routes._taped(
+        microbatches, RoutingTape.observe, self._routes._recorded, "routes"
+    ),
+    "impose": lambda self, microbatches: self._routes.update(microbatches, is_old_policy=False),
+}
+"""Routings of the critic's passes."""

@@ -32,6 +32,7 @@ from tests.hf_weights import to_global
 from tests.parallel.parity import Tensors, assembled
 from tests.parallel.ppo_steps import (
     TRUNCATED,
+    critic_routed_otherwise,
     initial_weights,
     on_meshes,
     ppo_updates,
@@ -314,3 +315,15 @@ def test_reinforce_plus_plus_normalises_discounted_rewards_over_the_world(mesh: 
     ranks = run_ranks(token_advantages, config.mesh.smallest_world, config)
     got = {(sample, t): advantage for rank in ranks for sample, t, advantage in rank}
     assert got == pytest.approx({key: (x - mean) / deviation for key, x in later.items()}, abs=1e-6)
+
+
+@pytest.mark.parametrize("how", ["free", "observe"])
+def test_a_critic_whose_routes_are_not_replayed_is_an_error(how: str, tmp_path: Path) -> None:
+    """It ended with status 0, and a critic that had learned under other experts than its values'."""
+    model = shallow(TINY["qwen3_moe"])
+    config = config_of(model, "r2")
+    critic = config.rl.critic.model_copy(update={"replay": "r2"})
+    config = config.model_copy(update={"rl": config.rl.model_copy(update={"critic": critic})})
+    ((update, values),) = run_ranks(critic_routed_otherwise, 1, config, weights_of(model), tmp_path, how)
+    assert "a pass under replayed routes was routed live" in update
+    assert values

@@ -14,6 +14,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.schedule import Routing, free_routing, run_pass
+from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.passes.batch import Minibatch, PolicyMicrobatch
 from mcore_rl.rl.passes.heads import ValueHead, ValueLossHead
@@ -80,7 +81,11 @@ class Critic:
         with self.state.residence.for_passes():
             for one in minibatches:
                 if one.num_samples:
-                    with evaluating(chunks), self._recording(one.microbatches) as routing:
+                    with (
+                        evaluating(chunks),
+                        self._recording(one.microbatches) as routing,
+                        self._proving(is_imposed=False),
+                    ):
                         outputs = run_pass(
                             chunks, one.microbatches, self._head, backward=False, routing=routing
                         )
@@ -94,7 +99,9 @@ class Critic:
         with self.state.residence.for_updates():
             for minibatch in [one for one in minibatches if one.totals.num_tokens] * self._epochs:
                 microbatches = [one.with_returns(returns) for one in minibatch.microbatches]
-                with self._imposing(microbatches) as routing:
+                # From the config, whatever routing the update was given.
+                is_imposed = self._config.rl.critic.replay == "r2"
+                with self._imposing(microbatches) as routing, self._proving(is_imposed=is_imposed):
                     reports.append(train_step(self.state, microbatches, self._loss_head, routing=routing))
         return reports
 
@@ -103,6 +110,12 @@ class Critic:
         metrics = [] if self._routes is None else self._routes.take_metrics()
         renamed = {"routes/changed_fraction": "critic/routes_changed_fraction"}
         return [replace(one, name=renamed[one.name]) for one in metrics if one.name in renamed]
+
+    def _proving(self, *, is_imposed: bool) -> AbstractContextManager[None]:
+        """Return a proof that the pass inside imposes routes, or none; dense models need none."""
+        if not self._config.model.is_moe:
+            return nullcontext()
+        return proving(self.state.chunks, is_imposed=is_imposed)
 
     def _recording(self, microbatches: Sequence[PolicyMicrobatch]) -> AbstractContextManager[Routing]:
         if self._routes is None:

@@ -8,6 +8,7 @@ import torch
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.parallel.schedule import run_pass
+from mcore_rl.replay.witness import proving
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.models.frozen_model import FrozenModel, WaitingBytes
 from mcore_rl.rl.models.reference import Reference
@@ -56,7 +57,8 @@ class Teachers:
                 for place, minibatch in enumerate(found):
                     if not minibatch.num_samples:
                         continue
-                    outputs = run_pass(teacher.chunks, minibatch.microbatches, head, backward=False)
+                    with proving(teacher.chunks, is_imposed=False):
+                        outputs = run_pass(teacher.chunks, minibatch.microbatches, head, backward=False)
                     if outputs:
                         kept = [
                             with_outputs_of_teacher(one, output, shapes, index)
