@@ -175,7 +175,8 @@ def wrong_tokens(
     is_live_n: Tensor,
     bias_nE: Tensor | None,
 ) -> Tensor:
-    """Return bool `[3, n]`: whether a token's gates, number of experts, or live choice are wrong, as in WRONG.
+    """Return bool `[3, n]`: whether a token's gates, number of experts, or live choice are wrong, as in WRONG; of
+    tokens whose logits are not finite nothing is.
 
     Args:
         router: a router; all `n` tokens are of routers of its kind.
@@ -206,7 +207,9 @@ def wrong_tokens(
         # Sums, because among equal scores any is right.
         sum_n = (scores_nE * used_nE).sum(1)
         is_best_n = (sum_n - best_nK.sum(1)).abs() <= slack_n
-    return torch.stack([is_wrong_gate_n, is_wrong_count_n, ~is_best_n & is_live_n])
+    found_3n = torch.stack([is_wrong_gate_n, is_wrong_count_n, ~is_best_n & is_live_n])
+    # An overflow before the router is no fault of its gates: the step is skipped, and train.max_skipped ends the run.
+    return found_3n & logits_nE.isfinite().all(1)
 
 
 def definition_of_gates(router: TopKRouter, logits_nE: Tensor, used_nE: Tensor) -> Tensor:
@@ -504,7 +507,8 @@ class Witness:
                 leaf_nE = logits.detach().view(gates_TE.shape)[row_n].requires_grad_()
                 expected = (definition_of_gates(router, leaf_nE, used_TE[row_n]) * direction_nE).sum()
             (expected_nE,) = torch.autograd.grad(expected, leaf_nE)
-            error = (found_nE - expected_nE).abs().amax()
+            is_finite_n1 = leaf_nE.detach().isfinite().all(1, keepdim=True)
+            error = (found_nE - expected_nE).abs().where(is_finite_n1, 0.0).amax()
         self._derivatives[layer] = error.detach()
 
     def _checksums(self, microbatch: WitnessedMicrobatch, kind: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from mcore_rl.data.examples import Examples
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions
 from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.parallel.routers import replayed_routers
+from mcore_rl.parallel.routers import replayed_routers, routers
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.engines.native.engine import evaluating
 from mcore_rl.rl.measure.routing_split import policy_split, rollout_split
@@ -176,6 +176,29 @@ def begin(config: RlRunConfig, initial: Tensors) -> tuple[Rollout, PolicyRoutes,
     minibatches = learner.minibatches(rollout)
     routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
     return rollout, routes, learner, learner.with_old_logprobs(minibatches)
+
+
+def with_overflow(config: RlRunConfig, initial: Tensors) -> list[tuple[bool, int]]:
+    """On a rank: of two updates, in the first of which a token's hidden state overflows before the last router, whether
+    it was skipped, and the number of skipped steps so far.
+    """
+    rollout, _, learner, minibatches = begin(config, initial)
+    advantages = learner.advantages(rollout, minibatches)
+    (*_, (_, router)) = [pair for chunk in learner.state.chunks for pair in routers(chunk)]
+
+    def overflow(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden_sBD = inputs[0].clone()
+        hidden_sBD[::3] = torch.inf
+        return (hidden_sBD, *inputs[1:])
+
+    hook = router.register_forward_pre_hook(overflow)
+    found = []
+    for minibatch in minibatches:
+        report = learner.update(minibatch, advantages)
+        assert report is not None
+        found.append((report.skipped, learner.state.progress.skipped_steps))
+        hook.remove()
+    return found
 
 
 def expert_biases(config: RlRunConfig, initial: Tensors) -> list[Any]:

@@ -35,6 +35,7 @@ from tests.parallel.rl_steps import (
     splits_by_hand,
     token_advantages,
     updates,
+    with_overflow,
 )
 from tests.ranks import run_ranks
 from tests.tiny_models import TINY, shallow
@@ -373,3 +374,11 @@ def test_frozen_routers_and_their_biases_stay_and_all_else_learns() -> None:
         assert all(
             moved[name] for name in trained if name.endswith("linear_fc1.weight") or ".linear_proj." in name
         )
+
+
+@pytest.mark.parametrize("replay", ["none", "r2", "r3"])
+def test_an_overflow_is_a_skipped_step_and_no_fault_of_routing(replay: ReplayKind) -> None:
+    """train.max_skipped is the policy for it, and each step after it is as good as before."""
+    config = config_of("qwen3_moe-shallow", MeshConfig(), replay=replay)
+    (found,) = run_ranks(with_overflow, 1, config, weights("qwen3_moe-shallow", 1))
+    assert found == [(True, 1), (False, 1)]
