@@ -7,7 +7,10 @@ from mcore_rl.replay.accounts import RouteTotals
 
 FIRST_LIMIT = 0.1
 """Limit of the first pass that is measured."""
-LOWEST_LIMIT = 0.01
+LOWEST_LIMIT, HIGHEST_LIMIT = 0.01, 0.2
+"""Least and largest limit that is measured."""
+MEASURED_TOKENS = 1000
+"""Fewest tokens of a layer from which a limit is measured; passes of fewer are held to the first limit."""
 TIMES_FIRST = 3.0
 FEW_TOKENS = 5
 """Tokens of a layer that are no disagreement, however few were compared."""
@@ -53,12 +56,22 @@ class DisagreementLimit:
             if share > limit and disjoint > FEW_TOKENS
         ]
         if not above:
-            if setting == "auto" and not self._measured_L:
+            if setting == "auto" and not self._measured_L and _has_enough(totals):
                 # Not of a pass above the first limit: what is wrong there would be allowed from then on.
-                self._measured_L += [max(LOWEST_LIMIT, TIMES_FIRST * share) for share in shares_L]
+                self._measured_L += [
+                    min(max(LOWEST_LIMIT, TIMES_FIRST * share), HIGHEST_LIMIT) for share in shares_L
+                ]
             return None
         return (
             "the rollout engine's routes have no expert in common with those that the trainer chooses with the same "
             f"weights: {'; '.join(above)}. They are probably not the routes of these tokens, or the engine has other "
             "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit."
         )
+
+
+def _has_enough(totals: RouteTotals) -> bool:
+    """Return whether each layer with routers has enough tokens to measure a limit; of a few, chance makes any share."""
+    counts = [
+        current for compared, current in zip(totals.compared_L, totals.current_L, strict=True) if compared
+    ]
+    return bool(counts) and min(counts) >= MEASURED_TOKENS

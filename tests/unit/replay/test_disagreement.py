@@ -64,3 +64,19 @@ def test_a_share_is_a_limit_of_every_pass_and_none_is_no_limit() -> None:
 def test_five_tokens_are_no_disagreement() -> None:
     assert limit_of("auto").problem(totals(5.0, compared=5.0)) is None
     assert limit_of("auto").problem(totals(6.0, compared=6.0))
+
+
+def test_a_handful_of_tokens_measures_no_limit() -> None:
+    """Five disjoint tokens of five had set the limit to 300 % for the rest of the run; no token, to 1 %."""
+    for few in (totals(5.0, compared=5.0), totals(99.0, compared=999.0), totals(0.0, compared=0.0)):
+        measured_L: list[float] = []
+        limit = DisagreementLimit(ReplayConfig(kind="r3"), measured_L)
+        assert limit.problem(few) is None and measured_L == []
+        assert "limit 10.0%" in str(limit.problem(totals(101.0)))
+
+
+def test_a_measured_limit_has_a_ceiling() -> None:
+    limit = limit_of("auto")
+    assert limit.problem(totals(100.0)) is None
+    assert limit.problem(totals(200.0)) is None
+    assert "layer 0: 20.1% of 1000 tokens (limit 20.0%). " in str(limit.problem(totals(201.0)))
