@@ -84,7 +84,7 @@ class RolloutConfig(Section):
     """Replace groups whose completions are all right or all wrong by those of new prompts (DAPO); see
     `dynamic_sampling_by`."""
     dynamic_sampling_by: Literal["auto", "accuracy", "reward"] = "auto"
-    """Quality in which completions of a group must differ, with `dynamic_sampling`; `accuracy`: whether they are correct
+    """How completions of a group must differ, with `dynamic_sampling`; `accuracy`: whether they are correct
     (rl.reward.correct), as in the paper: groups that differ in their length alone are replaced; `reward`: the whole
     reward; `auto`: accuracy where a rule decides (exact, numeric, math, countdown, code without `partial`)."""
     max_refills: PositiveInt = 4
