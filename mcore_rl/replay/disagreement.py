@@ -1,6 +1,7 @@
 """The limit on how many of the engine's routes may be unlike those that the trainer chooses with the same weights."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from mcore_rl.config.replay import ReplayConfig
 from mcore_rl.replay.accounts import RouteTotals
@@ -12,6 +13,8 @@ LOWEST_LIMIT, HIGHEST_LIMIT = 0.01, 0.2
 MEASURED_TOKENS = 1000
 """Fewest tokens of a layer from which a limit is measured; passes of fewer are held to the first limit."""
 TIMES_FIRST = 3.0
+DEVIATIONS = 4.0
+"""Standard deviations of a sample's share that chance may add to its limit."""
 FEW_TOKENS = 5
 """Tokens of a layer that are no disagreement, however few were compared."""
 
@@ -67,6 +70,27 @@ class DisagreementLimit:
             f"weights: {'; '.join(above)}. They are probably not the routes of these tokens, or the engine has other "
             "weights. Look at rollout_routes/* in the report; replay.max_disagreement is the limit."
         )
+
+    def problems_of_samples(self, disjoint_by_sample: Mapping[int, tuple[int, int]]) -> Iterator[str]:
+        """Yield a sentence for each sample whose routes are probably not its own, though few of a batch are no large
+        share of a layer's tokens: those of another request, shifted, or of a stale block of the engine's cache.
+
+        Args:
+            disjoint_by_sample: sample -> choices (token, layer) without an expert in common, and compared choices.
+        """
+        setting = self._config.max_disagreement
+        if setting is None:
+            return
+        limit = HIGHEST_LIMIT if setting == "auto" else max(HIGHEST_LIMIT, setting)
+        for sample, (disjoint, compared) in disjoint_by_sample.items():
+            by_chance = DEVIATIONS * math.sqrt(limit * (1 - limit) * compared)
+            if disjoint > limit * compared + by_chance + FEW_TOKENS:
+                yield (
+                    f"sample {sample}: {disjoint / compared:.0%} of its {compared} choices (token, layer) have no "
+                    "expert in common with those that the trainer makes with the same weights (limit "
+                    f"{limit:.0%} and what chance adds): the rollout engine's routes are probably not of this "
+                    "completion. Look at the engine's log and caches; replay.max_disagreement is the limit."
+                )
 
 
 def _has_enough(totals: RouteTotals) -> bool:

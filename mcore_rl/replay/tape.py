@@ -56,6 +56,8 @@ class TapeMicrobatch:
     """The part of the dropped choices in them; None: nothing is dropped."""
     is_changed_t: Tensor | None = None
     """Mask of the tokens whose choice changed in a chunk that has run."""
+    disjoint_t: Tensor | None = None
+    """Layers of the chunks that have run in which a current token's choice has no expert in common with the cached."""
     recorded_tlK: Tensor | None = None
     """Codes recorded in the chunks that have run."""
     num_chunks: int = 0
@@ -129,6 +131,9 @@ class RoutingTape:
         self._changes_l3 = torch.zeros(len(self.layers), 3, dtype=torch.float64, device=self._device)
         self.totals: RouteTotals | None = None
         """Sums over the world, once the pass is finished."""
+        self.disjoint_by_sample: dict[int, tuple[int, int]] = {}
+        """Choices (token, layer) of each sample of this rank's microbatches, on all ranks of the model, that have no
+        expert in common with the cached, and all that were compared with routes of the weights in training."""
         self._mode: Literal["unused", "record", "impose", "observe"] = "unused"
         self._compares = self._is_finished = False
 
@@ -226,6 +231,8 @@ class RoutingTape:
         if self._mode == "record":
             self._cache.set_checksums(self._version, checksums)
         self.totals = totals
+        if self._compares:
+            self.disjoint_by_sample = self._disjoint_by_sample()
         return totals.metrics(name, self._cache.top_k, compares=self._compares)
 
     def _prepared(self, tokens: LocalTokens) -> TapeMicrobatch:
@@ -357,12 +364,14 @@ class RoutingTape:
         changed_Klt = changed_choices(live_ltK, cached_ltK, microbatch.has_routes_t)
         gates_Klt = live_gates(scores_ltK, live_ltK, routers.routers)
         moved_l = (gates_Klt * changed_Klt).sum((0, 2))
-        disjoint_l = (changed_Klt.all(0) & microbatch.is_current_t).sum(1)
-        changes_3l = [changed_Klt.sum((0, 2)), moved_l, disjoint_l]
+        disjoint_lt = changed_Klt.all(0) & microbatch.is_current_t
+        changes_3l = [changed_Klt.sum((0, 2)), moved_l, disjoint_lt.sum(1)]
         self._changes_l3[self._columns[chunk]] += torch.stack(changes_3l, 1)
         here_t = changed_Klt.flatten(0, 1).any(0)
         before_t = microbatch.is_changed_t
         microbatch.is_changed_t = here_t if before_t is None else before_t | here_t
+        disjoint_t, before_t = disjoint_lt.sum(0), microbatch.disjoint_t
+        microbatch.disjoint_t = disjoint_t if before_t is None else before_t + disjoint_t
 
     def _add_recorded(self, chunk: nn.Module, microbatch: TapeMicrobatch, in_chunk: ChunkMicrobatch) -> None:
         """Collect a microbatch's codes over the chunks; the last chunk's complete them, and they go to the cache."""
@@ -456,6 +465,26 @@ class RoutingTape:
             for one in self._microbatches
         ]
         return torch.cat(is_changed).to(torch.uint8)
+
+    def _disjoint_by_sample(self) -> dict[int, tuple[int, int]]:
+        """Collective over the ranks that share samples: return disjoint and compared choices of each sample."""
+        sums = [torch.zeros(0, 2, dtype=torch.int64, device=self._device)]
+        for one in self._microbatches:
+            is_compared_t = one.has_routes_t & one.is_current_t
+            disjoint_t = torch.zeros_like(one.sample_index_t) if one.disjoint_t is None else one.disjoint_t
+            both_t2 = torch.stack([disjoint_t, is_compared_t * len(self.layers)], 1)
+            sums_N2 = both_t2.new_zeros(len(one.tokens.samples), 2)
+            sums.append(
+                sums_N2.index_add_(0, one.sample_index_t.clamp_min(0), both_t2) if len(sums_N2) else sums_N2
+            )
+        sums_N2, groups = torch.cat(sums), self._mesh.groups
+        dist.all_reduce(sums_N2, group=groups.tp_cp if self._mesh.sequence_parallel else groups.cp)
+        dist.all_reduce(sums_N2, group=self._mesh.pp.group)
+        samples = [sample for one in self._microbatches for sample in one.tokens.samples]
+        return {
+            sample: (disjoint, compared)
+            for sample, (disjoint, compared) in zip(samples, sums_N2.tolist(), strict=True)
+        }
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return to_device(tensor, self._device)

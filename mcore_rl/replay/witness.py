@@ -9,7 +9,8 @@ formula of its own (`labels_at_routers`). Three things are compared, all of them
 - for a few tokens of every microbatch and layer, the gates with those that the definition of the router makes of the
   live logits and the used experts; where the choice is live, also the experts with the best ones. Of tokens that are
   routed live among others with imposed routes, because they have none, all are compared;
-- once a layer and pass, the derivative of these gates by the logits with that of the definition.
+- once a layer and pass, in another microbatch for another layer or version, the derivative of these gates by the
+  logits with that of the definition.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -323,6 +324,11 @@ class Witness:
         hashes_lE = expert_hashes(self._layers, num_experts, self._device)
         self._expert_hashes = dict(zip(self._layers, hashes_lE, strict=True))
         self._tokens = SampledTokens()
+        # Any microbatch of this rank that has tokens, or what is wrong in the others only would never be seen.
+        with_tokens = [index for index, one in enumerate(self._microbatches) if len(one.row_n)]
+        self._differentiated = {
+            layer: with_tokens[(seed + layer) % len(with_tokens)] for layer in layers if with_tokens
+        }
         self._derivatives: dict[int, Tensor] = {}
         self._without_gradient: set[int] = set()
         self._watch = RouterWatch(self._on_router_of)
@@ -454,8 +460,11 @@ class Witness:
                 rows = (microbatch.row_n, microbatch.is_live_n)
                 self._tokens.add(where, router, logits_TE, gates_TE, used_TE, *rows)
             if logits.requires_grad and torch.is_grad_enabled():
-                row_n = microbatch.row_n[:SAMPLED_TOKENS]
-                self._add_derivative(layer, router, logits, gates_TE, used_TE, row_n)
+                if not gates_TE.requires_grad:
+                    self._without_gradient.add(layer)
+                elif index == self._differentiated.get(layer):
+                    row_n = microbatch.row_n[:SAMPLED_TOKENS]
+                    self._add_derivative(layer, router, logits, gates_TE, used_TE, row_n)
 
         return on_call
 
@@ -477,12 +486,7 @@ class Witness:
         used_TE: Tensor,
         row_n: Tensor,
     ) -> None:
-        """Compare the derivative of sampled tokens' gates with that of the definition, once a layer."""
-        if not gates_TE.requires_grad:
-            self._without_gradient.add(layer)
-            return
-        if layer in self._derivatives or not len(row_n):
-            return
+        """Compare the derivative of sampled tokens' gates with that of the definition."""
         # Any direction will do that is not constant: the gates of a token sum to a constant.
         number_n = torch.arange(len(row_n) * gates_TE.shape[1], device=gates_TE.device)
         direction_nE = (12.9898 * number_n).sin().view(len(row_n), -1)

@@ -140,6 +140,14 @@ MUTANTS: tuple[Mutant, ...] = (
         new="return ((scores + scores.detach()) / 2).gather(1, experts_tK), experts_tK",
     ),
     Mutant(
+        name="half the gradient through the router, in the second microbatch",
+        file=HOOKS,
+        old=GATES,
+        new="half = (scores + scores.detach()) / 2 if microbatch.index == 1 else scores\n"
+        "        return half.gather(1, experts_tK), experts_tK",
+        in_short=True,
+    ),
+    Mutant(
         name="gates of the other experts of a set",
         file=HOOKS,
         old=GATES,

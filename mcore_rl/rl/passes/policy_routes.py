@@ -10,6 +10,7 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import RoutingError
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.obs.metrics import Metric
+from mcore_rl.parallel.agree import refuse_anywhere
 from mcore_rl.parallel.routers import unfuse_routers
 from mcore_rl.parallel.schedule import Routing, free_routing
 from mcore_rl.replay.cache import RoutingCache
@@ -253,6 +254,13 @@ class PolicyRoutes:
             # The sums are equal on all ranks, so that all of them raise.
             if problem is not None:
                 raise RoutingError(f"Rollout batch at step {self._version}: {problem}")
+            refuse_anywhere(
+                [
+                    f"Rollout batch at step {self._version}: {problem}"
+                    for problem in self._limit.problems_of_samples(tape.disjoint_by_sample)
+                ],
+                RoutingError,
+            )
         self._metrics += metrics if name else []
 
 

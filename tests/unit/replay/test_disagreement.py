@@ -80,3 +80,21 @@ def test_a_measured_limit_has_a_ceiling() -> None:
     assert limit.problem(totals(100.0)) is None
     assert limit.problem(totals(200.0)) is None
     assert "layer 0: 20.1% of 1000 tokens (limit 20.0%). " in str(limit.problem(totals(201.0)))
+
+
+def test_routes_of_another_request_in_one_completion_of_ten_are_found() -> None:
+    """54 % of such a sample's choices were disjoint, and 5 % of a layer's tokens, which the first limit allows."""
+    limit = limit_of("auto")
+    assert limit.problem(totals(54.0)) is None
+    samples = {n: (540 if n == 7 else 3, 1000) for n in range(10)}
+    (problem,) = limit.problems_of_samples(samples)
+    assert problem.startswith("sample 7: 54% of its 1000 choices (token, layer) have no expert in common")
+
+
+def test_chance_in_a_short_sample_is_no_disagreement() -> None:
+    """The limit of a fifth, four standard deviations of so many choices, and five: 8 + 4 * 2.53 + 5 of 40."""
+    limit = limit_of("auto")
+    assert [*limit.problems_of_samples({0: (23, 40), 1: (0, 0), 2: (5, 5)})] == []
+    assert len([*limit.problems_of_samples({0: (24, 40)})]) == 1
+    assert [*limit_of(0.9).problems_of_samples({0: (900, 1000)})] == []
+    assert [*limit_of(None).problems_of_samples({0: (1000, 1000)})] == []

@@ -1,0 +1,83 @@
+"""The count of each sample's routes that have nothing in common with the trainer's, which a batch's average hides."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from mcore_rl.config.mesh import MeshConfig
+from mcore_rl.config.replay import ReplayConfig
+from mcore_rl.model.global_tensors import copy_in
+from mcore_rl.parallel.mesh import destroy_mesh
+from mcore_rl.replay.disagreement import DisagreementLimit
+from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
+from tests.parallel.parity import Tensors
+from tests.parallel.replay_outcomes import MODELS, one_rank
+from tests.parallel.replaying import LENGTHS, Case, SavedRoutes, opened, sample_tokens
+from tests.ranks import run_ranks
+
+MODEL = "qwen3_moe"
+STRANGER = 5
+"""Sample that the engine gives another request's routes."""
+MESHES = [
+    MeshConfig(),
+    MeshConfig(tp=2, ep=2),
+    MeshConfig(cp=2),
+    MeshConfig(pp=2, vpp=2),
+    MeshConfig(dp=2, ep=2),
+]
+
+
+def engine_routes(saved: Mapping[int, SavedRoutes]) -> dict[int, torch.Tensor]:
+    """The trainer's own routes `[T, L, K]`, but of one sample those of another."""
+    routes = {n: saved[n].codes_nlK.to(torch.int16) for n in range(len(LENGTHS))}
+    return routes | {STRANGER: routes[2]}
+
+
+def on_a_rank(
+    mesh: MeshConfig, weights: Tensors, saved: Mapping[int, SavedRoutes]
+) -> tuple[dict[int, tuple[int, int]], list[str]]:
+    case = Case(model=MODEL, mesh=mesh, layouts=("packed",), replay=ReplayConfig(kind="r3"))
+    (run,) = opened(case, MODELS[MODEL])
+    copy_in(run.state.chunks, weights)
+    axis, routes = run.state.mesh.dp_cp, engine_routes(saved)
+    generated = {
+        n: RolloutRoutes(sample_tokens(n, run.state.config.model.vocab_size)[: LENGTHS[n]], routes[n])
+        for n in range(axis.rank, len(LENGTHS), axis.size)
+    }
+    cache_rollout_routes(run.cache, run.version, generated, run.layouts, run.state.mesh)
+    with run.tape() as tape:
+        run.evaluate(tape.observe())
+        tape.finish()
+    destroy_mesh()
+    # So few tokens are no evidence: those of sixty completions like these are.
+    many = {n: (60 * disjoint, 60 * compared) for n, (disjoint, compared) in tape.disjoint_by_sample.items()}
+    return tape.disjoint_by_sample, [*DisagreementLimit(case.replay, []).problems_of_samples(many)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_part(
+    mesh: MeshConfig,
+) -> None:
+    """Against sets of experts, counted one by one."""
+    reference = one_rank(MODEL)
+    saved = reference.saved["packed"]
+    expected = {
+        n: (
+            sum(
+                not set(mine_K) & set(given_K)
+                for mine_LK, given_LK in zip(saved[n].codes_nlK.tolist(), given.tolist(), strict=True)
+                for mine_K, given_K in zip(mine_LK, given_LK, strict=True)
+            ),
+            LENGTHS[n] * MODELS[MODEL].num_layers,
+        )
+        for n, given in engine_routes(saved).items()
+    }
+    assert [n for n, (disjoint, _) in expected.items() if disjoint] == [STRANGER]
+    ranks = run_ranks(on_a_rank, mesh.smallest_world, mesh, reference.weights, saved)
+    assert {n: counts for counted, _ in ranks for n, counts in counted.items()} == expected
+    for counted, problems in ranks:
+        assert counted == {n: expected[n] for n in counted}
+        assert [problem.split(":")[0] for problem in problems] == [f"sample {STRANGER}"] * (
+            STRANGER in counted
+        )
