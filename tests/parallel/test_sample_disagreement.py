@@ -1,6 +1,7 @@
 """The count of each sample's routes that have nothing in common with the trainer's, which a batch's average hides."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from mcore_rl.model.global_tensors import copy_in
 from mcore_rl.parallel.mesh import destroy_mesh
 from mcore_rl.replay.disagreement import DisagreementLimit
 from mcore_rl.replay.from_rollouts import RolloutRoutes, cache_rollout_routes
+from mcore_rl.replay.layouts import MicrobatchLayout
 from tests.parallel.parity import Tensors
 from tests.parallel.replay_outcomes import MODELS, one_rank
 from tests.parallel.replaying import LENGTHS, Case, SavedRoutes, opened, sample_tokens
@@ -19,6 +21,8 @@ from tests.ranks import run_ranks
 MODEL = "qwen3_moe"
 STRANGER = 5
 """Sample that the engine gives another request's routes."""
+FIRST_CURRENT = {STRANGER: 6, 2: 9}
+"""First position of samples of which older weights sampled the tokens before it."""
 MESHES = [
     MeshConfig(),
     MeshConfig(tp=2, ep=2),
@@ -34,9 +38,17 @@ def engine_routes(saved: Mapping[int, SavedRoutes]) -> dict[int, torch.Tensor]:
     return routes | {STRANGER: routes[2]}
 
 
+def with_stale_tokens(layout: MicrobatchLayout) -> MicrobatchLayout:
+    rows = tuple(
+        tuple(replace(span, first_current=FIRST_CURRENT.get(span.sample, 0)) for span in row)
+        for row in layout.rows
+    )
+    return replace(layout, rows=rows)
+
+
 def on_a_rank(
     mesh: MeshConfig, weights: Tensors, saved: Mapping[int, SavedRoutes]
-) -> tuple[dict[int, tuple[int, int]], list[str]]:
+) -> tuple[dict[int, tuple[int, int]], list[str], tuple[float, float]]:
     case = Case(model=MODEL, mesh=mesh, layouts=("packed",), replay=ReplayConfig(kind="r3"))
     (run,) = opened(case, MODELS[MODEL])
     copy_in(run.state.chunks, weights)
@@ -45,14 +57,18 @@ def on_a_rank(
         n: RolloutRoutes(sample_tokens(n, run.state.config.model.vocab_size)[: LENGTHS[n]], routes[n])
         for n in range(axis.rank, len(LENGTHS), axis.size)
     }
+    run.layouts = [with_stale_tokens(layout) for layout in run.layouts]
     cache_rollout_routes(run.cache, run.version, generated, run.layouts, run.state.mesh)
     with run.tape() as tape:
         run.evaluate(tape.observe())
         tape.finish()
     destroy_mesh()
+    assert tape.totals is not None
+    by_sample, totals = tape.disjoint_by_sample, tape.totals
     # So few tokens are no evidence: those of sixty completions like these are.
-    many = {n: (60 * disjoint, 60 * compared) for n, (disjoint, compared) in tape.disjoint_by_sample.items()}
-    return tape.disjoint_by_sample, [*DisagreementLimit(case.replay, []).problems_of_samples(many)]
+    many = {n: (60 * disjoint, 60 * compared) for n, (disjoint, compared) in by_sample.items()}
+    problems = [*DisagreementLimit(case.replay, []).problems_of_samples(many)]
+    return by_sample, problems, (sum(totals.disjoint_L), sum(totals.current_L))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -66,17 +82,21 @@ def test_a_strangers_routes_are_counted_for_its_sample_on_every_rank_that_has_a_
         n: (
             sum(
                 not set(mine_K) & set(given_K)
-                for mine_LK, given_LK in zip(saved[n].codes_nlK.tolist(), given.tolist(), strict=True)
+                for mine_LK, given_LK in zip(
+                    saved[n].codes_nlK.tolist()[first:], given.tolist()[first:], strict=True
+                )
                 for mine_K, given_K in zip(mine_LK, given_LK, strict=True)
             ),
-            LENGTHS[n] * MODELS[MODEL].num_layers,
+            (LENGTHS[n] - first) * MODELS[MODEL].num_layers,
         )
         for n, given in engine_routes(saved).items()
+        for first in [FIRST_CURRENT.get(n, 0)]
     }
     assert [n for n, (disjoint, _) in expected.items() if disjoint] == [STRANGER]
     ranks = run_ranks(on_a_rank, mesh.smallest_world, mesh, reference.weights, saved)
-    assert {n: counts for counted, _ in ranks for n, counts in counted.items()} == expected
-    for counted, problems in ranks:
+    assert {n: counts for counted, *_ in ranks for n, counts in counted.items()} == expected
+    for counted, problems, totals in ranks:
+        assert totals == tuple(map(sum, zip(*expected.values(), strict=True)))
         assert counted == {n: expected[n] for n in counted}
         assert [problem.split(":")[0] for problem in problems] == [f"sample {STRANGER}"] * (
             STRANGER in counted
