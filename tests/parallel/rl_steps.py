@@ -201,6 +201,21 @@ def with_overflow(config: RlRunConfig, initial: Tensors) -> list[tuple[bool, int
     return found
 
 
+def cached_bytes(config: RlRunConfig, initial: Tensors) -> list[float]:
+    """On a rank: bytes of the routes in the caches at the end of three rollouts, one after the other."""
+    rollout, routes, learner, minibatches = begin(config, initial)
+    found = []
+    for _ in range(3):
+        advantages = learner.advantages(rollout, minibatches)
+        for minibatch in minibatches:
+            learner.update(minibatch, advantages)
+        found.append([m.value for m in routes.take_metrics() if m.name == "routes/cached_bytes"][-1])
+        minibatches = learner.minibatches(rollout)
+        routes.begin(rollout, [each for one in minibatches for each in one.microbatches])
+        minibatches = learner.with_old_logprobs(minibatches)
+    return found
+
+
 def expert_biases(config: RlRunConfig, initial: Tensors) -> list[Any]:
     """On a rank: the pieces of the biases on the choice of experts after the two updates of a rollout."""
     rollout, _, learner, minibatches = begin(config, initial)

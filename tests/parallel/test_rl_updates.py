@@ -26,6 +26,7 @@ from tests.parallel.parity import Tensors, assembled, random_weights
 from tests.parallel.rl_steps import (
     GROUPS,
     SIZE,
+    cached_bytes,
     expert_biases,
     moved_parameters,
     rollout_of,
@@ -382,3 +383,12 @@ def test_an_overflow_is_a_skipped_step_and_no_fault_of_routing(replay: ReplayKin
     config = config_of("qwen3_moe-shallow", MeshConfig(), replay=replay)
     (found,) = run_ranks(with_overflow, 1, config, weights("qwen3_moe-shallow", 1))
     assert found == [(True, 1), (False, 1)]
+
+
+@pytest.mark.parametrize("replay", ["r2", "r3"])
+def test_routes_of_a_rollout_are_forgotten_with_it(replay: ReplayKind) -> None:
+    """Else a run's memory would grow with each rollout, with no number that is wrong."""
+    config = config_of("qwen3_moe-shallow", MeshConfig(), replay=replay, epochs=2)
+    (found,) = run_ranks(cached_bytes, 1, config, weights("qwen3_moe-shallow", 1))
+    assert found[0] > 0
+    assert found == [found[0]] * 3
