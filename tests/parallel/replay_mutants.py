@@ -406,6 +406,15 @@ MUTANTS: tuple[Mutant, ...] = (
         scenario="r3_left_out",
     ),
     Mutant(
+        name="tokens that were left out are live in a rank's last chunk only",
+        file=TAPE,
+        old="if imposes and not bool(microbatch.locations.has_routes_t.all()):",
+        new="if imposes and chunk is [*self._routers][-1]:",
+        scenario="r3_left_out",
+        meshes=("pp2-vpp2",),
+        in_short=True,
+    ),
+    Mutant(
         name="tokens that were left out go to other experts than the best",
         file=HOOKS,
         old="experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)",
