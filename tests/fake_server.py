@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -132,6 +132,9 @@ class FakeServer:
     """(path, fault): the next call of the path has the fault. "always" before the name: every call."""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     version: str = "default"
+    tokens_before_pause: int = 0
+    """Tokens that a request has when it meets a pause. They keep their logprobs, and go through the model once more
+    after it, as prompts do: their routes are those of the weights that are there then."""
     before_answer: Callable[[Asked], None] = lambda asked: None
 
     def __enter__(self) -> "FakeServer":
@@ -214,12 +217,24 @@ class FakeServer:
         name = body.get("request_id") or body.get("rid") or ""
         with self.lock:
             self.running[name] += 1
+        first, began = Answer(tokens=(), logprobs=()), self.version
+        if self.tokens_before_pause:
+            first = self.answers.complete(replace(asked, max_tokens=self.tokens_before_pause))
         self.before_answer(asked)
         end_s = time.monotonic() + self.delay_s
         while time.monotonic() < end_s and name not in self.aborted:
             time.sleep(0.005)
         self.computes.wait()
-        answer = self.answers.complete(asked)
+        answer = self.answers.complete(
+            replace(
+                asked,
+                prompt=(*asked.prompt, *first.tokens),
+                max_tokens=asked.max_tokens - len(first.tokens),
+            )
+        )
+        answer = replace(
+            answer, tokens=(*first.tokens, *answer.tokens), logprobs=(*first.logprobs, *answer.logprobs)
+        )
         room = self.max_len - len(asked.prompt)
         tokens, logprobs = answer.tokens[:room], answer.logprobs[:room]
         finish = "stop" if tokens[-1] in asked.stops else "length"
@@ -227,9 +242,11 @@ class FakeServer:
             finish = "abort"
         if fault == "cut_short":
             tokens, logprobs, finish = tokens[:-1], logprobs[:-1], "length"
-        spans = [{"version": self.version, "start": 0, "end": len(tokens)}]
+        spans = [{"version": self.version, "start": len(first.tokens), "end": len(tokens)}]
+        if first.tokens:
+            spans.insert(0, {"version": began, "start": 0, "end": len(first.tokens)})
         if fault == "wrong_spans":
-            spans[0]["end"] = len(tokens) - 1
+            spans[-1]["end"] = len(tokens) - 1
         listed: list[float | None] = list(logprobs)
         if fault == "null_logprob":
             listed[0] = None

@@ -25,9 +25,10 @@ class ReplayConfig(Section):
     """Routes of the reference policy: its router's own choice (`live`), or those imposed on the policy (`replay`)."""
     missing: Literal["error", "live"] = "error"
     """For r3, where the engine left out the routes of a token (a preempted request, a turn of a conversation, tokens
-    from a server's cache). `error`: a server generates the completion again, and with the native engine the run ends.
-    `live`: the token is routed live in every pass, and counted (`routes/live_fraction`); the routes of all other tokens
-    are imposed."""
+    from a server's cache), or a server computed them again with newer weights than sampled the token
+    (rl.rollout.max_staleness). `error`: a server generates the completion again, and with the native engine the run
+    ends. `live`: the token is routed live in every pass, and counted (`routes/live_fraction`); the routes of all other
+    tokens are imposed."""
     store: Literal["device", "pinned"] = "device"
     """Memory in which routes wait for their pass: the device's, or page-locked main memory."""
     observe_rollout: bool = False

@@ -64,6 +64,7 @@ def served_engine(config: RlRunConfig, chunks: Sequence[nn.Module], mesh: Mesh, 
             max_tokens=served_length(config), routes=config.wants_engine_routes, seeded=False
         ),
         refusal=partial(refused_sampling, config),
+        imposes_routes=config.replay.kind == "r3",
         may_miss_routes=config.replay.missing == "live",
     )
 

@@ -23,7 +23,7 @@ from mcore_rl.parallel.agree import from_first_of_model, on_every_rank, on_rank_
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.routers import routed_layers
 from mcore_rl.rl.engines.base import Capabilities, Sampling, StopStrings, check_request
-from mcore_rl.rl.engines.served_routes import pick_layers
+from mcore_rl.rl.engines.served_routes import pick_layers, without_recomputed
 from mcore_rl.rl.engines.server_api import ServedCompletion, ServerApi, ServerError
 from mcore_rl.rl.engines.server_fleet import ServerFleet
 from mcore_rl.rl.engines.weight_push import WeightPush
@@ -70,6 +70,7 @@ class ServedEngine:
         *,
         capabilities: Capabilities,
         refusal: Callable[[Sampling], str | None],
+        imposes_routes: bool = True,
         may_miss_routes: bool = False,
     ) -> None:
         """Make the engine; `update_weights` has to come before the first request.
@@ -84,12 +85,13 @@ class ServedEngine:
             config: The engine's section of the config.
             capabilities: Abilities of the servers.
             refusal: Returns why the servers' logprobs would be wrong under a sampling; None: they are right.
+            imposes_routes: Whether routes will be imposed (R3), not only compared with the trainer's.
             may_miss_routes: Whether the servers may leave out the routes of some tokens of a completion.
         """
         self.decode, self.policy_version, self.capabilities = decode, 0, capabilities
         self._api_at, self._fleet, self._chunks = api_at, fleet, list(chunks)
         self._mesh, self._model, self._config, self._refusal = mesh, model, config, refusal
-        self._may_miss_routes = may_miss_routes
+        self._imposes_routes, self._may_miss_routes = imposes_routes, may_miss_routes
         self._layers = list(routed_layers(chunks))
         self._state = _State()
         self._pool = ThreadPoolExecutor(config.requests, "server_request") if self.asks else None
@@ -364,6 +366,10 @@ class ServedEngine:
                 num_tokens=num_tokens,
                 may_miss=self._may_miss_routes,
             )
+            if self._imposes_routes:
+                picked = without_recomputed(
+                    server, picked, served.versions, num_prompt, may_miss=self._may_miss_routes
+                )
             few = self._model.moe.num_experts <= MAX_BYTE and picked.min() >= 0
             experts_TLK = torch.from_numpy(picked.astype(np.uint8 if few else np.int16))
         tokens_T, is_stopped = served.tokens_T, served.finish == "stop"

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.rl.engines.server_api import ServerError
+from mcore_rl.rl.types import VersionSpan
 
 FLAG = "--enable-return-routed-experts"
 """Argument of vLLM and SGLang with which they record routes."""
@@ -57,6 +58,45 @@ def pick_layers(
             return np.where(is_missing_T[:, None, None], np.int32(-1), picked_TLK)
     _check(url, picked_TLK, model, moe_layers)
     return picked_TLK
+
+
+def without_recomputed(
+    url: str,
+    experts_TLK: NDArray[np.int32],
+    versions: Sequence[VersionSpan],
+    num_prompt: int,
+    *,
+    may_miss: bool,
+) -> NDArray[np.int32]:
+    """Return the experts of a completion without the rows that newer weights computed than sampled their tokens.
+
+    A server that gets weights while a request runs computes its tokens so far once more (SGLang's "retract", vLLM's
+    reset of running requests), into the memory from which it reads the routes at the request's end. Their logprobs stay
+    those of the weights that sampled them.
+
+    Args:
+        url: The server, for messages.
+        experts_TLK: Experts `[T, layers, K]` of prompt and completion but the last token.
+        versions: Versions of the weights that sampled the completion's tokens.
+        num_prompt: Tokens of the prompt.
+        may_miss: Whether tokens may have no routes (replay.missing="live"): the rows are -1 in the result.
+
+    Raises:
+        ServerError: there are such rows, and no token may be without routes.
+    """
+    # The last of the older tokens entered the model under the newer weights alone, which sampled the next.
+    num_recomputed = num_prompt + versions[-1].start - 1 if len(versions) > 1 else 0
+    if not num_recomputed:
+        return experts_TLK
+    if not may_miss:
+        raise ServerError(
+            f"{url}: weights came after {versions[-1].start} tokens of the completion, and the server computed the "
+            f"routes of {num_recomputed} tokens again with them: they are not the routes with which these were "
+            'sampled. replay.missing="live" routes them live'
+        )
+    kept_TLK = experts_TLK.copy()
+    kept_TLK[:num_recomputed] = -1
+    return kept_TLK
 
 
 def _check(url: str, picked_TLK: NDArray[np.int32], model: ModelConfig, moe_layers: Sequence[int]) -> None:

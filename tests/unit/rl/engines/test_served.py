@@ -53,7 +53,9 @@ class Served:
 
 
 @contextmanager
-def served(mesh: Mesh, folder: Path, kind: str = "vllm", **fields: object) -> Iterator[Served]:
+def served(
+    mesh: Mesh, folder: Path, kind: str = "vllm", *, may_miss_routes: bool = False, **fields: object
+) -> Iterator[Served]:
     theirs = oracle("qwen3_moe")
     model = theirs.ours
     chunks = loaded(model, theirs.tensors, mesh)
@@ -86,6 +88,7 @@ def served(mesh: Mesh, folder: Path, kind: str = "vllm", **fields: object) -> It
             config,
             capabilities=Capabilities(max_tokens=64, routes=True, seeded=True),
             refusal=lambda sampling: None,
+            may_miss_routes=may_miss_routes,
         )
         try:
             engine.update_weights(0)
@@ -249,6 +252,63 @@ def test_an_answer_during_an_update_counts_only_of_a_server_that_the_probe_has_p
             wanted.logprobs_T
         )
         assert found[0].policy_version == 1
+
+
+@pytest.mark.parametrize("may_miss_routes", [True, False])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_routes_that_newer_weights_computed_again_are_not_those_of_the_tokens_before_them(
+    kind: str, may_miss_routes: bool, one_rank: Mesh, tmp_path: Path
+) -> None:
+    """A server returns the newer weights' routes for tokens that older weights sampled."""
+    sampling = replace(EIGHT, with_routes=True)
+    num_prompt, num_old = 24, 4
+    prompt, found = prompt_of(range(1, num_prompt + 1)), list[Completion]()
+    asked = threading.Event()
+    with served(one_rank, tmp_path, kind, may_miss_routes=may_miss_routes) as ours:
+        native = engine_on(ours.chunks, one_rank, oracle("qwen3_moe").ours)
+
+        def routes_of(tokens: Sequence[int]) -> Tensor:
+            once = replace(sampling, max_new_tokens=1)
+            (completion,) = native.generate([prompt_of(tokens)], once, [[0]])[0].completions
+            assert completion.experts_TLK is not None
+            return completion.experts_TLK.long()
+
+        for server in ours.servers:
+            server.before_answer, server.tokens_before_pause = lambda _: asked.set(), num_old
+            server.computes.clear()  # as a pause before the update would
+        thread = threading.Thread(
+            target=lambda: found.extend(ours.engine.request_group(0, prompt, sampling, [4]).completions)
+        )
+        thread.start()
+        assert asked.wait(10)
+        before_TLK = routes_of(prompt.tokens_T)
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(1)
+            for parameter in ours.chunks[0].parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        ours.engine.update_weights(1)
+        for server in ours.servers:
+            server.tokens_before_pause = 0
+        thread.join(20)
+        (completion,) = found
+        assert completion.experts_TLK is not None
+        now_TLK = routes_of((*prompt.tokens_T, *completion.tokens_T)[:-1])
+        assert (before_TLK != now_TLK[:num_prompt]).float().mean() > 0.2
+        experts_TLK, num_recomputed = completion.experts_TLK.long(), num_prompt + num_old - 1
+        if may_miss_routes:
+            assert [(span.version, span.start, span.end) for span in completion.versions] == [
+                (0, 0, 4),
+                (1, 4, 8),
+            ]
+            assert (experts_TLK[:num_recomputed] == -1).all()
+            assert torch.equal(experts_TLK[num_recomputed:], now_TLK[num_recomputed:])
+        else:
+            # It was generated again, all of it with the newer weights.
+            assert [(span.version, span.start, span.end) for span in completion.versions] == [(1, 0, 8)]
+            assert torch.equal(experts_TLK, now_TLK)
+            bodies = [body for server in ours.servers for body in server.bodies(GENERATE[kind])]
+            ids = [body.get("token_ids") or body.get("input_ids") for body in bodies]
+            assert ids.count(list(prompt.tokens_T)) == 2
 
 
 def test_a_server_that_was_started_anew_at_its_address_is_not_believed(
