@@ -136,8 +136,6 @@ class RoutingCache:
         parts, problems = [], []
         for index, (sample, length) in enumerate(zip(tokens.samples, tokens.lengths, strict=True)):
             cached = self._samples.get((version, sample))
-            if cached is None and self._may_miss:
-                continue
             token_n = (tokens.sample_index_t == index).nonzero()[:, 0]
             if cached is not None and len(cached.missing_n):
                 if not self._may_miss:

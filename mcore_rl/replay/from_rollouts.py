@@ -73,8 +73,8 @@ def cache_rollout_routes(
     Args:
         cache: this rank's cache; its routes of `version` are replaced.
         version: policy version that generated.
-        generated: routes of the samples that this rank's model generated, equal on the ranks of one model. A sample
-            without routes is left out. Some tokens of a sample may have none (rows of -1).
+        generated: routes of the samples that this rank's model generated, equal on the ranks of one model. Some or
+            all tokens of a sample may have none (rows of -1); a sample that is not here is one that was lost.
         layouts: this rank's microbatches.
         mesh: the mesh that trains.
 
@@ -89,10 +89,7 @@ def cache_rollout_routes(
     share = {sample: generated[sample] for sample in of_rank}
     refuse_anywhere(list(_problems(cache, share)), RoutingError)
     repeated_fraction = _repeated_fraction(share, mesh, cache.device)
-    # A sample of which no token has routes is like one that came without them.
     has_routes = {sample: routes.has_routes_T for sample, routes in generated.items()}
-    generated = {sample: routes for sample, routes in generated.items() if bool(has_routes[sample].any())}
-    share = {sample: generated[sample] for sample in of_rank if sample in generated}
     checksums = _checksums(cache, sorted(generated), share, mesh.tp)
     shared = _shared_rows(generated)
     offered = {

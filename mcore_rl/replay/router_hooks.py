@@ -258,12 +258,12 @@ class RouterHook:
         experts_tK = microbatch.imposed_ltK[self._column].long()
         if self._chunk_routers.has_capacity:
             experts_tK = experts_tK % microbatch.num_experts
-        if is_forward or microbatch.is_live_t1 is not None:
-            values_tK, live_tK = choose(scores.detach())
-            if is_forward:
-                self._note(microbatch, values_tK, live_tK)
-            if microbatch.is_live_t1 is not None:
-                experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)
+        if is_forward:
+            self._note(microbatch, *choose(scores.detach()))
+        if microbatch.is_live_t1 is not None:
+            # The forward pass's choice in recomputation too, whose scores may round otherwise.
+            live_tK = microbatch.live_ltK[self._column].long()
+            experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)
         experts_tK = self._chunk_routers.distinct(self._column, experts_tK)
         return scores.gather(1, experts_tK), experts_tK
 

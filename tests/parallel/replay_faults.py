@@ -116,7 +116,7 @@ def take_routes(run: Run, *, leaves_out: bool) -> None:
         if leaves_out:
             experts_TLK[n % 3 :: 3] = -1
             if n == 3:
-                continue
+                experts_TLK[:] = -1
         generated[n] = RolloutRoutes(tokens_T, experts_TLK)
     cache_rollout_routes(run.cache, run.version, generated, run.layouts, run.state.mesh)
 

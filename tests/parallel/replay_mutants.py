@@ -42,7 +42,7 @@ HOOKS, LAYOUTS, CACHE, CODEC, STORAGE, TAPE, EXCHANGE, ROLLOUTS = (
 POLICY = "rl/passes/policy_routes.py"
 IMPOSED = "experts_tK = microbatch.imposed_ltK[self._column].long()"
 FREE = "if microbatch.imposed_ltK is None:\n            values_tK, live_tK = choose(scores)"
-FOUND = "cached = self._samples.get((version, sample))\n            if cached is None and"
+FOUND = "cached = self._samples.get((version, sample))\n            token_n ="
 GATES = "return scores.gather(1, experts_tK), experts_tK"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -427,16 +427,16 @@ MUTANTS: tuple[Mutant, ...] = (
         file=HOOKS,
         old="experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)",
         new="experts_tK = live_tK.where(microbatch.is_live_t1, experts_tK)\n"
-        "                left_t = microbatch.is_live_t1[:, 0].nonzero()[:, 0]\n"
-        "                experts_tK[left_t[1]] = scores.detach()[left_t[1]].topk(topk, largest=False).indices",
+        "            left_t = microbatch.is_live_t1[:, 0].nonzero()[:, 0]\n"
+        "            experts_tK[left_t[1]] = scores.detach()[left_t[1]].topk(topk, largest=False).indices",
         scenario="r3_left_out",
         meshes=("one",),
     ),
     Mutant(
         name="tokens that were left out take routes in recomputation",
         file=HOOKS,
-        old="if microbatch.is_live_t1 is not None:\n                experts_tK",
-        new="if microbatch.is_live_t1 is not None and is_forward:\n                experts_tK",
+        old="if microbatch.is_live_t1 is not None:\n            # The",
+        new="if microbatch.is_live_t1 is not None and is_forward:\n            # The",
         scenario="r3_left_out",
     ),
     Mutant(
@@ -467,6 +467,14 @@ MUTANTS: tuple[Mutant, ...] = (
         old="missing_n=positions(offer_of[sample].missing)",
         new="missing_n=NO_POSITIONS",
         scenario="r3_left_out",
+    ),
+    Mutant(
+        name="the exchange loses a sample where tokens may be without routes",
+        file=EXCHANGE,
+        old="for sample, routes in assembled.items()",
+        new="for sample, routes in assembled.items() if sample != 5",
+        scenario="r3_left_out",
+        in_short=True,
     ),
     Mutant(
         name="the rows of the next token where one was left out",
@@ -568,8 +576,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="the routes of the next completion of a group",
         file=POLICY,
-        old="group_index * group_size + index: routes_of",
-        new="group_index * group_size + (index + 1) % group_size: routes_of",
+        old="group_index * group_size + index: self._given",
+        new="group_index * group_size + (index + 1) % group_size: self._given",
         scenario="rl_r3",
     ),
 )

@@ -151,7 +151,7 @@ def one_rollout(
     received = torch.tensor([foreign, traffic.sent.pop("all_to_all_single")])
     dist.all_reduce(received)
     outcome = replayed(run, None)
-    with_gaps = {n: with_rows_left_out(n, routes) for n, routes in generated.items() if n != NO_ROUTES}
+    with_gaps = {n: with_rows_left_out(n, routes) for n, routes in generated.items()}
     cache_rollout_routes(run.cache, run.version, with_gaps, run.layouts, mesh)
     left_out = replayed(run, None)
     copy_in(run.state.chunks, weights)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ class PolicyRoutes:
             return
         group_size = rollout.rewards_PG.shape[1]
         routes = {
-            group_index * group_size + index: routes_of(group.prompt, completion, group_index)
+            group_index * group_size + index: self._given(group.prompt, completion, group_index)
             for group_index, group in rollout.groups.items()
             for index, completion in enumerate(group.completions)
         }
@@ -100,6 +101,15 @@ class PolicyRoutes:
             self._metrics += cache_rollout_routes(
                 self._from_rollout, self._version, generated, layouts, self._state.mesh
             )
+
+    def _given(self, prompt: Prompt, completion: Completion, group: int) -> RolloutRoutes | None:
+        """Return the routes of a completion; of one that came without them rows of -1 where tokens may be without."""
+        if completion.experts_TLK is not None or self._replay.missing == "error":
+            return routes_of(prompt, completion, group)
+        assert self._from_rollout is not None
+        shape = (len(prompt.tokens_T) + len(completion.tokens_T) - 1, len(self._from_rollout.layers))
+        without_TLK = torch.full((*shape, self._from_rollout.top_k), -1, dtype=torch.int16)
+        return routes_of(prompt, replace(completion, experts_TLK=without_TLK), group)
 
     @contextmanager
     def old_policy(self, microbatches: Sequence[PolicyMicrobatch]) -> Iterator[Routing]:

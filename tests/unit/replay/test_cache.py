@@ -468,7 +468,8 @@ def test_a_preempted_request_has_no_routes(missing: Any) -> None:
     with on_one_rank(case, QWEN) as made:
         free = recorded(made)
         generated = rollouts(made)
-        del generated[3]
+        experts_TLK = torch.full(generated[3].experts_TLK.shape, -1, dtype=torch.int16)
+        generated[3] = dataclasses.replace(generated[3], experts_TLK=experts_TLK)
         made.cache.drop(VERSION)
         cache_rollout_routes(made.cache, VERSION, generated, made.layouts, made.state.mesh)
         if missing == "error":
