@@ -1,6 +1,8 @@
 """Export: a Megatron checkpoint becomes a Hugging Face folder."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +36,13 @@ from mcore_rl.model.heads import SCORE_SHIFT
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Names that configs have for the number of MTP layers."""
-NOT_COPIED = (MANIFEST, CARD, *ADAPTER_FILES)
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Names that transformers 5 and 4 have in config.json for the type in which a model is opened."""
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+"""Names that transformers, compressed-tensors and MLX have in config.json for a quantization."""
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files of ModelOpt, GPTQ and AWQ by which engines read the weights as quantized."""
+NOT_COPIED = (MANIFEST, CARD, *ADAPTER_FILES, *QUANTIZATION_FILES)
 """Files of a reference that are of its own weights: the export has its own, or has them merged."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 """Endings of a reference's files that are not copied."""
@@ -194,10 +202,9 @@ def _config(
 
     Without a reference it has `special`, the ids of the special tokens: absent keys mean those of another model.
     """
+    dtype = _usual_dtype(targets)
     if options.reference is None:
-        kinds = {target.dtype for target in targets} - {torch.float32}
-        config = hf_config(dist_model.model) | special
-        config |= {"dtype": str(next(iter(kinds), torch.float32)).removeprefix("torch.")}
+        config = hf_config(dist_model.model) | special | {"dtype": dtype}
         return _json(config), ["config.json is made from the checkpoint's settings"]
     raw, config = (options.reference / "config.json").read_bytes(), read_config(options.reference)
     changed = []
@@ -206,8 +213,16 @@ def _config(
             name: token for name, token in special.items() if name == "pad_token_id"
         }
         changed.append("the model is one for sequence classification, with one label")
-    if config.pop("quantization_config", None):
-        changed.append("quantization_config is left out, as the weights are not quantized any more")
+    changed += [
+        f"{name} is left out, as the weights are not quantized any more"
+        for name in QUANTIZATION_KEYS
+        if config.pop(name, None)
+    ]
+    for name in DTYPE_KEYS:
+        # A null is no claim: readers take the type of the weights then.
+        if str(config.get(name) or dtype).removeprefix("torch.") != dtype:
+            changed.append(f"{name} is {dtype}, as the weights are, instead of {config[name]}")
+            config[name] = dtype
     for name in MTP_COUNTS:
         if config.get(name, dist_model.model.mtp_layers) != dist_model.model.mtp_layers:
             changed.append(f"{name} is {dist_model.model.mtp_layers} instead of {config[name]}")
@@ -215,6 +230,14 @@ def _config(
     return (_json(config) if changed else raw), [
         f"config.json is the reference's, but {line}" for line in changed
     ]
+
+
+def _usual_dtype(targets: Sequence[TargetTensor]) -> str:
+    """Return the name of the type of most elements: expert biases, and norms of some, are fp32 beside bf16 weights."""
+    elements: Counter[torch.dtype] = Counter()
+    for target in targets:
+        elements[target.dtype] += math.prod(target.shape)
+    return str(elements.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def _json(config: dict[str, Any]) -> bytes:
