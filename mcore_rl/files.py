@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -340,6 +340,13 @@ def stamps_of(path: Path) -> Stamps:
         for name, entry in entries
         if not stat.S_ISDIR(entry.st_mode)
     }
+
+
+def sizes_and_times(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """Return the number of bytes, and the time of the last change in ns, of those of the files that are there."""
+    # Links are followed: a Hugging Face cache has its files elsewhere. No inodes: some file systems make them up.
+    found = [(file, file.stat()) for file in files if file.exists()]
+    return {file: (entry.st_size, entry.st_mtime_ns) for file, entry in found}
 
 
 def replace_folder(written: Path, final: Path, aside: Path, stamps: Stamps) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mcore_rl.checkpoint.folder import MANIFEST
-from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import file_checksums, write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.hf.folder import ADAPTER_FILES, INDEX, HfFolder, open_hf, read_config
@@ -32,6 +32,7 @@ from mcore_rl.convert.megatron.model import DistModel, open_dist_model
 from mcore_rl.families import hf_config, score_config
 from mcore_rl.families.regions import RegionCopy, copies_into_hf, sizes
 from mcore_rl.families.weight_map import AxisRange, DuplicateTensor
+from mcore_rl.files import sizes_and_times
 from mcore_rl.model.heads import SCORE_SHIFT
 
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -70,6 +71,8 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     Everything that can be refused is refused here (CheckpointError or ConfigError, with names).
     """
     reference = _reference(options.reference)
+    copied = _copied(options.reference) if options.reference is not None else []
+    read = sizes_and_times(copied)
     experts = expert_layout(reference) if reference else "each"
     dist_model = open_dist_model(source, options.reference, mtp=options.mtp, experts=experts)
     targets = export_targets(dist_model, options.dtype, reference)
@@ -77,7 +80,6 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     file_of = {target.name: file for file, group in shards.items() for target in group}
     chunks = (chunk for target in targets for chunk in chunks_of(target))
     files, notes = _small_files(dist_model, options, targets)
-    identity = files_identity(dist_model.folder.path, sorted(dist_model.folder.files))
     return Conversion(
         title="export",
         final=folder,
@@ -86,8 +88,9 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
         tasks=tasks_of(chunks, settings.task_bytes, file_of),
         open_source=dist_model.source,
         writer=SafetensorsWriter(shards),
-        identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest} {identity}",
-        finish=partial(_finish, dist_model, options.reference, files, file_of),
+        identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest}",
+        read=read | dist_model.folder.stamps,
+        finish=partial(_finish, dist_model, options.reference, copied, files, file_of),
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
@@ -135,6 +138,17 @@ def _reference(path: Path | None) -> HfFolder | None:
         return None
     read_config(path)
     return open_hf(path) if any(path.glob("*.safetensors")) or (path / INDEX).is_file() else None
+
+
+def _copied(reference: Path) -> list[Path]:
+    """Return the small files of a reference, which an export has too."""
+    return [
+        file
+        for file in (*sorted(reference.iterdir()), *sorted(reference.glob(f"{TEMPLATES}/*.jinja")))
+        if file.is_file()
+        and not file.name.startswith(".")
+        and not (file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED)
+    ]
 
 
 def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:
@@ -282,22 +296,20 @@ def _shift_notes(dist_model: DistModel) -> list[str]:
 def _finish(
     dist_model: DistModel,
     reference: Path | None,
+    copied: Sequence[Path],
     files: Mapping[str, bytes],
     file_of: Mapping[str, str],
     folder: Path,
     plan: str,
     done: Sequence[RecordedTask],
 ) -> None:
-    """Add the index, the reference's small files, `files` (which replace those) and the manifest to the shards."""
+    """Add the index, `copied` files of the reference, `files` (which replace those) and the manifest to the shards."""
     if len(set(file_of.values())) > 1:
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    if reference is not None:
-        for file in (*sorted(reference.iterdir()), *sorted(reference.glob(f"{TEMPLATES}/*.jinja"))):
-            is_weights = file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED
-            if file.is_file() and not file.name.startswith(".") and not is_weights:
-                _target(folder, str(file.relative_to(reference))).write_bytes(file.read_bytes())
+    for file in copied:
+        _target(folder, str(file.relative_to(reference))).write_bytes(file.read_bytes())
     for name, content in files.items():
         _target(folder, name).write_bytes(content)
     description = {

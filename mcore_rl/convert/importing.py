@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from mcore_rl.checkpoint.folder import checkpoints_in, name_latest, path_of_step, step_of
-from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.hf.model import HfModel, MtpLayers, check_copies, open_hf_model
@@ -78,7 +78,6 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
             f"{folder} has checkpoints of later steps ({later[-1]}), which whoever loads it would get instead of the "
             "import. Name another folder."
         )
-    identity = files_identity(hf_model.folder.path, sorted(hf_model.folder.files))
     return Conversion(
         title="import",
         final=path_of_step(folder, 0),
@@ -87,7 +86,8 @@ def plan_import(source: Path, folder: Path, options: ImportOptions, settings: Co
         tasks=tasks_of(chunks, settings.task_bytes, "numbered"),
         open_source=hf_model.source,
         writer=DistWriter(),
-        identity=f"import {options} {hf_model.model} {identity}",
+        identity=f"import {options} {hf_model.model}",
+        read=hf_model.folder.stamps,
         finish=partial(_finish, hf_model, layout, weights),
         named=name_latest,
         notes=notes,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcore_rl.checkpoint.folder import COMMON, name_latest, path_of_step
 from mcore_rl.checkpoint.weights import EXTRA_STATE
-from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask, files_identity
+from mcore_rl.convert.copying.conversion import Conversion, CopySettings, RecordedTask
 from mcore_rl.convert.copying.manifest import write_manifest
 from mcore_rl.convert.copying.plan import TargetTensor, chunks_of, common_dtype, tasks_of
 from mcore_rl.convert.megatron.layouts import KeyLayout, KeyTranslation, is_stacked, refuse_singletons
@@ -46,7 +46,6 @@ def plan_relayout(
     step, objects = dist_model.folder.step, dist_model.folder.objects
     chunks = (chunk for target in targets for chunk in chunks_of(target))
     num_objects = sum(EXTRA_STATE not in key for key in objects)
-    identity = files_identity(dist_model.folder.path, sorted(dist_model.folder.files))
     return Conversion(
         title="relayout",
         final=path_of_step(folder, step),
@@ -59,7 +58,8 @@ def plan_relayout(
         tasks=tasks_of(chunks, settings.task_bytes, "numbered"),
         open_source=dist_model.source,
         writer=DistWriter(),
-        identity=f"relayout {layout} {dist_model.folder.digest} {identity}",
+        identity=f"relayout {layout} {dist_model.folder.digest}",
+        read=dist_model.folder.stamps,
         finish=partial(_finish, dist_model, layout),
         named=name_latest,
         notes=[

@@ -1,6 +1,6 @@
 """A conversion as a plan: targets and tasks, source and writer, and a forecast of its memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -13,6 +13,7 @@ from mcore_rl.convert.copying.plan import CopyTask, TargetTensor, digest
 from mcore_rl.convert.copying.progress import readable_bytes
 from mcore_rl.convert.copying.source import TensorSource
 from mcore_rl.errors import CheckpointError
+from mcore_rl.files import sizes_and_times
 
 RULES_VERSION = 3
 """Counts the changes after which the same input gives other bytes."""
@@ -87,7 +88,10 @@ class Conversion:
     """Called in each worker."""
     writer: TensorWriter
     identity: str
-    """Options, and names, sizes and times of the source's files: a source that has changed is another conversion."""
+    """Options, model and whatever else decides the output beside the tasks and the files that are read."""
+    read: Mapping[Path, tuple[int, int]]
+    """Size and time of each file that is read, from before it was (`sizes_and_times`): a source that has changed is
+    another conversion."""
     finish: Callable[[Path, str, Sequence[RecordedTask]], None]
     """Adds the rest to the folder of files, given the plan's digest and the records of all tasks."""
     named: Callable[[Path], None] = lambda _: None
@@ -115,7 +119,14 @@ class Conversion:
     @property
     def attempt(self) -> str:
         """Digest that must be the same for an unfinished conversion to be resumed."""
-        return sha256(f"{RULES_VERSION} {self.identity} {self.plan}".encode()).hexdigest()
+        read = sorted((file.name, *stamp) for file, stamp in self.read.items())
+        return sha256(f"{RULES_VERSION} {self.identity} {read} {self.plan}".encode()).hexdigest()
+
+    @property
+    def changed(self) -> list[Path]:
+        """Files that are not there any more, or have another size or time than when they were planned with."""
+        now = sizes_and_times(self.read)
+        return [file for file, stamp in self.read.items() if now.get(file) != stamp]
 
     def memory_forecast(self, workers: int) -> int:
         """Return the most bytes that all processes together hold."""
@@ -150,12 +161,6 @@ class Conversion:
             f"memory: at most {readable_bytes(self.memory_forecast(workers))} with {workers} worker(s); the largest "
             f"chunk is {readable_bytes(self.largest_chunk_bytes)}"
         )
-
-
-def files_identity(folder: Path, names: Sequence[str]) -> str:
-    """Return names, sizes and times of files as text."""
-    stats = [(name, (folder / name).stat()) for name in names]
-    return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 def _origin(target: TargetTensor) -> str:

@@ -18,6 +18,7 @@ from mcore_rl.convert.copying.manifest import foreign_to
 from mcore_rl.convert.copying.progress import ByteProgress, readable_bytes
 from mcore_rl.convert.copying.workers import CopyJob, run_tasks
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.weight_map import listed
 from mcore_rl.files import (
     Stamps,
     checkpoint_errors_explained,
@@ -45,7 +46,8 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
         ConfigError: Before anything is written, when the output overlaps what is read, or exists and may not be
             replaced (files.refuse_replacing).
         CheckpointError: Before anything is written, when something else is being converted to the output, or memory or
-            disk do not suffice; later, when a worker fails, or the output does not pass its check.
+            disk do not suffice; later, when a worker fails, a source has changed meanwhile, or the output does not pass
+            its check.
         DataError: Another process is at work on the same output.
     """
     workers = conversion.workers_within(settings)
@@ -62,6 +64,7 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
         for scratch in job.out.glob(".*.tmp"):  # of a run that was killed while it wrote a small file
             scratch.unlink()
         conversion.finish(job.out, conversion.plan, list(job.recorded_tasks()))
+        _refuse_mixture(conversion, work)
         if conversion.check is not None:
             conversion.check(job.out)
         with checkpoint_errors_explained(conversion.final, "naming"):
@@ -76,6 +79,20 @@ def convert(conversion: Conversion, settings: CopySettings, progress: ByteProgre
     size = f"{len(conversion.targets)} tensors, {readable_bytes(conversion.num_bytes)}"
     progress.message(f"{conversion.final}: {size}, {progress.seconds:.1f} s")
     return conversion.final
+
+
+def _refuse_mixture(conversion: Conversion, work: Path) -> None:
+    """Raise a CheckpointError where a source has changed since it was planned with, and delete what was made of it."""
+    changed = conversion.changed
+    if not changed:
+        return
+    shutil.rmtree(work / "out")
+    _tidy(work)
+    lines = [str(file) if file.exists() else f"{file} (gone)" for file in changed]
+    raise CheckpointError(
+        f"the source changed while it was converted, so that {conversion.final} would be a mixture, and is not "
+        f"written:\n{listed(lines)}\nGive the command again when nothing writes there."
+    )
 
 
 @contextmanager

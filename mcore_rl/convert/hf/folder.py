@@ -14,6 +14,7 @@ import torch
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import Shape, listed
+from mcore_rl.files import sizes_and_times
 
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_FILES = (
@@ -73,6 +74,8 @@ class HfFolder:
     """Number of bytes of each file, by name."""
     headers: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file's header, by name."""
+    stamps: dict[Path, tuple[int, int]]
+    """Size and time of each file and of config.json, from before they were read."""
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -87,6 +90,7 @@ def open_hf(path: Path) -> HfFolder:
     # transformers would load the adapter's base and apply it; here its tensors would be left out, or be strange ones.
     if adapter := [name for name in ADAPTER_FILES if (folder / name).exists()]:
         raise CheckpointError(_adapter_fault(folder, adapter[0]))
+    stamps = sizes_and_times(folder / name for name in (*files, "config.json"))
     tensors: dict[str, HfTensor] = {}
     sizes, headers = {}, {}
     for name in files:
@@ -100,7 +104,7 @@ def open_hf(path: Path) -> HfFolder:
     if path.is_dir() and (path / INDEX).is_file():
         _check_index(path, tensors)
     config = read_config(folder) if (folder / "config.json").is_file() else None
-    return HfFolder(path=folder, config=config, tensors=tensors, files=sizes, headers=headers)
+    return HfFolder(path=folder, config=config, tensors=tensors, files=sizes, headers=headers, stamps=stamps)
 
 
 def _adapter_fault(folder: Path, name: str) -> str:

@@ -9,12 +9,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from mcore_rl.backend.saved_files.archives import FileRange
 from mcore_rl.backend.saved_files.pickles import load_common, load_metadata
-from mcore_rl.checkpoint.folder import FORMAT_FILE, MARKER, METADATA, Marker, check, step_of
+from mcore_rl.checkpoint.folder import COMMON, FORMAT_FILE, MARKER, METADATA, Marker, check, step_of
 from mcore_rl.checkpoint.integrity import check_descriptions, check_identity
 from mcore_rl.checkpoint.read import CRITIC, find_checkpoint
 from mcore_rl.convert.hf.folder import read_json, refuse_special_file
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.weight_map import AxisRange, Region, Shape, covered_otherwise_than_once
+from mcore_rl.files import sizes_and_times
 
 OPTIMIZER = ("optimizer.", "chained_")
 """Beginnings of the keys of an optimizer's state: this program's, and Megatron-LM's for several optimizers."""
@@ -52,6 +53,8 @@ class DistFolder:
     """Number of bytes of each file, by name."""
     digest: str
     """SHA-256 of `.metadata`."""
+    stamps: dict[Path, tuple[int, int]]
+    """Size and time of each file, and of those that describe them, from before they were read."""
 
     @property
     def weights(self) -> dict[str, DistTensor]:
@@ -66,6 +69,7 @@ def open_dist(path: Path) -> DistFolder:
     path = find_checkpoint(path)
     for name in (MARKER, METADATA, FORMAT_FILE):
         refuse_special_file(path / name)
+    stamps = sizes_and_times(path.iterdir())
     marker = check(path) if (path / MARKER).exists() else None
     config = path / FORMAT_FILE
     if marker is None and (not config.is_file() or read_json(config).get("sharded_backend") != "torch_dist"):
@@ -77,14 +81,20 @@ def open_dist(path: Path) -> DistFolder:
         check_descriptions(path, marker)
     metadata = load_metadata(path)
     tensors, objects = _entries(path, metadata)
+    files = _files(path, metadata)
     return DistFolder(
         path=path,
         marker=marker,
         step=marker.step if marker else _step(path),
         tensors=tensors,
         objects=objects,
-        files=_files(path, metadata),
+        files=files,
         digest=sha256((path / ".metadata").read_bytes()).hexdigest(),
+        stamps={
+            file: stamp
+            for file, stamp in stamps.items()
+            if file.name in (*files, METADATA, COMMON, FORMAT_FILE)
+        },
     )
 
 

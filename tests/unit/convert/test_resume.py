@@ -4,18 +4,22 @@ import dataclasses
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.convert.copying import copier
-from mcore_rl.convert.copying.conversion import CopySettings
+from mcore_rl.convert.copying.conversion import CopySettings, RecordedTask
 from mcore_rl.errors import CheckpointError, ConfigError, DataError
 from mcore_rl.files import sole_writer
-from tests.conversion import bytes_of, exported, imported, saved, write_hf
+from tests.conversion import ONE_FILE, bytes_of, exported, imported, quiet, read_hf, saved, write_hf
 from tests.hf_models import oracle
+from tests.replacing import Case, planned
+from tests.unit.convert.conftest import Converted
 
 MANY_FILES = CopySettings(workers=2, task_bytes=15_000, shard_bytes=100_000)
 
@@ -129,3 +133,66 @@ def test_a_worker_that_is_killed_ends_the_conversion_with_a_remedy(tmp_path: Pat
     with pytest.raises(CheckpointError, match="ended by signal 9"):
         imported(source, tmp_path / "ckpt", dataclasses.replace(MANY_FILES, chunk_done=die))
     assert imported(source, tmp_path / "ckpt", MANY_FILES).exists()
+
+
+def test_weights_that_are_overwritten_while_they_are_imported_make_no_checkpoint(tmp_path: Path) -> None:
+    source, output = saved("deepseek_v3", tmp_path / "hf"), tmp_path / "ckpt"
+    shard = source / "model-00003-of-00003.safetensors"
+    size = shard.stat().st_size
+
+    def download_again(_: int) -> None:
+        with shard.open("rb+") as file:
+            file.seek(size // 2)
+            file.write(bytes(size // 2))
+
+    with pytest.raises(CheckpointError, match=r"(?s)source changed while.*\n  .*model-00003-of"):
+        imported(source, output, dataclasses.replace(MANY_FILES, chunk_done=download_again))
+    assert not list(output.iterdir())
+    assert any(not tensor.any() for tensor in read_hf(source).values())
+    again = imported(source, output, MANY_FILES)
+    assert bytes_of(again) == bytes_of(imported(source, tmp_path / "whole", MANY_FILES))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "time": lambda file: os.utime(file),
+    "size": lambda file: file.write_bytes(file.read_bytes() + b" "),
+    "gone": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("import", "hf/model-00002-of-00003.safetensors"),
+        ("import", "hf/config.json"),
+        ("export", "ckpt/iter_0000000/__0_0.distcp"),
+        ("export", "ckpt/iter_0000000/common.pt"),
+        ("export", "hf/tokenizer.json"),
+        ("relayout", "ckpt/iter_0000000/.metadata"),
+    ],
+)
+def test_a_source_that_changes_meanwhile_makes_no_mixture(
+    kind: str, name: str, change: str, converted: Converted, tmp_path: Path
+) -> None:
+    for folder in converted("llama"):
+        copy = tmp_path / ("hf" if folder.name == "hf" else "ckpt/iter_0000000")
+        shutil.copytree(folder, copy)
+    case = Case(
+        kind=kind, source="hf" if kind == "import" else "ckpt", output="out", reference="hf", overwrite=False
+    )
+    conversion = planned(case, tmp_path, ONE_FILE)
+    finish = conversion.finish
+
+    def changed(out: Path, plan: str, done: Sequence[RecordedTask]) -> None:
+        finish(out, plan, done)
+        CHANGES[change](tmp_path / name)
+
+    refusal = pytest.raises(CheckpointError, match=rf"(?s)would be a mixture.*{Path(name).name}")
+    with quiet() as progress, refusal:
+        copier.convert(dataclasses.replace(conversion, finish=changed), ONE_FILE, progress)
+    assert {path.name for path in tmp_path.iterdir()} - {"out"} == {"hf", "ckpt"}
+    assert not list((tmp_path / "out").glob("*"))
+    if change == "time":
+        with quiet() as progress:
+            assert copier.convert(planned(case, tmp_path, ONE_FILE), ONE_FILE, progress).exists()
