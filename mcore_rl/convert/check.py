@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from mcore_rl.backend.saved_files.archives import FilePart, FileRange
 from mcore_rl.backend.saved_files.pickles import load_metadata
@@ -41,8 +42,8 @@ class CheckedFile:
     num_bytes: int | None
     """Its length; None: it is missing."""
     finding: str
-    """The comparison that was made, or the damage."""
-    is_damaged: bool
+    """The comparison that was made, the damage, or what is not understood."""
+    verdict: Literal["sound", "damaged", "not understood"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +72,7 @@ def _read(check: Callable[[], CheckedFile]) -> CheckedFile:
             name=name,
             num_bytes=None,
             finding=f"DAMAGED: it cannot be read: {error.strerror}",
-            is_damaged=True,
+            verdict="damaged",
         )
 
 
@@ -110,7 +111,9 @@ def _plan_checkpoint(path: Path) -> CheckPlan:
     by_parts = [partial(_checked_by_parts, path, name, parts.get(name, ())) for name in sorted(present)]
     if not (path / MARKER).is_file():
         title = f"{path}: no {MARKER}, so that only the checksums inside of the archives are known"
-        return CheckPlan(title=title, checks=by_parts or [partial(_missing, METADATA)])
+        more = sorted(file.name for file in path.iterdir() if file.name not in present)
+        unknown = [partial(_unknown, path / name) for name in more]
+        return CheckPlan(title=title, checks=[*(by_parts or [partial(_missing, METADATA)]), *unknown])
     try:
         marker = read_marker(path)
     except DamagedCheckpointError as error:
@@ -171,8 +174,15 @@ def _checked_by_parts(path: Path, name: str, parts: Sequence[tuple[str, FileRang
     if name == METADATA:
         try:
             load_metadata(path)
-        except CheckpointError as error:
+        except DamagedCheckpointError as error:
             return _damaged(file, str(error))
+        except CheckpointError as error:
+            return CheckedFile(
+                name=name,
+                num_bytes=file.stat().st_size,
+                finding=f"NOT UNDERSTOOD: {error}",
+                verdict="not understood",
+            )
     if not parts:
         return _sound(file, f"{NOTHING_RECORDED}; it can be read")
     return _sound(
@@ -301,16 +311,16 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _sound(file: Path, finding: str = AS_WRITTEN) -> CheckedFile:
-    return CheckedFile(name=file.name, num_bytes=file.stat().st_size, finding=finding, is_damaged=False)
+    return CheckedFile(name=file.name, num_bytes=file.stat().st_size, finding=finding, verdict="sound")
 
 
 def _damaged(file: Path, finding: str) -> CheckedFile:
     size = file.stat().st_size if file.is_file() else None
-    return CheckedFile(name=file.name, num_bytes=size, finding=f"DAMAGED: {finding}", is_damaged=True)
+    return CheckedFile(name=file.name, num_bytes=size, finding=f"DAMAGED: {finding}", verdict="damaged")
 
 
 def _missing(name: str) -> CheckedFile:
-    return CheckedFile(name=name, num_bytes=None, finding="DAMAGED: it is missing", is_damaged=True)
+    return CheckedFile(name=name, num_bytes=None, finding="DAMAGED: it is missing", verdict="damaged")
 
 
 def _unknown(file: Path) -> CheckedFile:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from mcore_rl.backend.saved_files.archives import SliceableBytes, archive_records, record_bytes
-from mcore_rl.errors import CheckpointError
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 
 Allowed = dict[tuple[str, str], Any]
 
@@ -51,6 +51,8 @@ METADATA: Allowed = PLAIN | {
     # The folder that torch was asked to save to; the second is the module's name in Python 3.13.
     ("pathlib", "PosixPath"): PosixPath,
     ("pathlib._local", "PosixPath"): PosixPath,
+    # Megatron 0.15 has torch's class with a field of its own, which nothing here reads.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,
     # Classes of older versions of Megatron; nothing in them is needed here.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Opaque,
     ("megatron.core.dist_checkpointing.strategies.resharding", "TensorReformulationMetadata"): Opaque,
@@ -146,7 +148,12 @@ def unpickle_metadata(file: io.BufferedIOBase | io.BytesIO) -> Any:
 
 
 def load_metadata(path: Path) -> metadata.Metadata:
-    """Return the `.metadata` of a distributed checkpoint; CheckpointError when it is none, or asks for more."""
+    """Return the `.metadata` of a distributed checkpoint.
+
+    Raises:
+        DamagedCheckpointError: Its bytes are none of a pickle.
+        CheckpointError: It cannot be read, is no metadata of torch's, or asks for classes that are not known here.
+    """
     file = path / ".metadata"
     try:
         loaded = unpickle_metadata(io.BytesIO(file.read_bytes()))
@@ -157,7 +164,7 @@ def load_metadata(path: Path) -> metadata.Metadata:
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}.") from None
     except MALFORMED as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{file} is damaged ({type(error).__name__}: {error}). Take another copy."
         ) from error
     if not isinstance(loaded, metadata.Metadata):
