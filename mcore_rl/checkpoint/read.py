@@ -353,6 +353,8 @@ def _foreign(path: Path) -> str:
     names = {entry.name for entry in path.iterdir()}
     if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
         return "it is a Hugging Face model. Convert it to a Megatron checkpoint first"
+    if "snapshots" in names:
+        return "it is a folder of the Hugging Face cache. Name the folder in its snapshots that has the files"
     if any(name.startswith("mp_rank_") for name in names):
         return "it is in Megatron-LM's old format `torch`. Convert it to `torch_dist` with Megatron-LM first"
     if any(name.startswith("iter_") for name in names):

@@ -144,8 +144,20 @@ def refuse_special_file(path: Path) -> None:
         )
 
 
+def _hub_cache_fault(folder: Path) -> str | None:
+    """Return what is wrong with a folder of the hub's cache, whose files lie further down; None: it is none."""
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir() or (folder / "config.json").exists():
+        return None
+    there = sorted(str(path) for path in snapshots.iterdir())
+    name = there[0] if len(there) == 1 else f"a folder in {snapshots}"
+    return f"{folder} is a folder of the Hugging Face cache, whose files are in snapshots: name {name}"
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the config.json of a folder; CheckpointError when there is none, or it is no JSON object."""
+    if (fault := _hub_cache_fault(folder)) is not None:
+        raise CheckpointError(f"{fault}.")
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise CheckpointError(
@@ -168,6 +180,8 @@ def _files(folder: Path) -> list[str]:
         raise CheckpointError(
             f"{folder} is no folder. A model of the Hugging Face hub is downloaded first (hf download)."
         )
+    if (fault := _hub_cache_fault(folder)) is not None:
+        raise CheckpointError(f"{fault}.")
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if not found:
         pickled = sorted(file.name for file in folder.glob("*.bin"))

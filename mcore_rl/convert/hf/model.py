@@ -31,7 +31,8 @@ from mcore_rl.families.rules import ExpertLayout
 from mcore_rl.families.weight_map import WeightMap, listed
 
 MtpLayers = Literal["keep", "drop"]
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CONSOLIDATED_REMEDY = "Take the files model*.safetensors of the same model"
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,7 @@ def open_hf_model(
         raise CheckpointError(
             f"{path} has no config.json: what model is it? Take the one that belongs to the weights."
         )
+    _refuse_consolidated(folder)
     config = folder.config
     check_types(config, {"quantization_config": OBJECT})
     folder = replace(folder, tensors=with_scale_types(folder.tensors, config))
@@ -130,6 +132,18 @@ def _model_dtype(config: dict[str, Any]) -> torch.dtype:
     return {"float32": torch.float32, "float16": torch.float16}.get(str(name), torch.bfloat16)
 
 
+def _refuse_consolidated(folder: HfFolder) -> None:
+    """Raise a CheckpointError for weights under the names of Mistral's own programs, which are not transformers'."""
+    files = sorted(folder.files)
+    consolidated = [name for name in files if name.startswith("consolidated")]
+    if consolidated:
+        is_copy = len(consolidated) < len(files)
+        raise CheckpointError(
+            f"{folder.path}/{consolidated[0]} has weights under the names of Mistral's own programs, which are not "
+            f"read here. {'Move it away: the other files have the same weights' if is_copy else CONSOLIDATED_REMEDY}."
+        )
+
+
 def _check_names(found: HfModel, dropped: set[str]) -> None:
     """CheckpointError unless the folder's tensors are those of the model; scales count as part of their tensors."""
     shapes = {
@@ -160,7 +174,7 @@ def _check_types(found: HfModel) -> None:
     for name in found.weights.hf_shapes:
         dtype = found.dtype(name) if name not in tensors else tensors[name].dtype
         if dtype not in (*FLOATS, *FP8):
-            faults.append(f"{name} is {dtype}, wanted fp32, bf16, fp16, or fp8 with scales")
+            faults.append(f"{name} is {dtype}, wanted fp64, fp32, bf16, fp16, or fp8 with scales")
     if faults:
         raise CheckpointError(
             f"{found.folder.path} has tensors of types that cannot be converted:\n{listed(faults)}"

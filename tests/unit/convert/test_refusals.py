@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mcore_rl.convert.copying.conversion import CopySettings
 from mcore_rl.convert.hf.folder import open_hf
@@ -113,6 +114,24 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "Only fp8",
     ),
+    "a folder of the hub's cache": (
+        lambda f: as_hub_cache(f),
+        "hf is a folder of the Hugging Face cache.* name .*hf/snapshots/0a1b2c",
+    ),
+    "Mistral's own files beside those of the hub": (
+        lambda f: (
+            (f / INDEX).unlink(),
+            save_file({"norm.weight": torch.ones(48)}, f / "consolidated.safetensors"),
+        ),
+        "consolidated.safetensors has weights under the names of Mistral's own programs.* Move it away",
+    ),
+    "Mistral's own files alone": (
+        lambda f: (
+            [file.unlink() for file in f.glob("model*")],
+            save_file({"norm.weight": torch.ones(48)}, f / "consolidated.safetensors"),
+        ),
+        r"names of Mistral's own programs.* Take the files model\*.safetensors",
+    ),
     "no folder": (lambda f: f.rename(f.with_name("moved")), "hf is no folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "unknown family": (
@@ -126,6 +145,14 @@ def nested_header(file: Path) -> None:
     """Write a header that no parser gets to the end of."""
     text = b'{"a":' * 10**6
     file.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def as_hub_cache(folder: Path) -> None:
+    """Make a folder what the hub's cache has for a model: files in a snapshot, under the name of its commit."""
+    files = list(folder.iterdir())
+    (folder / "snapshots/0a1b2c").mkdir(parents=True)
+    for file in files:
+        file.rename(folder / "snapshots/0a1b2c" / file.name)
 
 
 def as_pipe(file: Path) -> None:

@@ -59,10 +59,11 @@ def test_five_experts_of_a_vocabulary_of_1003(case: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
-def test_bf16_stays_bf16_bit_for_bit(case: str, tmp_path: Path) -> None:
-    source = saved(case, tmp_path / "hf", torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_type_stays_bit_for_bit(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = saved(case, tmp_path / "hf", dtype)
     checkpoint = imported(source, tmp_path / "ckpt")
-    assert torch.bfloat16 in {tensor.dtype for tensor in read_dist(checkpoint).values()}
+    assert dtype in {tensor.dtype for tensor in read_dist(checkpoint).values()}
     assert_same(read_hf(exported(checkpoint, tmp_path / "again", reference=source)), read_hf(source))
 
 
