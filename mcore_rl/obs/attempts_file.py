@@ -14,9 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import DataError
+from mcore_rl.families import family_of
 
 FILE_NAME = "run.json"
-NUMERICS = 4
+NUMERICS = 5
 """Version of what a training step computes from the same config, weights and data.
 
 1: Rows that pad the vocabulary take part in the losses of pretraining and fine-tuning. Balance and z losses act at
@@ -26,6 +27,7 @@ NUMERICS = 4
    that of a micro-batch, on every mesh. In a bf16 model the expert bias moves by counts of tokens in bf16.
 3: The expert bias moves by exact counts of tokens.
 4: Reinforcement learning keeps layers of multi-token prediction as they are: no weight decay.
+5: Biases of experts have no weight decay (gpt_oss).
 """
 
 
@@ -39,6 +41,8 @@ def depends_on_numerics(model: ModelConfig, precision: str, before: int, *, trai
         trains_mtp: Whether passes go through the layers of multi-token prediction.
     """
     moe = model.moe
+    if before < 5 and model.is_moe and family_of(model).has_linear_bias:
+        return True
     if before < 4 and model.mtp_layers and not trains_mtp:
         return True
     if before < 3 and model.is_moe and moe.expert_bias and precision == "bf16":

@@ -136,12 +136,19 @@ def settle_loaded_step(optimizer: MegatronOptimizer) -> None:
 
 
 def decays(config: OptimConfig, param: torch.Tensor, name: str) -> bool:
-    """Return whether weight decay applies: to matrices always, to embeddings and query/key norms by the config."""
+    """Return whether weight decay applies: to matrices always, to embeddings and query/key norms by the config.
+
+    Args:
+        config: The config of the optimizer.
+        param: The parameter, whole or a rank's part of it; experts may be stacked in one tensor.
+        name: Its name in the chunk.
+    """
     if any(norm in name for norm in QK_NORMS):
         return config.decay_qk_norms
     if name.endswith(EMBEDDINGS):
         return config.decay_embeddings
-    return param.dim() > 1
+    # By name, as stacked biases of experts have two axes; TransformerEngine numbers them (bias0, bias1).
+    return param.dim() > 1 and not name.rpartition(".")[2].startswith("bias")
 
 
 def build_schedule(config: OptimConfig, optimizer: MegatronOptimizer, steps: int) -> OptimizerParamScheduler:

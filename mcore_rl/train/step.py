@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.parallel.routers import routers
 from mcore_rl.parallel.schedule import MAX, Head, PassInput, Routing, free_routing, run_pass
 from mcore_rl.train.state import TrainState
 
@@ -31,7 +32,7 @@ class StepReport:
     learning_rate: float
     """Learning rate of the step."""
     skipped: bool
-    """True when the gradient was not finite: weights, optimizer and schedule are as before."""
+    """True when the gradient was not finite: weights, expert biases, optimizer and schedule are as before."""
 
 
 def train_step(
@@ -54,6 +55,13 @@ def train_step(
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
     learning_rate = current_learning_rate(state)
+    biases = [
+        router.expert_bias
+        for chunk in state.chunks
+        for _, router in routers(chunk)
+        if router.expert_bias is not None
+    ]
+    biases_before = [bias.clone() for bias in biases]
     with state.timers.phase("forward_backward"):
         outputs = run_pass(state.chunks, microbatches, head, backward=True, routing=routing)
     with state.timers.phase("optimizer"):
@@ -61,6 +69,10 @@ def train_step(
     # A skipped step moves no schedule: the next one uses the same learning rate.
     if updated:
         state.schedule.step(1)
+    else:
+        # Megatron moves them by the load of the experts, before the optimizer looks at the gradient.
+        for bias, before in zip(biases, biases_before, strict=True):
+            bias.copy_(before)
     state.progress.step += 1
     state.progress.skipped_steps += int(not updated)
     state.progress.skipped_in_a_row = 0 if updated else state.progress.skipped_in_a_row + 1

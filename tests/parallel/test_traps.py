@@ -64,8 +64,16 @@ def test_latent_attention_has_the_names_of_transformer_engine() -> None:
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(tp=2, ep=2)], ids=["1", "tp2-ep2"])
-def test_a_step_with_an_infinite_gradient_changes_nothing(mesh: MeshConfig) -> None:
-    for before, after in run_ranks(poisoned_step, mesh.smallest_world, config_of(MODEL, mesh)):
+@pytest.mark.parametrize(
+    ("family", "balance"), [("qwen3_moe", "global_aux_loss"), ("deepseek_v3", "seq_aux_loss")]
+)
+def test_a_step_with_an_infinite_gradient_changes_nothing(
+    family: str, balance: str, mesh: MeshConfig
+) -> None:
+    """Neither weights nor what a model has outside its optimizer: expert biases, counts of the experts' tokens."""
+    moe = TINY[family].moe.model_copy(update={"balance": balance})
+    config = config_of(TINY[family].model_copy(update={"moe": moe}), mesh)
+    for before, after in run_ranks(poisoned_step, mesh.smallest_world, config):
         assert before == after
 
 
@@ -88,7 +96,10 @@ def poisoned_step(config: PretrainConfig) -> tuple[object, object]:
 def snapshot(state) -> object:  # type: ignore[no-untyped-def]
     """State that a skipped step must leave unchanged."""
     weights = [shard.data.double().sum().item() for shard in local_shards(state.chunks)]
-    return weights, state.schedule.num_steps, [g["step"] for g in state.optimizer.param_groups]
+    buffers = {name: tensor.tolist() for chunk in state.chunks for name, tensor in chunk.named_buffers()}
+    biases = [values for name, values in buffers.items() if name.endswith("expert_bias")]
+    assert bool(biases) == state.config.model.moe.expert_bias and all(map(any, biases)), "no bias has moved"
+    return weights, buffers, state.schedule.num_steps, [g["step"] for g in state.optimizer.param_groups]
 
 
 def test_evaluation_is_the_loss_before_the_step_and_leaves_no_trace() -> None:

@@ -52,3 +52,10 @@ def test_since_version_4_reinforcement_learning_keeps_layers_of_multi_token_pred
     assert not depends_on_numerics(model, "fp32", before=4, trains_mtp=False)
     assert not depends_on_numerics(model, "fp32", before=3)
     assert not depends_on_numerics(TINY["deepseek_v3"], "fp32", before=3, trains_mtp=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "depends"), [("gpt_oss", 4, True), ("gpt_oss", 5, False), ("qwen2_moe", 4, False)]
+)
+def test_since_version_5_biases_of_experts_do_not_decay(model: str, before: int, depends: bool) -> None:
+    assert depends_on_numerics(TINY[model], "fp32", before) == depends
