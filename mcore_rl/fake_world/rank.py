@@ -111,8 +111,6 @@ def _model_bytes(config: RunConfig, one: ModelOnRanks, mesh: Mesh) -> ModelBytes
 def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yield moments and fp32 copies of this rank's share of the weights, wherever they lie."""
     for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:  # no weight of this kind
-            continue
         for state in part.optimizer.state.values():
             # A count of steps is of each weight in a hybrid optimizer.
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
@@ -122,7 +120,7 @@ def _states(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 def _hybrid(optimizer: MegatronOptimizer) -> Iterator[HybridDeviceOptimizer]:
     for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer and isinstance(part.optimizer, HybridDeviceOptimizer):
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
             yield part.optimizer
 
 

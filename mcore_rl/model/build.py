@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -158,6 +159,8 @@ def _build_chunk(
         chunk.logits_chunks = settings.logits_chunks(
             model.padded_vocab_size // config.tensor_model_parallel_size
         )
+    if config.recompute_granularity and chunk.pre_process:
+        chunk.embedding.register_forward_hook(_require_gradient)
     chunk.model_type = ModelType.encoder_or_decoder
     for name, param in chunk.named_parameters():
         # Megatron 0.16 reduces experts' gradients over the dense data-parallel group when ep = 1, which is wrong for
@@ -169,3 +172,9 @@ def _build_chunk(
         chunk.cuda(platform.device)
     wrapped: nn.Module = Float16Module(config, chunk) if config.bf16 else chunk
     return wrapped
+
+
+def _require_gradient(embedding: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Make the output of a frozen embedding require a gradient: recomputed layers get none where no input does."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()

@@ -57,6 +57,9 @@ def _sharded(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     )
     for part in _parts(state, moments):
         part["optimizer"]["param_groups"] = saved_groups(part["optimizer"]["param_groups"])
+        # Empty where a stage trains nothing, it would count as common to all ranks.
+        if not part["param_state"]:
+            del part["param_state"]
     return weights, moments
 
 

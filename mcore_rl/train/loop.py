@@ -261,6 +261,7 @@ class SupervisedTrainer(GivenDataTrainer):
             if progress.step + 1 < train.steps:
                 self._train.prefetch(after, global_batch_at(train, after))
         report = train_step(state, microbatches, self._head)
+        self._refuse_no_gradient(report)
         progress.consumed_samples = after
         progress.consumed_tokens += report.count
         loss = report.sums["loss"]
@@ -273,6 +274,15 @@ class SupervisedTrainer(GivenDataTrainer):
         )
         if report.skipped:
             self._report_skip(report)
+
+    def _refuse_no_gradient(self, report: StepReport) -> None:
+        """Raise a TrainingError when a loss per token has no gradient at all: nothing would be trained."""
+        if report.loss and report.grad_norm == 0:
+            raise TrainingError(
+                f"step {self.state.progress.step} has a loss of {report.loss:.4g} over {report.count} tokens, and a "
+                "gradient of exactly 0: nothing is trained. Most likely no parameter that the loss depends on is "
+                "trainable (requires_grad), or the output of a changed module is detached (detach(), torch.no_grad)."
+            )
 
     def _evaluate(self, *, is_last: bool) -> None:
         self._evaluate_on("eval", self._valid)

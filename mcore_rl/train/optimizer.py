@@ -55,7 +55,12 @@ def build_optimizer(
         name="undecayed", fn=lambda param, name: not decays(config, param, name)
     )
     overrides = {ParamKey(with_name_predicate=undecayed): ParamGroupOverride(wd_mult=0.0)}
-    return get_megatron_optimizer(settings, list(chunks), config_overrides=overrides)
+    optimizer = get_megatron_optimizer(settings, list(chunks), config_overrides=overrides)
+    # Where experts alone are trained, Megatron chains a stub for the rest, on which it cannot save or load itself.
+    optimizer.chained_optimizers = [
+        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
+    ]
+    return optimizer
 
 
 def _be_precision_aware(settings: OptimizerConfig, config: OptimConfig) -> None:
@@ -89,8 +94,6 @@ def initialize_moments(optimizer: MegatronOptimizer) -> None:
     random gradients to make those of an offloaded optimizer.
     """
     for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             _initialize_offloaded(part.optimizer)
         elif part.config.use_precision_aware_optimizer:
@@ -127,7 +130,7 @@ def settle_loaded_step(optimizer: MegatronOptimizer) -> None:
     parts at every step, so that a loaded one would never grow on the device.
     """
     for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer or not isinstance(part.optimizer, HybridDeviceOptimizer):
+        if not isinstance(part.optimizer, HybridDeviceOptimizer):
             continue
         steps = [group.pop("step") for group in part.optimizer.param_groups if "step" in group]
         if steps and part.optimizer.gpu_optimizer is not None:

@@ -252,8 +252,6 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Untyp
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yield the weights that the optimizer changes, and its state of them."""
     for one in optimizer.chained_optimizers:
-        if one.is_stub_optimizer:
-            continue
         for group in one.optimizer.param_groups:
             yield from group["params"]
         for entries in one.optimizer.state.values():
