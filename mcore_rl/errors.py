@@ -27,6 +27,9 @@ EXIT_STATUSES: Mapping[int, str] = MappingProxyType(
 class McoreRlError(Exception):
     """Base of the errors below: printed without a traceback, exit status 2."""
 
+    rank: int | None = None
+    """Rank that met the error, where all ranks raise it together; None: the rank that raises it."""
+
 
 class ConfigError(McoreRlError):
     """A setting that is unknown, of the wrong type, or at odds with another."""

@@ -21,7 +21,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     dist.broadcast_object_list(box, src=0, device=CPU)
     value, error = box[0]
     if error is not None:
-        raise error
+        raise _of_rank(0, error)
     result: T = value
     return result
 
@@ -33,7 +33,8 @@ def on_every_rank(action: Callable[[], T]) -> T:
     dist.all_gather_object(errors, error)
     for rank, failure in enumerate(errors):
         if failure is not None:
-            raise type(failure)(f"rank {rank}: {failure}" if len(errors) > 1 else str(failure))
+            text = f"rank {rank}: {failure}" if len(errors) > 1 else str(failure)
+            raise _of_rank(rank, type(failure)(text))
     result: T = value
     return result
 
@@ -57,11 +58,10 @@ def refuse_anywhere(problems: Sequence[str], kind: type[McoreRlError]) -> None:
     dist.all_gather_object(problems_of_ranks, list(problems)[:MAX_PROBLEMS])
     for rank, found in enumerate(problems_of_ranks):
         if found:
-            raise kind(
-                "; ".join(
-                    f"rank {rank}: {problem}" if len(problems_of_ranks) > 1 else problem for problem in found
-                )
+            text = "; ".join(
+                f"rank {rank}: {problem}" if len(problems_of_ranks) > 1 else problem for problem in found
             )
+            raise _of_rank(rank, kind(text))
 
 
 def world_max(value: int) -> int:
@@ -76,3 +76,9 @@ def _outcome(action: Callable[[], Any]) -> tuple[Any, McoreRlError | None]:
         return action(), None
     except McoreRlError as error:
         return None, error
+
+
+def _of_rank(rank: int, error: McoreRlError) -> McoreRlError:
+    """Return the error as that of `rank`, whichever rank is the first to report it."""
+    error.rank = rank
+    return error

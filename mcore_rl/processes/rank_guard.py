@@ -224,24 +224,30 @@ class _Guard(AbstractContextManager[None]):
         """Report the error to all ranks as the first to fail, or give way to the one that was."""
         cause = _cause(error)
         is_lost_peer = _is_lost_peer(error)
+        origin = _origin(error)
         failure = rank_failure(self.rank, _status(error), cause, _text(error))
         try:
+            if origin is not None:
+                failure = rank_failure(
+                    origin, failure.status, cause, failure.text, host=self._host_of(origin)
+                )
             if is_lost_peer:
                 failure = self._lost_peer(failure, cause)
-            if self._first_to_fail(wait=is_lost_peer) != self.rank:
+            # The rank that met what all raise reports it: its console has the text.
+            if self._first_to_fail(wait=is_lost_peer or origin not in (None, self.rank)) != self.rank:
                 self._give_way(*self._message_of_the_first(), own_headline=cause)
         except RuntimeError:
             if is_lost_peer:
                 self._end_without_store()
         with self.last_message:
-            title = f"Rank {self.rank} failed." if isinstance(error, McoreRlError) else failure.headline
+            title = f"Rank {failure.rank} failed." if isinstance(error, McoreRlError) else failure.headline
             # First, as it makes room on a full disk, where stderr may be a file too.
             note_failure(failure)
             with suppress(OSError):
                 sys.stderr.write(f"{title}\n{failure.text}\n")
             get_error_handler().record_exception(error)  # so that torchrun's summary names this rank
             with suppress(RuntimeError):
-                self.store.write("failure", json.dumps([self.rank, cause]))
+                self.store.write("failure", json.dumps([failure.rank, cause]))
                 self._wait_until_heard()
             end_process(failure.status)
 
@@ -320,6 +326,15 @@ class _Guard(AbstractContextManager[None]):
             with suppress(RuntimeError):
                 self.store.write(f"heard/{self.rank}", "")
             end_process(1)
+
+
+def _origin(error: BaseException | None) -> int | None:
+    """Return the rank that met an error which all ranks raise together, or which led to this one; None: this rank."""
+    while isinstance(error, McoreRlError):
+        if error.rank is not None:
+            return error.rank
+        error = error.__cause__
+    return None
 
 
 def _cause(error: BaseException) -> str:

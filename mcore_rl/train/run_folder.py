@@ -15,7 +15,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.files import checkpoint_errors_explained, create_atomically, is_run, write_atomically
+from mcore_rl.files import (
+    checkpoint_errors_explained,
+    create_atomically,
+    is_run,
+    rename_all,
+    write_atomically,
+)
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.processes.attempt import Attempt, this_attempt
 
@@ -55,6 +61,16 @@ class RunFolder:
                 write_atomically(self._done, f"all {step} steps are done since {now}\n")
 
         on_rank_zero(write)
+
+    def set_aside(self, name: str) -> Path:
+        """Rename a damaged file of this folder to `damaged_NAME`, on the writer's rank 0, and return its new path."""
+        path = self.path / name
+        aside = self.path / f"damaged_{name}"
+        while os.path.lexists(aside):
+            aside = aside.with_name(f"damaged_{aside.name}")
+        with checkpoint_errors_explained(path, "renaming"):
+            rename_all([(path, aside)])
+        return aside
 
     def claim(self) -> "Fence":
         """Collective over the world: make this run the one writer of the folder, and delete an earlier STOP.

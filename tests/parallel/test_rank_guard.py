@@ -260,6 +260,39 @@ def test_under_our_launcher_the_traceback_comes_first(tmp_path, monkeypatch, cap
     assert f"First cause: rank 1 on {platform.node()}: ValueError: boom of 1 (exit status 1)" in errors
 
 
+@pytest.mark.parametrize(
+    ("failing", "raised"),
+    [(0, "on_rank_zero(action)"), (0, "on_every_rank(action)"), (1, "on_every_rank(action)")],
+)
+def test_the_first_cause_is_of_the_rank_that_met_an_error_which_all_raise(
+    tmp_path, monkeypatch, capfd, failing, raised
+):
+    """Though the other rank is the first to end of it, in an error of its own words."""
+    body = f"""
+    from mcore_rl.errors import CheckpointError
+    from mcore_rl.parallel.agree import on_every_rank, on_rank_zero
+
+    def action():
+        if rank == {failing}:
+            raise DataError("the disk is full")
+
+    join()
+    try:
+        {raised}
+    except DataError as error:
+        time.sleep(0 if rank != {failing} else 0.5)
+        raise CheckpointError(f"not saved: {{error}}") from error
+"""
+    program, _ = write(tmp_path, body)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    assert launch_local(program.stem, [], 2, tmp_path / "logs") == 2
+    errors = capfd.readouterr().err
+    last = errors.splitlines()[-1]
+    assert last.startswith(f"First cause: rank {failing} on {platform.node()}: CheckpointError: not saved: ")
+    assert last.endswith(f"logs/rank_{failing}.log") or failing == 0
+    assert errors.count("the disk is full") == 2 and "ends because" not in errors, errors
+
+
 def test_under_torchrun_the_traceback_comes_first(tmp_path):
     program, failed = write(tmp_path, RAISE.format(failing=1))
     done = run_main("torch.distributed.run", ["--nproc-per-node=2", program, failed])

@@ -1,6 +1,7 @@
 """A run of any training program: its folder has one writer, its state is that of the last checkpoint."""
 
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -84,12 +85,14 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
             warnings=(*resumption.warnings, *changed_layers),
         )
 
-        def record_start() -> None:
+        def record_start() -> list[str]:
             # After the resume: one that is refused leaves the config of the run as it was.
+            warnings = _damaged_config_aside(folder)
             write_atomically(folder.path / "config.toml", dump_config(config))
             add_attempt(folder.path, attempt)
+            return warnings
 
-        on_rank_zero(record_start)
+        warnings = on_rank_zero(record_start)
         log = silent_log()
         if platform.rank == 0:
             settings = config.model_dump(mode="json")
@@ -101,7 +104,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
             *checkpoints.poll(),
         ]:
             log.message(line)
-        for sentence in (*changed_layers, *mesh_dependences(config, platform.world_size)):
+        for sentence in (*changed_layers, *warnings, *mesh_dependences(config, platform.world_size)):
             log.message(f"warning: {sentence}")
         if platform.rank == 0 and (warning := disk_warning(config)):
             log.message(f"warning: {warning}")
@@ -120,6 +123,20 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
         # reach. The next start takes the folder over from a process that is gone.
         log.close()
         fence.release()
+
+
+def _damaged_config_aside(folder: RunFolder) -> list[str]:
+    """Rename a config.toml that is no TOML, on rank 0, where a new one would replace it; return a sentence if so."""
+    path = folder.path / "config.toml"
+    try:
+        tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except ValueError:  # no TOML, or no UTF-8
+        return [
+            f"{path} was damaged, and is {folder.set_aside(path.name).name} now: this start wrote a new one"
+        ]
+    return []
 
 
 def _memory_lines(config: RunConfig, platform: Platform) -> list[str]:

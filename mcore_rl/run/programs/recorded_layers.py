@@ -1,7 +1,10 @@
 """The layers that a run on a CPU was started with, which its resumes use."""
 
+from functools import partial
+
 from mcore_rl.backend.platform import Platform
 from mcore_rl.config.run import PlatformConfig
+from mcore_rl.errors import DataError
 from mcore_rl.obs.attempts_file import FILE_NAME, read_attempts
 from mcore_rl.parallel.agree import on_rank_zero
 from mcore_rl.train.run_folder import RunFolder
@@ -15,10 +18,10 @@ def keep_layers(
     A run of torch's layers goes on with them where `platform.layers` is "auto".
 
     Returns:
-        The platform with the layers of this start, and a warning where sums have another order than in the last one:
-        the run is then not continued bit for bit.
+        The platform with the layers of this start, and warnings: where sums have another order than in the last one,
+        so that the run is not continued bit for bit, and where run.json was damaged, which is then out of the way.
     """
-    recorded = on_rank_zero(lambda: next((one.layers for one in read_attempts(folder.path)[::-1]), ""))
+    recorded, damage = on_rank_zero(partial(_last_layers, folder))
     if (
         recorded == "torch"
         and platform.layers == "cpu"
@@ -27,8 +30,21 @@ def keep_layers(
     ):
         platform = platform.with_torch_layers(f"as in {FILE_NAME}")
     if not recorded or recorded == platform.layers_id:
-        return platform, ()
+        return platform, damage
     return platform, (
+        *damage,
         f'{FILE_NAME} has the layers "{recorded}", and this start computes with "{platform.layers_id}": the run is '
         "not continued bit for bit. For that, resume on a machine like the first, with the same platform.layers",
     )
+
+
+def _last_layers(folder: RunFolder) -> tuple[str, tuple[str, ...]]:
+    """Return the layers of the last start, "" where none is recorded, and a sentence where the record is damaged."""
+    try:
+        return next((one.layers for one in read_attempts(folder.path)[::-1]), ""), ()
+    except DataError:
+        aside = folder.set_aside(FILE_NAME)
+        return "", (
+            f"{folder.path / FILE_NAME} was damaged, and is {aside.name} now: the report knows nothing of the starts "
+            "before, and a run on a CPU chooses its layers anew",
+        )
