@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
-from mcore_rl.data.index_file import IndexFile, max_token_id
+from mcore_rl.data.index_file import IndexFile, first_outside
 from mcore_rl.data.sidecar import Sidecar
 from mcore_rl.data.tokenizer import Tokenizer
 from mcore_rl.errors import DataError
+from mcore_rl.files import with_ending
 
 
 def check_sidecar(index: IndexFile, sidecar: Sidecar) -> None:
@@ -55,13 +56,21 @@ def check_vocabulary(index: IndexFile, sidecar: Sidecar | None, vocab_size: int)
             f"data prefix {index.prefix!r} was made with a tokenizer of {sidecar.vocab_size} tokens, and "
             f"model.vocab_size={vocab_size}. Set model.vocab_size={sidecar.vocab_size}."
         )
-    largest = sidecar.max_token_id if sidecar else max_token_id(index)
-    if largest >= vocab_size:
-        raise DataError(
-            f"data prefix {index.prefix!r} holds the token {largest}, and model.vocab_size={vocab_size} "
-            f"allows ids up to {vocab_size - 1}. Set model.vocab_size to the tokenizer's size, or "
-            "preprocess with the model's tokenizer."
-        )
+    if sidecar and sidecar.max_token_id < vocab_size:
+        return
+    outside = first_outside(index, vocab_size)
+    if outside is None:
+        return
+    remedy = (
+        "Ids below 0 are larger ids that this type is too small for: make the data again in a larger type."
+        if outside.token < 0
+        else "Set model.vocab_size to the tokenizer's size, or preprocess with the model's tokenizer."
+    )
+    raise DataError(
+        f"{with_ending(index.prefix, '.bin')} ({index.dtype.name}) holds the token {outside.token} in document "
+        f"{outside.document} at position {outside.position}, both from 0, and model.vocab_size={vocab_size} allows "
+        f"ids from 0 to {vocab_size - 1}. {remedy}"
+    )
 
 
 def check_enough(prefix: str, *, tokens: int, seq_length: int) -> None:

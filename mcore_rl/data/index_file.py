@@ -50,6 +50,17 @@ class IndexFile:
         return tokens_T
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutsideToken:
+    """A token for which a model has no row."""
+
+    token: int
+    document: int
+    """Index of its sequence in the .idx, from 0."""
+    position: int
+    """Index of the token in that document, from 0."""
+
+
 def read_index(prefix: str) -> IndexFile:
     """Return the pair of `prefix`; DataError when it is missing, empty, cut short, or not Megatron's."""
     _require_pair(prefix)
@@ -89,15 +100,25 @@ def read_index(prefix: str) -> IndexFile:
     return IndexFile(prefix=prefix, dtype=dtype, lengths_N=lengths_N, fingerprint=fingerprint)
 
 
-def max_token_id(index: IndexFile) -> int:
-    """Return the largest id in the .bin; a larger file is looked at in SCANNED_BLOCKS blocks, evenly spread."""
+def first_outside(index: IndexFile, vocab_size: int) -> OutsideToken | None:
+    """Return the first token in the .bin below 0 or not below `vocab_size`; a larger file is looked at in
+    SCANNED_BLOCKS blocks, evenly spread.
+    """
     tokens_T = index.tokens_T()
     last = max(0, tokens_T.size - BLOCK_TOKENS)
     if tokens_T.size <= SCANNED_BLOCKS * BLOCK_TOKENS:
         starts = list(range(0, tokens_T.size, BLOCK_TOKENS))
     else:
         starts = [round(i * last / (SCANNED_BLOCKS - 1)) for i in range(SCANNED_BLOCKS)]
-    return max(int(tokens_T[start : start + BLOCK_TOKENS].max()) for start in starts)
+    for start in starts:
+        block_T = tokens_T[start : start + BLOCK_TOKENS]
+        if block_T.min() < 0 or block_T.max() >= vocab_size:
+            place = start + int(((block_T < 0) | (block_T >= vocab_size)).argmax())
+            ends_N = index.lengths_N.cumsum(dtype=numpy.int64)
+            document = int(ends_N.searchsorted(place, side="right"))
+            position = place - int(ends_N[document] - index.lengths_N[document])
+            return OutsideToken(token=int(tokens_T[place]), document=document, position=position)
+    return None
 
 
 def unigram_entropy(*prefixes: str) -> float:

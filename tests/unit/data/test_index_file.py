@@ -7,7 +7,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from mcore_rl.data import index_file
-from mcore_rl.data.index_file import max_token_id, read_index, unigram_entropy
+from mcore_rl.data.index_file import OutsideToken, first_outside, read_index, unigram_entropy
 from mcore_rl.errors import DataError
 
 DOCUMENTS = [[5, 6, 7, 2], [8, 2], [2], [900, 1, 1, 1, 2]]
@@ -28,7 +28,8 @@ def test_megatrons_pair_is_read_as_it_was_written(tmp_path, dtype):
     assert index.num_tokens == 12
     assert index.tokens_T().tolist() == [token for document in DOCUMENTS for token in document]
     assert index.dtype == dtype
-    assert max_token_id(index) == 900
+    assert first_outside(index, 901) is None
+    assert first_outside(index, 900) == OutsideToken(token=900, document=3, position=0)
 
 
 def cut(path, num_bytes):

@@ -254,11 +254,27 @@ def test_no_data_at_all_is_refused():
 
 
 def test_a_token_beyond_the_models_vocabulary_is_refused(tmp_path):
-    prefix = write(tmp_path / "data", [[5] * 400, [399] * 10, [5] * 40])
+    prefix = write(tmp_path / "data", [[5] * 400, [5, 399], [5] * 40])
     refused(
-        "holds the token 399, and model.vocab_size=399 allows ids up to 398", config(prefix), vocab_size=399
+        r"data\.bin \(uint16\) holds the token 399 in document 1 at position 1, both from 0, and model.vocab_size=399 "
+        "allows ids from 0 to 398. Set model.vocab_size",
+        config(prefix),
+        vocab_size=399,
     )
     plan_data(config(prefix), vocab_size=400, samples=SampleCounts(train=4))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token"), [(numpy.int8, -1), (numpy.int16, 40_000 - 2**16), (numpy.int32, -100)]
+)
+def test_a_token_below_zero_is_refused(tmp_path, dtype, token):
+    """A builder wraps the ids of a vocabulary that is too large for int16; -1 is also Megatron's padding."""
+    prefix = write(tmp_path / "data", [[5] * 40, [], [5, 6, 7, token, 8]], dtype)
+    refused(
+        rf"data\.bin \({numpy.dtype(dtype).name}\) holds the token {token} in document 2 at position 3, "
+        "both from 0, and model.vocab_size=60000 allows ids from 0 to 59999. .* in a larger type",
+        config(prefix),
+    )
 
 
 @pytest.fixture(scope="module")
