@@ -43,6 +43,8 @@ NOT_COMPARED = (
     ),
 )
 """Fields and sections that change no number of a training."""
+BEFORE_FIELDS = {"data.shuffle": "whole"}
+"""Fields for which earlier versions, which did not have them, did something else than the default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,8 @@ class ConfigChange:
 
 def listing(changes: Sequence[ConfigChange]) -> tuple[str, str]:
     """Return changes as lines of an error, and their keys as a value for `checkpoint.allow_changes`."""
-    return "\n".join(f"- {change}" for change in changes), toml_value([change.key for change in changes])
+    keys = dict.fromkeys(change.key for change in changes)  # files of one field may have changed
+    return "\n".join(f"- {change}" for change in changes), toml_value([*keys])
 
 
 def kind_of_config(config: Section) -> str:
@@ -86,7 +89,9 @@ def config_changes(before: Mapping[str, Any], now: Section, prefix: str = "") ->
         now: The config of the run that resumes.
         prefix: Beginning of the keys where both are a section, such as "model.".
     """
+    recorded = dict(leaves(before, prefix))
     there = dict(leaves(as_recorded(before, type(now)), prefix))
+    there |= {key: value for key, value in BEFORE_FIELDS.items() if key not in recorded}
     here = dict(leaves(now, prefix))
     return [
         ConfigChange(key=key, before=there[key], now=value)

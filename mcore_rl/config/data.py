@@ -32,6 +32,10 @@ class DataConfig(Section):
     """Shares of the documents for train, valid and test, when `valid` and `test` are empty."""
     seq_length: PositiveInt = 256
     """Tokens per training sequence."""
+    shuffle: Literal["epoch", "whole"] = "epoch"
+    """Order of the sequences of each prefix. `epoch`: each epoch has every sequence once, in an order of its own,
+    however many epochs follow; `whole`: Megatron-LM's, with all epochs shuffled as one, so that a sequence may come
+    again before others came at all, and a run of more epochs has another order from its first step on."""
     cache_dir: Text | Literal["auto"] = "auto"
     """Folder of index caches; `auto`: `<run_dir>/index_cache`."""
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -18,6 +18,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.data import checks
+from mcore_rl.data.epochs import EpochDataset, TrainSource
 from mcore_rl.data.index_file import IndexFile, read_index
 from mcore_rl.data.loader import SampleDataset
 from mcore_rl.data.sidecar import read_sidecar
@@ -66,6 +67,10 @@ class DataPlan:
     blends: tuple[DatasetBlend | None, DatasetBlend | None, DatasetBlend | None]
     """Blends of train, valid and test; None where the split is not built."""
     samples: SampleCounts
+    shuffle: Literal["epoch", "whole"]
+    """`data.shuffle`."""
+    sources: tuple[TrainSource, ...]
+    """Datasets of the blend of train."""
     split: str
     """Megatron's notation when one blend is cut in three; empty when each split has its own prefixes."""
     tokenizer: "DatasetTokenizer"
@@ -127,6 +132,7 @@ def plan_data(
     eod = _check_fit(indexes, config, vocab_size)
     split = "" if config.valid or config.test else ",".join(f"{share:.9f}" for share in config.split)
     blends = _blends(config, indexes, split, samples)
+    assert blends[0] is not None  # or _blends has refused
     parts = [_part_tokens(blend, indexes) if blend else {} for blend in blends]
     ranges: dict[str, tuple[IndexFile, tuple[int, int, int, int]]] = {}
     warnings: list[str] = []
@@ -160,6 +166,8 @@ def plan_data(
         seq_length=config.seq_length,
         blends=blends,
         samples=samples,
+        shuffle=config.shuffle,
+        sources=_sources(blends[0], parts[0], samples.train, config.seq_length),
         split=split,
         tokenizer=DatasetTokenizer(vocab_size=vocab_size, eod=eod, fingerprints=fingerprints),
         ranges=ranges,
@@ -170,9 +178,8 @@ def plan_data(
 def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
     """Collective over the world: build the datasets. Rank 0 writes the index cache; after a barrier the others map it.
 
-    The order of samples is a function of the data, `seed`, the number of epochs that the samples take, and
-    whether the last of these is read to four fifths (else it is shuffled apart): with these unchanged, a
-    longer run begins like a shorter one.
+    The order of samples is a function of the data and `seed`: a longer run begins like a shorter one. Where
+    `plan.shuffle` is "whole" it depends on TrainSource.whole_order() as well.
     """
     sizes = [plan.samples.train, plan.samples.valid, plan.samples.test]
     with contextlib.ExitStack() as cache_lock:
@@ -181,7 +188,8 @@ def build_datasets(plan: DataPlan, *, seed: int, cache_dir: Path) -> Datasets:
             plan = on_rank_zero(lambda: _with_ranges_written(plan, cache_dir))
         config = _megatron_config(plan, seed, cache_dir)
         try:
-            built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+            kind = EpochDataset if plan.shuffle == "epoch" else GPTDataset
+            built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
         except FileNotFoundError as error:
             raise DataError(
                 f"data.cache_dir={str(cache_dir)!r}: rank 0 wrote the index cache there, and this node does "
@@ -295,13 +303,33 @@ def _evaluated(
     if len(sequences) == 1:
         return min(wanted, sum(sequences.values()) // at_once * at_once)
     found = wanted
-    # Each dataset of a blend gives its share, rounded up, and has a surplus in reserve.
     while found > 0 and any(
-        math.ceil(math.ceil(found * weight) * (1 + SURPLUS)) > sequences[prefix]
+        _samples_of(found, weight) > sequences[prefix]
         for prefix, weight in zip(blend.prefixes, blend.weights, strict=True)
     ):
         found -= at_once
     return max(0, found)
+
+
+def _samples_of(samples: int, weight: float) -> int:
+    """Return the samples that a dataset of a blend is built for: its share, rounded up, with a surplus in reserve."""
+    return math.ceil(math.ceil(samples * weight) * (1 + SURPLUS))
+
+
+def _sources(
+    blend: DatasetBlend, tokens: dict[str, int], samples: int, seq_length: int
+) -> tuple[TrainSource, ...]:
+    return tuple(
+        TrainSource(
+            prefix=prefix,
+            tokens=tokens[prefix],
+            share=weight,
+            sequences=(tokens[prefix] - 1) // seq_length,
+            samples=_samples_of(samples, weight) if len(blend.prefixes) > 1 else samples,
+            seq_length=seq_length,
+        )
+        for prefix, weight in zip(blend.prefixes, blend.weights, strict=True)
+    )
 
 
 def _with_ranges_written(plan: DataPlan, folder: Path) -> DataPlan:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from mcore_rl.obs.jsonl import read_records
@@ -141,3 +142,46 @@ def wait_for_step(run_dir: Path, step: int, run: RunningCommand) -> None:
     while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
         assert run.poll() is None, run.text
         time.sleep(0.02)
+
+
+ONE_RANK = (
+    "mesh.tp=1",
+    "mesh.ep=1",
+    "train.eval_batches=none",
+    "checkpoint.interval=10",
+    "optim.schedule=constant",
+)
+
+
+@pytest.mark.parametrize("shuffle", ["epoch", "whole"])
+def test_a_longer_run_reads_on_in_the_order_of_the_shorter_one_or_is_refused(
+    config_file: Path, corpus: Path, tmp_path: Path, shuffle: str
+) -> None:
+    """126 sequences: steps of 8 begin the second epoch in 20 steps, and the third in 40."""
+    data = [f"data.train=['{corpus}/valid']", f"data.shuffle={shuffle}"]
+    words = [config_file, *ONE_RANK, *data]
+    short = run_main("mcore_rl.run.programs.pretrain", [*words, "train.steps=20"])
+    assert short.returncode == 0, short.stderr
+    said = f"{corpus}/valid has 4,040 tokens to train on, 126 sequences; 100.00% of the run's, 1.27 epochs"
+    assert said in short.stdout
+    before = losses(tmp_path / "run")
+    (tmp_path / "run/DONE").unlink()
+    longer = run_main("mcore_rl.run.programs.pretrain", [*words, "train.steps=40"])
+    if shuffle == "whole":
+        assert longer.returncode == 2
+        change = (
+            f'data.shuffle is "data.train[0] = {corpus}/valid with 2 epochs shuffled as one and the last apart" there, '
+            f'"data.train[0] = {corpus}/valid with 3 epochs shuffled as one and the last apart" here'
+        )
+        assert change in longer.stderr.replace('\\\\"', '"')
+        assert 'checkpoint.allow_changes=["data.shuffle"]' in longer.stderr
+        accepted = ["train.steps=40", "checkpoint.allow_changes=['data.shuffle']"]
+        assert run_main("mcore_rl.run.programs.pretrain", [*words, *accepted]).returncode == 0
+        return
+    assert longer.returncode == 0, longer.stderr
+    straight = run_main(
+        "mcore_rl.run.programs.pretrain", [*words, "train.steps=40", f"run_dir={tmp_path}/straight"]
+    )
+    assert straight.returncode == 0, straight.stderr
+    assert max(before) == 20 and before.items() <= losses(tmp_path / "straight").items()
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")

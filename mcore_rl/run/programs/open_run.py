@@ -2,10 +2,11 @@
 
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from mcore_rl.backend.platform import Platform
 from mcore_rl.checks.dependences import mesh_dependences
@@ -44,7 +45,9 @@ def is_done(config: RunConfig, platform: Platform) -> bool:
 
 
 @contextmanager
-def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
+def open_run(
+    config: RunConfig, platform: Platform, orders: Mapping[str, dict[str, str]] = MappingProxyType({})
+) -> Iterator[Run]:
     """Collective over the world: become the one writer of `config.run_dir`, and resume the run that is there.
 
     Inside, SIGTERM, SIGUSR1 and a file STOP in the folder end the run after the step at hand, and a rank that takes
@@ -54,6 +57,8 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
     Args:
         config: The config, checked for this world.
         platform: The platform of this rank, whose process group is up.
+        orders: Field -> source -> what the order of its data depends on, beside fields and files; recorded and compared
+            in a resume as the contents of files are.
 
     Yields:
         The run at the step of its last checkpoint, of `checkpoint.load`, or at step 0.
@@ -70,7 +75,7 @@ def open_run(config: RunConfig, platform: Platform) -> Iterator[Run]:
         fence = folder.claim()
         platform, changed_layers = keep_layers(config.platform, platform, folder)
         state = set_up(config, platform)
-        inputs = on_rank_zero(partial(contents_of_inputs, config))
+        inputs = {**on_rank_zero(partial(contents_of_inputs, config)), **orders}
         checkpoints = Checkpoints(state, folder.checkpoints, fence, inputs)
         resumption = checkpoints.resume()
         step = state.progress.step

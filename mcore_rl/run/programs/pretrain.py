@@ -40,8 +40,9 @@ def train(config: PretrainConfig) -> None:
     config = with_evaluations_of(config, plan)
     platform = platforms.start(config.platform)
     if not is_done(config, platform):
-        with open_run(config, platform) as run:
-            for line in plan.warnings:
+        with open_run(config, platform, orders_of(plan)) as run:
+            sources = [f"data: {source.describe(plan.samples.train)}" for source in plan.sources]
+            for line in [*sources, *plan.warnings]:
                 run.log.message(line)
             cache_dir = config.data.cache_dir
             datasets = build_datasets(
@@ -72,6 +73,18 @@ def with_evaluations_of(config: PretrainConfig, plan: DataPlan) -> PretrainConfi
     evaluated = [count for count in (plan.samples.valid, plan.samples.test) if count]
     batches = min(evaluated) // config.train.global_batch if evaluated else None
     return config.model_copy(update={"train": config.train.model_copy(update={"eval_batches": batches})})
+
+
+def orders_of(plan: DataPlan) -> dict[str, dict[str, str]]:
+    """Return field -> source -> what the order of its sequences depends on, where the length of the run changes it."""
+    if plan.shuffle == "epoch":
+        return {}
+    return {
+        "data.shuffle": {
+            f"data.train[{index}] = {source.prefix}": source.whole_order()
+            for index, source in enumerate(plan.sources)
+        }
+    }
 
 
 def sample_counts(config: PretrainConfig) -> SampleCounts:

@@ -277,6 +277,8 @@ def load_texts(config: RlRunConfig, run: Run, source: TextSource | None) -> Text
         )
         return Texts(source.packed, config.rl.ptx.sequences, mesh, device)
     assert source.plan is not None
+    for text in source.plan.sources:
+        run.log.message(f"rl.ptx: {text.describe(source.plan.samples.train)}")
     datasets = build_datasets(source.plan, seed=config.train.seed, cache_dir=run.folder.path / "index_cache")
     return Texts(datasets.train, config.rl.ptx.sequences, mesh, device)
 
