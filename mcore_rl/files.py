@@ -183,7 +183,7 @@ def sole_writer(lock: Path, *, wait_s: float, remedy: str) -> Iterator[None]:
         DataError: Another process keeps the lock, or has just ended its work and removed the folder.
     """
     give_up = time.monotonic() + wait_s
-    with open(lock, "wb") as handle:
+    with open(lock, "ab") as handle:  # "wb" would empty the file that a link of this name leads to
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -156,6 +156,15 @@ def test_a_second_writer_is_refused_with_a_remedy(tmp_path):
         raise AssertionError("two writers")
 
 
+def test_a_lock_that_is_a_link_leaves_what_it_leads_to(tmp_path):
+    """Another user may have made it, in a folder that several share."""
+    (tmp_path / "kept").write_text("content")
+    (tmp_path / "lock").symlink_to(tmp_path / "kept")
+    with sole_writer(tmp_path / "lock", wait_s=0.0, remedy=""):
+        pass
+    assert (tmp_path / "kept").read_text() == "content"
+
+
 @pytest.mark.parametrize("name", ["file/a", "circle/a", "x" * 300])
 def test_a_folder_that_cannot_be_made_is_refused_with_a_remedy(tmp_path, name):
     (tmp_path / "file").touch()

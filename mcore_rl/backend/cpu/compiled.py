@@ -9,7 +9,10 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
+import stat
 import subprocess
+import tempfile
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -80,11 +83,9 @@ def build_id() -> str:
     Raises:
         BuildError: There is no compiler.
     """
-    compiler = get_cxx_compiler()
+    command = [*_compiler(), "--version"]
     try:
-        done = subprocess.run(
-            [compiler, "--version"], capture_output=True, text=True, timeout=BUILD_S, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"there is no compiler: {error}") from error
     sources = [source.read_text(encoding="utf-8") for source in (*SOURCES, *HEADERS)]
@@ -94,7 +95,8 @@ def build_id() -> str:
 
 @functools.cache
 def library() -> Library:
-    """Return the built file, which is built first where no process of this user has done so.
+    """Return the built file, which is built first where no process of this user has done so, and for this process alone
+    where another user may write to the cache.
 
     Raises:
         BuildError: It cannot be built or loaded here.
@@ -102,9 +104,18 @@ def library() -> Library:
     try:
         path = library_path()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not path.exists():
+        if not _is_private(path.parent):
+            with tempfile.TemporaryDirectory(prefix="mcore_rl_") as folder:
+                if not _is_private(Path(folder)):
+                    raise BuildError(
+                        f"other users may write to {path.parent}, and to {tempfile.gettempdir()} too. Set "
+                        "XDG_CACHE_HOME to a folder of your own"
+                    )
+                _compile(Path(folder, path.name))
+                return Library(Path(folder, path.name))
+        if not _is_sound(path):
             with sole_writer(path.with_name(f"{path.name}.lock"), wait_s=BUILD_S, remedy="Delete that file"):
-                if not path.exists():
+                if not _is_sound(path):
                     with written_atomically(path) as scratch:
                         _compile(scratch)
     except (OSError, RuntimeError, DataError) as error:  # RuntimeError: there is no home folder
@@ -123,7 +134,8 @@ def library_path() -> Path:
 
 
 def _compile(target: Path) -> None:
-    command = [get_cxx_compiler(), *OPTIONS, *map(str, SOURCES), "-o", str(target)]
+    """Build `target`, with its digest as the last bytes, behind what the loader reads."""
+    command = [*_compiler(), *OPTIONS, *map(str, SOURCES), "-o", str(target)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -131,11 +143,46 @@ def _compile(target: Path) -> None:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise BuildError(f"{' '.join(command)} ended with {done.returncode}: {' '.join(lines[:1])}")
+    content = target.read_bytes()
+    target.write_bytes(content + hashlib.sha256(content).digest())
+    target.chmod(0o700)  # whatever the umask is
+
+
+def _compiler() -> list[str]:
+    try:
+        return shlex.split(get_cxx_compiler())
+    except ValueError as error:
+        raise BuildError(f"CXX={get_cxx_compiler()} is no command: {error}") from error
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether nobody but this user and root may change what is in `folder`, or put another in its place."""
+    folder = folder.resolve()
+    # In a folder above with the sticky bit, as /tmp, others may write, and not rename what is not theirs.
+    return _is_own(folder.stat()) and all(
+        _is_own(status, writable=bool(status.st_mode & stat.S_ISVTX))
+        for status in map(Path.stat, folder.parents)
+    )
+
+
+def _is_own(status: os.stat_result, *, writable: bool = False) -> bool:
+    """Return whether a file is this user's or root's, and, but where others may write to it, only theirs to write."""
+    return status.st_uid in (os.geteuid(), 0) and (writable or not status.st_mode & 0o022)
+
+
+def _is_sound(path: Path) -> bool:
+    """Return whether a build is whole, and only this user's or root's to write; in a private folder."""
+    if not path.is_file() or not _is_own(path.stat()):
+        return False
+    content = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _cache() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "mcore_rl"
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # One that is not absolute is to be ignored (XDG Base Directory Specification).
+    return (folder if folder.is_absolute() else Path.home() / ".cache") / "mcore_rl"
 
 
 def _processor() -> str:
