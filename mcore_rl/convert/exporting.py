@@ -71,8 +71,8 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
     Everything that can be refused is refused here (CheckpointError or ConfigError, with names).
     """
     reference = _reference(options.reference)
-    copied = _copied(options.reference) if options.reference is not None else []
-    read = sizes_and_times(copied)
+    copied = _copied(options.reference) if options.reference is not None else {}
+    read = sizes_and_times(copied.values())
     experts = expert_layout(reference) if reference else "each"
     dist_model = open_dist_model(source, options.reference, mtp=options.mtp, experts=experts)
     targets = export_targets(dist_model, options.dtype, reference)
@@ -90,7 +90,7 @@ def plan_export(source: Path, folder: Path, options: ExportOptions, settings: Co
         writer=SafetensorsWriter(shards),
         identity=f"export {options} {_digest(files)} {dist_model.model} {dist_model.folder.digest}",
         read=read | dist_model.folder.stamps,
-        finish=partial(_finish, dist_model, options.reference, copied, files, file_of),
+        finish=partial(_finish, dist_model, copied, files, file_of),
         notes=[
             f"{dist_model.model.family}, step {dist_model.folder.step}: {dist_model.layout}",
             *notes,
@@ -140,15 +140,15 @@ def _reference(path: Path | None) -> HfFolder | None:
     return open_hf(path) if any(path.glob("*.safetensors")) or (path / INDEX).is_file() else None
 
 
-def _copied(reference: Path) -> list[Path]:
-    """Return the small files of a reference, which an export has too."""
-    return [
-        file
+def _copied(reference: Path) -> dict[str, Path]:
+    """Return the small files of a reference, which an export has too, by their names in it."""
+    return {
+        str(file.relative_to(reference)): file
         for file in (*sorted(reference.iterdir()), *sorted(reference.glob(f"{TEMPLATES}/*.jinja")))
         if file.is_file()
         and not file.name.startswith(".")
         and not (file.name.endswith(WEIGHT_FILES) or file.name in NOT_COPIED)
-    ]
+    }
 
 
 def _is_written(duplicate: DuplicateTensor, reference: HfFolder | None) -> bool:
@@ -295,8 +295,7 @@ def _shift_notes(dist_model: DistModel) -> list[str]:
 
 def _finish(
     dist_model: DistModel,
-    reference: Path | None,
-    copied: Sequence[Path],
+    copied: Mapping[str, Path],
     files: Mapping[str, bytes],
     file_of: Mapping[str, str],
     folder: Path,
@@ -308,8 +307,8 @@ def _finish(
         total = sum(chunk.num_bytes for task, _ in done for chunk in task.chunks)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for file in copied:
-        _target(folder, str(file.relative_to(reference))).write_bytes(file.read_bytes())
+    for name, file in copied.items():
+        _target(folder, name).write_bytes(file.read_bytes())
     for name, content in files.items():
         _target(folder, name).write_bytes(content)
     description = {
