@@ -602,6 +602,16 @@ class RlConfig(Section):
         return by == "accuracy"
 
     @cached_property
+    def learns_beside_rewards(self) -> bool:
+        """Whether a term of the loss moves the policy where no token has an advantage."""
+        loss = self.loss
+        return (
+            bool(loss.kl_coeff and loss.kl_in == "loss")
+            or bool(self.distill.paths and self.distill.use == "loss")
+            or bool(loss.entropy_coeff or self.ptx.coeff)
+        )
+
+    @cached_property
     def max_completion_tokens(self) -> int:
         """Most tokens after a prompt: of one turn, or with an environment of the conversation."""
         return self.rollout.max_new_tokens if self.environment.name is None else self.environment.max_tokens

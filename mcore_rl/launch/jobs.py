@@ -11,7 +11,16 @@ from pathlib import Path
 from mcore_rl.errors import ConfigError
 from mcore_rl.launch import slurm
 from mcore_rl.launch.job import MEANING, STATUS
-from mcore_rl.launch.records import FOLDER, Submission, done, last_step, resume_warnings, submissions, tail
+from mcore_rl.launch.records import (
+    FOLDER,
+    Submission,
+    done,
+    last_step,
+    logged_warnings,
+    resume_warnings,
+    submissions,
+    tail,
+)
 
 TAIL_BYTES = 1_000_000
 """Size of the end of metrics.jsonl that is read; tables of the experts' load are long lines."""
@@ -102,8 +111,10 @@ def status_of(run: Path, submission: Submission, queued: Mapping[str, slurm.Queu
     reason = done(run) or (
         _why(job, attempts, queued) if attempts else _stage_before(submission, job, queued)
     )
-    # Faults that the last start passed over, such as a damaged checkpoint.
+    # Faults that the last start passed over, such as a damaged checkpoint, which its log has too; and what the log says
+    # since, such as that nothing is learned.
     warnings = [f"warning: {text}" for text in resume_warnings(run)]
+    warnings += logged_warnings(record for record in metrics if record.get("event") not in warnings)
     return RunStatus(
         run=str(run),
         job=name,

@@ -5,7 +5,7 @@ launch/<n>/     job.sbatch, config.toml, cluster.toml, commit.txt, code/ (code.p
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from mcore_rl.files import write_atomically
 FOLDER = "launch"
 RECORD = "submission.json"
 SCRIPT = "job.sbatch"
+SHOWN_WARNINGS = 3
+"""Warnings of a run's log that a line about it has room for."""
 LOCK = ".lock"
 """File in the folder of launches that a launch locks while it submits."""
 
@@ -99,6 +101,18 @@ def resume_warnings(run_dir: Path) -> list[str]:
         return [str(warning) for warning in starts[-1].get("warnings", [])]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
+
+
+def logged_warnings(records: Iterable[Mapping[str, object]]) -> Iterator[str]:
+    """Yield the last SHOWN_WARNINGS different warnings, by their first lines, among a log's records, which come newest
+    first, each with its step.
+    """
+    shown: set[str] = set()
+    for record in records:
+        warning = str(record.get("event", "")).partition("\n")[0]
+        if warning.startswith("warning: ") and warning not in shown and len(shown) < SHOWN_WARNINGS:
+            shown.add(warning)
+            yield f"{warning} (step {record.get('step')})"
 
 
 def tail(path: Path, num_bytes: int) -> Iterator[dict[str, object]]:

@@ -1,16 +1,14 @@
 """Accuracies on held-out prompts, each with its number of prompts, its conditions and an interval."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.evaluation import evaluation_conditions
+from mcore_rl.obs.intervals import wilson
 from mcore_rl.report.runs import RunRecord
 
 ACCURACY, NUM_PROMPTS = "eval/accuracy", "eval/prompts"
-Z_95 = 1.959964
-"""Quantile of the normal distribution for an interval of 95 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +88,3 @@ def words_of(conditions: Mapping[str, Any]) -> str:
         f"{'answer' if samples == 1 else 'answers'} each of at most {conditions.get('max_new_tokens')} tokens, "
         f"correct by {conditions.get('correct_by')}"
     )
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return the interval of 95 % of a share of `count` prompts (Wilson 1927). With several answers a prompt it is on
-    the wide side: the prompts are independent, the answers to one are not.
-    """
-    spread = Z_95**2 / count
-    middle = (share + spread / 2) / (1 + spread)
-    half = Z_95 / (1 + spread) * math.sqrt(max(0.0, share * (1 - share)) / count + spread / (4 * count))
-    return max(0.0, middle - half), min(1.0, middle + half)

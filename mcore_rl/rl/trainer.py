@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.router_load import RouterLoad
-from mcore_rl.obs.metrics import Metric
+from mcore_rl.obs.jsonl import FILE_NAME, read_records
+from mcore_rl.obs.metrics import Metric, reduced
 from mcore_rl.obs.peak import peak_flops
 from mcore_rl.obs.performance import memory_metrics, speed_metrics
 from mcore_rl.parallel.schedule import MAX
@@ -15,9 +16,10 @@ from mcore_rl.rl.measure.routing_split import policy_split, rollout_split
 from mcore_rl.rl.models.critic import Critic, critic_metrics
 from mcore_rl.rl.objectives.diagnostics import staleness_metrics, update_metrics
 from mcore_rl.rl.passes.batch import Minibatch
-from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_metrics
+from mcore_rl.rl.rollouts.evaluation import evaluate_policy, evaluation_interval, evaluation_metrics
 from mcore_rl.rl.rollouts.rollout import Rollout, Rollouts
 from mcore_rl.rl.rollouts.samples import gather_samples, table_lines, write_samples
+from mcore_rl.rl.rollouts.signal import LearningWarnings, evaluation_warnings
 from mcore_rl.rl.types import Prompt
 from mcore_rl.rl.update.learner import Learner
 from mcore_rl.train.auxiliary import take_auxiliary_losses
@@ -45,6 +47,7 @@ class RlTrainer(Trainer):
         self.held_out = held_out
         self._was_truncated = False
         """Whether all completions of the rollout batch before were truncated, which the log has a warning of."""
+        self._learning = LearningWarnings(compares_groups=not config.rl.advantage.is_of_tokens)
         self._load = RouterLoad(run.state.chunks) if config.model.is_moe else None
         self._flops_per_token = train_flops_by_length(config.model)
         self._peak_flops = peak_flops(
@@ -68,6 +71,8 @@ class RlTrainer(Trainer):
         if rollout.truncation_warning and not self._was_truncated:
             self.log.message(rollout.truncation_warning)
         self._was_truncated = rollout.truncation_warning is not None
+        if rollout.signal is not None and self.config.rl.advantage.kind != "zero":
+            self._log_lines(self._learning.of_batch(rollout.signal))
 
         # This rank's packed microbatches. The routes of their passes are recorded and imposed by `learner.routes`.
         minibatches = learner.minibatches(rollout)
@@ -125,6 +130,11 @@ class RlTrainer(Trainer):
                     self.log.message(f"{reason}: weights are as before", step=progress.step)
                 elif report.skipped:
                     self._report_skip(report)
+                else:
+                    has_loss = self.config.rl.learns_beside_rewards or bool(
+                        report.sums["advantages_abs"] or report.sums["loss"]
+                    )
+                    self._log_lines(self._learning.of_update(has_loss=has_loss, grad_norm=report.grad_norm))
         for report in critic_reports:
             if report.skipped:
                 self._report_skip(report, is_critic=True)
@@ -146,7 +156,26 @@ class RlTrainer(Trainer):
             groups, summaries = evaluate_policy(self.rollouts, self.held_out, self.config.rl.eval)
         if warning := self.rollouts.truncation_warning(groups, summaries):
             self.log.message(f"evaluation: {warning}")
-        self.log.write_now(self.state.progress.step, evaluation_metrics(summaries))
+        metrics = list(evaluation_metrics(summaries))
+        self.log.write_now(self.state.progress.step, metrics)
+        found = evaluation_interval(summaries)
+        if is_last and found is not None and self.state.platform.rank == 0:
+            name, interval = found
+            start, end = self._first_evaluation(name), reduced(metrics)[name]
+            if start is not None and isinstance(end, int | float):
+                self._log_lines(evaluation_warnings(name, start, end, interval))
+
+    def _first_evaluation(self, name: str) -> float | None:
+        """Return the metric before the first step, on rank 0; None: it was not measured. The log has it also where an
+        earlier process has made that evaluation.
+        """
+        records = read_records(self.folder.path / FILE_NAME)
+        first = next((one[name] for one in records if one["step"] == 0 and name in one), None)
+        return float(first) if isinstance(first, int | float) else None
+
+    def _log_lines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.log.message(line)
 
     def _log_samples(self, rollout: Rollout) -> None:
         """Write the samples of every `rl.samples.interval`-th rollout batch, and show some of them in the log."""

@@ -15,6 +15,8 @@ from mcore_rl.checkpoint.read import OWN_ENTRY
 from mcore_rl.config.load import load_config
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.plan.memory import memory_of_fullest_rank
+from mcore_rl.report.notices import notices
+from mcore_rl.report.runs import read_run
 from tests.emitted import assert_emitted
 from tests.forked import CLI, run_main
 from tests.parallel.test_reward_model_runs import write_language_model
@@ -570,3 +572,25 @@ def test_a_run_that_finds_nothing_to_learn_from_goes_on_and_says_so(rl_file: Pat
     assert {record[name] for record in records if name in record} == {1.0}
     assert_emitted("rl with dynamic sampling", tmp_path / "rl")
     assert (tmp_path / "rl/DONE").exists()
+
+
+def test_a_run_that_the_balance_loss_alone_moves_warns_in_log_and_report(
+    rl_file: Path, tmp_path: Path
+) -> None:
+    """All rewards are 0; without a KL the experts' balance loss is all that has a gradient."""
+    words = ["mesh.tp=1", "mesh.ep=1", "train.steps=11", "train.global_batch=32", "rl.loss.kl_coeff=0.0"]
+    words += ["rl.reward.parts=['regex']", "rl.reward.regex_pattern=nothing", "checkpoint.interval=none"]
+    words += ["rl.reward.length_max_tokens=none", "rl.loss.reference_refresh_rollouts=none"]
+    finished = run_main("mcore_rl.run.programs.rl", [rl_file, *words])
+    assert finished.returncode == 0, finished.stderr
+    records = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
+    assert all(record["train/grad_norm"] > 0 for record in records if "train/grad_norm" in record)
+    found = [notice.text for notice in notices(read_run(tmp_path / "rl", "rl"))]
+    for begin in (
+        "all 32 scores of a rollout batch are 0: nothing is learned from them. Likely reason: 0 % of the completions",
+        "100 % of the groups of the last 10 rollout batches have no signal",
+        "no token of an update has an advantage: the routers' balance or z-loss alone moves the weights",
+        "eval/accuracy ends at 0 (95 %: 0 to 0.4899) and was 0 at the start",
+    ):
+        assert finished.stdout.count(f"warning: {begin}") == 1, finished.stdout
+        assert sum(text.startswith(begin) for text in found) == 1, found

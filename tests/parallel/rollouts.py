@@ -121,6 +121,7 @@ def known(rollout: Rollout) -> dict[str, Any]:
         "lengths": {n: len(sample.tokens_T) for n, sample in rollout.samples().items()},
         "taken": rollout.num_prompts,
         "metrics": metrics,
+        "signal": rollout.signal,
     }
 
 

@@ -31,7 +31,7 @@ def test_groups_are_those_of_one_replica(mesh: MeshConfig, dynamic: bool) -> Non
     ranks = run_ranks(taken, mesh.smallest_world, mesh, STEPS, {"dynamic_sampling": dynamic})
     for step, wanted in enumerate(alone(dynamic)):
         for found in (rank[step] for rank in ranks):
-            for known_to_all in ("rewards", "shapes", "taken"):
+            for known_to_all in ("rewards", "shapes", "taken", "signal"):
                 assert found[known_to_all] == wanted[known_to_all], known_to_all
             assert found["metrics"] == pytest.approx(wanted["metrics"])
         for share in ("prompts", "lengths"):
@@ -45,6 +45,7 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_
     assert list(plain["prompts"].values()) == [f"reversing/1/{n}" for n in range(4)]
     assert plain["rewards"][0] == plain["rewards"][3] == [-0.5] * SIZE
     assert plain["metrics"]["reward/groups_without_signal_fraction"] == 0.5
+    assert (plain["signal"].num_groups, plain["signal"].num_without_signal) == (4, 2)
     spreads = [statistics.pstdev(rewards) for rewards in plain["rewards"]]
     assert plain["metrics"]["reward/group_std"] == pytest.approx(statistics.mean(spreads))
 
@@ -56,6 +57,10 @@ def test_dynamic_sampling_takes_the_first_groups_with_a_signal_and_says_what_it_
     assert dynamic["metrics"]["rollout/refills"] == 1
     assert dynamic["metrics"]["rollout/unused_groups"] == 4
     assert dynamic["metrics"]["reward/groups_without_signal_fraction"] == 0
+    # Groups that are left out for want of a signal are counted among all that were generated: prompts 0 to 7.
+    ((*batches,),) = run_ranks(taken, 1, MeshConfig(), [0, PROMPTS], {})
+    num_equal = sum(len(set(rewards)) == 1 for batch in batches for rewards in batch["rewards"])
+    assert (dynamic["signal"].num_groups, dynamic["signal"].num_without_signal) == (8, num_equal)
 
     ((few,),) = run_ranks(taken, 1, MeshConfig(), [0], {"dynamic_sampling": True, "max_refills": 1})
     assert few["taken"] == 6
@@ -90,7 +95,7 @@ def test_a_flow_gives_the_groups_of_turns_and_ends_all_ranks_where_one_replica_f
         assert error == ("rank 1: " if mesh.dp == 2 else "rank 0: ") + "no server answers for prompt 13"
         assert 2 <= len(batches) == len(ranks[0][0]) <= 3
         for step, batch in enumerate(batches):
-            for known_to_all in ("rewards", "shapes", "taken"):
+            for known_to_all in ("rewards", "shapes", "taken", "signal"):
                 assert batch[known_to_all] == wanted[step][known_to_all], known_to_all
             started = batch["metrics"]["rollout/started_prompts"]
             assert (step + 1) * PROMPTS <= started <= (step + 2) * PROMPTS

@@ -52,6 +52,7 @@ def update_statistics(
     sums = {
         "count": tokens.mask_T.sum(),
         "sequences": tokens.total(share_T),
+        "advantages_abs": tokens.total(tokens.advantages_T.abs()),
         "entropy": tokens.total(tokens.entropy_T),
         "kl_old": tokens.total(kl_estimate(tokens.old_logprobs_T, tokens.logprobs_T, "k3")),
         "ratio_minus_1": tokens.total(ratio_minus_1_T),

@@ -1,11 +1,13 @@
 """Evaluation of the policy on prompts that it never trains on."""
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import comb
 
 from mcore_rl.config.rl import EvalConfig
+from mcore_rl.obs.intervals import Z_95, wilson
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED
 from mcore_rl.rl.rollouts.rollout import GroupSummary, Rollouts, sample_seed
@@ -51,6 +53,23 @@ def evaluation_metrics(summaries: Sequence[GroupSummary]) -> Iterator[Metric]:
         if passes:
             yield Metric(f"eval/pass_at_{k}", sum(passes), len(passes))
         k *= 2
+
+
+def evaluation_interval(summaries: Sequence[GroupSummary]) -> tuple[str, tuple[float, float]] | None:
+    """Return the metric that says how good the answers are, eval/accuracy or without it eval/reward, and its interval
+    of 95 %; None with fewer than two prompts that have it.
+    """
+    correct_PG = [[float(one) for one in group.correct_G if one is not None] for group in summaries]
+    if any(correct_PG):
+        scored = [one for of_prompt in correct_PG for one in of_prompt]
+        num_prompts = sum(map(bool, correct_PG))
+        return ("eval/accuracy", wilson(statistics.fmean(scored), num_prompts)) if num_prompts > 1 else None
+    rewards_PG = [[one for one in group.rewards_G if not math.isnan(one)] for group in summaries]
+    means_P = [statistics.fmean(of_prompt) for of_prompt in rewards_PG if of_prompt]
+    if len(means_P) < 2:
+        return None
+    middle, half = statistics.fmean(means_P), Z_95 * statistics.stdev(means_P) / math.sqrt(len(means_P))
+    return "eval/reward", (middle - half, middle + half)
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:

@@ -11,6 +11,7 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.steps import step_token
@@ -32,6 +33,7 @@ from mcore_rl.rl.rewards.interface import TextStep
 from mcore_rl.rl.rewards.score import Reward, Scores
 from mcore_rl.rl.rollouts.flow import GroupFlow
 from mcore_rl.rl.rollouts.prompts import PromptSource, own_positions
+from mcore_rl.rl.rollouts.signal import Signal, signal_of
 from mcore_rl.rl.rollouts.truncation import episodes_reason, truncation_reason
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, EpisodeEnd, Group, Prompt
@@ -59,6 +61,8 @@ class Rollout:
     """Rewards of the steps of each completion; empty unless rl.advantage rewards steps."""
     truncation_warning: str | None = None
     """Likely reason why all completions are truncated; None: some are not."""
+    signal: Signal | None = None
+    """Signal in all groups that were generated for it; None: not known."""
     greedy_rewards_P: Tensor | None = None
     """float64: reward of the greedy completion of each prompt, with rl.advantage.kind="remax"; NaN: it has none."""
 
@@ -169,8 +173,8 @@ class Rollouts:
             summaries += scored
             metrics += measured
             chosen = summaries
+            scores_PG = _rewards_PG(summaries)
             if rollout.dynamic_sampling:
-                scores_PG = _rewards_PG(summaries)
                 if self.config.rl.samples_by_accuracy:
                     scores_PG = _accuracy_PG(summaries)
                 chosen = [summaries[index] for index in groups_to_train_on(scores_PG, num_groups)]
@@ -187,6 +191,9 @@ class Rollouts:
             metrics.append(Metric("rollout/greedy_reward", scored_P.sum().item(), len(scored_P)))
             # A prompt without a baseline has no advantage: its completions are as if their own scores had failed.
             rewards_PG = rewards_PG.masked_fill(greedy_rewards_P.isnan()[:, None], torch.nan)
+            scores_PG = torch.cat([rewards_PG, greedy_rewards_P[:, None]], dim=1)
+        if self.config.rl.advantage.uses_steps:
+            scores_PG = _steps_PN(summaries)
         return Rollout(
             groups={p: groups[one.index] for p, one in enumerate(chosen) if one.index in groups},
             rewards_PG=rewards_PG,
@@ -210,6 +217,7 @@ class Rollouts:
             metrics=metrics,
             steps_PGI=[one.steps_GI for one in chosen if one.steps_GI],
             truncation_warning=self.truncation_warning(groups, summaries),
+            signal=signal_of(scores_PG, [one for summary in summaries for one in summary.correct_G]),
             greedy_rewards_P=greedy_rewards_P,
         )
 
@@ -503,6 +511,15 @@ def _accuracy_PG(summaries: Sequence[GroupSummary]) -> Tensor:
         [[math.nan if one is None else float(one) for one in summary.correct_G] for summary in summaries],
         dtype=torch.float64,
     )
+
+
+def _steps_PN(summaries: Sequence[GroupSummary]) -> Tensor:
+    """Return the values of the steps of each group, float64, with NaN after those of groups that have fewer."""
+    steps_PN = [
+        torch.tensor([step.value for steps in one.steps_GI for step in steps], dtype=torch.float64)
+        for one in summaries
+    ]
+    return pad_sequence(steps_PN, batch_first=True, padding_value=torch.nan)
 
 
 def _rewards_PG(summaries: Sequence[GroupSummary]) -> Tensor:

@@ -307,3 +307,21 @@ def test_the_health_of_a_runs_servers_is_in_its_line(run, slurm, capsys):
     (run.path / "servers").mkdir()
     (run.path / "servers/status.json").write_text(json.dumps({"version": 3, "servers": servers}))
     assert "servers 1/2, without http://n4:20000" in listed(capsys)["a"]["why"]
+
+
+def test_the_newest_warnings_of_the_log_are_listed_once_each_by_their_first_lines(run, slurm, capsys):
+    slurm.says("squeue", "12|N/A|RUNNING|None|n[1-2]\n")
+    run.attempt("start")
+    (run.path / "run.json").write_text(json.dumps([{"step": 5, "warnings": ["iter_7 is damaged"]}]))
+    run.metrics(
+        {"step": 1, "event": "warning: old"},
+        {"step": 2, "event": "warning: one"},
+        {"step": 5, "event": "warning: iter_7 is damaged"},
+        {"step": 6, "event": "a warning: none"},
+        {"step": 7, "event": "warning: two\n  of p-1"},
+        {"step": 8, "event": "warning: one"},
+        {"step": 9, "event": "warning: three", "path": "x"},
+    )
+    assert listed(capsys, run.path)["a"]["why"] == (
+        "warning: iter_7 is damaged; warning: three (step 9); warning: one (step 8); warning: two (step 7)"
+    )

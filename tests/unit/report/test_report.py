@@ -13,8 +13,9 @@ from mcore_rl.config.evaluation import evaluation_conditions
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PretrainConfig
 from mcore_rl.errors import DataError
+from mcore_rl.obs.intervals import wilson
 from mcore_rl.obs.metrics import Metric
-from mcore_rl.report import accuracies, charts, summary
+from mcore_rl.report import charts, summary
 from mcore_rl.report.figures import EXPERTS, LAYER_MAPS, LEARNING, SPEED, Band
 from mcore_rl.report.notices import notices
 from mcore_rl.report.page import script_safe, write_report
@@ -178,9 +179,9 @@ def test_long_curves_are_means_of_neighbours_of_which_none_is_left_out():
 
 def test_accuracies_have_wilson_s_interval():
     # Newcombe 1998, table I: 81 of 263 and 15 of 148.
-    assert accuracies.wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert accuracies.wilson(15 / 148, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
-    assert accuracies.wilson(0.0, 20)[0] == 0.0
+    assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(15 / 148, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson(0.0, 20)[0] == 0.0
 
 
 def test_only_accuracies_under_the_same_conditions_stand_beside_each_other(runs):

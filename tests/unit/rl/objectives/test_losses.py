@@ -547,6 +547,15 @@ def test_the_mismatch_of_current_tokens_leaves_out_those_that_older_weights_samp
     assert reduced(staleness_metrics(numbers(result.sums))) == {"rollout/stale_fraction": 1}
 
 
+def test_advantages_are_summed_by_size_over_trained_tokens_so_that_0_means_that_there_is_none():
+    rows = batch()
+    total = sum(float(response["advantages"].abs().sum()) for response in responses(rows))
+    assert policy_loss(tokens_of(rows), LossConfig(), ALONE).sums["advantages_abs"] == pytest.approx(total)
+    # The value outside of completions is no advantage.
+    rows["advantages"] = rows["advantages"].masked_fill(rows["mask"], 0.0)
+    assert policy_loss(tokens_of(rows), LossConfig(), ALONE).sums["advantages_abs"] == 0
+
+
 def test_nothing_is_clamped_in_an_ordinary_batch():
     result = policy_loss(tokens_of(batch(2.0)), LossConfig(kl_coeff=0.1), ALONE)
     assert result.sums["clamped"] == 0

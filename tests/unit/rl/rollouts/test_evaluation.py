@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from mcore_rl.obs.metrics import reduced
-from mcore_rl.rl.rollouts.evaluation import evaluation_metrics, pass_at_k
+from mcore_rl.rl.rollouts.evaluation import evaluation_interval, evaluation_metrics, pass_at_k
 from mcore_rl.rl.rollouts.rollout import GroupSummary, sample_seed
 from mcore_rl.rl.rollouts.samples import table_lines
 
@@ -53,6 +53,21 @@ def test_answers_whose_score_failed_count_in_no_accuracy() -> None:
     assert metrics["eval/pass_at_2"] == pytest.approx((2 / 3 + 1) / 2)
     assert metrics["eval/pass_at_4"] == 1.0  # of the prompt that has four scored answers
     assert metrics["eval/prompts"] == 2
+
+
+def test_the_interval_is_of_the_accuracy_or_without_one_of_the_mean_reward_of_prompts() -> None:
+    name, (low, high) = evaluation_interval([summary([True])] * 26 + [summary([False])] * 38) or ("", (0, 0))
+    # 26 of 64 (Wilson): (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+    assert name == "eval/accuracy" and (low, high) == pytest.approx((0.2946, 0.5285), abs=5e-5)
+    undecided = [
+        replace(summary([None, None]), rewards_G=rewards)
+        for rewards in ([1.0, 3.0], [math.nan, 4.0], [0.0, 0.0], [math.nan, math.nan])
+    ]
+    name, interval = evaluation_interval(undecided) or ("", (0, 0))
+    # Means of prompts 2, 4 and 0: mean 2, deviation 2.
+    half = 1.959964 * 2 / math.sqrt(3)
+    assert name == "eval/reward" and interval == pytest.approx((2 - half, 2 + half))
+    assert evaluation_interval(undecided[1:2]) is None and evaluation_interval([summary([True])]) is None
 
 
 def test_seeds_differ_between_runs_prompts_and_indices() -> None:
