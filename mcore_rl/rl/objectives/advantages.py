@@ -145,7 +145,7 @@ def step_advantages(
     """
     values_I = torch.tensor([step.value for steps in steps_GI for step in steps], dtype=torch.float64)
     assert values_I.isfinite().all(), "a step's reward is not finite"
-    constant = len(values_I) == 0 or bool((values_I == values_I[0]).all())
+    constant = len(values_I) == 0 or bool(_are_equal(values_I))
     advantages = []
     for steps, length in zip(steps_GI, lengths_G, strict=True):
         at_end_T = torch.zeros(length, dtype=torch.float64)

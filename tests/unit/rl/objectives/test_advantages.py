@@ -117,6 +117,13 @@ def test_equal_step_rewards_carry_no_signal():
     ].tolist() == [0, 0]
 
 
+def test_the_rounding_of_a_sum_is_no_signal_of_steps():
+    """Steps of 0.1 + 0.2 and of 0.3 are worth the same; a deviation of 4e-17 would make advantages of size 1 of it."""
+    steps = [[StepReward(0, 0.1 + 0.2), StepReward(1, 0.3)], [StepReward(1, 0.3)]]
+    for tokens in step_advantages(steps, [2, 2], ddof=1, eps=0.0):
+        assert tokens.tolist() == [0, 0]
+
+
 def test_overlong_penalty_falls_from_the_buffer_to_the_end():
     lengths = tensor([10, 80, 81, 90, 100])
     penalty = overlong_penalty(lengths, max_tokens=100, buffer_tokens=20, penalty=0.5)
