@@ -8,6 +8,8 @@ from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy
+
 from mcore_rl.config.rl import EnvironmentConfig
 from mcore_rl.rl.environments.interface import Environment, Message
 from mcore_rl.rl.types import Problem
@@ -75,8 +77,9 @@ def _answer(make: MakeEnvironment, max_characters: int, call: EnvironmentCall) -
             assert isinstance(call.argument, str)
             returned: Any = environment.step(call.argument)
             match returned:
-                case (messages, Real() as value, bool() as is_done):
-                    reward = float(value)
+                # A comparison of numpy's numbers is numpy's bool, which is no bool and no number.
+                case (messages, Real() | numpy.bool_() as value, bool() | numpy.bool_() as ended):
+                    reward, is_done = float(value), bool(ended)
                 case _:
                     return FailedScore(
                         "bad_reply", f"step returned {cut(repr(returned), MAX_TEXT // 2)}; {WANTED}"

@@ -7,6 +7,8 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy
+
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
 from mcore_rl.rl.workers.failure import MAX_TEXT, CaughtException, FailedScore, cut
 from mcore_rl.rl.workers.pool import GRACE_S, WorkerPool
@@ -107,7 +109,7 @@ def _steps(returned: Sequence[Any], num_characters: int) -> tuple[TextStep, ...]
     steps: list[TextStep] = []
     for one in returned:
         match one:
-            case (Integral() as end, Real() as value):
+            case (Integral() as end, Real() | numpy.bool_() as value):
                 steps.append(TextStep(int(end), float(value)))
             case _:
                 return FailedScore("bad_steps", f"{cut(repr(one), MAX_TEXT // 2)} is no (end, value)")

@@ -3,12 +3,14 @@
 import pickle
 import shutil
 
+import numpy
 import pytest
 
 from mcore_rl.config.rl import EnvironmentConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.environments.guessing import Guessing
 from mcore_rl.rl.environments.make import environment_maker
+from mcore_rl.rl.environments.processes import EnvironmentCall, EnvironmentWorkers
 from mcore_rl.rl.environments.tools import Calculator, computed
 from mcore_rl.rl.types import Problem
 
@@ -84,3 +86,24 @@ def test_without_a_sandbox_no_program_of_the_policy_runs(monkeypatch: pytest.Mon
     monkeypatch.setattr(shutil, "which", lambda program: None)
     with pytest.raises(ConfigError, match=r"neither bubblewrap \(bwrap\) nor nsjail is"):
         environment_maker(EnvironmentConfig(name="python", arguments={"seconds": 1.5}))
+
+
+class Comparing:
+    """An environment whose reward and end are comparisons of numpy's numbers."""
+
+    def start(self, prompt: Problem) -> list[dict[str, str]]:
+        return [{"role": "user", "content": prompt.prompt}]
+
+    def step(self, completion: str) -> tuple[list[dict[str, str]], object, object]:
+        is_right = numpy.int64(len(completion)) == numpy.int64(2)
+        return [{"role": "user", "content": "again"}], is_right, is_right
+
+
+def test_numpy_s_bools_are_rewards_and_ends() -> None:
+    assert not isinstance(Comparing().step("ab")[2], bool)
+    problem = Problem(problem_id="p", prompt="?", answer="")
+    with EnvironmentWorkers(Comparing, EnvironmentConfig()) as workers:
+        (start,) = workers.run([EnvironmentCall(None, problem)])
+        answers = workers.run([EnvironmentCall(start.state, text) for text in ("ab", "abc")])
+    assert [(one.reward, one.is_done) for one in answers] == [(1.0, True), (0.0, False)]
+    assert [type(one.is_done) for one in answers] == [bool, bool]
