@@ -32,8 +32,8 @@ class Scores:
     """Rewards of the groups, with the parts that they are made of."""
 
     rewards_PG: Tensor
-    """float64: weighted sum of the parts of each completion; NaN where a part failed and rl.reward.error_value is none:
-    the completion has no reward."""
+    """float64: weighted sum of the parts of each completion; NaN where a part with a weight failed and
+    rl.reward.error_value is none: the completion has no reward."""
     parts: dict[str, Tensor]
     """Values `[P, G]` of each part before its weight, NaN where it failed; `overlong` is the length penalty."""
     steps_PG: list[list[tuple[TextStep, ...]]]
@@ -144,12 +144,13 @@ class Reward:
         values = [score.value for score in scores]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))
-        # A part that failed makes the sum NaN, also where its weight is 0: nobody knows whether it would have raised.
+        # A part that failed makes the sum NaN, unless its weight is 0: then it measures alone.
         # Part by part: a product of matrices adds up its last rows in another order than the others, so that equal
         # completions could differ in the last bit of their rewards, which is a signal to their group.
         rewards_PG = torch.zeros(values_PGR.shape[:2], dtype=torch.float64)
         for values_PG, weight in zip(values_PGR.unbind(2), self._weights, strict=True):
-            rewards_PG = rewards_PG + weight * values_PG
+            if weight:
+                rewards_PG = rewards_PG + weight * values_PG
         if self._config.overlong_buffer_tokens:
             parts["overlong"] = self._overlong(groups)
             rewards_PG = rewards_PG + parts["overlong"]
@@ -178,7 +179,7 @@ class Reward:
                     if name == ENVIRONMENT_PART and completion.episode and not completion.episode.failure:
                         plain = TextStep(whole, 0.0)  # its turns are steps of their own
                     for step in (plain,) if score.steps is None else score.steps:
-                        values[step.end] += weight * step.value
+                        values[step.end] += weight * step.value if weight else 0.0
                 if overlong_PG is not None:
                     values[whole] += overlong_PG[p, g].item()
                 steps = tuple(TextStep(end, values[end]) for end in sorted(values))

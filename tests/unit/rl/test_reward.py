@@ -202,6 +202,29 @@ def test_a_return_without_one_score_names_what_is_wanted(own_module, returned):
     assert "wanted: a number, (number, reason), a dict with 'score', or steps" in failed.failure.text
 
 
+@pytest.mark.parametrize("error_value", [None, -1.0])
+def test_a_part_of_weight_0_that_fails_takes_no_reward_away(own_module, error_value):
+    part = f"{own_module}:sometimes"
+    config = RewardConfig(parts=("exact", part), weights=(1.0, 0.0), error_value=error_value)
+    with Reward(config, max_new_tokens=8) as reward:
+        scores = reward([text_group("raise", "raise", "b")])
+    assert scores.rewards_PG.tolist() == [[1.0, 0.0]]
+    assert scores.steps_PG == [[((5, 1.0),), ((1, 0.0),)]]
+    # It is reported all the same.
+    assert [failed.part for failed in scores.failures] == [part]
+    assert math.isnan(scores.parts[part][0, 0]) == (error_value is None)
+    metrics = reduced(scores.metrics())
+    assert (metrics["reward/unscored_completions"], metrics["reward/errors"]) == (0, 1)
+
+
+def test_numpy_s_bool_is_a_value_of_a_step_and_of_a_score(own_module):
+    with Reward(RewardConfig(parts=(f"{own_module}:evaluated",)), max_new_tokens=8) as reward:
+        scores = reward(
+            [text_group("", "[(1, __import__('numpy').bool_(True))]", "__import__('numpy').bool_(1)")]
+        )
+    assert scores.failures == () and scores.rewards_PG.tolist() == [[1.0, 1.0]]
+
+
 def test_steps_of_parts_are_weighed_and_those_with_the_same_end_added(own_module):
     config = RewardConfig(
         parts=(f"{own_module}:steps", "exact"),
