@@ -404,7 +404,9 @@ METRICS: dict[str, MetricRow] = {
     ),
     "reward/errors_died": MetricRow("scores", SUM, "Failed scores whose process ended."),
     "reward/errors_bad_reply": MetricRow(
-        "scores", SUM, "Failed scores of an environment that returned something else than it should."
+        "scores",
+        SUM,
+        "Failed scores of an environment that returned something else than it should, or where no part applies.",
     ),
     "reward/errors_template": MetricRow(
         "scores",

@@ -33,8 +33,9 @@ class TextStep(NamedTuple):
 
 RewardFunction = Callable[
     [RewardInput],
-    float | tuple[float, str | None] | Mapping[str, Any] | Sequence[tuple[int, float]],
+    float | tuple[float | None, str | None] | Mapping[str, Any] | Sequence[tuple[int, float]] | None,
 ]
 """Function that returns a finite number; or (number, reason); or a dict with the number as "score" (or "reward"), whose
 other entries are the reason; or the completion's steps as (end, value) whose ends rise from at least 1 to at most the
-length of the text: the reward is then the sum of the values. It runs in a process of its own."""
+length of the text: the reward is then the sum of the values; or None, in the place of the number too, where the part
+does not apply to the prompt and is left out of its sum. It runs in a process of its own."""

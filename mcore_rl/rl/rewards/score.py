@@ -19,7 +19,7 @@ from mcore_rl.rl.rewards.code import code_function
 from mcore_rl.rl.rewards.failures import FailedPart
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput, TextStep
 from mcore_rl.rl.rewards.served import served_parts
-from mcore_rl.rl.rewards.worker import Job, Outcome, RewardWorkers, Score
+from mcore_rl.rl.rewards.worker import WANTED, Job, Outcome, RewardWorkers, Score
 from mcore_rl.rl.types import Completion, Group, Problem
 from mcore_rl.rl.workers.failure import FailedScore
 
@@ -35,7 +35,8 @@ class Scores:
     """float64: weighted sum of the parts of each completion; NaN where a part with a weight failed and
     rl.reward.error_value is none: the completion has no reward."""
     parts: dict[str, Tensor]
-    """Values `[P, G]` of each part before its weight, NaN where it failed; `overlong` is the length penalty."""
+    """Values `[P, G]` of each part before its weight, NaN where it failed or does not apply; `overlong` is the length
+    penalty."""
     steps_PG: list[list[tuple[TextStep, ...]]]
     """Steps of all parts, times their weights, added where they have the same end. A plain number and the length
     penalty are a step that ends with the text. For an environment that is a 0: each of its turns is a step of its own,
@@ -49,7 +50,7 @@ class Scores:
 
     @property
     def correct_PG(self) -> Tensor | None:
-        """1 for a correct completion, 0 for another, NaN where the deciding part failed; None: no part decides."""
+        """1 for a correct completion, 0 for another, NaN where the deciding part has none; None: no part decides."""
         if self.correct_part is None:
             return None
         values_PG = self.parts[self.correct_part]
@@ -128,7 +129,11 @@ class Reward:
                 return _environment_outcome(pairs[index][1])
             return of_others[name][index]
 
-        outcomes = [outcome_of(name, index) for index in range(len(inputs)) for name in names]
+        outcomes = [
+            outcome
+            for index in range(len(inputs))
+            for outcome in _with_an_applying_part([outcome_of(name, index) for name in names], self._weights)
+        ]
         scores: list[Score] = []
         failures: list[FailedPart] = []
         value = torch.nan if self._config.error_value is None else self._config.error_value
@@ -144,11 +149,14 @@ class Reward:
         values = [score.value for score in scores]
         values_PGR = torch.tensor(values, dtype=torch.float64).view(len(groups), -1, len(names))
         parts = dict(zip(names, values_PGR.unbind(2), strict=True))
-        # A part that failed makes the sum NaN, unless its weight is 0: then it measures alone.
+        # A part that failed makes the sum NaN, unless its weight is 0: then it measures alone. One that does not apply
+        # is left out.
+        applies_PGR = torch.tensor([score.applies for score in scores]).view_as(values_PGR)
+        summed_PGR = values_PGR.where(applies_PGR, 0.0)
         # Part by part: a product of matrices adds up its last rows in another order than the others, so that equal
         # completions could differ in the last bit of their rewards, which is a signal to their group.
         rewards_PG = torch.zeros(values_PGR.shape[:2], dtype=torch.float64)
-        for values_PG, weight in zip(values_PGR.unbind(2), self._weights, strict=True):
+        for values_PG, weight in zip(summed_PGR.unbind(2), self._weights, strict=True):
             if weight:
                 rewards_PG = rewards_PG + weight * values_PG
         if self._config.overlong_buffer_tokens:
@@ -175,6 +183,8 @@ class Reward:
                 values: defaultdict[int, float] = defaultdict(float)
                 for name, weight in zip(self._config.parts, self._weights, strict=True):
                     score = next(of_parts)
+                    if not score.applies:
+                        continue
                     plain = TextStep(whole, score.value)
                     if name == ENVIRONMENT_PART and completion.episode and not completion.episode.failure:
                         plain = TextStep(whole, 0.0)  # its turns are steps of their own
@@ -195,6 +205,18 @@ class Reward:
             buffer_tokens=self._config.overlong_buffer_tokens or 0,
             penalty=self._config.overlong_penalty,
         )
+
+
+def _with_an_applying_part(outcomes: Sequence[Outcome], weights: Sequence[float]) -> list[Outcome]:
+    """Return the outcomes of a completion's parts; the first part with a weight has failed where none of those applies:
+    a sum of nothing is no reward, and a function that forgets to return is met here.
+    """
+    found = list(outcomes)
+    weighted = [index for index, weight in enumerate(weights) if weight]
+    if weighted and not any(isinstance(one := found[r], FailedScore) or one.applies for r in weighted):
+        text = f"returned None (does not apply), as did every other part with a weight; {WANTED}"
+        found[weighted[0]] = FailedScore("bad_reply", text)
+    return found
 
 
 def _environment_outcome(completion: Completion) -> Outcome:

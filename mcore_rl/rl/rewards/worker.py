@@ -35,6 +35,8 @@ class Score:
     """Steps of the completion; None: the function returned a number."""
     reason: str = ""
     """The function's own remark on the score."""
+    applies: bool = True
+    """False: the part has nothing to say about the completion, and the value is NaN."""
 
 
 Outcome = Score | FailedScore
@@ -73,8 +75,8 @@ def _score(function: RewardFunction, scored: RewardInput) -> Outcome:
 
 
 def outcome_of(returned: Any, num_characters: int) -> Outcome:
-    """Return the score that a function's result stands for, for a text of so many characters; TypeError or ValueError
-    where it stands for none.
+    """Return the score that a function's result stands for, for a text of so many characters; None is a score that does
+    not apply. TypeError or ValueError where it stands for none.
     """
     reason = ""
     if isinstance(returned, Mapping):
@@ -88,7 +90,7 @@ def outcome_of(returned: Any, num_characters: int) -> Outcome:
             return steps
         return Score(sum(step.value for step in steps), steps, reason)
     if returned is None:
-        raise TypeError(f"the function returned None; {WANTED}")
+        return Score(math.nan, None, reason, applies=False)
     value = float(returned)
     return Score(value, None, reason) if math.isfinite(value) else FailedScore("not_finite", str(value))
 

@@ -217,6 +217,29 @@ def test_a_part_of_weight_0_that_fails_takes_no_reward_away(own_module, error_va
     assert (metrics["reward/unscored_completions"], metrics["reward/errors"]) == (0, 1)
 
 
+def test_a_part_that_does_not_apply_is_left_out_of_the_sum_and_of_its_means(own_module):
+    part = f"{own_module}:evaluated"
+    config = RewardConfig(parts=("length", part), weights=(1.0, 2.0), length_max_tokens=99)
+    texts = ("None", "(None, 'no code')", "{'score': None}", "0.5")
+    with Reward(config, max_new_tokens=8) as reward:
+        scores = reward([text_group("", *texts)])
+    assert scores.rewards_PG.tolist() == [[0.0, 0.0, 0.0, 1.0]] and scores.failures == ()
+    assert scores.steps_PG == [[((4, 0.0),), ((17, 0.0),), ((15, 0.0),), ((3, 1.0),)]]
+    assert scores.reasons_PG[0][1] == {part: "no code"}
+    metrics = reduced(scores.metrics())
+    assert (metrics[f"reward/part/{part}"], metrics["reward/mean"]) == (0.5, 0.25)
+    assert (metrics["reward/unscored_completions"], metrics["reward/errors"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("weights", "num_failed"), [((1.0, 1.0), 0), ((0.0, 1.0), 1), ((0.0, 0.0), 0)])
+def test_a_completion_to_which_no_part_with_a_weight_applies_has_no_reward(own_module, weights, num_failed):
+    config = RewardConfig(parts=("exact", f"{own_module}:evaluated"), weights=weights)
+    with Reward(config, max_new_tokens=8) as reward:
+        scores = reward([text_group("None", "None")])
+    assert [failed.failure.kind for failed in scores.failures] == ["bad_reply"] * num_failed
+    assert math.isnan(scores.rewards_PG.item()) == bool(num_failed)
+
+
 def test_numpy_s_bool_is_a_value_of_a_step_and_of_a_score(own_module):
     with Reward(RewardConfig(parts=(f"{own_module}:evaluated",)), max_new_tokens=8) as reward:
         scores = reward(

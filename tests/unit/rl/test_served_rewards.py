@@ -91,7 +91,9 @@ def test_batches_come_back_in_order_in_every_form_of_a_score(server: Server) -> 
     assert scores.parts[part][0].isnan().tolist() == [False] * 4 + [True] * 3
     assert scores.steps_PG[0][3] == (TextStep(2, 1.0), TextStep(4, 0.25))
     assert [reasons.get(part) for reasons in scores.reasons_PG[0][:3]] == [None, "good", "why: long"]
-    assert [failed.failure.kind for failed in scores.failures] == ["raised", "not_finite", "raised"]
+    # None: the part does not apply, and the other one is the reward.
+    assert scores.rewards_PG[0, 4].item() == scores.parts["exact"][0, 4].item()
+    assert [failed.failure.kind for failed in scores.failures] == ["not_finite", "raised"]
     assert scores.correct_PG is not None and scores.correct_PG[0].tolist()[:4] == [0, 1, 1, 1]
     assert sorted(len(body["samples"]) for _, body, _ in server.requests) == [1, 3, 3]
     assert {path for path, _, _ in server.requests} == {"/score"}
