@@ -72,7 +72,8 @@ class RolloutConfig(Section):
     min_p: Probability = 0.0
     """Least probability of a token to sample among, as a fraction of the likeliest token's; 0 is all tokens."""
     stop_strings: tuple[str, ...] = ()
-    """Texts after which a completion ends, as it does after the model's end tokens."""
+    """Texts after which a completion ends, as it does after the model's end tokens. They stay in the text that is
+    scored, with every engine, as if servers had include_stop_str_in_output: what is trained on is scored."""
     stop_tokens: tuple[NonNegativeInt, ...] = ()
     """Further token ids that end a completion, beside the end of the assistant's turn in the chat template, the
     tokenizer's eos_token, eos_token_id in the generation_config.json beside it, and the end of a document."""

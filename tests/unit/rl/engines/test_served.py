@@ -186,6 +186,7 @@ def test_our_stop_strings_cut_what_a_server_without_a_tokenizer_sampled_after_th
         native = engine_on(ours.chunks, one_rank, oracle("qwen3_moe").ours)
         wanted = contract.one(native, (1, 2), stopping, 3)
         assert (cut.tokens_T, cut.finish, cut.text) == (wanted.tokens_T, "stop", wanted.text)
+        assert cut.text.endswith(string), "a stop string stays in the text that is scored"
         assert cut.versions == wanted.versions and len(cut.tokens_T) < len(whole.tokens_T)
         assert cut.experts_TLK is not None and wanted.experts_TLK is not None
         assert torch.equal(cut.experts_TLK, wanted.experts_TLK)

@@ -15,6 +15,8 @@ from mcore_rl.parallel.routers import routers
 from mcore_rl.parallel.schedule import run_pass
 from mcore_rl.rl.engines.base import Sampling
 from mcore_rl.rl.engines.native.engine import MegatronEngine, evaluating
+from mcore_rl.rl.rewards.interface import RewardInput
+from mcore_rl.rl.rewards.rules import exact
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Completion, Prompt
 from tests.generating import engine_on, loaded, ragged_prompts
@@ -142,6 +144,14 @@ def test_text_and_stop_strings_are_of_the_tokenizer(one_rank: Mesh) -> None:
     string = dataclasses.replace(GREEDY, stop_strings=("never", f"{third} {fourth} "))
     stopped = engine.generate(prompts, string, [[0]])[0].completions[0]
     assert stopped.finish == "stop" and stopped.tokens_T == whole.tokens_T[:4]
+    # The string stays in the text that is scored: the exact answer is what a pattern finds before it.
+    answer = "".join(f"{token} " for token in whole.tokens_T[:2])
+    assert stopped.text == answer + f"{third} {fourth} "
+    scored = RewardInput(
+        prompt="", completion=stopped.text, answer=answer, num_tokens=4, is_truncated=False, fields={}
+    )
+    assert exact(scored, answer_pattern="") == 0.0
+    assert exact(scored, answer_pattern=f"(.*){third} {fourth} ") == 1.0
     place = whole.tokens_T.index(fourth)
     token = dataclasses.replace(GREEDY, stop_tokens=frozenset([fourth]))
     ended = engine.generate(prompts, token, [[0]])[0].completions[0]
