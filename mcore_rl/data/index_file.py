@@ -147,11 +147,19 @@ def _require_pair(prefix: str) -> None:
             f"data prefix {prefix!r}: its preprocessing has not ended ({prefix}.partial is there). Run the "
             "same `mcore-rl data preprocess` command again: it resumes."
         )
-    folder = Path(prefix).parent
-    there = sorted(path.stem for path in folder.glob("*.idx")) if folder.is_dir() else []
+    folder = Path(prefix).absolute().parent
+    names = " and no ".join(Path(prefix).name + ending for ending in missing)
+    if not folder.is_dir():
+        relative = (
+            ""
+            if Path(prefix).is_absolute()
+            else f" Relative paths begin at the working folder, {Path.cwd()}."
+        )
+        raise DataError(f"data prefix {prefix!r}: there is no folder {folder}.{relative} Correct the path.")
+    there = sorted(path.stem for path in folder.glob("*.idx"))
     near = get_close_matches(Path(prefix).name, there, n=3, cutoff=0.4) or there[:3]
     raise DataError(
-        f"data prefix {prefix!r}: there is no {' and no '.join(prefix + ending for ending in missing)}. "
+        f"data prefix {prefix!r}: there is no {names} in {folder}. "
         + (
             f"Its folder has: {', '.join(near)}."
             if near

@@ -91,6 +91,19 @@ def test_a_misspelt_prefix_is_told_its_neighbours(tmp_path):
         read_index(str(tmp_path / "book"))
 
 
+def test_a_relative_prefix_is_answered_with_the_folder_that_it_begins_at(tmp_path, monkeypatch):
+    """A job whose folder is gone runs in another one: new data would not help there."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as error:
+        read_index("data/train")
+    assert (
+        f"there is no folder {tmp_path}/data. Relative paths begin at the working folder, {tmp_path}."
+        in str(error.value)
+    )
+    with pytest.raises(DataError, match=rf"there is no train\.bin and no train\.idx in {tmp_path}\. "):
+        read_index("train")
+
+
 def test_unfinished_preprocessing_is_told_as_such(tmp_path):
     (tmp_path / "data.partial").mkdir()
     with pytest.raises(DataError, match="preprocessing has not ended"):

@@ -57,6 +57,8 @@ class Machines:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.run = folder / "run"
+        self.work = folder
+        """Folder of the launch."""
         self.wrap: list[str] = []
         """Command that runs the script, if any."""
         (self.run / "logs").mkdir(parents=True)
@@ -93,7 +95,7 @@ class Machines:
             "module": "m",
             "arguments": ("config.toml",),
             "run_dir": str(self.run),
-            "work_dir": str(self.folder),
+            "work_dir": str(self.work),
             "python": str(self.folder / "python"),
             "starter": "srun",
             "node_check": False,
@@ -409,3 +411,49 @@ def test_on_a_disk_that_is_full_to_the_last_byte_cause_and_end_are_written(machi
     end = json.loads(done.stdout.splitlines()[-1])
     assert (end["why"], end["then"]) == ("disk", "requeue")
     assert end["cause"].endswith("rank 1 on n1: No space left on device")
+
+
+@pytest.mark.parametrize("gone", ["work", "code"])
+def test_a_launch_folder_that_was_deleted_is_the_reason_and_nothing_runs_elsewhere(machines, gone):
+    """Slurm has started the script in another folder, where anybody may have put a sitecustomize.py."""
+    machines.program("touch $RUN/ran")
+    machines.work = machines.folder / "work"
+    for name in {"work", "code"} - {gone}:
+        (machines.folder / name).mkdir()
+    done = machines.attempt(code_dir=str(machines.folder / "code"))
+    assert done.returncode == STATUS["refused"] and not (machines.run / "ran").exists()
+    cause = (
+        f"{machines.folder / gone} cannot be entered on n1: it was deleted, moved, or is not mounted there"
+    )
+    assert machines.ends == [("refused", "2", cause)]
+
+
+def test_a_launch_folder_that_one_node_lacks_is_that_nodes_fault(machines):
+    machines.work = machines.folder / "work"
+    machines.work.mkdir()
+    srun = machines.folder / "bin/srun"
+    lacking = f"if [ $host = n2 ]; then mv {machines.work}{{,.moved}}; fi\n  SLURMD_NODENAME"
+    text = srun.read_text()
+    srun.write_text(text.replace("SLURMD_NODENAME", lacking, 1))
+    done = machines.attempt(pre_node=("true",))
+    assert done.returncode == 0 and machines.excluded == "n2"
+    why, then, cause = machines.ends[0]
+    assert (why, then) == ("unfit", "requeue")
+    assert cause == f"n2: {machines.work} cannot be entered: it was deleted, moved, or is not mounted there"
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_imported"), [(0o755, True), (0o775, True), (0o777, False), (0o1777, False)]
+)
+def test_what_everybody_may_write_is_not_imported(machines, mode, is_imported):
+    """Python itself runs a sitecustomize.py that it finds on its path."""
+    machines.work = machines.folder / "work"
+    machines.work.mkdir()
+    machines.work.chmod(mode)
+    (machines.work / "sitecustomize.py").write_text(f"open('{machines.run}/planted', 'w')\n")
+    machines.program(f"{sys.executable} -c ''; touch $RUN/DONE")
+    code = machines.folder / "code"
+    code.mkdir()
+    done = machines.attempt(code_dir=str(code))
+    assert done.returncode == 0 and (machines.run / "planted").exists() == is_imported
+    assert (f"warning: {machines.work} is not on PYTHONPATH" in done.stdout) == (not is_imported)
