@@ -48,7 +48,7 @@ STATUS: Mapping[str, int] = MappingProxyType(
 MEANING: Mapping[int, str] = MappingProxyType(
     {
         0: "all steps are done",
-        2: "config, data, checkpoint or the nodes' set-up are wrong: correct them and submit again",
+        2: "config, data, checkpoint, time limit or the nodes' set-up are wrong: correct them and submit again",
         10: "stopped by the STOP file with a checkpoint: the same sbatch resumes",
         11: "gave up: attempts without a new checkpoint, the last of which crashed",
         12: "gave up: attempts without a new checkpoint, the last of which hung",

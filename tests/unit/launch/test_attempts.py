@@ -40,7 +40,8 @@ case "$1 $2" in
     excluded=$(cat "$CLUSTER/excluded" 2>/dev/null || echo '(null)')
     restarts=$(cat "$CLUSTER/restarts" 2>/dev/null || echo "$SLURM_RESTART_COUNT")
     allocated=$(cat "$CLUSTER/allocated" 2>/dev/null || echo all)
-    echo "JobId=7 JobState=RUNNING Restarts=$restarts ExcNodeList=$excluded NodeList=$allocated X=y"
+    limit=$(cat "$CLUSTER/limit" 2>/dev/null || echo 1-00:00:00)
+    echo "JobId=7 JobState=RUNNING Restarts=$restarts TimeLimit=$limit ExcNodeList=$excluded NodeList=$allocated X=y"
     ;;
   "requeue 7") echo requeue >>"$CLUSTER/asked" ;;
   "update JobId=7") echo "${3#ExcNodeList=}" >"$CLUSTER/excluded" ;;
@@ -457,3 +458,39 @@ def test_what_everybody_may_write_is_not_imported(machines, mode, is_imported):
     done = machines.attempt(code_dir=str(code))
     assert done.returncode == 0 and (machines.run / "planted").exists() == is_imported
     assert (f"warning: {machines.work} is not on PYTHONPATH" in done.stdout) == (not is_imported)
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_enough"),
+    [
+        ("00:10:00", False),
+        ("00:10:01", True),
+        ("1-00:00:00", True),
+        ("1-00:10:00", True),
+        ("UNLIMITED", True),
+    ],
+)
+def test_an_attempt_does_not_begin_within_a_limit_that_launch_would_refuse(machines, limit, is_enough):
+    (machines.folder / "limit").write_text(limit)
+    machines.program("touch $RUN/DONE")
+    done = machines.attempt(signal_s=600)
+    assert (done.returncode, machines.ends[0][:2]) == (
+        (0, ("finished", "0")) if is_enough else (2, ("limit", "2"))
+    )
+
+
+def test_a_limit_that_is_shortened_while_the_job_runs_ends_it_after_the_save(machines):
+    """Requeued, each attempt would save a step and be requeued, without end."""
+    machines.program(
+        f"""[ $SLURMD_NODENAME = n1 ] || exit 0
+echo 00:01:30 >{machines.folder}/limit
+kill -USR1 $(ps -o ppid= $PPID)
+until [ -e $RUN/STOP ]; do /bin/sleep 0.01; done
+mkdir $RUN/checkpoints; echo 7 >$RUN/checkpoints/latest_checkpointed_iteration.txt"""
+    )
+    done = machines.attempt(signal_s=600)
+    assert done.returncode == STATUS["refused"] and not (machines.folder / "asked").exists()
+    why, then, cause = machines.ends[0]
+    assert (why, then) == ("limit", "2")
+    assert cause.startswith("the time limit of the job is now 90 s, not more than survival.signal_s=600")
+    assert "Submit again with a longer limit: the run resumes from step 7" in done.stdout
