@@ -49,7 +49,7 @@ MEANING: Mapping[int, str] = MappingProxyType(
     {
         0: "all steps are done",
         2: "config, data, checkpoint, time limit or the nodes' set-up are wrong: correct them and submit again",
-        10: "stopped by the STOP file with a checkpoint: the same sbatch resumes",
+        10: "stopped by the STOP file, or by TERM to the whole job, with a checkpoint: the same sbatch resumes",
         11: "gave up: attempts without a new checkpoint, the last of which crashed",
         12: "gave up: attempts without a new checkpoint, the last of which hung",
         13: "gave up: no fit nodes were found in any attempt",

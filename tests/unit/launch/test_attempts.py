@@ -41,7 +41,8 @@ case "$1 $2" in
     restarts=$(cat "$CLUSTER/restarts" 2>/dev/null || echo "$SLURM_RESTART_COUNT")
     allocated=$(cat "$CLUSTER/allocated" 2>/dev/null || echo all)
     limit=$(cat "$CLUSTER/limit" 2>/dev/null || echo 1-00:00:00)
-    echo "JobId=7 JobState=RUNNING Restarts=$restarts TimeLimit=$limit ExcNodeList=$excluded NodeList=$allocated X=y"
+    state=$(cat "$CLUSTER/state" 2>/dev/null || echo "RUNNING Reason=None")
+    echo "JobId=7 JobState=$state Restarts=$restarts TimeLimit=$limit ExcNodeList=$excluded NodeList=$allocated X=y"
     ;;
   "requeue 7") echo requeue >>"$CLUSTER/asked" ;;
   "update JobId=7") echo "${3#ExcNodeList=}" >"$CLUSTER/excluded" ;;
@@ -494,3 +495,70 @@ mkdir $RUN/checkpoints; echo 7 >$RUN/checkpoints/latest_checkpointed_iteration.t
     assert (why, then) == ("limit", "2")
     assert cause.startswith("the time limit of the job is now 90 s, not more than survival.signal_s=600")
     assert "Submit again with a longer limit: the run resumes from step 7" in done.stdout
+
+
+ENDED = {
+    # what Slurm then has of the job -> why, then, cause
+    "scancel": ("echo COMPLETING Reason=None >state", ("term", "143", "cancelled")),
+    "requeue": (
+        "echo 1 >restarts; echo COMPLETING Reason=None >state",
+        ("term", "143", "requeued by its user or an administrator"),
+    ),
+    "node": (
+        "echo 1 >restarts; echo n2 is down* >states; echo COMPLETING Reason=None >state",
+        ("term", "143", "a node is lost: n2 is down*"),
+    ),
+    "limit": (
+        "echo 00:20:00 >limit; echo COMPLETING Reason=TimeLimit >state",
+        (
+            "limit",
+            "requeue",
+            "Slurm has ended the attempt: its time limit was set below the time that it had run",
+        ),
+    ),
+    "short limit": ("echo 00:01:00 >limit; echo COMPLETING Reason=TimeLimit >state", ("limit", "2", None)),
+}
+TERMED = """[ $SLURMD_NODENAME = n1 ] || exit 0
+cd {folder}
+{before}
+kill -TERM $(ps -o ppid= $PPID)
+until grep -q '"end"' $RUN/attempts.jsonl || [ -e $RUN/STOP ]; do /bin/sleep 0.01; done
+mkdir $RUN/checkpoints; echo 7 >$RUN/checkpoints/latest_checkpointed_iteration.txt
+{after}"""
+
+
+@pytest.mark.parametrize("who", ENDED)
+def test_who_has_ended_an_attempt_is_recorded_once(machines, who):
+    slurm, end = ENDED[who]
+    machines.program(
+        TERMED.format(folder=machines.folder, before=f"kill -USR1 $(ps -o ppid= $PPID); {slurm}", after="")
+    )
+    done = machines.attempt(signal_s=600)
+    assert done.returncode == STATUS["cancelled"]
+    ((*found, cause),) = machines.ends
+    assert tuple(found) == end[:2] and (cause == end[2] or end[2] is None), cause
+    assert f"{found[0]}: {cause}" in done.stdout
+    assert (machines.folder / "asked").exists() == (end[1] == "requeue")
+
+
+def test_term_to_the_whole_job_is_a_stop_with_a_save(machines):
+    machines.program(TERMED.format(folder=machines.folder, before="", after=""))
+    done = machines.attempt()
+    assert done.returncode == STATUS["stopped"] and not (machines.folder / "asked").exists()
+    assert machines.ends == [("term", "10", "TERM was sent to the whole job")]
+    assert "stopped by TERM to the whole job, at step 7 (exit status 10)" in done.stdout
+
+
+def test_where_term_to_the_whole_job_has_killed_the_program_the_loss_is_said(machines):
+    machines.program(TERMED.format(folder=machines.folder, before="", after="exit 137"))
+    done = machines.attempt()
+    assert done.returncode == STATUS["cancelled"]
+    assert machines.ends == [("term", "143", "TERM was sent to the whole job")]
+    assert "the steps after 7 are lost" in done.stdout
+
+
+def test_a_signal_to_the_step_alone_is_named(machines):
+    machines.program("echo stopping after step 3: SIGTERM came")
+    assert machines.attempt().returncode == 0
+    cause = "the program stopped with a save: SIGTERM came to its step alone, not to this script"
+    assert machines.ends == [("ended", "requeue", cause)]
