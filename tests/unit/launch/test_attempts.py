@@ -103,15 +103,14 @@ class Machines:
             "node_check": False,
             "nodes": len(hosts.split()),
         }
-        script = self.folder / "job.sbatch"
-        script.write_text(render(JobScript(**values | fields)))
+        self._install("job.sbatch", render(JobScript(**values | fields)))
         environment = {
             "SLURM_JOB_ID": "7",
             "SLURM_RESTART_COUNT": str(number),
             "SLURM_JOB_NODELIST": "n[1-9]",
         }
         return subprocess.run(
-            [*self.wrap, shutil.which("bash"), str(script)],
+            [*self.wrap, str(self.folder / "job.sbatch")],
             env=os.environ | environment,
             cwd=self.folder,
             capture_output=True,
@@ -562,3 +561,24 @@ def test_a_signal_to_the_step_alone_is_named(machines):
     assert machines.attempt().returncode == 0
     cause = "the program stopped with a save: SIGTERM came to its step alone, not to this script"
     assert machines.ends == [("ended", "requeue", cause)]
+
+
+@pytest.mark.parametrize("line", ["exit 3", "exit 0", "kill -TERM $$"])
+def test_an_inherited_bash_env_that_ends_every_bash_is_named(machines, monkeypatch, line):
+    """sbatch passes the variable on, and bash runs that file before a script."""
+    file = machines.folder / "env.sh"
+    file.write_text(f"{line}\n")
+    monkeypatch.setenv("BASH_ENV", str(file))
+    done = machines.attempt()
+    assert done.returncode == STATUS["refused"]
+    cause = f"BASH_ENV={file} ends every bash before its first command"
+    assert machines.ends == [("refused", "2", cause)] and f"{cause}. Correct that file" in done.stdout
+
+
+def test_an_inherited_bash_env_serves_the_lines_of_setup(machines, monkeypatch):
+    """It defines the function `module` on many clusters."""
+    (machines.folder / "env.sh").write_text('echo noise; module() { echo "$2" >>"$CLUSTER/loaded"; }\n')
+    monkeypatch.setenv("BASH_ENV", str(machines.folder / "env.sh"))
+    machines.program("touch $RUN/DONE")
+    assert machines.attempt(hosts="n1", setup=("module load cuda",)).returncode == 0
+    assert "cuda" in (machines.folder / "loaded").read_text()
