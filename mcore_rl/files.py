@@ -29,6 +29,8 @@ FORBIDDEN = (
     errno.ENAMETOOLONG,
 )
 LOCK_POLL_S = 0.1
+UNWRITTEN = "cause that could not be written:"
+"""Beginning of a line on stderr with the name that the file of a cause would have had, and its headline."""
 RESERVE_FILE = "reserve"
 """File beside the causes of a failure that takes room: deleted, it leaves some on a full disk for their words."""
 RESERVE_BYTES = 65536

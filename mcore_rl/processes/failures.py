@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from mcore_rl.files import FULL, RESERVE_BYTES, RESERVE_FILE, write_atomically
+from mcore_rl.files import FULL, RESERVE_BYTES, RESERVE_FILE, UNWRITTEN, write_atomically
 
 FAILURES = "MCORE_RL_FAILURES"
 """Environment variable with the folder of the causes; unset: nobody collects them."""
@@ -86,7 +87,7 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
     """Write the cause to `folder`, by default that where the launcher collects them.
 
     Returns:
-        The file; None where nobody collects, or nothing can be written: the error itself is on stderr in any case.
+        The file; None where nobody collects, or nothing can be written: a line on stderr then has the headline.
     """
     folder = folder or collected_in()
     if folder is None:
@@ -104,6 +105,9 @@ def note_failure(failure: Failure, folder: Path | None = None) -> Path | None:
             (folder.parent / RESERVE_FILE).unlink(missing_ok=True)
             write_atomically(path, content)
         return path
+    # The launcher's script finds it in the log of the node, which may still be written where the folder cannot.
+    sys.stderr.write(f"{UNWRITTEN} {path.stem}: {failure.headline}\n")
+    sys.stderr.flush()
     return None
 
 

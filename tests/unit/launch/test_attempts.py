@@ -582,3 +582,20 @@ def test_an_inherited_bash_env_serves_the_lines_of_setup(machines, monkeypatch):
     machines.program("touch $RUN/DONE")
     assert machines.attempt(hosts="n1", setup=("module load cuda",)).returncode == 0
     assert "cuda" in (machines.folder / "loaded").read_text()
+
+
+def test_a_cause_that_could_not_be_written_is_the_first_cause_all_the_same(machines):
+    """As on a file system that has become read-only: a file stands where the folder of the causes was."""
+    module = "from mcore_rl.processes.failures import note_failure, rank_failure as f"
+    note = f'{sys.executable} -c \'{module}; note_failure(f(0, 1, "Read-only file system", host="n2"))\''
+    machines.program(
+        f"""rm -rf $MCORE_RL_FAILURES; touch $MCORE_RL_FAILURES
+[ $SLURMD_NODENAME = n2 ] || exit 1
+PYTHONPATH={ROOT} {note}
+exit 1"""
+    )
+    srun = machines.folder / "bin/srun"
+    words = "echo 'srun: error: n1: task 0: Exited with exit code 1' >&2"
+    srun.write_text(srun.read_text().replace("exit $status", f"{words}\nexit $status"))
+    machines.attempt()
+    assert machines.ends == [("crash", "requeue", "rank 0 on n2: Read-only file system")]
