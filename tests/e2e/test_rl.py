@@ -242,9 +242,9 @@ def test_two_replicas_generate_ahead_within_the_bound_and_resume_with_the_same_p
         (run_dir / "DONE").unlink(missing_ok=True)
         finished = run_main("mcore_rl.run.programs.rl", [rl_file, *AHEAD, f"train.steps={steps}"], 2)
         assert finished.returncode == 0, finished.stderr
-        # Of the first rollout batch, which agreed; a resume has them from the checkpoint.
+        # No rollout batch has enough tokens to measure a limit.
         common = torch.load(run_dir / f"checkpoints/iter_{steps:07d}/common.pt", weights_only=False)
-        assert common[OWN_ENTRY]["progress"]["disagreement_limits"] == [0.01, 0.01]
+        assert common[OWN_ENTRY]["progress"]["disagreement_limits"] == []
     assert "resumed from" in finished.stdout
     assert_emitted("rl ahead", run_dir)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
