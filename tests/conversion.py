@@ -53,7 +53,8 @@ def saved(case: str, folder: Path, dtype: torch.dtype = torch.float32, **changes
         name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
         for name, tensor in theirs.tensors.items()
     }
-    return write_hf(folder, theirs.config, tensors, shards=3)
+    config = theirs.config | {"dtype": str(dtype).removeprefix("torch.")}
+    return write_hf(folder, config, tensors, shards=3)
 
 
 def with_mtp() -> tuple[dict[str, Any], Tensors]:

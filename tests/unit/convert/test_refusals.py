@@ -188,7 +188,7 @@ WRONG_TENSORS: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
         lambda t: t | {UP: t[UP].bfloat16()},
         r"of the types torch.bfloat16, torch.float32",
     ),
-    "integers": ("llama", lambda t: t | {NORM: t[NORM].int()}, f"{NORM} is torch.int32, wanted fp32"),
+    "integers": ("llama", lambda t: t | {NORM: t[NORM].int()}, f"{NORM} is torch.int32, wanted fp64"),
     "no output": (
         "llama",
         lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"},
