@@ -8,6 +8,7 @@ STEP = {
     "rl/trainer.py": "the step, in order",
     # Prompts, completions, rewards.
     "rl/rollouts/rollout.py": "scored groups of the next prompts",
+    "rl/rollouts/signal.py": "whether a batch has a signal",
     "rl/rollouts/prompts.py": "the prompts at the cursor",
     "rl/rollouts/tasks.py": "the recipe's problems are made by a task",
     "data/chat.py": "a problem as a conversation",

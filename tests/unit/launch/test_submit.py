@@ -105,7 +105,7 @@ def test_a_dry_run_without_a_controller_warns_and_a_launch_is_refused(answer, ho
     slurm.install("sbatch", f"#!/bin/sh\necho '{answer}' >&2\nexit 1\n")
     assert launch(DATA, "--dry-run") == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("#!/usr/bin/env bash")
+    assert shown.out.startswith("#!/bin/bash -p")
     assert (
         f"warning: Slurm was not asked when the job would start: sbatch reached no controller: {answer}"
         in shown.err
@@ -125,7 +125,7 @@ def test_without_sbatch_the_script_is_shown_nothing_is_written_and_the_status_is
     before = sorted(home.rglob("*"))
     assert launch(DATA) == 2
     shown = capsys.readouterr()
-    assert "sbatch is not on the PATH" in shown.err and shown.out.startswith("#!/usr/bin/env bash")
+    assert "sbatch is not on the PATH" in shown.err and shown.out.startswith("#!/bin/bash -p")
     assert sorted(home.rglob("*")) == before
     assert launch(DATA, "--dry-run") == 0
     assert capsys.readouterr().out == shown.out

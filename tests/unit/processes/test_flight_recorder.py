@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_rl.backend.platform import stop
 from mcore_rl.errors import HUNG_STATUS
 from mcore_rl.processes.failures import FAILURES, first_cause
 from mcore_rl.processes.flight_recorder import ENTRIES, FILE, PREFIX, SIZE, arm, dump
@@ -56,6 +57,7 @@ def test_the_record_goes_beside_the_logs_of_the_attempt_and_the_users_settings_s
 
 
 def test_without_a_process_group_nothing_is_written(tmp_path, monkeypatch):
+    stop()  # the group of an earlier test in this process
     monkeypatch.setenv(FAILURES, str(tmp_path / "failures"))
     arm()
     assert dump(0) == "" and not list(tmp_path.iterdir())
