@@ -33,7 +33,7 @@ from bench.clock import (
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.model.global_tensors import copy_in

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mcore_rl.config.rl import AdvantageConfig
+from mcore_rl.config.rl.advantage import AdvantageConfig
 
 
 def median_centered(rewards_PG: Tensor, config: AdvantageConfig) -> Tensor:

@@ -5,7 +5,7 @@ It returns a loss for every token; weights, sums and the division by the world's
 
 import torch
 
-from mcore_rl.config.rl import LossConfig
+from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens, TokenLoss
 

@@ -17,7 +17,11 @@ from mcore_rl.backend.platform import start
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl import EngineConfig, EnvironmentConfig, PromptConfig, RlConfig, RolloutConfig
+from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.environment import EnvironmentConfig
+from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.data.chat import Chat, load_chat

@@ -9,7 +9,7 @@ from torch import nn
 from mcore_rl.backend import platform
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.model.build import build_model
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks

@@ -28,7 +28,7 @@ from mcore_rl.backend.varlen import Bounds, attend_packed
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig, MoEConfig
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig, PretrainConfig, TrainConfig
 from mcore_rl.data.batch import Microbatch, PackedSpans
 from mcore_rl.model.build import build_model

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from mcore_rl.config.rl import EngineConfig, RolloutConfig
+from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.toml import toml_value
 

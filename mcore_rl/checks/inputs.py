@@ -7,10 +7,10 @@ from pathlib import Path
 
 from mcore_rl.checksums import crc32_of
 from mcore_rl.config.data import DataConfig, TokenizerConfig
-from mcore_rl.config.distill import SELF
 from mcore_rl.config.dpo import DPOConfig
 from mcore_rl.config.extension import JUDGE_PART
 from mcore_rl.config.preferences import PreferenceDataConfig
+from mcore_rl.config.rl.distill import SELF
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SFTDataConfig

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from mcore_rl.checks.run import weight_violations
-from mcore_rl.config.critic import CriticConfig
-from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.extension import (
     HTTP_PARTS,
     JUDGE_PART,
@@ -17,22 +15,23 @@ from mcore_rl.config.extension import (
     server_url,
 )
 from mcore_rl.config.optim import OptimConfig
-from mcore_rl.config.ptx import PtxConfig
-from mcore_rl.config.rl import (
+from mcore_rl.config.rl.advantage import AdvantageConfig
+from mcore_rl.config.rl.critic import CriticConfig
+from mcore_rl.config.rl.distill import DistillConfig
+from mcore_rl.config.rl.environment import EnvironmentConfig
+from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.ptx import PtxConfig
+from mcore_rl.config.rl.reward import (
     ENVIRONMENT_PART,
-    MIN_TEMPERATURE,
-    AdvantageConfig,
     CodeConfig,
-    EnvironmentConfig,
     JudgeConfig,
-    LossConfig,
-    PromptConfig,
     RewardConfig,
     RewardServerConfig,
-    RlConfig,
-    RolloutConfig,
-    UpdateConfig,
 )
+from mcore_rl.config.rl.rollout import MIN_TEMPERATURE, RolloutConfig
+from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl.update import UpdateConfig
 from mcore_rl.config.section import Section
 from mcore_rl.config.toml import toml_value
 

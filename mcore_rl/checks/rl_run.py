@@ -14,7 +14,7 @@ from mcore_rl.checks.run import (
     run_violations,
     schedule_violations,
 )
-from mcore_rl.config.rl import MIN_TEMPERATURE
+from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
 from mcore_rl.config.rl_run import RlRunConfig
 
 MAX_DISTANCE = 100_000

@@ -6,7 +6,7 @@ from math import lcm
 from mcore_rl.config.data import TokenizerConfig
 from mcore_rl.config.optim import OptimConfig
 from mcore_rl.config.replay import ReplayConfig
-from mcore_rl.config.rl import RlConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Section, Store
 

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config.distill import SELF
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.optim import OptimConfig
+from mcore_rl.config.rl.distill import SELF
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.section import Store

@@ -12,7 +12,8 @@ from pathlib import Path
 from mcore_rl.backend import platform as platforms
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.rl import MIN_TEMPERATURE, EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.rollout import MIN_TEMPERATURE
 from mcore_rl.data.chat import Conversation, load_chat
 from mcore_rl.data.end_tokens import end_tokens
 from mcore_rl.data.tokenizer import Tokenizer, load_tokenizer

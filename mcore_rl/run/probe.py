@@ -16,7 +16,7 @@ from mcore_rl.checkpoint.read import find_checkpoint
 from mcore_rl.checkpoint.weights import load_weights
 from mcore_rl.config.mesh import MeshConfig
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.model.build import build_model

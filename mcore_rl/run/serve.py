@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from mcore_rl.config.load import load_config
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.engines.make import servers_folder

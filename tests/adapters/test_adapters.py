@@ -6,7 +6,7 @@ import pytest
 import reasoning_gym
 import textarena
 
-from mcore_rl.config.rl import EnvironmentConfig
+from mcore_rl.config.rl.environment import EnvironmentConfig
 from mcore_rl.rl.environments.make import environment_maker
 from mcore_rl.rl.environments.processes import Answer, EnvironmentCall, EnvironmentWorkers
 from mcore_rl.rl.types import Problem

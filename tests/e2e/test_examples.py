@@ -17,7 +17,8 @@ from examples.loss import soft_clipped
 from examples.reward import brevity
 from examples.task import count_ones
 from mcore_rl.api import is_done, read_metrics
-from mcore_rl.config.rl import AdvantageConfig, LossConfig
+from mcore_rl.config.rl.advantage import AdvantageConfig
+from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.families import family_of
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.policy_tokens import PolicyTokens

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from mcore_rl.config.rl import AdvantageConfig
+from mcore_rl.config.rl.advantage import AdvantageConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.examples import Examples
 from mcore_rl.data.packed_sequences import PackedSequences, PackingOptions

@@ -6,7 +6,10 @@ from typing import Any
 
 from mcore_rl.backend.platform import start
 from mcore_rl.config.mesh import MeshConfig
-from mcore_rl.config.rl import PromptConfig, RewardConfig, RlConfig, RolloutConfig
+from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.reward import RewardConfig
+from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.section import RlConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.errors import EngineError

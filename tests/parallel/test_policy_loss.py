@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.config.rl import LossConfig
+from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.losses import policy_loss
 from tests.ranks import run_ranks

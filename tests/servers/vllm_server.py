@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mcore_rl.backend.platform import start
 from mcore_rl.checksums import crc32_of
 from mcore_rl.config.model import ModelConfig, MoEConfig
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.run import PlatformConfig
 from mcore_rl.families import hf_config
 from mcore_rl.model.build import build_model

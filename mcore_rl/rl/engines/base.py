@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from mcore_rl.config.rl import RolloutConfig
+from mcore_rl.config.rl.rollout import RolloutConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.rl.sampling import Cut
 from mcore_rl.rl.types import Group, Prompt

@@ -8,7 +8,7 @@ from torch import nn
 
 from mcore_rl.config.extension import choose
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.errors import ConfigError, EngineError
 from mcore_rl.parallel.mesh import Mesh

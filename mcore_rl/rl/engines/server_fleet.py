@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.files import write_atomically
 from mcore_rl.rl.engines.server_api import ServerApi, ServerError

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.errors import EngineError
 from mcore_rl.model.hf_stream import iter_hf_weights
 from mcore_rl.parallel.mesh import Mesh

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl import EnvironmentConfig
+from mcore_rl.config.rl.environment import EnvironmentConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.environments.interface import Environment
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from mcore_rl.config.rl import EnvironmentConfig
+from mcore_rl.config.rl.environment import EnvironmentConfig
 from mcore_rl.rl.environments.interface import Environment, Message
 from mcore_rl.rl.types import Problem
 from mcore_rl.rl.workers.failure import MAX_TEXT, CaughtException, FailedScore, cut

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mcore_rl.config.rl import ENVIRONMENT_PART
+from mcore_rl.config.rl.reward import ENVIRONMENT_PART
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.errors import DataError

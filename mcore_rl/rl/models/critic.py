@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.checkpoint.weights import load_weights
-from mcore_rl.config.rl import LossConfig
+from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.model.build import settle_weights, unwrap
 from mcore_rl.obs.metrics import Metric

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl import AdvantageConfig
+from mcore_rl.config.rl.advantage import AdvantageConfig
 from mcore_rl.errors import ConfigError
 
 ROUNDING = 1e-12

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.config.rl import Aggregation
+from mcore_rl.config.rl.loss import Aggregation
 from mcore_rl.parallel.mesh import Axis
 
 

@@ -1,6 +1,6 @@
 """Objectives of the policy, to be minimised: a weighted sum over tokens, and a count.
 
-Each is the closed form of the paper that config/rl.py names. The ratio r of a token is its probability under the policy
+Each is the closed form of the paper that config/rl/loss.py names. The ratio r of a token is its probability under the policy
 over that under the old policy, which the completions come from; A is its advantage, sg stops the gradient.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.config.distill import DistillConfig
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl import Clip, LossConfig
+from mcore_rl.config.rl.distill import DistillConfig
+from mcore_rl.config.rl.loss import Clip, LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.rl.objectives.aggregation import anchored_means
 from mcore_rl.rl.objectives.diagnostics import kl_estimate, router_shift_statistics, update_statistics

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mcore_rl.config.distill import DistillConfig
-from mcore_rl.config.rl import LossConfig
+from mcore_rl.config.rl.distill import DistillConfig
+from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.parallel.schedule import MAX, HeadOutput, ReadsDeferredLogits

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from mcore_rl.config.rl import CodeConfig
+from mcore_rl.config.rl.reward import CodeConfig
 from mcore_rl.rl.rewards.interface import RewardFunction, RewardInput
 from mcore_rl.rl.rewards.rules import answered
 from mcore_rl.rl.rewards.sandbox import ProgramResult, Sandbox, SandboxLimits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.extension import choose
-from mcore_rl.config.rl import ENVIRONMENT_PART, RewardConfig
+from mcore_rl.config.rl.reward import ENVIRONMENT_PART, RewardConfig
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.objectives.advantages import overlong_penalty
 from mcore_rl.rl.rewards import rules

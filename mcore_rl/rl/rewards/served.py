@@ -14,7 +14,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mcore_rl.config.extension import JUDGE_PART, SERVED_PARTS, server_url
-from mcore_rl.config.rl import JudgeConfig, RewardConfig, RewardServerConfig
+from mcore_rl.config.rl.reward import JudgeConfig, RewardConfig, RewardServerConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes.launcher import environment_variable
 from mcore_rl.rl.engines.http_client import HttpClient

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from mcore_rl.config.rl import RewardConfig
+from mcore_rl.config.rl.reward import RewardConfig
 from mcore_rl.errors import TrainingError
 from mcore_rl.rl.rewards.failures import FailedPart, failing_part
 from mcore_rl.rl.rewards.score import Reward, Scores

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import comb
 
-from mcore_rl.config.rl import EvalConfig
+from mcore_rl.config.rl.rollout import EvalConfig
 from mcore_rl.obs.intervals import Z_95, wilson
 from mcore_rl.obs.metrics import Metric
 from mcore_rl.rl.rollouts.prompts import HELD_OUT_SEED

@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy
 
-from mcore_rl.config.distill import DistillConfig
-from mcore_rl.config.rl import EvalConfig, PromptConfig
+from mcore_rl.config.rl.distill import DistillConfig
+from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.rollout import EvalConfig
 from mcore_rl.data.chat import Chat, Conversation
 from mcore_rl.data.mixture import ShuffledSources, refuse_empty_sources
 from mcore_rl.data.records import SHOWN

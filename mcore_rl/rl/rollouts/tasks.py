@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.extension import load_extension
-from mcore_rl.config.rl import PromptConfig
+from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.data.records import Record, beyond_max, filled, listed, read_records
 from mcore_rl.errors import DataError
 from mcore_rl.rl.types import Problem

@@ -14,9 +14,9 @@ from mcore_rl.checks.mesh import mesh_violations
 from mcore_rl.checks.rl_run import check_rl
 from mcore_rl.checks.run import refuse
 from mcore_rl.config.data import DataConfig
-from mcore_rl.config.distill import SELF
 from mcore_rl.config.load import load_config
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rl.distill import SELF
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import load_chat

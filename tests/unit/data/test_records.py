@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from mcore_rl.config.rl import PromptConfig
+from mcore_rl.config.rl.prompts import PromptConfig
 from mcore_rl.config.sft import SFTDataConfig
 from mcore_rl.data.chat import load_chat
 from mcore_rl.data.documents import DocumentFormat, find_input_files, format_of_endings

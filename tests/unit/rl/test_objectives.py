@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from mcore_rl.backend.platform import start
-from mcore_rl.config.rl import (
-    AdvantageConfig,
-    LossConfig,
-    PromptConfig,
-    RlConfig,
-    RolloutConfig,
-    UpdateConfig,
-)
+from mcore_rl.config.rl.advantage import AdvantageConfig
+from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.rollout import RolloutConfig
+from mcore_rl.config.rl.section import RlConfig
+from mcore_rl.config.rl.update import UpdateConfig
 from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.run import PlatformConfig, TrainConfig
 from mcore_rl.parallel.mesh import destroy_mesh

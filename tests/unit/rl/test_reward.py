@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.rl import RewardConfig
+from mcore_rl.config.rl.reward import RewardConfig
 from mcore_rl.errors import ConfigError, TrainingError
 from mcore_rl.obs.metrics import reduced
 from mcore_rl.rl.objectives.advantages import StepReward, constant_groups

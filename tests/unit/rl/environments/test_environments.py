@@ -6,7 +6,7 @@ import shutil
 import numpy
 import pytest
 
-from mcore_rl.config.rl import EnvironmentConfig
+from mcore_rl.config.rl.environment import EnvironmentConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.environments.guessing import Guessing
 from mcore_rl.rl.environments.make import environment_maker

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import tensor
 
-from mcore_rl.config.rl import AdvantageConfig
+from mcore_rl.config.rl.advantage import AdvantageConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rl.objectives.advantages import (
     StepReward,

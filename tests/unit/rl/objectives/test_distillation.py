@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.distill import DistillConfig
-from mcore_rl.config.rl import LossConfig
+from mcore_rl.config.rl.distill import DistillConfig
+from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.parallel.mesh import Axis
 from mcore_rl.parallel.vocab import reverse_kl
 from mcore_rl.rl.objectives.losses import policy_loss

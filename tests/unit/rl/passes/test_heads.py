@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_rl.config.rl import LossConfig
+from mcore_rl.config.rl.loss import LossConfig
 from mcore_rl.data.plan import PackingLimits
 from mcore_rl.model.inputs import LocalMicrobatch
 from mcore_rl.parallel.mesh import Mesh

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.backend.batch_invariant import InvariantProducts
-from mcore_rl.config.rl import EngineConfig
+from mcore_rl.config.rl.engine import EngineConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.mesh import Mesh
 from mcore_rl.rl.engines.base import Sampling

@@ -1,0 +1,59 @@
+"""The section `rl`: how completions are sampled, scored, compared, and learned from."""
+
+from functools import cached_property
+
+from mcore_rl.config.rl.advantage import AdvantageConfig
+from mcore_rl.config.rl.critic import CriticConfig
+from mcore_rl.config.rl.distill import DistillConfig
+from mcore_rl.config.rl.engine import EngineConfig
+from mcore_rl.config.rl.environment import EnvironmentConfig
+from mcore_rl.config.rl.loss import LossConfig
+from mcore_rl.config.rl.prompts import PromptConfig
+from mcore_rl.config.rl.ptx import PtxConfig
+from mcore_rl.config.rl.reward import RULES_OF_ANSWERS, RewardConfig
+from mcore_rl.config.rl.rollout import EvalConfig, RolloutConfig, SamplesConfig
+from mcore_rl.config.rl.update import UpdateConfig
+from mcore_rl.config.section import Section
+
+
+class RlConfig(Section):
+    """One RL step: prompts, rollouts, rewards, advantages, loss."""
+
+    prompts: PromptConfig = PromptConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    reward: RewardConfig = RewardConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()
+    distill: DistillConfig = DistillConfig()
+    ptx: PtxConfig = PtxConfig()
+    update: UpdateConfig = UpdateConfig()
+    eval: EvalConfig = EvalConfig()
+    samples: SamplesConfig = SamplesConfig()
+    freeze_router: bool = False
+    """Train no router: their weights, and the biases on the choice of experts, stay as they are."""
+
+    @cached_property
+    def samples_by_accuracy(self) -> bool:
+        """Whether dynamic sampling asks if completions are correct, and not for their reward."""
+        by, part = self.rollout.dynamic_sampling_by, self.reward.correct_part
+        if by == "auto":
+            return part in RULES_OF_ANSWERS or (part == "code" and not self.reward.code.partial)
+        return by == "accuracy"
+
+    @cached_property
+    def learns_beside_rewards(self) -> bool:
+        """Whether a term of the loss moves the policy where no token has an advantage."""
+        loss = self.loss
+        return (
+            bool(loss.kl_coeff and loss.kl_in == "loss")
+            or bool(self.distill.paths and self.distill.use == "loss")
+            or bool(loss.entropy_coeff or self.ptx.coeff)
+        )
+
+    @cached_property
+    def max_completion_tokens(self) -> int:
+        """Most tokens after a prompt: of one turn, or with an environment of the conversation."""
+        return self.rollout.max_new_tokens if self.environment.name is None else self.environment.max_tokens
