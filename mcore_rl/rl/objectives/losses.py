@@ -1,7 +1,7 @@
 """Objectives of the policy, to be minimised: a weighted sum over tokens, and a count.
 
-Each is the closed form of the paper that config/rl/loss.py names. The ratio r of a token is its probability under the policy
-over that under the old policy, which the completions come from; A is its advantage, sg stops the gradient.
+Each is the closed form of the paper that config/rl/loss.py names. The ratio r of a token is its probability under the
+policy over that under the old policy, which the completions come from; A is its advantage, sg stops the gradient.
 """
 
 import math
