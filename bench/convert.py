@@ -52,7 +52,7 @@ from mcore_rl.convert.copying.progress import ByteProgress
 from mcore_rl.convert.exporting import ExportOptions, plan_export
 from mcore_rl.convert.importing import ImportOptions, plan_import
 from mcore_rl.families import hf_config, weight_map
-from mcore_rl.run.commands import num_bytes
+from mcore_rl.run.commands.checkpoints import num_bytes
 
 GIB = 2**30
 SHARD_BYTES = 2 * GIB

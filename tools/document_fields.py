@@ -26,7 +26,7 @@ from mcore_rl.config.section import Section
 from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.launch.job import MEANING
 from mcore_rl.obs.metric_table import METRICS
-from mcore_rl.run.commands import COMMANDS
+from mcore_rl.run.commands.table import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 MARK = r"fields of (?P<name>\w+)(?: beyond (?P<other>\w+))?|statuses|metrics|commands|flags of speed|flags not offered"

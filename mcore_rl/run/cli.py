@@ -18,7 +18,7 @@ from mcore_rl.errors import (
     McoreRlError,
     error_text,
 )
-from mcore_rl.run.commands import COMMANDS
+from mcore_rl.run.commands.table import COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from mcore_rl.config.load import kind_of
 from mcore_rl.errors import ConfigError
 from mcore_rl.plan.local import local_memory_violations
 from mcore_rl.processes.launcher import launch_local, under_launcher
-from mcore_rl.run.commands import Command
+from mcore_rl.run.commands.table import Command
 from mcore_rl.run.log_folders import next_log_dir
 
 

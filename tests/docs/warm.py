@@ -15,7 +15,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from mcore_rl.run import cli
-from mcore_rl.run.commands import COMMANDS
+from mcore_rl.run.commands.table import COMMANDS
 from tests.ranks import forkserver
 
 CLIENT = """#!{python} -IS

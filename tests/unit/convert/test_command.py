@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.run.cli import main
-from mcore_rl.run.commands import mesh_sizes, num_bytes
+from mcore_rl.run.commands.checkpoints import mesh_sizes, num_bytes
 from tests.conversion import assert_same, read_hf, saved
 
 

@@ -18,7 +18,7 @@ from mcore_rl.config.study import StudyConfig
 from mcore_rl.errors import EXIT_STATUSES
 from mcore_rl.launch.job import STATUS
 from mcore_rl.run.cli import main, parser_of, split_name
-from mcore_rl.run.commands import COMMANDS
+from mcore_rl.run.commands.table import COMMANDS
 from mcore_rl.run.log_folders import next_log_dir
 from mcore_rl.run.study.runs import plan
 

@@ -1,0 +1,1 @@
+"""The commands of `mcore-rl`: `table` has all, the other files their arguments by topic."""

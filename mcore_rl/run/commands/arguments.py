@@ -1,0 +1,43 @@
+"""Arguments that several commands take."""
+
+import argparse
+
+from mcore_rl.config.trainings import TRAININGS
+
+CONFIG_HELP = "the config: a .toml file, or the name of a recipe (`mcore-rl recipes`)"
+
+
+def config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a config file, fields that override it, and the number of local ranks."""
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    add_overrides(parser)
+    add_ranks(parser)
+
+
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare nothing beside --help."""
+
+
+def positive(text: str) -> int:
+    """Return the number; argparse refuses one below 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}, wanted 1 or more")
+    return number
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Declare fields that override the config's."""
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="fields that override the file's")
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Declare the number of local ranks."""
+    parser.add_argument("--ranks", type=positive, help="local ranks; default: the fewest that the mesh needs")
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Declare the training whose config it is."""
+    parser.add_argument(
+        "--program", choices=TRAININGS, help="whose config it is (default: the program that has its fields)"
+    )

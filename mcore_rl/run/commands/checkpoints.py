@@ -1,0 +1,143 @@
+"""Arguments of the commands that convert, list and check checkpoints."""
+
+import argparse
+import re
+from pathlib import Path
+
+from mcore_rl.run.commands.arguments import positive
+
+BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+MESH_FIELDS = ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers")
+
+
+def convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare an action, its folders, and how to go about it."""
+    meanings = {
+        "plan": "what import (of a Hugging Face folder) or export (of a checkpoint) would do and would refuse",
+        "import": "HF_DIR CKPT_DIR: safetensors to CKPT_DIR/iter_0000000, which loads on every mesh",
+        "export": "CKPT HF_DIR: a checkpoint of any mesh, with optimizer state or not, to a folder for transformers",
+        "verify": "A B: whether two checkpoints of any formats are the same, bit for bit; status 1 when not",
+        "relayout": "CKPT OUT: the same checkpoint under other keys (--keys, --layers)",
+    }
+    actions = "; ".join(f"{name} {meaning}" for name, meaning in meanings.items())
+    parser.add_argument("action", choices=meanings, help=actions)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="from, to; one for plan")
+    what = parser.add_argument_group("what is written")
+    what.add_argument(
+        "--dtype",
+        choices=("keep", "bf16", "fp32"),
+        default="keep",
+        help="expert biases stay fp32 (default: keep; fp8 becomes the model's type)",
+    )
+    what.add_argument("--mtp", choices=("keep", "drop"), default="keep", help="multi-token-prediction layers")
+    what.add_argument(
+        "--keys",
+        choices=("te", "local"),
+        default="te",
+        help="import, relayout: names of TransformerEngine's layers (default) or of Megatron's local layers",
+    )
+    what.add_argument(
+        "--layers",
+        choices=("stacked", "each"),
+        help="import, relayout: a tensor for all layers, or one each (default: as training reads them)",
+    )
+    what.add_argument(
+        "--vocab-multiple",
+        type=positive,
+        metavar="N",
+        help="import: pad the vocabulary to a multiple of N (default: model.vocab_multiple's)",
+    )
+    what.add_argument(
+        "--family",
+        metavar="MODULE:NAME",
+        help="import, verify: a model family of your own instead of the one that config.json names",
+    )
+    what.add_argument(
+        "--reference",
+        type=Path,
+        metavar="HF_DIR",
+        help="a folder of the same model, to name its family and, in an export, to copy config and tokenizer from",
+    )
+    what.add_argument(
+        "--check-logits",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="import: compare the output's logits with transformers' before it has its name (default: up to 2 GiB)",
+    )
+    what.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="export: a tokenizer's folder or .model file, or none (default: that of the run, else of --reference)",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--workers", type=positive, default=2, metavar="N", help="processes (default 2)")
+    how.add_argument(
+        "--max-ram",
+        type=num_bytes,
+        metavar="8G",
+        help="memory of all processes together; fewer workers are used if need be",
+    )
+    how.add_argument(
+        "--overwrite", action="store_true", help="replace an output that exists, when the new one is complete"
+    )
+    how.add_argument("--log", type=Path, metavar="FILE", help="append progress as lines of JSON")
+    how.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        default={},
+        metavar="tp=2,ep=8",
+        help="plan: bytes of weights by rank on this mesh",
+    )
+    how.add_argument(
+        "--logits",
+        action="store_true",
+        help="verify: also run both models, a layer at a time, on random tokens",
+    )
+
+
+def inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a checkpoint, and another to compare it with."""
+    parser.add_argument(
+        "path", type=Path, help="a Hugging Face folder, a safetensors file, a checkpoint or a run"
+    )
+    parser.add_argument(
+        "--diff",
+        type=Path,
+        metavar="OTHER",
+        help="list the tensors that differ from another checkpoint's; status 1 when some do",
+    )
+
+
+def check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is to be checked."""
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        type=Path,
+        help="a checkpoint, or a run (its newest checkpoint), a Hugging Face folder that was exported, or the prefix "
+        "of a .bin/.idx pair",
+    )
+    parser.add_argument(
+        "--workers", type=positive, default=4, metavar="N", help="files read at a time (default 4)"
+    )
+
+
+def num_bytes(text: str) -> int:
+    """Return the number of bytes that `8G`, `500M` or `1.5T` means."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size. Write 8G, or 500M.")
+    return int(float(match[1]) * BYTES_PER_UNIT[match[2].upper()])
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Return the sizes that `tp=2,ep=8` means."""
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in MESH_FIELDS or not size.isdecimal():
+            raise argparse.ArgumentTypeError(f"{part!r} is no part of a mesh. Write tp=2,pp=2,ep=8.")
+        sizes[name] = int(size)
+    return sizes

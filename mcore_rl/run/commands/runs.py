@@ -1,0 +1,42 @@
+"""Arguments of the commands about runs: what a config says, this machine, a study, a report."""
+
+import argparse
+from pathlib import Path
+
+from mcore_rl.run.commands.arguments import CONFIG_HELP, add_overrides, add_program, add_ranks
+
+
+def show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of a training and which training's config it is."""
+    parser.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    add_overrides(parser)
+    add_ranks(parser)
+    add_program(parser)
+
+
+def study_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a study and fields that override it."""
+    parser.add_argument("config", metavar="STUDY", help="the study, a file or the name of a recipe")
+    add_overrides(parser)
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the form of the output."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, with every patch and its reason"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=Path,
+        metavar="DIR",
+        help="be one node of a job (`mcore-rl launch --check`): write the findings to DIR, where the first node names "
+        "what differs between them",
+    )
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare runs, and the page to write."""
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the run_dir of a training")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), help="the page (default report.html)"
+    )

@@ -1,0 +1,225 @@
+"""The commands of `mcore-rl`. No config is imported, nor torch, so that help is quick."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mcore_rl.config.trainings import TRAININGS
+from mcore_rl.launch.arguments import attach_arguments, jobs_arguments, launch_arguments
+from mcore_rl.run.commands.arguments import config_arguments, no_arguments
+from mcore_rl.run.commands.checkpoints import check_arguments, convert_arguments, inspect_arguments
+from mcore_rl.run.commands.data import (
+    preprocess_arguments,
+    problems_arguments,
+    reward_arguments,
+    show_data_arguments,
+    tokenizer_arguments,
+)
+from mcore_rl.run.commands.models import generate_arguments, probe_arguments, serve_arguments
+from mcore_rl.run.commands.plans import plan_arguments
+from mcore_rl.run.commands.runs import doctor_arguments, report_arguments, show_arguments, study_arguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command of `mcore-rl`; it is imported when it is run, and not before."""
+
+    summary: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    module: str
+    """Module whose `main(args)` runs the command; with `program`, whose `main(argv)` is one rank of it."""
+    program: str | None = None
+    """Name in PROGRAMS of the training whose ranks the command starts; None: it runs in this process."""
+    other_programs: tuple[str, ...] = ()
+    """Names of further trainings whose configs the command takes; the config's fields decide."""
+    config: str = ""
+    """Name in KINDS (config/kinds.py) of the config whose fields the help explains; "": it has none."""
+
+
+COMMANDS: dict[str, Command] = {
+    "pretrain": Command(
+        summary="Pretrain a model on .bin/.idx data, on this machine or as one rank under torchrun or srun.",
+        example="mcore-rl pretrain tiny_moe/pretrain mesh.tp=2 mesh.ep=2 optim.lr=1e-3",
+        add_arguments=config_arguments,
+        module=TRAININGS["pretrain"],
+        program="pretrain",
+        config="pretrain",
+    ),
+    "sft": Command(
+        summary="Fine-tune a model on conversations, from the weights of checkpoint.load.",
+        example="mcore-rl sft tiny_moe/sft checkpoint.load=runs/quickstart/pretrain",
+        add_arguments=config_arguments,
+        module=TRAININGS["sft"],
+        program="sft",
+        config="sft",
+    ),
+    "rm": Command(
+        summary="Train a reward model on pairs of answers, from the weights of checkpoint.load.",
+        example="mcore-rl rm tiny_moe/rm checkpoint.load=runs/tiny_moe_sft rm.centering_coeff=0.01",
+        add_arguments=config_arguments,
+        module=TRAININGS["rm"],
+        program="rm",
+        config="rm",
+    ),
+    "dpo": Command(
+        summary="Optimise a model on pairs of answers: DPO, IPO, SimPO, ORPO and others, from the weights of "
+        "checkpoint.load.",
+        example="mcore-rl dpo tiny_moe/dpo checkpoint.load=runs/tiny_moe_sft dpo.beta=0.3",
+        add_arguments=config_arguments,
+        module=TRAININGS["dpo"],
+        program="dpo",
+        config="dpo",
+    ),
+    "rl": Command(
+        summary="Train a model on rewards: GRPO, GSPO, Kimi K2 and others, from the weights of checkpoint.load.",
+        example="mcore-rl rl tiny_moe/grpo rl.loss.kind=gspo mesh.tp=2 mesh.ep=2",
+        add_arguments=config_arguments,
+        module=TRAININGS["rl"],
+        program="rl",
+        config="rl",
+    ),
+    "eval": Command(
+        summary="Answer the held-out prompts of an RL config (rl.eval) and print accuracy, mean reward and pass@k; "
+        "with a reward model's config score the pairs of data.valid and print accuracy and calibration.",
+        example="mcore-rl eval tiny_moe/grpo checkpoint.load=runs/tiny_moe_grpo "
+        "rl.eval.samples=4 rl.eval.temperature=0.7",
+        add_arguments=config_arguments,
+        module="mcore_rl.run.evaluate",
+        program="rl",
+        other_programs=("rm",),
+        config="rl",
+    ),
+    "study": Command(
+        summary="Run arms of an RL config from one start, for some seeds, and compare them in one table.",
+        example="mcore-rl study tiny_moe/replay_study seeds=[1,2,3]",
+        add_arguments=study_arguments,
+        module="mcore_rl.run.study.runs",
+        config="study",
+    ),
+    "data tokenizer": Command(
+        summary="Train a sentencepiece tokenizer (byte fallback, single digits) on JSON lines or text. "
+        "Ids: 0 unknown, 1 begin of text, 2 end of document, 3 padding.",
+        example="mcore-rl data tokenizer corpus/train.jsonl --vocab-size 2048 --output data/tokenizer.model",
+        add_arguments=tokenizer_arguments,
+        module="mcore_rl.run.data",
+    ),
+    "data preprocess": Command(
+        summary="Encode text files as PREFIX.bin and .idx (Megatron's format) and PREFIX.json (their origin). "
+        "A killed run resumes when the same command is given again.",
+        example="mcore-rl data preprocess corpus/train.jsonl --output data/train --tokenizer data/tok.model "
+        "--workers 8",
+        add_arguments=preprocess_arguments,
+        module="mcore_rl.run.data",
+    ),
+    "data show": Command(
+        summary="Show the first training examples of a config as the model reads them: sequences of pretraining, chats "
+        "with what is trained on marked, prompts with their reference answers. It starts no ranks.",
+        example="mcore-rl data show tiny_moe/sft --num 3",
+        add_arguments=show_data_arguments,
+        module="mcore_rl.run.show_data",
+    ),
+    "recipes": Command(
+        summary="List the recipes that are shipped, by the names under which every command takes them for CONFIG.",
+        example="mcore-rl recipes",
+        add_arguments=no_arguments,
+        module="mcore_rl.run.recipes",
+    ),
+    "problems": Command(
+        summary="Write problems of an RL config's built-in task with their answers, to fine-tune on; none is held out.",
+        example="mcore-rl problems tiny_moe/grpo --count 20000 --output runs/quickstart/chat.jsonl",
+        add_arguments=problems_arguments,
+        module="mcore_rl.run.problems",
+    ),
+    "reward": Command(
+        summary="Show what an RL config's reward gives to completions of its own prompts; it needs no model.",
+        example="mcore-rl reward tiny_moe/grpo --sample 4",
+        add_arguments=reward_arguments,
+        module="mcore_rl.run.reward",
+    ),
+    "config": Command(
+        summary="Print the config of a file and overrides after all checks.",
+        example="mcore-rl config qwen3_30b_a3b/pretrain mesh.dp=auto --ranks 64",
+        add_arguments=show_arguments,
+        module="mcore_rl.run.show_config",
+        config="pretrain",
+    ),
+    "plan": Command(
+        summary="Plan a training on a cluster without a GPU: memory of every rank, seconds of a step, meshes that fit.",
+        example="mcore-rl plan qwen3_30b_a3b/pretrain --cluster example_h100 --nodes 2 --search",
+        add_arguments=plan_arguments,
+        module="mcore_rl.run.plan",
+    ),
+    "generate": Command(
+        summary="Continue a text, or answer in a chat, with a checkpoint of a run of any mesh, on one process.",
+        example='mcore-rl generate --run runs/quickstart/pretrain --prompt "def read_" --tokens 40 --temperature 0.7',
+        add_arguments=generate_arguments,
+        module="mcore_rl.run.generate",
+    ),
+    "probe": Command(
+        summary="Compare an inference server's weights with those of a run's checkpoint, by logprobs, for each group "
+        "of weights. Status 1 when the server has others.",
+        example="mcore-rl probe runs/a --url http://node7:8000",
+        add_arguments=probe_arguments,
+        module="mcore_rl.run.probe",
+    ),
+    "serve": Command(
+        summary="Start the inference servers of an RL config on this machine, for rl.engine.urls of a training "
+        "elsewhere, and start them anew when they end. Their weights come from the training.",
+        example="mcore-rl serve qwen3_30b_a3b/gspo rl.engine.kind=vllm --count 4 --port 8000",
+        add_arguments=serve_arguments,
+        module="mcore_rl.run.serve",
+        config="rl",
+    ),
+    "convert": Command(
+        summary="Convert checkpoints between Hugging Face's and Megatron's formats, and prove that nothing was lost.",
+        example="mcore-rl convert import models/Qwen3-30B-A3B checkpoints/qwen3 --workers 8 --max-ram 16G",
+        add_arguments=convert_arguments,
+        module="mcore_rl.run.convert",
+    ),
+    "inspect": Command(
+        summary="List what is in a checkpoint of either format, or how it differs from another.",
+        example="mcore-rl inspect runs/quickstart/pretrain --diff checkpoints/qwen3",
+        add_arguments=inspect_arguments,
+        module="mcore_rl.run.inspect_checkpoint",
+    ),
+    "check": Command(
+        summary="Read a checkpoint, an export or a .bin/.idx pair and compare every file with the checksum that was "
+        "recorded when it was written; no second copy is needed. Status 1 when a file is damaged.",
+        example="mcore-rl check runs/quickstart/pretrain",
+        add_arguments=check_arguments,
+        module="mcore_rl.run.check",
+    ),
+    "doctor": Command(
+        summary="Show what this machine has for training: versions, GPUs, layers, kernels, patches of Megatron; what "
+        "is missing and what that costs. Status 1 when something is broken.",
+        example="mcore-rl doctor --json",
+        add_arguments=doctor_arguments,
+        module="mcore_rl.run.machine.doctor",
+    ),
+    "launch": Command(
+        summary="Check a training, write its Slurm job, and submit it; with --dry-run show it.",
+        example="mcore-rl launch tiny_moe/pretrain --cluster example_cpu --nodes 4",
+        add_arguments=launch_arguments,
+        module="mcore_rl.launch.submit",
+    ),
+    "jobs": Command(
+        summary="List launched runs: state, attempts, step, speed, last checkpoint, why they ended.",
+        example="mcore-rl jobs runs/qwen3_30b_a3b",
+        add_arguments=jobs_arguments,
+        module="mcore_rl.launch.jobs",
+    ),
+    "attach": Command(
+        summary="Open a shell on a node of a running job, in its container, or run a command there.",
+        example="mcore-rl attach runs/qwen3_30b_a3b --node n3 -- nvidia-smi -l 5",
+        add_arguments=attach_arguments,
+        module="mcore_rl.launch.attach",
+    ),
+    "report": Command(
+        summary="Write one HTML page about runs, side by side: curves, experts, speed, samples, warnings, settings.",
+        example="mcore-rl report runs/quickstart/grpo runs/quickstart/gspo --output report.html",
+        add_arguments=report_arguments,
+        module="mcore_rl.run.report",
+    ),
+}
+"""Every command by name; a name of two words is a command of a group, as `mcore-rl data tokenizer`."""
