@@ -36,9 +36,9 @@ from mcore_rl.obs.metrics import Metric
 from mcore_rl.parallel.agree import on_every_rank, on_rank_zero, refuse_anywhere, world_max
 from mcore_rl.processes.forked_call import ForkedCall, ForkedCallError
 from mcore_rl.train.checkpoint_state import full_state, load_full_state
+from mcore_rl.train.offload import all_present
 from mcore_rl.train.run_folder import Fence
 from mcore_rl.train.state import TrainState
-from mcore_rl.train.waiting import all_present
 
 MIB = 2**20
 WAIT_S = 0.05

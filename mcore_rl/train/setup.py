@@ -23,9 +23,9 @@ from mcore_rl.model.transformer_config import machine_of
 from mcore_rl.obs.performance import Timers
 from mcore_rl.parallel.mesh import Mesh, build_mesh, seed_ranks
 from mcore_rl.parallel.routers import routers
+from mcore_rl.train.offload import Residence
 from mcore_rl.train.optimizer import build_optimizer, build_schedule
 from mcore_rl.train.state import Progress, TrainState
-from mcore_rl.train.waiting import Residence
 
 
 def set_up(config: RunConfig, platform: Platform) -> TrainState:

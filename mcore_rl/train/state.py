@@ -10,7 +10,7 @@ from mcore_rl.backend.platform import Platform
 from mcore_rl.config.run import RunConfig
 from mcore_rl.obs.performance import Timers
 from mcore_rl.parallel.mesh import Mesh
-from mcore_rl.train.waiting import Residence
+from mcore_rl.train.offload import Residence
 
 
 @dataclass(kw_only=True, slots=True)

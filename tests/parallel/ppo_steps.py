@@ -30,9 +30,9 @@ from mcore_rl.rl.rewards.worker import Score
 from mcore_rl.rl.rollouts.rollout import Rollout
 from mcore_rl.rl.types import Completion, Group
 from mcore_rl.rl.update.learner import Learner
+from mcore_rl.train.offload import all_present
 from mcore_rl.train.state import TrainState
 from mcore_rl.train.step import StepReport
-from mcore_rl.train.waiting import all_present
 from tests.parallel.parity import Tensors, owned
 from tests.parallel.plain import set_up_plain
 from tests.parallel.rl_steps import conversations, replaced, rollout_of

@@ -18,8 +18,8 @@ from mcore_rl.config.rl_run import RlRunConfig
 from mcore_rl.config.section import Store
 from mcore_rl.model.build import build_model, unwrap
 from mcore_rl.parallel.mesh import Mesh
+from mcore_rl.train.offload import WaitingMemory, store_on
 from mcore_rl.train.random_states import random_states, restore_random_states
-from mcore_rl.train.waiting import WaitingMemory, store_on
 
 
 def model_to_freeze(path: Path, policy: ModelConfig) -> ModelConfig:

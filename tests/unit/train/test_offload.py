@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.train.waiting import Store, WaitingMemory
+from mcore_rl.train.offload import Store, WaitingMemory
 
 CPU = torch.device("cpu")
 
